@@ -1,0 +1,107 @@
+"""The seam between the scheduler, the gateway and an engine, whatever it is.
+
+An engine is another process. The gateway starts it, or attaches to it by URL, and knows it by this
+protocol only. ``engines.fake`` is one that ships with the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import msgspec
+
+from engines.wire import EngineReport, Notice, SessionReport, Welcome
+from kvstore.records import SessionRef as SessionRef
+from kvstore.records import TierName as TierName
+
+
+class EngineError(Exception):
+    """EngineError
+    +-- EngineUnavailable   not running, still starting, or the connection broke
+    +-- EngineRefused       it understood and said no
+    """
+
+
+class EngineUnavailable(EngineError):
+    pass
+
+
+class EngineRefused(EngineError):
+    pass
+
+
+class Demoted(msgspec.Struct, frozen=True):
+    """``report`` is None for a session the engine does not know; ``kept`` = why it is still hot."""
+
+    report: SessionReport | None
+    kept: str
+
+
+class Upstream(Protocol):
+    """The engine's answer to one data-plane request: head first, body as it comes."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Case-insensitive."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """Body bytes as they arrive from the socket, boundaries meaningless.
+
+        Raises:
+            EngineUnavailable: the connection broke or stalled before the body was whole.
+        """
+
+    async def read(self) -> bytes:
+        """The whole body. Raises as ``chunks`` does."""
+
+
+class Engine(Protocol):
+    """Control plane in seven verbs, data plane in one."""
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the engine said of itself; None while it is not ready."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    async def start(self) -> None:
+        """Start or attach; returns at once, ``ready`` turns true later."""
+
+    async def stop(self, drain_s: float) -> None:
+        """End it; running requests get ``drain_s`` seconds. Safe to call twice."""
+
+    def open(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[Upstream]:
+        """POST ``body`` to the engine. Leaving the context early cancels the request there.
+
+        Raises (on entering):
+            EngineUnavailable: no engine to talk to.
+        """
+
+    def session_headers(self, session: SessionRef) -> dict[str, str]:
+        """How this engine is told whose turn it is."""
+
+    def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
+        """The client's body with engine-private fields set by us (vLLM), or as it is (mlx)."""
+
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted: ...
+
+    async def prefetch(self, session: SessionRef) -> SessionReport | None: ...
+
+    async def pin(self, session: SessionRef, pinned: bool) -> SessionReport | None: ...
+
+    async def forget(self, session: SessionRef) -> SessionReport | None: ...
+
+    async def sessions(self) -> list[SessionReport]: ...
+
+    async def stats(self) -> EngineReport: ...
+
+    def notices(self) -> AsyncIterator[Notice | None]:
+        """Changes as they happen; None = the engine (re)connected, ask ``sessions`` again."""

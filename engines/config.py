@@ -1,0 +1,46 @@
+"""Settings of an engine. Frozen; composed and read from the environment only by ``launch``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvstore.config import StoreConfig
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which engine, which model, and how much memory its live KV may take."""
+
+    kind: str = "auto"  # a name in engines.registry, "auto", or "module:Attr"
+    model: str = ""  # local folder or hub id; "" = the sample model
+    served_model_name: str = ""  # what clients call it; "" = the folder's or hub id's last part
+    url: str = ""  # attach to an engine started elsewhere instead of starting one
+    control: str = ""  # its control address: unix:/path or tcp://host:port
+    # Live KV: running requests and idle sessions that are still hot.
+    hot_bytes: Positive = 2 << 30
+    max_batch: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
+    max_context: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0 = what the model's config says
+    prefill_step: Annotated[int, msgspec.Meta(ge=16, le=8192)] = 512
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    stall_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All that an engine process of ours is told: one line of JSON on standard input.
+
+    The pipe stays open for as long as the gateway lives; its end tells the worker to save what it
+    holds and leave. Both sockets lie in ``runtime_dir`` (mode 0700):
+    ``http.sock`` and ``control.sock``.
+    """
+
+    engine: EngineConfig
+    store: StoreConfig
+    model_path: str
+    served_model_name: str
+    runtime_dir: str
+    token: str  # bearer token of both sockets
+    log_level: str = "info"

@@ -1,0 +1,210 @@
+"""Control messages between the gateway and an engine process, and their framing.
+
+A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRAME_BYTES``. The
+gateway sends ``Request``; the engine answers each with one ``Reply`` of the same number and may
+send ``Notice`` at any time. KV bytes never travel here.
+
+The same verbs serve every engine: demote, prefetch, pin, unpin, forget, sessions, stats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from kvstore.records import SessionRef as SessionRef
+from kvstore.records import TierName as TierName
+
+WIRE_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+
+# Request headers of the data plane that only the gateway may set.
+TENANT_HEADER = "x-thermocline-tenant"
+SESSION_HEADER = "x-thermocline-session"  # percent-encoded UTF-8
+SALT_HEADER = "x-thermocline-salt"  # hex
+# Response header of the data plane: "hot", "cold-ram", "cold-disk", "cold-redis" or "miss",
+# then "; tokens=N" and, where something was not reused, "; reason=WORD".
+CACHE_HEADER = "x-thermocline-cache"
+
+
+class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine knows of a session right now."""
+
+    tenant: str
+    id: str
+    hot: bool
+    tier: TierName | None  # fastest tier that holds its cold copy; None = no cold copy
+    tokens: int
+    hot_bytes: int
+    cold_bytes: int
+    idle_s: float
+    pinned: bool
+    busy: bool  # a request of this session is being served
+
+
+class TierReport(msgspec.Struct, frozen=True):
+    name: TierName
+    nbytes: int
+    capacity_bytes: int
+    num_blobs: int
+    evictions: int
+    errors: int
+    available: bool
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    hot_bytes: int  # measured: idle hot sessions and running requests together
+    idle_hot_bytes: int  # of these, what dropping idle sessions would free
+    hot_capacity_bytes: int
+    active_bytes: int  # all memory the tensor library holds, weights included
+    num_running: int
+    num_waiting: int
+    save_queue_bytes: int
+    tiers: list[TierReport]
+    counters: dict[str, int]  # monotonic: saves, saves_skipped, restores, misses.<reason>, ...
+
+
+# ---- gateway -> engine
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    token: str
+    version: int = WIRE_VERSION
+
+
+class Demote(msgspec.Struct, frozen=True, tag="demote"):
+    """Drop the hot copy, once a cold copy exists; ``tier`` also moves the cold copy down."""
+
+    session: SessionRef
+    tier: TierName | None = None
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    """Make the session hot before its next turn."""
+
+    session: SessionRef
+
+
+class Pin(msgspec.Struct, frozen=True, tag="pin"):
+    session: SessionRef
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    session: SessionRef
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Remove the session from every tier, for good."""
+
+    session: SessionRef
+
+
+class ListSessions(msgspec.Struct, frozen=True, tag="sessions"):
+    pass
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="stats"):
+    pass
+
+
+Verb: TypeAlias = Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats
+
+
+# ---- engine -> gateway
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
+    engine: str  # "mlx", "vllm", "fake"
+    engine_version: str
+    model: str  # served name
+    max_context: int
+    codec: str
+    hibernation: bool
+    hibernation_reason: str = ""  # why not, in one sentence
+    version: int = WIRE_VERSION
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """``report`` is None where the session is unknown. ``kept`` says why a demote did nothing."""
+
+    report: SessionReport | None
+    kept: str = ""  # "busy", "pinned", "no-cold-copy", "disabled"
+
+
+class Sessions(msgspec.Struct, frozen=True, tag="session_list"):
+    sessions: list[SessionReport]
+
+
+class Stats(msgspec.Struct, frozen=True, tag="engine_stats"):
+    report: EngineReport
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    message: str
+
+
+Answer: TypeAlias = Welcome | Done | Sessions | Stats | Refused
+
+
+class Request(msgspec.Struct, frozen=True, tag="request"):
+    number: int
+    verb: Verb
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    number: int
+    answer: Answer
+
+
+class Notice(msgspec.Struct, frozen=True, tag="notice"):
+    """A session changed: saved after a turn, evicted by the engine, lost, restored."""
+
+    cause: Literal["saved", "dropped", "restored", "lost", "turn"]
+    session: SessionReport
+
+
+FromEngine: TypeAlias = Reply | Notice
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(Reply | Notice)
+
+
+class WireError(Exception):
+    """The peer does not speak this protocol; the connection is of no further use."""
+
+
+def frame(message: Request | Reply | Notice) -> bytes:
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise WireError(f"a control message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
+    return len(body).to_bytes(4, "big") + body
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request:
+    """Raises ``WireError`` for a broken frame, ``asyncio.IncompleteReadError`` at the end."""
+    return _decode(_request_decoder, await _read_body(reader))
+
+
+async def read_from_engine(reader: asyncio.StreamReader) -> FromEngine:
+    """Raises as ``read_request`` does."""
+    return _decode(_from_engine_decoder, await _read_body(reader))
+
+
+async def _read_body(reader: asyncio.StreamReader) -> bytes:
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    if length > MAX_FRAME_BYTES:
+        raise WireError(f"a control frame of {length} bytes is over {MAX_FRAME_BYTES}")
+    return await reader.readexactly(length)
+
+
+T = TypeVar("T")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"not a control message: {error}") from error

@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI in, OpenAI out; knows sessions by id only."""

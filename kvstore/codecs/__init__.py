@@ -1,0 +1,1 @@
+"""How KV is encoded. One method per file; ``presets`` is the table of names."""

@@ -1,0 +1,40 @@
+"""The seam between the store and a codec."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvstore.shapes import KVLayout, KVRun
+
+
+class Codec(Protocol):
+    """Turns a run of tokens of all layers into one payload and back.
+
+    A codec is stateless and thread-safe: the store calls it from several threads at once.
+    Encoding the same run twice gives the same bytes, on every machine and every backend.
+    """
+
+    @property
+    def id(self) -> str:
+        """Name and arithmetic version, such as ``tq3.1``: part of every key and header."""
+
+    @property
+    def exact(self) -> bool:
+        """True only if ``decode(encode(x))`` is ``x``, bit for bit."""
+
+    def check(self, layout: KVLayout) -> None:
+        """Raise ``UnknownCodec`` with one clear sentence if this layout cannot be encoded."""
+
+    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        """Upper bound of the payload's length; exact unless rows need the raw escape."""
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+        """``run`` holds tokens ``first_token ..`` of the session; views are read, never kept."""
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        """Fill ``out`` (views into the caller's arrays, all tokens of the run).
+
+        Raises:
+            Corrupt: the payload does not have the length or structure that ``out`` asks for.
+                ``out`` may then hold anything and must not be used.
+        """

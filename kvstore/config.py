@@ -1,0 +1,33 @@
+"""Settings of the cold store. Frozen; read from the environment only by ``launch``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where cold sessions rest and how they are packed.
+
+    A tier with a budget of zero bytes is off. Redis is used when ``redis_url`` is given.
+    """
+
+    codec: str = "tq3"
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=16, le=4096)] = 128
+    ram_bytes: NonNegative = 2 << 30
+    disk_bytes: NonNegative = 16 << 30
+    disk_path: str = ""  # "" = the cache folder that launch chooses
+    redis_url: str = ""
+    redis_bytes: NonNegative = 64 << 30
+    redis_deadline_s: PositiveSeconds = 2.0
+    # How long a restore may take before prefill is the better answer.
+    restore_deadline_s: PositiveSeconds = 20.0
+    num_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # 0 = cores - 1, at most 4
+    # Unsaved bytes (of hot KV) that may wait for the codec; beyond it a save is skipped, counted.
+    save_queue_bytes: NonNegative = 1 << 30
+    # A session nobody came back to is dropped from every tier after this long. 0 = never.
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

@@ -1,0 +1,42 @@
+"""Everything that can go wrong with cold KV.
+
+    ColdError
+    +-- Unusable          this blob must not be offered; the caller recomputes
+    |   +-- Corrupt       checksum, length or structure is wrong
+    |   +-- Mismatch      whole, but for another model, layout, codec or version
+    +-- TierUnavailable   the tier did not answer (down, deadline, breaker open)
+    +-- StoreClosed       the store is shutting down
+    +-- UnknownCodec      no codec of that name, or it cannot take this layout
+
+None of them ever reaches a user: the worst outcome of each is a recompute.
+"""
+
+from __future__ import annotations
+
+
+class ColdError(Exception):
+    """Root of everything the cold store raises on purpose."""
+
+
+class Unusable(ColdError):
+    pass
+
+
+class Corrupt(Unusable):
+    pass
+
+
+class Mismatch(Unusable):
+    pass
+
+
+class TierUnavailable(ColdError):
+    pass
+
+
+class StoreClosed(ColdError):
+    pass
+
+
+class UnknownCodec(ColdError):
+    pass

@@ -1,0 +1,70 @@
+"""What a model's KV looks like, in plain numbers.
+
+Arrays are numpy. numpy has no bfloat16, so a bf16 array travels as its uint16 bit pattern; the
+layout, never the array, says which dtype is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+DType: TypeAlias = Literal["bfloat16", "float16", "float32"]
+
+NUMPY_DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+# One layer's (K, V); each (num_kv_heads, num_tokens, head_dim), rows of head_dim contiguous,
+# strides between heads free. The caller owns the memory.
+KVPair: TypeAlias = tuple[np.ndarray, np.ndarray]
+# All attention layers of a run of tokens.
+KVRun: TypeAlias = Sequence[KVPair]
+
+
+class KVLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One attention layer whose K and V grow with every token."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The growing layers of one model, as one rank of one engine holds them."""
+
+    dtype: DType
+    layers: tuple[KVLayer, ...]
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return NUMPY_DTYPES[self.dtype]
+
+    @property
+    def elements_per_token(self) -> int:
+        return sum(x.num_kv_heads * (x.head_dim + x.value_dim) for x in self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Hot bytes of one token in the engine's own dtype."""
+        return self.elements_per_token * self.numpy_dtype.itemsize
+
+    def empty(self, num_tokens: int) -> list[KVPair]:
+        """Fresh arrays for ``num_tokens`` tokens of every layer, uninitialised."""
+        return [
+            (
+                np.empty((x.num_kv_heads, num_tokens, x.head_dim), self.numpy_dtype),
+                np.empty((x.num_kv_heads, num_tokens, x.value_dim), self.numpy_dtype),
+            )
+            for x in self.layers
+        ]
+
+
+def slice_tokens(run: KVRun, first: int, last: int) -> list[KVPair]:
+    """Views of tokens ``first..last`` of every layer; nothing is copied."""
+    return [(k[:, first:last], v[:, first:last]) for k, v in run]
