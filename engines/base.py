@@ -12,7 +12,10 @@ from typing import Protocol
 
 import msgspec
 
-from engines.wire import EngineReport, Notice, SessionReport, Welcome
+from engines.wire import EngineReport as EngineReport
+from engines.wire import Notice as Notice
+from engines.wire import SessionReport as SessionReport
+from engines.wire import Welcome as Welcome
 from kvstore.records import SessionRef as SessionRef
 from kvstore.records import TierName as TierName
 

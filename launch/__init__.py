@@ -1,1 +1,1 @@
-"""Turns settings into running processes; the one composition root and the only reader of the environment."""
+"""Turns settings into running processes: the composition root, the only reader of the environment."""

@@ -1,0 +1,37 @@
+"""Settings of the scheduler. Frozen; read from the environment only by ``launch``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When sessions sleep, and how many turns may run or wait."""
+
+    idle_after_s: Seconds = 120.0  # a session this quiet hibernates
+    # Above high water (a share of the engine's hot bytes) idle sessions hibernate, the least
+    # valuable first, until low water is reached.
+    high_water: Fraction = 0.85
+    low_water: Fraction = 0.65
+    sweep_every_s: PositiveSeconds = 1.0
+    max_hibernations: Positive = 4  # at once
+    max_prefetches: Positive = 2  # at once
+    max_running: Positive = 64  # turns inside the engine, batched or in its own waiting line
+    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 256
+    max_wait_s: PositiveSeconds = 120.0
+    max_sessions: Positive = 100_000  # rows of the table; the longest idle is dropped from it first
+    value_half_life_s: PositiveSeconds = 600.0  # idle time that halves a session's claim to be hot
+
+    def __post_init__(self) -> None:
+        if self.low_water >= self.high_water:
+            raise ValueError(
+                f"scheduler.low_water ({self.low_water}) must be below "
+                f"scheduler.high_water ({self.high_water})"
+            )

@@ -1,0 +1,27 @@
+"""What the scheduler tells the outside, for logs and metrics."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Observer(Protocol):
+    def transition(self, session_id: str, before: str, event: str, after: str) -> None:
+        """A session changed state; called once for every transition."""
+
+    def turn_waited(self, seconds: float) -> None:
+        """A turn was admitted after this long in the waiting line."""
+
+    def decision(self, name: str) -> None:
+        """Something was decided: hibernate-idle, hibernate-pressure, prefetch, refused-full, ..."""
+
+
+class NullObserver:
+    def transition(self, session_id: str, before: str, event: str, after: str) -> None:
+        pass
+
+    def turn_waited(self, seconds: float) -> None:
+        pass
+
+    def decision(self, name: str) -> None:
+        pass

@@ -1,0 +1,66 @@
+"""Whom to put to sleep, as pure functions of the table.
+
+The value of keeping a session hot is the time its return would otherwise cost, per byte it holds,
+halved for every ``half_life_s`` of silence:
+
+    value = wake_s / hot_bytes * 2 ** (-idle_s / half_life_s)
+
+A session with a cold copy wakes by unpacking, far below the price of a prefill; one without is
+expensive to lose. Prefill grows faster than linearly with the prompt since every token attends to
+all before it. Only the order of the values matters, so the rates are plain constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler.session import Session, State
+
+PREFILL_S_PER_TOKEN = 1e-3
+PREFILL_QUADRATIC_TOKENS = 8192  # context at which attention doubles the price of a token
+UNPACK_SHARE = {"ram": 0.01, "disk": 0.02, "redis": 0.05}  # of the prefill it replaces
+
+
+def wake_seconds(session: Session) -> float:
+    """What the next turn of this session would wait for, were it dropped now (relative units)."""
+    tokens = session.tokens
+    prefill = tokens * (1 + tokens / PREFILL_QUADRATIC_TOKENS) * PREFILL_S_PER_TOKEN
+    return prefill * UNPACK_SHARE[session.tier] if session.tier else prefill
+
+
+def value(session: Session, now: float, half_life_s: float) -> float:
+    idle_s = max(0.0, now - session.last_used)
+    per_byte = wake_seconds(session) / max(1, session.hot_bytes)
+    return float(per_byte * 2.0 ** (-idle_s / half_life_s))
+
+
+def may_sleep(session: Session, now: float) -> bool:
+    return session.state is State.IDLE and not session.pinned and now >= session.keep_until
+
+
+def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> list[Session]:
+    """Unpinned idle sessions whose time is up, the longest idle first."""
+    due = [x for x in sessions if may_sleep(x, now) and now - x.last_used >= idle_after_s]
+    return sorted(due, key=lambda x: x.last_used)
+
+
+def victims(
+    sessions: Iterable[Session], need_bytes: int, now: float, half_life_s: float
+) -> list[Session]:
+    """Idle sessions that together free ``need_bytes``: least valuable first, pinned never."""
+    candidates = [x for x in sessions if may_sleep(x, now) and x.hot_bytes > 0]
+    candidates.sort(key=lambda x: value(x, now, half_life_s))
+    chosen: list[Session] = []
+    for session in candidates:
+        if need_bytes <= 0:
+            break
+        chosen.append(session)
+        need_bytes -= session.hot_bytes
+    return chosen
+
+
+def bytes_over(hot_bytes: int, capacity_bytes: int, high_water: float, low_water: float) -> int:
+    """How much must go: 0 below high water, else all above low water."""
+    if hot_bytes <= capacity_bytes * high_water:
+        return 0
+    return int(hot_bytes - capacity_bytes * low_water)

@@ -1,0 +1,123 @@
+"""A chat session's life as one table, and the only place that writes a session's state.
+
+    active       at least one turn is being served; its KV is in the engine's batch
+    idle         quiet, and its KV is still hot: the next turn prefills only the new text
+    hibernating  a job is dropping the hot copy (the cold copy was written when the turn ended)
+    cold         only the packed copy exists; which tier holds it is an attribute, not a state
+    waking       a turn has come and the packed copy is being restored
+    gone         nothing is left; a new turn starts a new session under the same id
+
+"Hot" means active or idle. Two rules make the table safe:
+
+- *Copy first, evict last.* A turn that arrives while hibernating only cancels; nothing was lost.
+- *A job carries its number.* A hibernation that ends after a later turn has overtaken it is stale
+  and must not be applied: see ``complete``.
+
+The table is the gateway's belief. Engines evict on their own, so a belief may be wrong; the price
+is a prefill, never a wrong answer. What the engine reports is folded in by ``learn``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engines.base import SessionRef, SessionReport, TierName
+
+
+class State(enum.Enum):
+    ACTIVE = "active"
+    IDLE = "idle"
+    HIBERNATING = "hibernating"
+    COLD = "cold"
+    WAKING = "waking"
+    GONE = "gone"
+
+
+class Event(enum.Enum):
+    TURN = "turn"  # a request arrived
+    QUIET = "quiet"  # the last running turn ended
+    HIBERNATE = "hibernate"  # a job starts to drop the hot copy
+    EVICTED = "evicted"  # the hot copy is gone, the cold one is there
+    KEPT = "kept"  # the job left it hot
+    RESTORED = "restored"  # the turn found its KV
+    LOST = "lost"  # the copy that mattered is gone
+    EXPIRE = "expire"  # forgotten on request
+
+
+S, E = State, Event
+
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    S.ACTIVE: {E.TURN: S.ACTIVE, E.QUIET: S.IDLE},
+    S.IDLE: {
+        E.TURN: S.ACTIVE,
+        E.HIBERNATE: S.HIBERNATING,
+        E.EVICTED: S.COLD,  # by the engine itself
+        E.LOST: S.GONE,
+        E.EXPIRE: S.GONE,
+    },
+    S.HIBERNATING: {E.TURN: S.ACTIVE, E.EVICTED: S.COLD, E.KEPT: S.IDLE, E.LOST: S.GONE},
+    S.COLD: {E.TURN: S.WAKING, E.LOST: S.GONE, E.EXPIRE: S.GONE},
+    # Lost while waking means "prefill again", so the session goes on.
+    S.WAKING: {E.TURN: S.WAKING, E.RESTORED: S.ACTIVE, E.LOST: S.ACTIVE},
+    S.GONE: {},
+}
+
+Listener = Callable[[str, State, Event, State], None]
+
+
+class IllegalTransition(Exception):
+    """A defect of ours: the event makes no sense in this state. Names both."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One row. Times are readings of the scheduler's clock, in seconds."""
+
+    ref: SessionRef
+    state: State
+    last_used: float
+    listener: Listener = field(repr=False)
+    hibernation: int = 0  # number of the newest hibernation job
+    num_turns: int = 0  # being served right now
+    doomed: bool = False  # forgotten while a turn was running
+    tokens: int = 0
+    hot_bytes: int = 0
+    cold_bytes: int = 0
+    tier: TierName | None = None
+    pinned: bool = False
+    keep_until: float = 0.0  # the engine refused to let it go; ask again from then on
+
+    @property
+    def hot(self) -> bool:
+        return self.state in (S.ACTIVE, S.IDLE, S.HIBERNATING)
+
+    def can(self, event: Event) -> bool:
+        return event in TRANSITIONS[self.state]
+
+    def apply(self, event: Event) -> State:
+        """Raises ``IllegalTransition``."""
+        before, after = self.state, TRANSITIONS[self.state].get(event)
+        if after is None:
+            raise IllegalTransition(f"{self.ref.id!r}: {event.value} while {before.value}")
+        if event is E.HIBERNATE:
+            self.hibernation += 1
+        self.state = after
+        self.listener(self.ref.id, before, event, after)
+        return after
+
+    def complete(self, event: Event, hibernation: int) -> bool:
+        """Apply the end of a hibernation job; False if a later turn made the job obsolete."""
+        if self.state is not S.HIBERNATING or hibernation != self.hibernation:
+            return False
+        self.apply(event)
+        return True
+
+    def learn(self, report: SessionReport) -> None:
+        """Take over sizes and places from the engine. Never touches the state."""
+        self.tokens = report.tokens
+        self.hot_bytes = report.hot_bytes
+        self.cold_bytes = report.cold_bytes
+        self.tier = report.tier
+        self.pinned = report.pinned
