@@ -1,0 +1,209 @@
+"""An engine without a model: sessions are rows with sizes, and the test says what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from engines.base import (
+    Demoted,
+    EngineReport,
+    EngineUnavailable,
+    Notice,
+    SessionRef,
+    SessionReport,
+    Welcome,
+)
+from scheduler.config import SchedulerConfig
+from scheduler.sessions import SessionManager
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Log:
+    def __init__(self) -> None:
+        self.transitions: list[tuple[str, str, str, str]] = []
+        self.decisions: list[str] = []
+        self.waits: list[float] = []
+
+    def transition(self, session_id: str, before: str, event: str, after: str) -> None:
+        self.transitions.append((session_id, before, event, after))
+
+    def turn_waited(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def decision(self, name: str) -> None:
+        self.decisions.append(name)
+
+
+@dataclass
+class Held:
+    tokens: int = 1000
+    hot: bool = True
+    tier: str | None = "ram"
+    pinned: bool = False
+    hot_bytes: int = 100
+
+    def report(self, tenant: str, id: str) -> SessionReport:
+        return SessionReport(
+            tenant=tenant,
+            id=id,
+            hot=self.hot,
+            tier=self.tier,  # type: ignore[arg-type]
+            tokens=self.tokens,
+            hot_bytes=self.hot_bytes if self.hot else 0,
+            cold_bytes=20 if self.tier else 0,
+            idle_s=0.0,
+            pinned=self.pinned,
+            busy=False,
+        )
+
+
+class RowsEngine:
+    """Implements the control plane of ``engines.base.Engine`` on a dict."""
+
+    def __init__(self) -> None:
+        self.welcome: Welcome | None = Welcome(
+            engine="rows",
+            engine_version="1",
+            model="m",
+            max_context=8192,
+            codec="raw",
+            hibernation=True,
+        )
+        self.held: dict[tuple[str, str], Held] = {}
+        self.capacity = 1000
+        self.down = False
+        self.kept = ""
+        self.gate: asyncio.Event | None = None  # demote and prefetch wait here
+        self.demoted: list[str] = []
+        self.queue: asyncio.Queue[Notice | None] = asyncio.Queue()
+
+    def _reach(self) -> None:
+        if self.down:
+            raise EngineUnavailable("the engine is restarting")
+
+    def _report(self, ref: SessionRef) -> SessionReport | None:
+        held = self.held.get((ref.tenant, ref.id))
+        return held.report(ref.tenant, ref.id) if held else None
+
+    async def demote(self, session: SessionRef, tier: str | None = None) -> Demoted:
+        self._reach()
+        self.demoted.append(session.id)
+        if self.gate:
+            await self.gate.wait()
+        self._reach()
+        held = self.held.get((session.tenant, session.id))
+        if held and not self.kept:
+            held.hot = False
+            held.tier = tier or held.tier
+        return Demoted(self._report(session), self.kept)
+
+    async def prefetch(self, session: SessionRef) -> SessionReport | None:
+        self._reach()
+        if self.gate:
+            await self.gate.wait()
+        held = self.held.get((session.tenant, session.id))
+        if held:
+            held.hot = True
+        return self._report(session)
+
+    async def pin(self, session: SessionRef, pinned: bool) -> SessionReport | None:
+        self._reach()
+        held = self.held.get((session.tenant, session.id))
+        if held:
+            held.pinned = pinned
+        return self._report(session)
+
+    async def forget(self, session: SessionRef) -> SessionReport | None:
+        self._reach()
+        self.held.pop((session.tenant, session.id), None)
+        return None
+
+    async def sessions(self) -> list[SessionReport]:
+        self._reach()
+        return [held.report(*key) for key, held in self.held.items()]
+
+    async def stats(self) -> EngineReport:
+        self._reach()
+        hot = sum(x.hot_bytes for x in self.held.values() if x.hot)
+        return EngineReport(
+            hot_bytes=hot,
+            idle_hot_bytes=hot,
+            hot_capacity_bytes=self.capacity,
+            active_bytes=hot,
+            num_running=0,
+            num_waiting=0,
+            save_queue_bytes=0,
+            tiers=[],
+            counters={},
+        )
+
+    async def notices(self) -> AsyncIterator[Notice | None]:
+        while True:
+            yield await self.queue.get()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def engine() -> RowsEngine:
+    return RowsEngine()
+
+
+def salt_of(tenant: str) -> bytes:
+    return f"salt of {tenant}".encode()
+
+
+@pytest.fixture
+def ref():
+    def make(id: str, tenant: str = "alice") -> SessionRef:
+        return SessionRef(tenant=tenant, id=id, salt=salt_of(tenant))
+
+    return make
+
+
+@pytest.fixture
+def manager_with(engine, clock, log):
+    def make(**settings) -> SessionManager:
+        config = SchedulerConfig(**settings)
+        return SessionManager(engine, config, salt_of=salt_of, clock=clock, observer=log)
+
+    return make
+
+
+@pytest.fixture
+def manager(manager_with) -> SessionManager:
+    return manager_with(idle_after_s=60.0)
+
+
+@pytest.fixture
+def talk(engine):
+    """One whole turn: the engine holds the session hot afterwards."""
+
+    async def turn(manager: SessionManager, ref: SessionRef, header: str = "miss") -> None:
+        async with manager.turn(ref) as running:
+            running.engine_answered(header)
+            engine.held.setdefault((ref.tenant, ref.id), Held()).hot = True
+        report = engine._report(ref)
+        await engine.queue.put(Notice(cause="saved", session=report))
+        manager._notice(await engine.queue.get())
+
+    return turn

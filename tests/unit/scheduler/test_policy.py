@@ -1,0 +1,69 @@
+"""Who is put to sleep first."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.base import SessionRef
+from scheduler.policy import bytes_over, long_idle, value, victims, wake_seconds
+from scheduler.session import Session, State
+
+
+def idle(name: str, **facts) -> Session:
+    ref = SessionRef(tenant="t", id=name, salt=b"")
+    session = Session(ref=ref, state=State.IDLE, last_used=0.0, listener=lambda *_: None)
+    for key, fact in {"tokens": 1000, "hot_bytes": 100, "tier": "ram", **facts}.items():
+        setattr(session, key, fact)
+    return session
+
+
+def names(sessions) -> list[str]:
+    return [x.ref.id for x in sessions]
+
+
+def test_long_idle_takes_the_longest_idle_first_and_spares_pinned_and_busy():
+    rows = [
+        idle("young", last_used=95.0),
+        idle("old", last_used=10.0),
+        idle("older", last_used=5.0),
+        idle("pinned", last_used=0.0, pinned=True),
+        idle("busy", last_used=0.0, state=State.ACTIVE),
+        idle("refused", last_used=0.0, keep_until=200.0),
+    ]
+    assert names(long_idle(rows, 100.0, 60.0)) == ["older", "old"]
+
+
+def test_victims_stop_when_enough_is_freed():
+    rows = [idle(f"s{i}", last_used=float(i)) for i in range(5)]
+    assert names(victims(rows, 150, 100.0, 60.0)) == ["s0", "s1"]
+    assert victims(rows, 0, 100.0, 60.0) == []
+
+
+def test_a_session_without_a_cold_copy_is_the_last_to_go():
+    rows = [idle("unsaved", tier=None, last_used=0.0), idle("saved", last_used=99.0)]
+    assert names(victims(rows, 200, 100.0, 600.0)) == ["saved", "unsaved"]
+
+
+def test_long_silence_outweighs_everything():
+    rows = [idle("unsaved", tier=None, last_used=0.0), idle("saved", last_used=9999.0)]
+    assert names(victims(rows, 100, 10000.0, 600.0)) == ["unsaved"]
+
+
+def test_pinned_sessions_are_never_victims():
+    assert victims([idle("p", pinned=True)], 1 << 40, 1e9, 1.0) == []
+
+
+def test_value_halves_per_half_life():
+    session = idle("s")
+    assert value(session, 600.0, 600.0) == pytest.approx(value(session, 0.0, 600.0) / 2)
+
+
+def test_slower_tiers_and_longer_prompts_cost_more_to_wake():
+    costs = [wake_seconds(idle("s", tier=tier)) for tier in ("ram", "disk", "redis", None)]
+    assert costs == sorted(costs)
+    assert wake_seconds(idle("s", tokens=8000)) > 8 * wake_seconds(idle("s", tokens=1000))
+
+
+@pytest.mark.parametrize(("hot", "over"), [(0, 0), (850, 0), (851, 201), (1000, 350), (2000, 1350)])
+def test_bytes_over_goes_from_high_water_down_to_low_water(hot, over):
+    assert bytes_over(hot, 1000, 0.85, 0.65) == over

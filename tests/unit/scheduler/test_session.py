@@ -1,0 +1,97 @@
+"""The session table has no dead ends, and only ``apply`` moves along it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.base import SessionRef
+from scheduler.session import TRANSITIONS, Event, IllegalTransition, Session, State
+
+
+def new_session(state: State = State.ACTIVE) -> Session:
+    ref = SessionRef(tenant="t", id="s", salt=b"")
+    return Session(ref=ref, state=state, last_used=0.0, listener=lambda *_: None)
+
+
+def reachable(start: State) -> set[State]:
+    seen, todo = {start}, [start]
+    while todo:
+        for target in TRANSITIONS[todo.pop()].values():
+            if target not in seen:
+                seen.add(target)
+                todo.append(target)
+    return seen
+
+
+def test_every_state_has_a_row_and_every_event_a_use():
+    assert set(TRANSITIONS) == set(State)
+    assert {event for row in TRANSITIONS.values() for event in row} == set(Event)
+
+
+@pytest.mark.parametrize("state", sorted(set(State) - {State.GONE}, key=lambda x: x.value))
+def test_no_dead_ends(state):
+    assert {State.ACTIVE, State.GONE} <= reachable(state)
+
+
+def test_gone_is_final():
+    assert TRANSITIONS[State.GONE] == {}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
+def test_apply_follows_the_table_or_names_event_and_state(state, event):
+    session = new_session(state)
+    if event in TRANSITIONS[state]:
+        assert session.apply(event) is TRANSITIONS[state][event] is session.state
+    else:
+        with pytest.raises(IllegalTransition, match=rf"{event.value} while {state.value}"):
+            session.apply(event)
+        assert session.state is state
+
+
+def test_every_turn_is_legal_while_anything_is_left():
+    assert all(Event.TURN in row for state, row in TRANSITIONS.items() if state is not State.GONE)
+
+
+def test_a_turn_cancels_a_hibernation():
+    session = new_session(State.IDLE)
+    session.apply(Event.HIBERNATE)
+    job = session.hibernation
+    session.apply(Event.TURN)
+    assert not session.complete(Event.EVICTED, job)
+    assert session.state is State.ACTIVE
+
+
+def test_an_old_job_cannot_end_a_newer_hibernation():
+    session = new_session(State.IDLE)
+    session.apply(Event.HIBERNATE)
+    old = session.hibernation
+    session.apply(Event.TURN)
+    session.apply(Event.QUIET)
+    session.apply(Event.HIBERNATE)
+    assert not session.complete(Event.EVICTED, old)
+    assert session.state is State.HIBERNATING
+    assert session.complete(Event.EVICTED, session.hibernation)
+    assert session.state is State.COLD
+
+
+def test_each_transition_is_told_once():
+    told = []
+    ref = SessionRef(tenant="t", id="s", salt=b"")
+    session = Session(
+        ref=ref, state=State.ACTIVE, last_used=0.0, listener=lambda *x: told.append(x)
+    )
+    session.apply(Event.QUIET)
+    assert told == [("s", State.ACTIVE, Event.QUIET, State.IDLE)]
+
+
+@given(st.lists(st.sampled_from(Event)))
+def test_any_sequence_of_events_leaves_a_known_state(events):
+    session = new_session()
+    for event in events:
+        if session.can(event):
+            session.apply(event)
+    assert session.state in State
