@@ -23,11 +23,16 @@ from kvstore.records import TierName as TierName
 class EngineError(Exception):
     """EngineError
     +-- EngineUnavailable   not running, still starting, or the connection broke
+    |   +-- EngineStalled   there, but silent for too long
     +-- EngineRefused       it understood and said no
     """
 
 
 class EngineUnavailable(EngineError):
+    pass
+
+
+class EngineStalled(EngineUnavailable):
     pass
 
 
@@ -56,7 +61,8 @@ class Upstream(Protocol):
         """Body bytes as they arrive from the socket, boundaries meaningless.
 
         Raises:
-            EngineUnavailable: the connection broke or stalled before the body was whole.
+            EngineUnavailable: the connection broke before the body was whole.
+            EngineStalled: nothing came for too long.
         """
 
     async def read(self) -> bytes:
@@ -72,6 +78,10 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> bool: ...
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not ready, in one sentence; "" while it is."""
 
     async def start(self) -> None:
         """Start or attach; returns at once, ``ready`` turns true later."""
