@@ -1,0 +1,259 @@
+"""A whole stack for the benchmarks: gateway and engine as a user starts them, on a free port.
+
+Everything is measured from outside, over HTTP and from the process table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+WORDS = (
+    "river stone market winter garden engine letter bridge summer harbour window forest music "
+    "doctor silver travel kitchen morning village science painter history island captain ocean "
+    "mountain question answer teacher machine paper yellow quiet storm planet bottle animal "
+    "story number color street castle dinner friend voice corner coffee library journey"
+).split()
+MIB = 1 << 20
+
+
+@dataclass
+class Reply:
+    status: int
+    text: str = ""
+    ttft_s: float = float("nan")
+    total_s: float = float("nan")
+    cache: str = ""
+    session: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    error: dict[str, Any] | None = None
+
+
+def prose(seed: int | str, num_words: int) -> str:
+    """English words in random order: no two seeds share a prefix worth reusing."""
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(num_words))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def toml_of(tables: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for table, rows in tables.items():
+        lines.append(f"[{table}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Stack:
+    """``settings``: tables as in the configuration file, on top of the defaults."""
+
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    folder: Path | None = None  # data survives if given
+    port: int = field(default_factory=free_port)
+
+    def __post_init__(self) -> None:
+        self._own = None if self.folder else tempfile.TemporaryDirectory(prefix="thermocline-")
+        self.root = self.folder or Path(self._own.name)  # type: ignore[union-attr]
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.log = self.root / "log.txt"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, timeout_s: float = 300.0) -> Stack:
+        config = self.root / "bench.toml"
+        tables = {key: dict(rows) for key, rows in self.settings.items()}
+        tables.setdefault("gateway", {}).update(host="127.0.0.1", port=self.port)
+        config.write_text(toml_of(tables))
+        environment = {**os.environ, "THERMOCLINE_DATA_DIR": str(self.root / "data")}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "launch", "serve", "--config", str(config)],
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        self._wait_ready(timeout_s)
+        return self
+
+    def _wait_ready(self, timeout_s: float) -> None:
+        import urllib.error
+        import urllib.request
+
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the stack ended at once:\n{self.tail()}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/readyz", timeout=2) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                pass
+            time.sleep(0.2)
+        raise TimeoutError(f"not ready after {timeout_s:g} s:\n{self.tail()}")
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    @property
+    def gateway(self) -> psutil.Process:
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
+    @property
+    def engine(self) -> psutil.Process:
+        for child in self.gateway.children(recursive=True):
+            if "worker" in " ".join(child.cmdline()):
+                return child
+        raise RuntimeError("no engine process")
+
+    def stop(self) -> int:
+        """As a user would: SIGTERM, then wait."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait(timeout=120)
+        self._process = None
+        return code
+
+    def kill(self) -> None:
+        """kill -9 of the gateway; the engine notices by itself."""
+        assert self._process is not None
+        engine = self.engine
+        self._process.kill()
+        self._process.wait()
+        engine.wait(timeout=60)
+        self._process = None
+
+    def __enter__(self) -> Stack:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self.stop()
+        if self._own is not None:
+            self._own.cleanup()
+
+
+class Client:
+    """One user over real HTTP; measures the first content byte of a stream."""
+
+    def __init__(self, stack: Stack, http: aiohttp.ClientSession, key: str = "") -> None:
+        self._url = stack.url
+        self._http = http
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def chat(
+        self,
+        messages: list[dict[str, str]],
+        session: str = "",
+        max_tokens: int = 8,
+        **fields: Any,
+    ) -> Reply:
+        body = {
+            "model": fields.pop("model", "smollm2-135m-instruct"),
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **fields,
+        }
+        headers = {**self._headers, **({"X-Session-ID": session} if session else {})}
+        start = time.perf_counter()
+        url = f"{self._url}/v1/chat/completions"
+        async with self._http.post(url, json=body, headers=headers) as answer:
+            reply = Reply(
+                status=answer.status,
+                cache=answer.headers.get("x-thermocline-cache", ""),
+                session=answer.headers.get("x-thermocline-session", ""),
+            )
+            if answer.status != 200:
+                reply.error = (await answer.json()).get("error")
+                return reply
+            async for line in answer.content:
+                self._take(reply, line, start)
+        reply.total_s = time.perf_counter() - start
+        return reply
+
+    @staticmethod
+    def _take(reply: Reply, line: bytes, start: float) -> None:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            return
+        event = json.loads(line[6:])
+        if "error" in event:
+            reply.error = event["error"]
+            return
+        if usage := event.get("usage"):
+            reply.prompt_tokens = usage["prompt_tokens"]
+            reply.completion_tokens = usage["completion_tokens"]
+            reply.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        for choice in event.get("choices", []):
+            if text := choice["delta"].get("content"):
+                if reply.ttft_s != reply.ttft_s:
+                    reply.ttft_s = time.perf_counter() - start
+                reply.text += text
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        async with self._http.post(
+            self._url + path, json=body or {}, headers=self._headers
+        ) as answer:
+            return await answer.json()  # type: ignore[no-any-return]
+
+    async def get(self, path: str) -> dict[str, Any]:
+        async with self._http.get(self._url + path, headers=self._headers) as answer:
+            return await answer.json()  # type: ignore[no-any-return]
+
+    async def until(self, session: str, state: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Wait until the session is in ``state``."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                view = await self.get(f"/v1/sessions/{session}")
+                if view.get("state") == state:
+                    return view
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def client_of(stack: Stack, key: str = "") -> AsyncIterator[Client]:
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        yield Client(stack, http, key)
+
+
+def rss_mib(process: psutil.Process) -> float:
+    return float(process.memory_info().rss / MIB)
+
+
+def write_json(path: str, result: dict[str, Any]) -> None:
+    print(json.dumps(result, indent=2))
+    if path:
+        Path(path).write_text(json.dumps(result, indent=2) + "\n")
