@@ -1,0 +1,358 @@
+"""Requests of OpenAI's chat and text completions, checked before anything is done with them.
+
+The gateway validates at its border and an engine of ours validates what it is sent; both use this
+module, so it imports no engine. ``parse_*`` take a body, ``validate_*`` take JSON that was parsed
+already. Known fields have types and bounds; what a bound alone cannot say stands in the
+``__post_init__`` of the struct it is about. Fields that nobody here knows are ignored, so clients
+newer than this file keep working; fields that ask for something we cannot do are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from engines.openai_errors import InvalidRequest as InvalidRequest
+from engines.openai_errors import error_body as error_body
+from engines.openai_errors import error_type as error_type
+
+Json: TypeAlias = dict[str, Any]
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=10)]
+# -1 and 0 both mean "off", as in vLLM.
+TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+TokenLimit = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+NumChoices = Annotated[int, msgspec.Meta(ge=1, le=16)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+StopList = Annotated[list[StopString], msgspec.Meta(max_length=16)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+BiasMap = Annotated[dict[str, Bias], msgspec.Meta(max_length=1024)]
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+
+_MAX_TOKEN_ID = 2**31 - 1
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_MAX_ANSWERS = 128
+# Set by the engine itself; a client's own template would be code that we run.
+_TEMPLATE_KEYS_OF_OURS = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict"}
+    | {"add_generation_prompt", "continue_final_message", "return_tensors", "tokenizer_kwargs"}
+)
+
+
+class FieldError(ValueError):
+    """Raised in a ``__post_init__``; msgspec adds where the struct stands."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: ModelName
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: BiasMap | None = None
+    seed: Seed | None = None
+    n: NumChoices | None = None
+    stop: StopString | StopList | None = None
+    # Zero is allowed: the prompt is read, and kept for the next turn, and nothing is answered.
+    max_tokens: TokenLimit | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def __post_init__(self) -> None:
+        for key in self.bias_by_text:
+            if not _TOKEN_ID.fullmatch(key) or int(key) > _MAX_TOKEN_ID:
+                raise FieldError("logit_bias", f"{key[:40]!r} is no token id: keys are token ids")
+
+    @property
+    def bias_by_text(self) -> dict[str, float]:
+        """Entries of zero bias nothing and are left out, whatever their key is."""
+        return {key: bias for key, bias in (self.logit_bias or {}).items() if bias}
+
+    @property
+    def bias(self) -> dict[int, float]:
+        return {int(key): bias for key, bias in self.bias_by_text.items()}
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One piece of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type not in ("text", "refusal"):
+            raise FieldError("type", f"this engine is text only; {self.type[:40]!r} is not taken")
+        if self.body is None:
+            raise FieldError(self.type, f"a {self.type} part needs {self.type!r}")
+
+    @property
+    def body(self) -> str | None:
+        return self.text if self.type == "text" else self.refusal
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str = ""
+
+
+class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and self.role not in ("assistant", "function"):
+            raise FieldError("content", f"a {self.role} message needs content")
+        if self.role == "assistant" and not self._says_something:
+            raise FieldError("content", "an assistant message needs content or tool_calls")
+        if self.role == "tool" and not self.tool_call_id:
+            raise FieldError("tool_call_id", "a tool message names the call that it answers")
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("tool_calls", "only assistant messages have tool_calls")
+
+    @property
+    def _says_something(self) -> bool:
+        said = (self.content, self.refusal, self.reasoning_content, self.function_call)
+        return bool(self.tool_calls) or any(x is not None for x in said)
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.body or "" for part in self.content)
+        return self.content or self.refusal or ""
+
+
+class Function(msgspec.Struct, frozen=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    name: str = "response"
+    schema: Json | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise FieldError("json_schema", "type json_schema needs json_schema")
+
+
+class ChatRequest(Body, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: TokenLimit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Json] | None = None
+    function_call: str | Json | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    chat_template_kwargs: Json | None = None
+    modalities: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true")
+        if self.functions and self.function_call != "none":
+            raise FieldError("functions", "send functions as tools: [{type, function}]")
+        if self.modalities and self.modalities != ["text"]:
+            raise FieldError("modalities", 'this engine is text only: send ["text"]')
+        for key in _TEMPLATE_KEYS_OF_OURS.intersection(self.chat_template_kwargs or ()):
+            raise FieldError("chat_template_kwargs", f"{key!r} cannot be set")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise FieldError("tools", "two tools have the same name")
+        if self.tool_choice in ("required",) and not names:
+            raise FieldError("tool_choice", "tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            name = self.tool_choice.function.name[:128]
+            raise FieldError("tool_choice", f"tool_choice names {name!r}, which is not in tools")
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """How long the answer may be; None = as long as the context allows."""
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+
+class CompletionRequest(Body, frozen=True, kw_only=True):
+    prompt: str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1)]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.suffix:
+            raise FieldError("suffix", "this engine cannot insert text before a suffix")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise FieldError("best_of", "best_of must be left out, or be equal to n")
+        if self.echo and self.logprobs is not None:
+            raise FieldError("echo", "the prompt has no logprobs here: drop echo or logprobs")
+        self._check_prompt()
+
+    def _check_prompt(self) -> None:
+        if isinstance(self.prompt, list) and len({type(x) for x in self.prompt}) > 1:
+            raise FieldError("prompt", "a prompt is a string, token ids, or a list of either")
+        if len(self.prompts) * self.num_choices > _MAX_ANSWERS:
+            raise FieldError("prompt", f"prompts times n must be at most {_MAX_ANSWERS}")
+        for prompt in self.prompts:
+            if isinstance(prompt, list) and not all(0 <= x <= _MAX_TOKEN_ID for x in prompt):
+                raise FieldError("prompt", "a token id is negative or too large")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[x for x in self.prompt if isinstance(x, int)]]
+        return [x for x in self.prompt if not isinstance(x, int)]
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises ``InvalidRequest`` as all functions here do."""
+    return validate_chat(parse_json(body))
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    return validate_completion(parse_json(body))
+
+
+def validate_chat(raw: Json) -> ChatRequest:
+    return _convert(raw, ChatRequest)
+
+
+def validate_completion(raw: Json) -> CompletionRequest:
+    return _convert(raw, CompletionRequest)
+
+
+def parse_json(body: bytes) -> Json:
+    """A body as a plain dict: for a caller that also wants to look at other fields of it."""
+    try:
+        raw = msgspec.json.decode(body)
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body is nested too deeply.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is not JSON: {error}.") from error
+    if not isinstance(raw, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return raw
+
+
+R = TypeVar("R", bound=Body)
+_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`")
+# What msgspec cannot say: the values that would have been right.
+_CHOICES = {
+    "role": "use system, developer, user, assistant or tool",
+    "tool_choice": "use none, auto, required or {type: function, function: {name}}",
+    "response_format.type": "use text, json_object or json_schema",
+    "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
+    "type": "only function is known here",
+}
+
+
+def _convert(raw: Json, kind: type[R]) -> R:
+    try:
+        return msgspec.convert(raw, kind)
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body is nested too deeply.") from error
+    except msgspec.ValidationError as error:
+        raise _readable(error) from error
+
+
+def _readable(error: msgspec.ValidationError) -> InvalidRequest:
+    """msgspec's words with the field in front, and the field as ``param``."""
+    found = _WHERE.search(str(error))
+    message = _WHERE.sub("", str(error))
+    param = found.group(1) if found else ""
+    missing = _MISSING.search(message)
+    if isinstance(error.__cause__, FieldError):
+        param = f"{param}.{error.__cause__.field}".lstrip(".")
+    elif missing:
+        param = f"{param}.{missing.group(1)}".lstrip(".")
+    elif message.startswith("Invalid enum value"):
+        message = f"{message}; {_choices(param)}"
+    return InvalidRequest(f"{param}: {message}" if param else message, param or None)
+
+
+def _choices(param: str) -> str:
+    return _CHOICES.get(param) or _CHOICES.get(param.rpartition(".")[2], "see OpenAI's reference")
