@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -103,10 +104,7 @@ class Stack:
         return self
 
     def _wait_ready(self, timeout_s: float) -> None:
-        import urllib.error
-        import urllib.request
-
-        assert self._process is not None
+            assert self._process is not None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -165,6 +163,8 @@ class Stack:
 class Client:
     """One user over real HTTP; measures the first content byte of a stream."""
 
+    model: str
+
     def __init__(self, stack: Stack, http: aiohttp.ClientSession, key: str = "") -> None:
         self._url = stack.url
         self._http = http
@@ -178,7 +178,7 @@ class Client:
         **fields: Any,
     ) -> Reply:
         body = {
-            "model": fields.pop("model", "smollm2-135m-instruct"),
+            "model": self.model,
             "messages": messages,
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -246,7 +246,9 @@ async def client_of(stack: Stack, key: str = "") -> AsyncIterator[Client]:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        yield Client(stack, http, key)
+        client = Client(stack, http, key)
+        client.model = (await client.get("/v1/models"))["data"][0]["id"]
+        yield client
 
 
 def rss_mib(process: psutil.Process) -> float:

@@ -1,0 +1,87 @@
+"""A hundred hibernate/wake cycles: the same bytes and the same answer as after one?
+
+    python benchmarks/cycles.py [--cycles 100] [--tokens 500] [--json OUT]
+
+A session sleeps and wakes to the *same* turn again and again. The packed bytes are read from the
+disk tier after the stack has stopped, once after one cycle and once after the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stack import MIB, Stack, client_of, prose, write_json
+
+from kvstore.config import StoreConfig
+from kvstore.tiers.registry import open_tiers
+
+NAME = "sleeper"
+
+
+def chunk_hashes(data: Path) -> dict[str, str]:
+    """Key -> hash of every packed chunk in the stopped stack's disk tier."""
+    (place,) = data.rglob("data.mdb")
+    config = StoreConfig(ram_bytes=0)
+    (tier,) = open_tiers(config, place.parent)
+    try:
+        return {
+            key.hex(): hashlib.blake2b(bytes(blob)).hexdigest() for key, blob in tier.scan(b"c")
+        }
+    finally:
+        tier.close()
+
+
+async def cycle(stack: Stack, messages: list[dict[str, str]], count: int) -> list[str]:
+    texts = []
+    async with client_of(stack) as client:
+        for i in range(count):
+            reply = await client.chat(messages, session=NAME, max_tokens=12)
+            texts.append(reply.text)
+            await client.until(NAME, "idle")
+            await client.post(f"/v1/sessions/{NAME}/demote")
+            await client.until(NAME, "cold")
+            if i % 20 == 0:
+                print(f"  cycle {i}: {reply.cache} {reply.text!r}", flush=True)
+    return texts
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    text = f"{prose('cycles', int(args.tokens / 1.32))}\nWhat is the capital of France?"
+    messages = [{"role": "user", "content": text}]
+    settings = {"store": {"codec": args.codec, "ram_bytes": 256 * MIB}}
+    with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
+        stack = Stack(settings, folder=Path(folder)).start()
+        texts = asyncio.run(cycle(stack, messages, 2))
+        stack.stop()
+        early = chunk_hashes(Path(folder))
+        stack.start()
+        texts += asyncio.run(cycle(stack, messages, args.cycles - 2))
+        stack.stop()
+        late = chunk_hashes(Path(folder))
+    return {
+        "codec": args.codec,
+        "cycles": args.cycles,
+        "chunks": len(early),
+        "same_bytes": early == {key: late.get(key) for key in early},
+        "answers_after_wake": len(set(texts[1:])),
+        "first_answer_same": texts[0] == texts[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--codec", default="tq3")
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    write_json(args.json, measure(args))
+
+
+if __name__ == "__main__":
+    main()
