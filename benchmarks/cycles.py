@@ -15,10 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stack import MIB, Stack, client_of, prose, write_json
-
 from kvstore.config import StoreConfig
 from kvstore.tiers.registry import open_tiers
+from stack import MIB, Stack, client_of, prose, write_json
 
 NAME = "sleeper"
 

@@ -25,12 +25,57 @@ from typing import Any
 import aiohttp
 import psutil
 
-WORDS = (
-    "river stone market winter garden engine letter bridge summer harbour window forest music "
-    "doctor silver travel kitchen morning village science painter history island captain ocean "
-    "mountain question answer teacher machine paper yellow quiet storm planet bottle animal "
-    "story number color street castle dinner friend voice corner coffee library journey"
-).split()
+WORDS = [
+    "river",
+    "stone",
+    "market",
+    "winter",
+    "garden",
+    "engine",
+    "letter",
+    "bridge",
+    "summer",
+    "harbour",
+    "window",
+    "forest",
+    "music",
+    "doctor",
+    "silver",
+    "travel",
+    "kitchen",
+    "morning",
+    "village",
+    "science",
+    "painter",
+    "history",
+    "island",
+    "captain",
+    "ocean",
+    "mountain",
+    "question",
+    "answer",
+    "teacher",
+    "machine",
+    "paper",
+    "yellow",
+    "quiet",
+    "storm",
+    "planet",
+    "bottle",
+    "animal",
+    "story",
+    "number",
+    "color",
+    "street",
+    "castle",
+    "dinner",
+    "friend",
+    "voice",
+    "corner",
+    "coffee",
+    "library",
+    "journey",
+]
 MIB = 1 << 20
 
 
@@ -104,7 +149,7 @@ class Stack:
         return self
 
     def _wait_ready(self, timeout_s: float) -> None:
-            assert self._process is not None
+        assert self._process is not None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
