@@ -1,0 +1,208 @@
+"""An engine in another process, as the gateway uses it: HTTP for data, the wire for control.
+
+``EngineClient`` talks to the two addresses of a running engine. It is complete by itself for an
+engine that somebody else started; ``engines.child`` adds the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from urllib.parse import quote
+
+import aiohttp
+
+from engines.base import Demoted, EngineError, EngineStalled, EngineUnavailable
+from engines.config import WorkerConfig
+from engines.control import ControlLink
+from engines.exchange import Exchange
+from engines.wire import (
+    SALT_HEADER,
+    SESSION_HEADER,
+    TENANT_HEADER,
+    Demote,
+    Done,
+    EngineReport,
+    Forget,
+    GetStats,
+    ListSessions,
+    Notice,
+    Pin,
+    Prefetch,
+    SessionRef,
+    SessionReport,
+    Sessions,
+    Stats,
+    TierName,
+    Unpin,
+    Verb,
+    Welcome,
+)
+
+ANSWER_S = 15.0  # verbs that only look
+MOVE_S = 90.0  # verbs that move KV
+CONNECT_S = 5.0
+# Below the 75 s after which aiohttp's server closes an idle connection: a request must not meet a
+# connection that is just being closed.
+KEEPALIVE_S = 20.0
+# aiohttp warns about larger bodies given as bytes.
+BYTES_BODY_MAX = 1 << 20
+
+
+class EngineClient:
+    """See ``engines.base.Engine``."""
+
+    def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
+        """``env`` is for engines that are started here; every engine takes the same arguments."""
+        url, control = worker.engine.url, worker.engine.control
+        self._socket = "" if url else f"{worker.runtime_dir}/http.sock"
+        self._base_url = url.rstrip("/") or "http://engine"
+        self._token = worker.token
+        self._stall_timeout_s = worker.engine.stall_timeout_s
+        self._link = ControlLink(
+            control or f"unix:{worker.runtime_dir}/control.sock",
+            worker.token,
+            welcome_timeout_s=worker.engine.start_timeout_s,
+            on_lost=self._link_lost,
+        )
+        self._running_link: asyncio.Task[None] | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self._exchanges: set[Exchange] = set()
+        self._stopping = False
+
+    # ---- life
+
+    @property
+    def welcome(self) -> Welcome | None:
+        return None if self._stopping else self._link.welcome
+
+    @property
+    def ready(self) -> bool:
+        return self.welcome is not None
+
+    @property
+    def trouble(self) -> str:
+        return "the gateway is shutting down" if self._stopping else self._link.trouble
+
+    async def start(self) -> None:
+        self._http = aiohttp.ClientSession(
+            connector=_connector(self._socket),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            headers={"authorization": f"Bearer {self._token}"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+        self._running_link = asyncio.create_task(self._link.run(), name="engine-control")
+
+    async def stop(self, drain_s: float) -> None:
+        self._stopping = True
+        await self._drain(drain_s)
+        for exchange in list(self._exchanges):
+            exchange.fail(EngineUnavailable("the gateway is shutting down"))
+        if self._running_link is not None:
+            self._running_link.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._running_link
+            self._running_link = None
+        if self._http is not None:
+            await self._http.close()
+
+    async def _drain(self, drain_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + drain_s
+        while self._exchanges and loop.time() < end:
+            await asyncio.sleep(0.05)
+
+    # ---- data
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[Exchange]:
+        if not self.ready or self._http is None:
+            raise EngineUnavailable(self.trouble)
+        exchange = Exchange(self._stall_timeout_s)
+        self._exchanges.add(exchange)
+        try:
+            data = body if len(body) <= BYTES_BODY_MAX else io.BytesIO(body)
+            await exchange.begin(self._http.post(self._base_url + path, data=data, headers=headers))
+            yield exchange
+        finally:
+            exchange.close()
+            self._exchanges.discard(exchange)
+
+    def session_headers(self, session: SessionRef) -> dict[str, str]:
+        return {
+            TENANT_HEADER: session.tenant,
+            SESSION_HEADER: quote(session.id, safe=""),
+            SALT_HEADER: session.salt.hex(),
+        }
+
+    def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
+        return body
+
+    def _link_lost(self, why: str) -> None:
+        """Streams notice a dead engine by themselves; who waits for a whole answer does not."""
+        for exchange in list(self._exchanges):
+            if not exchange.is_stream:
+                exchange.fail(EngineStalled(why))
+
+    # ---- control
+
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
+        done = await self._done(Demote(session, tier), MOVE_S)
+        return Demoted(done.report, done.kept)
+
+    async def prefetch(self, session: SessionRef) -> SessionReport | None:
+        return (await self._done(Prefetch(session), MOVE_S)).report
+
+    async def pin(self, session: SessionRef, pinned: bool) -> SessionReport | None:
+        return (await self._done(Pin(session) if pinned else Unpin(session), ANSWER_S)).report
+
+    async def forget(self, session: SessionRef) -> SessionReport | None:
+        return (await self._done(Forget(session), MOVE_S)).report
+
+    async def sessions(self) -> list[SessionReport]:
+        answer = await self._link.ask(ListSessions(), ANSWER_S)
+        if not isinstance(answer, Sessions):
+            raise _odd_answer(ListSessions(), answer)
+        return answer.sessions
+
+    async def stats(self) -> EngineReport:
+        answer = await self._link.ask(GetStats(), ANSWER_S)
+        if not isinstance(answer, Stats):
+            raise _odd_answer(GetStats(), answer)
+        return answer.report
+
+    def notices(self) -> AsyncIterator[Notice | None]:
+        return self._link.notices()
+
+    async def _done(self, verb: Verb, deadline_s: float) -> Done:
+        answer = await self._link.ask(verb, deadline_s)
+        if not isinstance(answer, Done):
+            raise _odd_answer(verb, answer)
+        return answer
+
+
+class AttachedEngine(EngineClient):
+    """An engine that was started elsewhere; it is left running when the gateway ends."""
+
+    def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
+        if not worker.engine.url or not worker.engine.control:
+            raise EngineError(
+                "attaching needs both addresses of the engine: engine.url (http://host:port)"
+                " and engine.control (unix:/path or tcp://host:port)"
+            )
+        super().__init__(worker, env)
+
+
+def _connector(socket: str) -> aiohttp.BaseConnector:
+    if socket:
+        return aiohttp.UnixConnector(path=socket, limit=0, keepalive_timeout=KEEPALIVE_S)
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+
+
+def _odd_answer(verb: Verb, answer: object) -> EngineError:
+    return EngineError(f"the engine answered {type(verb).__name__} with {type(answer).__name__}")

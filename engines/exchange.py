@@ -1,0 +1,126 @@
+"""One request to an engine, from its first byte to the last of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import aiohttp
+
+from engines.base import EngineStalled, EngineUnavailable
+
+
+class Patience:
+    """Notices a wait that lasts too long, with one timer per period instead of one per chunk."""
+
+    def __init__(self, limit_s: float, give_up: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._give_up = give_up
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(limit_s, self._look)
+        self._waits_since: float | None = None
+
+    def wait_begins(self) -> None:
+        self._waits_since = self._loop.time()
+
+    def wait_ends(self) -> None:
+        self._waits_since = None
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._waits_since is None else self._waits_since
+        if now - since >= self._limit_s:
+            self._give_up()
+        else:
+            self._timer = self._loop.call_at(since + self._limit_s, self._look)
+
+
+class Exchange:
+    """An ``engines.base.Upstream``.
+
+    A stream must show a sign of life every ``stall_timeout_s`` seconds. An answer that comes whole
+    has no such clock: its owner ends it with ``fail`` when the engine is found dead.
+    """
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._response: aiohttp.ClientResponse | None = None
+        self._head_limit = asyncio.timeout(None)
+        self._failure: EngineUnavailable | None = None
+
+    async def begin(self, request: Awaitable[aiohttp.ClientResponse]) -> None:
+        """Send the request and wait for the head of the answer.
+
+        Raises:
+            EngineUnavailable: no connection, or it ended, or ``fail`` was called.
+        """
+        try:
+            async with self._head_limit:
+                self._response = await request
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            raise self._reason(error) from error
+
+    @property
+    def status(self) -> int:
+        return self._head.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._head.headers
+
+    @property
+    def is_stream(self) -> bool:
+        return self._response is not None and self._response.content_type == "text/event-stream"
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """See ``engines.base.Upstream``."""
+        content = self._head.content
+        patience = Patience(self._stall_timeout_s, self._stalled) if self.is_stream else None
+        try:
+            while True:
+                if patience is not None:
+                    patience.wait_begins()
+                chunk = await content.readany()
+                if patience is not None:
+                    patience.wait_ends()  # what follows is the reader's time, not the engine's
+                if not chunk:
+                    return
+                yield chunk
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._reason(error) from error
+        finally:
+            if patience is not None:
+                patience.stop()
+
+    async def read(self) -> bytes:
+        """See ``engines.base.Upstream``."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    def fail(self, failure: EngineUnavailable) -> None:
+        """End the request now; whoever waits for it gets ``failure``."""
+        self._failure = failure
+        if self._response is None:
+            self._head_limit.reschedule(asyncio.get_running_loop().time())
+        else:
+            self._response.close()
+
+    def close(self) -> None:
+        """An answer that is not whole yet is cancelled in the engine by closing its connection."""
+        if self._response is not None:
+            self._response.close()
+
+    @property
+    def _head(self) -> aiohttp.ClientResponse:
+        assert self._response is not None, "the head of the answer is not there yet"
+        return self._response
+
+    def _stalled(self) -> None:
+        self.fail(EngineStalled(f"the engine sent nothing for {self._stall_timeout_s:g} s"))
+
+    def _reason(self, error: Exception) -> EngineUnavailable:
+        return self._failure or EngineUnavailable(
+            f"the connection to the engine broke: {error or type(error).__name__}"
+        )

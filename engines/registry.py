@@ -1,0 +1,43 @@
+"""Engines by name. A user's own is given as ``module:Attr``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+from engines.base import Engine
+from engines.config import WorkerConfig
+
+ENGINES: Mapping[str, str] = {
+    "mlx": "engines.mlx_server:MlxServer",
+    "fake": "engines.fake:FakeServer",
+    "attached": "engines.client:AttachedEngine",
+}
+
+
+class UnknownEngine(Exception):
+    pass
+
+
+class EngineFactory(Protocol):
+    def __call__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> Engine:
+        """``env``: what a process that the engine starts gets in addition to our environment."""
+
+
+def engine_factory(kind: str) -> EngineFactory:
+    """The class for a name in ``ENGINES`` or for an import string.
+
+    Raises:
+        UnknownEngine: no such name, module or attribute.
+    """
+    target = ENGINES.get(kind, kind)
+    module, colon, attribute = target.partition(":")
+    if not (module and colon and attribute):
+        known = ", ".join(sorted(ENGINES))
+        raise UnknownEngine(f"no engine is called {kind!r}: use {known}, or module:Attr")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnknownEngine(f"engine {kind!r} cannot be loaded: {error}") from error
+    return cast(EngineFactory, factory)
