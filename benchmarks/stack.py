@@ -25,7 +25,12 @@ from typing import Any
 import aiohttp
 import psutil
 
-WORDS = [
+WORDS = """
+river stone market winter garden engine letter bridge summer harbour window forest music doctor silver
+travel kitchen morning village science painter history island captain ocean mountain question answer
+teacher machine paper yellow quiet storm planet bottle animal story number color street castle dinner
+friend voice corner coffee library journey
+""".split()  # noqa: SIM905 - prose reads better as prose
     "river",
     "stone",
     "market",

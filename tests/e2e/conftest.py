@@ -1,0 +1,42 @@
+"""The product as a user starts it: one gateway, one mlx engine, the sample model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from stack import MIB, Stack
+
+SETTINGS = {
+    "engine": {"hot_bytes": 1024 * MIB},
+    "store": {"ram_bytes": 256 * MIB, "disk_bytes": 1024 * MIB},
+    "scheduler": {"idle_after_s": 3600.0},
+}
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Stack]:
+    with Stack(SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
+
+
+@pytest.fixture(scope="session")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+@pytest.fixture
+def raw_stack() -> Iterator[Stack]:
+    """Its own stack with the exact codec, for tests that compare tokens or kill things."""
+    settings = {key: dict(rows) for key, rows in SETTINGS.items()}
+    settings["store"]["codec"] = "raw"
+    settings["store"]["ram_bytes"] = 1024 * MIB
+    with Stack(settings) as running:
+        yield running

@@ -1,0 +1,152 @@
+"""Sessions of the real model go cold and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+from stack import Stack, client_of, prose
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+async def sleep_now(client, name: str) -> None:
+    await client.until(name, "idle")
+    await client.post(f"/v1/sessions/{name}/demote")
+    await client.until(name, "cold")
+
+
+async def conversation(client, name: str, words: int, sleeps: bool) -> list[str]:
+    """Three turns; between them the session sleeps, or does not."""
+    history, texts = [], []
+    for turn in range(3):
+        history.append(user(f"{prose(f'{words}-{turn}', words)}? Tell me more."))
+        reply = await client.chat(history, session=name, max_tokens=10)
+        assert reply.status == 200 and not reply.error
+        if turn:
+            expected = "cold-ram" if sleeps else "hot"
+            assert reply.cache.startswith(expected), reply.cache
+            assert reply.cached_tokens > 0.8 * words
+        texts.append(reply.text)
+        history.append(answer(reply.text))
+        if sleeps:
+            await sleep_now(client, name)
+    return texts
+
+
+async def test_raw_wakes_to_the_very_same_tokens_also_when_four_wake_at_once(raw_stack):
+    async with client_of(raw_stack) as client:
+        sizes = [40, 150, 90, 260]
+        awake = [await conversation(client, f"awake-{n}", n, False) for n in sizes]
+        slept = await asyncio.gather(*(conversation(client, f"slept-{n}", n, True) for n in sizes))
+    assert list(slept) == awake
+
+
+async def test_a_session_tells_where_it_is(stack):
+    async with client_of(stack) as client:
+        history = [user(prose("where", 200))]
+        first = await client.chat(history, session="where")
+        assert first.cache.startswith("miss; tokens=")
+        await sleep_now(client, "where")
+        view = await client.get("/v1/sessions/where")
+        assert (view["state"], view["tier"]) == ("cold", "ram")
+        # Packed: well below the 23 KB per token of this model in bf16.
+        assert view["tokens"] > 250
+        assert view["bytes"] < view["tokens"] * 23_040 / 2.5
+        await client.post("/v1/sessions/where/demote", {"tier": "disk"})
+        assert (await client.get("/v1/sessions/where"))["tier"] == "disk"
+        back = await client.chat([*history, answer(first.text), user("And?")], session="where")
+        assert back.cache.startswith("cold-disk; tokens="), back.cache
+        assert back.cached_tokens >= view["tokens"] - 2
+
+
+async def test_prefetch_wakes_before_the_turn(stack):
+    async with client_of(stack) as client:
+        history = [user(prose("prefetch", 100))]
+        first = await client.chat(history, session="early")
+        await sleep_now(client, "early")
+        await client.post("/v1/sessions/early/prefetch")
+        assert (await client.get("/v1/sessions/early"))["state"] == "idle"
+        back = await client.chat([*history, answer(first.text), user("And?")], session="early")
+        assert back.cache.startswith("hot")
+
+
+async def test_forget_leaves_nothing(stack):
+    async with client_of(stack) as client:
+        history = [user(prose("forget", 200))]
+        await client.chat(history, session="gone")
+        await client.until("gone", "idle")
+        async with client._http.delete(f"{stack.url}/v1/sessions/gone") as deleted:
+            assert deleted.status == 200
+        assert "error" in await client.get("/v1/sessions/gone")
+        again = await client.chat(history, session="gone")
+        assert again.cache.startswith("miss"), again.cache
+
+
+async def test_an_edited_turn_and_a_fork_are_right(raw_stack):
+    async with client_of(raw_stack) as client:
+        start = [user(prose("fork", 120)), answer("Yes."), user("Is it cold there?")]
+        edited = [*start[:2], user("Is it warm there?")]
+        expected = [
+            (await client.chat(x, session=f"fresh-{i}", max_tokens=10)).text
+            for i, x in enumerate((start, edited))
+        ]
+        await client.chat(start, session="forked", max_tokens=10)
+        both = await asyncio.gather(
+            client.chat(start, session="forked", max_tokens=10),
+            client.chat(edited, session="forked", max_tokens=10),
+        )
+        assert [x.text for x in both] == expected
+        assert all(x.cached_tokens > 100 for x in both)
+
+
+async def test_sessions_on_disk_survive_a_restart_of_everything(tmp_path):
+    settings = {"scheduler": {"idle_after_s": 3600.0}}
+    stack = Stack(settings, folder=tmp_path).start()
+    history = [user(prose("restart", 150))]
+    async with client_of(stack) as client:
+        first = await client.chat(history, session="keeper")
+    assert stack.stop() == 0
+    stack.start()
+    try:
+        async with client_of(stack) as client:
+            listed = {x["id"]: x for x in (await client.get("/v1/sessions"))["data"]}
+            assert listed["keeper"]["state"] == "cold"
+            assert listed["keeper"]["tier"] == "disk"
+            turn = [*history, answer(first.text), user("And?")]
+            back = await client.chat(turn, session="keeper")
+            assert back.cache.startswith("cold-disk"), back.cache
+            assert back.cached_tokens >= 0.95 * listed["keeper"]["tokens"]
+    finally:
+        stack.stop()
+
+
+async def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(raw_stack):
+    async with client_of(raw_stack) as client:
+        expected = await client.chat([user("Count to three.")], max_tokens=10)
+        before = raw_stack.engine
+        long = asyncio.create_task(
+            client.chat([user(prose("kill", 30))], session="victim", max_tokens=400)
+        )
+        await asyncio.sleep(4)
+        before.send_signal(signal.SIGKILL)
+        broken = await asyncio.wait_for(long, 30)
+        assert broken.error and broken.error["message"]
+        async with asyncio.timeout(120):
+            while True:
+                again = await client.chat([user("Count to three.")], max_tokens=10)
+                if again.status == 200:
+                    break
+                assert again.status == 503 and again.error["code"]
+                await asyncio.sleep(0.5)
+        assert again.text == expected.text
+        assert raw_stack.engine.pid != before.pid
