@@ -26,61 +26,11 @@ import aiohttp
 import psutil
 
 WORDS = """
-river stone market winter garden engine letter bridge summer harbour window forest music doctor silver
-travel kitchen morning village science painter history island captain ocean mountain question answer
-teacher machine paper yellow quiet storm planet bottle animal story number color street castle dinner
-friend voice corner coffee library journey
+river stone market winter garden engine letter bridge summer harbour window forest music doctor
+silver travel kitchen morning village science painter history island captain ocean mountain paper
+question answer teacher machine yellow quiet storm planet bottle animal story number color street
+castle dinner friend voice corner coffee library journey
 """.split()  # noqa: SIM905 - prose reads better as prose
-    "river",
-    "stone",
-    "market",
-    "winter",
-    "garden",
-    "engine",
-    "letter",
-    "bridge",
-    "summer",
-    "harbour",
-    "window",
-    "forest",
-    "music",
-    "doctor",
-    "silver",
-    "travel",
-    "kitchen",
-    "morning",
-    "village",
-    "science",
-    "painter",
-    "history",
-    "island",
-    "captain",
-    "ocean",
-    "mountain",
-    "question",
-    "answer",
-    "teacher",
-    "machine",
-    "paper",
-    "yellow",
-    "quiet",
-    "storm",
-    "planet",
-    "bottle",
-    "animal",
-    "story",
-    "number",
-    "color",
-    "street",
-    "castle",
-    "dinner",
-    "friend",
-    "voice",
-    "corner",
-    "coffee",
-    "library",
-    "journey",
-]
 MIB = 1 << 20
 
 

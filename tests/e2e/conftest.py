@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+
 from stack import MIB, Stack
 
 SETTINGS = {

@@ -6,6 +6,7 @@ import asyncio
 import signal
 
 import pytest
+
 from stack import Stack, client_of, prose
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
