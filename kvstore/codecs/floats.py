@@ -1,0 +1,80 @@
+"""Sixteen-bit floats by integer operations, the same on every machine.
+
+A lossy codec works on rows of 16-bit values: bf16 (an fp32 cache is rounded to it on the way in)
+or fp16 where the engine's cache is fp16. Both widen to fp32 without loss. numpy knows no bf16, so
+its values travel as uint16 bit patterns; see ``kvstore.shapes``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.shapes import DType
+
+FP16_LARGEST = np.float32(65504)
+# fp16 and fp32 exponents differ by this much; a normal fp16 is an fp32 shifted by 13 bits less it.
+REBIAS = 112 << 10
+FP16_SMALLEST_NORMAL = 1 << 10  # bit patterns
+FP16_INFINITY = 31 << 10
+
+
+def to_stored(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """Bit patterns (uint16) in which rows are kept: bf16, or fp16 for an fp16 cache.
+
+    Any shape and strides; ``values`` has the numpy dtype of ``dtype``.
+    """
+    if dtype == "float32":
+        return round_to_bf16(values)
+    return values.view(np.uint16)
+
+
+def widen(stored: np.ndarray, dtype: DType) -> np.ndarray:
+    """The fp32 values of ``to_stored``'s bit patterns."""
+    if dtype == "float16":
+        return stored.view(np.float16).astype(np.float32)
+    return (stored.astype(np.uint32) << 16).view(np.float32)
+
+
+def from_stored(stored: np.ndarray, dtype: DType) -> np.ndarray:
+    """Bit patterns of ``to_stored`` back in the engine's dtype."""
+    if dtype == "float32":
+        return widen(stored, dtype)
+    return stored.view(np.float16) if dtype == "float16" else stored
+
+
+def narrow(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """Finite fp32 results in the engine's dtype, rounded to the precision rows are kept in.
+
+    fp16 saturates: an infinity that was not there before would turn attention into NaN.
+    """
+    if dtype == "float16":
+        clipped: np.ndarray = np.clip(values, -FP16_LARGEST, FP16_LARGEST)
+        return clipped.astype(np.float16)
+    return from_stored(round_to_bf16(values), dtype)
+
+
+def round_to_bf16(values: np.ndarray) -> np.ndarray:
+    """fp32 to bf16 bit patterns, to nearest even; a NaN stays a NaN."""
+    bits: np.ndarray = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    stored: np.ndarray = np.where(is_nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    return stored
+
+
+def round_to_normal_fp16(values: np.ndarray) -> np.ndarray:
+    """Positive fp32 to fp16 bit patterns, to nearest even; zero for what is no normal fp16."""
+    bits = values.view(np.uint32)
+    # uint32 arithmetic wraps, so whatever lies below the range ends far above it.
+    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - np.uint32(REBIAS)
+    normal = (rounded - np.uint32(FP16_SMALLEST_NORMAL)) < FP16_INFINITY - FP16_SMALLEST_NORMAL
+    return np.where(normal, rounded, 0).astype(np.uint16)
+
+
+def widen_normal_fp16(bits: np.ndarray) -> np.ndarray:
+    """The inverse of ``round_to_normal_fp16`` for what it did not turn into zero."""
+    return ((bits.astype(np.uint32) + np.uint32(REBIAS)) << 13).view(np.float32)
+
+
+def is_normal_fp16(bits: np.ndarray) -> np.ndarray:
+    return (bits >= FP16_SMALLEST_NORMAL) & (bits < FP16_INFINITY)

@@ -1,0 +1,117 @@
+"""A codec that packs every row by itself: ``tq3``, ``tq4``, ``lm3``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.codecs import floats
+from kvstore.codecs.arrays import check_run
+from kvstore.codecs.backend import Backend, best_kernel
+from kvstore.codecs.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, plan_payload
+from kvstore.codecs.rows import RowFormat
+from kvstore.errors import Corrupt, UnknownCodec
+from kvstore.shapes import DType, KVLayout, KVRun
+
+
+@dataclass(frozen=True)
+class RowCodec:
+    """Implements ``kvstore.codecs.base.Codec`` for a row format."""
+
+    id: str
+    rows: RowFormat
+    backend: Backend = best_kernel
+    exact: bool = False
+
+    def check(self, layout: KVLayout) -> None:
+        for layer in layout.layers:
+            for dim in (layer.head_dim, layer.value_dim):
+                if not self.rows.supports(dim):
+                    raise UnknownCodec(
+                        f"codec {self.id} cannot pack vectors of {dim} values; use codec raw"
+                    )
+
+    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return plan_payload(self.rows, layout, num_tokens, first_token).nbytes
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+        plan = plan_payload(self.rows, layout, check_run(run, layout), first_token)
+        payload = np.empty(plan.nbytes, np.uint8)
+        arrays = list(_arrays(run))
+        for array, slot in zip(arrays, plan.slots, strict=True):
+            if slot.num_sinks:
+                sinks = array[:, : slot.num_sinks]
+                slot.sinks(payload)[:] = floats.to_stored(sinks, layout.dtype)
+            kernel = self.backend(self.rows, slot.dim, layout.dtype)
+            kernel.pack(array[:, slot.num_sinks :], payload, slot)
+        return b"".join([payload.data, *_keep_rows(arrays, plan, payload, layout.dtype)])
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        plan = plan_payload(self.rows, layout, check_run(out, layout), first_token)
+        view = np.frombuffer(payload, np.uint8)
+        unpacked = self._check_payload(view, plan)
+        arrays = list(_arrays(out))
+        for array, slot in zip(arrays, plan.slots, strict=True):
+            if slot.num_sinks:
+                sinks = slot.sinks(view)
+                array[:, : slot.num_sinks] = floats.from_stored(sinks, layout.dtype)
+            kernel = self.backend(self.rows, slot.dim, layout.dtype)
+            kernel.unpack(view, slot, array[:, slot.num_sinks :])
+        _restore_rows(unpacked, view, plan, arrays, layout.dtype)
+
+    def _check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
+        """Numbers of the rows that were kept as they are, once everything fits together."""
+        if len(payload) < plan.nbytes:
+            raise Corrupt(f"payload of {len(payload)} bytes, at least {plan.nbytes} expected")
+        scales = plan.scales(payload)
+        if not self.rows.are_scales(scales):
+            raise Corrupt(f"a scale is none that codec {self.id} writes")
+        kept = np.flatnonzero(scales == 0)
+        nbytes = plan.nbytes + sum(
+            len(rows) * plan.slots[number].dim * KEPT_DTYPE.itemsize
+            for number, rows in plan.split_rows(kept)
+        )
+        if len(payload) != nbytes:
+            raise Corrupt(f"payload of {len(payload)} bytes, {nbytes} expected")
+        return kept
+
+
+def _arrays(run: KVRun) -> Iterator[np.ndarray]:
+    for key, value in run:
+        yield key
+        yield value
+
+
+def _positions(rows: np.ndarray, slot: ArraySlot) -> tuple[np.ndarray, np.ndarray]:
+    heads, tokens = np.divmod(rows, slot.num_tokens)
+    return heads, tokens + slot.num_sinks
+
+
+def _keep_rows(
+    arrays: list[np.ndarray], plan: PayloadPlan, payload: np.ndarray, dtype: DType
+) -> Iterator[memoryview]:
+    """Rows that could not be packed, as they are; their packed bytes become zero."""
+    unpacked = np.flatnonzero(plan.scales(payload) == 0)
+    for number, rows in plan.split_rows(unpacked):
+        slot = plan.slots[number]
+        slot.packed(payload)[rows] = 0
+        values = arrays[number][_positions(rows, slot)]
+        yield floats.to_stored(values, dtype).data
+
+
+def _restore_rows(
+    unpacked: np.ndarray,
+    payload: np.ndarray,
+    plan: PayloadPlan,
+    arrays: list[np.ndarray],
+    dtype: DType,
+) -> None:
+    at = plan.nbytes
+    for number, rows in plan.split_rows(unpacked):
+        slot = plan.slots[number]
+        end = at + len(rows) * slot.dim * KEPT_DTYPE.itemsize
+        stored = payload[at:end].view(KEPT_DTYPE).reshape(len(rows), slot.dim)
+        arrays[number][_positions(rows, slot)] = floats.from_stored(stored, dtype)
+        at = end
