@@ -1,0 +1,90 @@
+"""Small random models of every kind of cache, built in code: no files, no tokenizer.
+
+Their text means nothing, but their attention and their recurrences are mlx_lm's own, so a KV row
+that is wrong, missing or shifted changes the tokens they produce.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import mlx.core as mx
+
+from engines.mlx_worker.loading import LoadedModel
+
+VOCAB = 500
+WINDOW = 32  # of the model with rotating caches
+
+_COMMON: dict[str, object] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+}
+_ATTENTION: dict[str, object] = {
+    **_COMMON,
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rope_theta": 1e4,
+}
+_CONFIGS: dict[str, dict[str, object]] = {
+    "llama": {**_ATTENTION, "num_hidden_layers": 3},
+    "gemma3_text": {
+        **_ATTENTION,
+        "num_hidden_layers": 6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 3,
+    },
+    "qwen3_next": {
+        **_ATTENTION,
+        "num_hidden_layers": 4,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [0, 1, 2, 3],
+        "moe_intermediate_size": 32,
+        "partial_rotary_factor": 0.5,
+        "full_attention_interval": 2,
+        "norm_topk_prob": True,
+    },
+    "mamba2": {
+        **_COMMON,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "head_dim": 32,
+        "state_size": 16,
+        "layer_norm_epsilon": 1e-5,
+        "expand": 2,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": [0.0, 100.0],
+        "time_step_rank": "auto",
+    },
+}
+KINDS = tuple(_CONFIGS)
+UNTRIMMABLE = ("gemma3_text", "qwen3_next", "mamba2")
+
+
+def tiny_model(kind: str, seed: int = 0) -> LoadedModel:
+    """A float32 model with the same weights every time. Call it on the thread that runs it."""
+    mx.random.seed(seed)
+    config = {"model_type": kind, **_CONFIGS[kind]}
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    return LoadedModel(model, None, config)
