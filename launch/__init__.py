@@ -1,1 +1,1 @@
-"""Turns settings into running processes: the composition root, the only reader of the environment."""
+"""Turns settings into running processes. The composition root; alone in reading the environment."""

