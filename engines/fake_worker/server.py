@@ -1,0 +1,151 @@
+"""The fake engine's data plane: OpenAI's completions over HTTP, with faults on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from hmac import compare_digest
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from engines.fake_worker.answers import Answer
+from engines.fake_worker.script import Script, read_script
+from engines.fake_worker.shelf import Shelf
+from engines.openai import (
+    ChatRequest,
+    CompletionRequest,
+    InvalidRequest,
+    Json,
+    parse_json,
+    validate_chat,
+    validate_completion,
+)
+from engines.openai_errors import context_too_long
+from engines.wire import CACHE_HEADER, SALT_HEADER, SESSION_HEADER, TENANT_HEADER, SessionRef
+
+MAX_BODY_BYTES = 64 << 20
+Validate = Callable[[Json], ChatRequest | CompletionRequest]
+
+
+class DataServer:
+    def __init__(self, token: str, model: str, max_context: int, shelf: Shelf) -> None:
+        self._bearer = f"Bearer {token}".encode()
+        self._model = model
+        self._max_context = max_context
+        self._shelf = shelf
+
+    async def serve(self, path: str) -> web.AppRunner:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completion)
+        # A client that goes away ends its request here at once, also while nothing is written.
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        await web.UnixSite(runner, path).start()
+        return runner
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, validate_chat)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, validate_completion)
+
+    async def _serve(self, request: web.Request, validate: Validate) -> web.StreamResponse:
+        if not compare_digest(request.headers.get("authorization", "").encode(), self._bearer):
+            return web.Response(status=401)
+        try:
+            raw = parse_json(await request.read())
+            script, asked = read_script(raw), validate(raw)
+            answer = Answer(asked, script, self._model)
+            if len(answer.prompt) >= self._max_context:
+                raise context_too_long(self._max_context, len(answer.prompt), "messages")
+        except InvalidRequest as error:
+            return _json(error.body(), error.status)
+        await asyncio.sleep(script.head_s)
+        if script.fault == "plain-500":
+            return web.Response(status=500, text="Internal Server Error")
+        if script.fault == "error-400":
+            return _json(InvalidRequest("not like this", "messages").body(), 400)
+        return await self._turn(request, answer, script, bool(asked.stream))
+
+    async def _turn(
+        self, request: web.Request, answer: Answer, script: Script, stream: bool
+    ) -> web.StreamResponse:
+        ref = _session(request)
+        cached, cache = self._shelf.begin(ref, answer.prompt)
+        try:
+            if stream:
+                return await self._stream(request, answer, script, cached, cache)
+            if script.fault:
+                await _misbehave(script, request)
+            await asyncio.sleep(script.delay_s * len(answer.pieces()))
+            return _json(answer.whole(cached), 200, {CACHE_HEADER: cache})
+        finally:
+            self._shelf.end(ref, answer.words())
+
+    async def _stream(
+        self, request: web.Request, answer: Answer, script: Script, cached: int, cache: str
+    ) -> web.StreamResponse:
+        headers = {"content-type": "text/event-stream", CACHE_HEADER: cache}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        events = list(answer.events(cached))
+        if script.fault == "bytes":
+            events = [bytes([x]) for x in b"".join(events)]
+        for i, event in enumerate(events):
+            if script.fault and i == script.after:
+                last = await _misbehave(script, request, response, event)
+                if last:
+                    break
+            if script.delay_s:
+                await asyncio.sleep(script.delay_s)
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+
+async def _misbehave(
+    script: Script,
+    request: web.Request,
+    response: web.StreamResponse | None = None,
+    event: bytes = b"",
+) -> bool:
+    """Commit the fault. Returns whether the answer ends here."""
+    if script.fault == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if script.fault == "hang":
+        await asyncio.Event().wait()
+    if script.fault == "cut":
+        if response is not None:
+            await response.write(event[: len(event) // 2])
+        if request.transport is not None:
+            request.transport.close()
+    if response is not None and script.fault == "garbage":
+        await response.write(b"\x00\xff\xfe not an event\n\ndata: {half\n\n")
+    if response is not None and script.fault == "error-event":
+        await response.write(b'data: {"error":{"message":"out of memory"}}\n\ndata: [DONE]\n\n')
+    return script.fault in ("cut", "no-done", "error-event")
+
+
+def _session(request: web.Request) -> SessionRef:
+    headers = request.headers
+    return SessionRef(
+        tenant=headers.get(TENANT_HEADER, ""),
+        id=unquote(headers.get(SESSION_HEADER, "")),
+        salt=bytes.fromhex(headers.get(SALT_HEADER, "")),
+    )
+
+
+def _json(
+    body: dict[str, object], status: int, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
