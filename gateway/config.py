@@ -1,0 +1,47 @@
+"""Settings of the HTTP side. Frozen; composed and read from the environment only by ``launch``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the gateway listens, whom it serves, and how long it waits for whom."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8080  # 0 = any free one
+    # Who may come. Lines "tenant:sha256 of the key in hex"; ``thermocline keys`` makes them.
+    # No line at all: everybody is the one tenant "local".
+    api_keys: tuple[str, ...] = ()
+    api_keys_file: str = ""
+    # Names that Host may have; () = loopback names while bound to loopback, else any.
+    # A page in a browser can reach a loopback server under a name of its own (DNS rebinding).
+    allowed_hosts: tuple[str, ...] = ()
+    # Web origins that may call, besides pages that this server delivers itself.
+    allowed_origins: tuple[str, ...] = ()
+    # "auto": open on loopback or without keys, else a key is needed.
+    metrics_access: Literal["auto", "open", "key"] = "auto"
+    # Further names for the served model, for clients whose model name cannot be changed.
+    model_aliases: tuple[str, ...] = ()
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
+    max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 32 << 10
+    header_timeout_s: PositiveSeconds = 20.0
+    body_timeout_s: PositiveSeconds = 60.0
+    keep_alive_s: Positive = 65
+    request_timeout_s: PositiveSeconds = 3600.0  # the whole answer
+    client_stall_s: PositiveSeconds = 120.0  # a reader that takes nothing for this long is cut
+    drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    # Chats without an id are recognised by their messages; so many per tenant are remembered.
+    max_known_chats: Positive = 50_000
+
+    @property
+    def on_loopback(self) -> bool:
+        return self.host in LOOPBACK

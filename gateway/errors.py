@@ -1,0 +1,94 @@
+"""Every failure in OpenAI's shape, with the status and headers that a client can act on."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.base import EngineError, EngineStalled, EngineUnavailable
+from engines.openai import InvalidRequest, error_body, error_type
+from scheduler.sessions import Draining, Overloaded
+
+RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
+_HINTS = {
+    404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/completions"
+    " and /v1/sessions.",
+    405: "This path does not take that method.",
+}
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """What a client is told of a failed request."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    def json(self) -> bytes:
+        body = error_body(self.message, error_type(self.status), self.param, self.code)
+        return msgspec.json.encode(body)
+
+    def event(self) -> bytes:
+        """The end of a stream that failed after its head was sent."""
+        return b"data: " + self.json() + b"\n\ndata: [DONE]\n\n"
+
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        return Response(self.json(), self.status, headers, "application/json")
+
+
+def failure_of(error: Exception) -> Failure:
+    """What to tell of an exception. Of one that nobody foresaw nothing is told but that it was."""
+    match error:
+        case InvalidRequest():
+            return Failure(error.status, error.message, error.param, error.code)
+        case Overloaded():
+            message = f"This server is busy: {error}. Try again later."
+            return Failure(429, message, None, "rate_limit_exceeded", error.retry_after_s)
+        case Draining():
+            message = "This server is shutting down. Try again."
+            return Failure(503, message, None, "draining", RETRY_LATER_S)
+        case EngineStalled():
+            return Failure(504, f"The engine does not answer: {error}.", None, "engine_stalled")
+        case EngineUnavailable():
+            message = f"The engine is not available: {error}. Try again later."
+            return Failure(503, message, None, "engine_unavailable", RETRY_LATER_S)
+        case EngineError():
+            return Failure(502, f"The engine refused: {error}.", None, "engine_refused")
+        case TimeoutError():
+            return Failure(504, "The answer took too long.", None, "timeout")
+        case HTTPException():
+            status = error.status_code
+            return Failure(status, _HINTS.get(status, str(error.detail)), None, _code(status))
+        case _:
+            return Failure(500, "This server made an error; its log says more.", None, "internal")
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """An exception handler for all that ``failure_of`` knows by name."""
+    return failure_of(error).response()
+
+
+FORESEEN: tuple[type[Exception], ...] = (
+    InvalidRequest,
+    Overloaded,
+    Draining,
+    EngineError,
+    TimeoutError,
+    HTTPException,
+)
+
+
+def _code(status: int) -> str:
+    return HTTPStatus(status).phrase.lower().replace(" ", "_")
