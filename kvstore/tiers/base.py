@@ -46,17 +46,21 @@ class Tier(Protocol):
         """
 
     def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
-        """Keep these blobs, evicting others; how many are now held.
+        """Keep these blobs of one chain, evicting others; how many of their keys are now held.
 
-        Blobs of an existing key are left as they are. All or nothing per blob. A blob that cannot
-        fit beside what is pinned is refused. Never raises for want of room.
+        Blobs of an existing key are left as they are. All or nothing per blob. All keys become
+        recent, the first one most. A blob that cannot fit beside what is pinned and what the same
+        call brought before is refused. Never raises for want of room.
 
         Raises:
             TierUnavailable: nothing could be written.
         """
 
     def replace(self, key: bytes, blob: Blob) -> bool:
-        """Like ``put_many`` for one blob, but a newer value wins (session records only)."""
+        """Like ``put_many`` for one blob, but a newer value wins (records and tails).
+
+        False: refused; an older value may still be there, as the next to be evicted.
+        """
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """A hint: a blob may vanish right after."""
@@ -73,7 +77,7 @@ class Tier(Protocol):
         """Remove for good (content too, as far as the medium allows); how many were there."""
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
-        """All blobs whose key starts with ``prefix``; for session records only."""
+        """All blobs whose key starts with ``prefix``, in key order; for session records only."""
 
     def stats(self) -> TierStats: ...
 

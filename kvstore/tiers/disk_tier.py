@@ -1,0 +1,275 @@
+"""Blobs in an LMDB file: they survive a restart, inside a byte budget of real file pages.
+
+**What a crash costs.** A kill -9 at any moment: nothing that was committed; a batch in flight is
+either whole or absent. A power cut: also the last commit (at most 32 MiB), never the file. Recency
+is written along with the next commit; after a crash the order may be that old.
+
+**Budget.** ``capacity_bytes`` bounds the live blobs, counted in whole pages. The file also holds
+pages that are free but not reusable yet (LMDB waits two commits) and some fragments; it never
+exceeds ``file_bytes_limit``, 9/8 of the budget plus 64 MiB, because LMDB's map ends there.
+
+**Faults.** A full disk or map: the blobs are refused and counted. Any other error of the file
+system: counted, ``TierUnavailable``. A tree found damaged while in use: the tier stays unavailable
+and the next start sets the file aside. One thing cannot be turned into a miss: a medium error
+*under* the map arrives as SIGBUS and ends the engine; its next start verifies the file.
+
+Readers never wait for writers. Forgotten and replaced blobs are overwritten in place, evicted ones
+are not: see ``disk_pages``.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import lmdb
+
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.disk_folder import DiskFolder
+from kvstore.tiers.disk_gate import DiskGate, is_want_of_room
+from kvstore.tiers.disk_pages import Pages
+from kvstore.tiers.lru import Admission, RecencyIndex
+
+BATCH_BYTES = 32 << 20  # one commit; LMDB holds its pages in memory until then
+_MAP_STEP = 1 << 16  # a multiple of every page size
+
+
+def file_bytes_limit(capacity_bytes: int) -> int:
+    """Size that data.mdb never exceeds."""
+    limit = capacity_bytes + capacity_bytes // 8 + 2 * BATCH_BYTES
+    return limit // _MAP_STEP * _MAP_STEP
+
+
+class DiskTier:
+    """Blobs in ``folder``, which belongs to this object alone until ``close``.
+
+    Raises:
+        TierUnavailable: the folder is in use by another process, or cannot be used.
+    """
+
+    name = "disk"
+    persistent = True
+
+    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+        self._gate = DiskGate()
+        self._writing = threading.Lock()  # one writer; always taken before the other lock
+        self._lock = threading.Lock()  # the fields below; held briefly
+        self._index = RecencyIndex(capacity_bytes)
+        self._unsaved: set[bytes] = set()  # keys whose recency is not in the file yet
+        self._num_evictions = 0
+        self._folder = DiskFolder(folder)
+        try:
+            self._open()
+        except (lmdb.Error, OSError, struct.error) as error:
+            self._folder.release(clean=False)
+            raise TierUnavailable(f"the disk tier cannot open {folder}: {error}") from error
+        except TierUnavailable:
+            self._folder.release(clean=False)
+            raise
+
+    def _open(self) -> None:
+        limit = file_bytes_limit(self._index.capacity_bytes)
+        self._env = self._folder.open(limit)
+        try:
+            self._load(limit)
+        except (lmdb.Error, OSError, struct.error, TierUnavailable):
+            self._env.close()
+            raise
+
+    def _load(self, limit: int) -> None:
+        """Build the index, and bring the file inside the budget if that was lowered."""
+        self._pages = Pages(self._env)
+        with self._env.begin(buffers=True) as txn:
+            stored = sorted(self._pages.everything(txn), key=lambda item: item[1].stamp)
+        for key, entry in stored:
+            self._index.insert(key, self._pages.nbytes(entry.length), entry.stamp)
+        victims = [key for key, _ in self._index.shrink()]
+        if victims:
+            self._commit(victims, {})
+        if self._folder.data.stat().st_size > limit:
+            self._env = self._folder.compact(self._env, limit)
+            self._pages = Pages(self._env)
+
+    # Reading
+
+    def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
+        with self._gate.call(), self._env.begin(buffers=True) as txn:
+            return [self._pages.read(txn, key) for key in keys]
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [key in self._index for key in keys]
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
+        with self._lock:
+            found = sorted(key for key in self._index if key.startswith(prefix))
+        for key in found:
+            (blob,) = self.get_many([key])
+            if blob is not None:
+                yield key, blob
+
+    # Writing
+
+    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+        blobs = {key: memoryview(blob).cast("B") for key, blob in items}
+        with self._gate.call(), self._writing:
+            with self._lock:
+                admission = self._index.admit(self._sizes(blobs))
+                self._unsaved.update(blobs)
+            self._write(admission, blobs)
+        with self._lock:
+            return sum(key in self._index for key in blobs)
+
+    def replace(self, key: bytes, blob: Blob) -> bool:
+        blobs = {key: memoryview(blob).cast("B")}
+        with self._gate.call(), self._writing:
+            with self._lock:
+                old = self._index.remove(key)
+                admission = self._index.admit(self._sizes(blobs))
+                self._unsaved.add(key)
+                if old is not None:
+                    admission.victims.append((key, old))
+                if not admission.new:
+                    self._index.retract(admission)
+                    return False
+            with self._env.begin(buffers=True) as before:
+                kept = self._write(admission, blobs)
+                if kept and old is not None:
+                    self._erase(before, [key])
+            return kept
+
+    def delete_many(self, keys: Iterable[bytes]) -> int:
+        with self._gate.call(), self._writing:
+            with self._lock:
+                present = [key for key in dict.fromkeys(keys) if key in self._index]
+            if not present:
+                return 0
+            with self._env.begin(buffers=True) as txn:
+                self._erase(txn, present)
+            self._commit(present, {})
+            with self._lock:
+                for key in present:
+                    self._index.remove(key)
+            return len(present)
+
+    def _sizes(self, blobs: Mapping[bytes, memoryview]) -> dict[bytes, int]:
+        return {key: self._pages.nbytes(len(blob)) for key, blob in blobs.items()}
+
+    def _write(self, admission: Admission, blobs: Mapping[bytes, memoryview]) -> bool:
+        """Make an admission true, batch by batch; what fails is taken back. True if all is written.
+
+        Raises:
+            lmdb.Error: anything but want of room.
+        """
+        pending, victims = list(admission.new), list(admission.victims)
+        try:
+            while pending or victims:
+                batch = self._first_batch(pending, blobs)
+                self._commit([key for key, _ in victims], batch)
+                with self._lock:
+                    self._num_evictions += sum(key not in blobs for key, _ in victims)
+                victims = []
+                del pending[: len(batch)]
+        except lmdb.Error as error:
+            with self._lock:
+                self._index.retract(Admission(pending, victims))
+            if not is_want_of_room(error):
+                raise
+            self._gate.count(error)
+        return not pending
+
+    def _first_batch(
+        self, pending: Sequence[bytes], blobs: Mapping[bytes, memoryview]
+    ) -> dict[bytes, memoryview]:
+        batch: dict[bytes, memoryview] = {}
+        total = 0
+        for key in pending:
+            total += len(blobs[key])
+            if batch and total > BATCH_BYTES:
+                break
+            batch[key] = blobs[key]
+        return batch
+
+    def _commit(self, gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
+        """One transaction: delete, write, and save the recency that changed since the last one."""
+        with self._lock:
+            changed, self._unsaved = self._unsaved, set()
+            entries = {key: self._index.entry(key) for key in changed.union(new)}
+        stamps = {key: entry.stamp for key, entry in entries.items() if entry is not None}
+        try:
+            with self._env.begin(write=True, buffers=True) as txn:
+                for key in gone:
+                    self._pages.delete(txn, key)
+                for key, blob in new.items():
+                    self._pages.write(txn, key, blob, stamps[key])
+                for key in stamps.keys() - new.keys():
+                    self._pages.restamp(txn, key, stamps[key])
+        except lmdb.Error:
+            with self._lock:
+                self._unsaved |= changed
+            raise
+
+    def _erase(self, txn: lmdb.Transaction[memoryview], keys: Iterable[bytes]) -> None:
+        """Overwrite before deleting; a blob that cannot be overwritten is still deleted."""
+        for key in keys:
+            try:
+                self._pages.erase(txn, key, self._folder.data_fd)
+            except OSError as error:
+                self._gate.count(error)
+
+    # Recency
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.touch(keys)
+            self._unsaved.update(keys)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.pin(keys)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        keys = list(keys)
+        with self._lock:
+            self._index.unpin(keys)
+            self._unsaved.update(keys)
+
+    # Life
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            return TierStats(
+                name=self.name,
+                nbytes=self._index.nbytes,
+                capacity_bytes=self._index.capacity_bytes,
+                num_blobs=len(self._index),
+                evictions=self._num_evictions,
+                errors=self._gate.num_errors,
+                available=not self._gate.damaged,
+            )
+
+    def flush(self) -> None:
+        with self._gate.call(), self._writing:
+            self._sync()
+
+    def _sync(self) -> None:
+        if self._unsaved:
+            self._commit([], {})
+        self._env.sync(True)
+
+    def close(self) -> None:
+        """Wait for the calls inside, sync, and give the folder up. May be called twice."""
+        if not self._gate.close():
+            return
+        clean = not self._gate.damaged
+        try:
+            if clean:
+                self._sync()
+        except lmdb.Error as error:
+            self._gate.count(error)
+            clean = False
+        self._env.close()
+        self._folder.release(clean=clean)

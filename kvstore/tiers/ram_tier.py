@@ -1,0 +1,117 @@
+"""The fastest tier: packed blobs in this process's own memory.
+
+Every method is a few dictionary steps per key under one lock; blobs are copied before the lock
+is taken, so a slow caller never holds up the others. A forgotten blob is handed back to the
+allocator; Python offers no way to overwrite it first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.lru import Admission, RecencyIndex
+
+# What CPython keeps per blob besides the bytes of key and blob: object headers, an entry in two
+# dictionaries, the links of the order (about 300 bytes measured with 20,000 blobs).
+ENTRY_BYTES = 384
+
+
+class RamTier:
+    """Blobs in a dictionary, bounded in bytes.
+
+    Args:
+        capacity_bytes: keys, blobs and the index entries together never exceed it.
+    """
+
+    name = "ram"
+    persistent = False
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._index = RecencyIndex(capacity_bytes)
+        self._blobs: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()
+        self._num_evictions = 0
+
+    def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
+        with self._lock:
+            return [self._blobs.get(key) for key in keys]
+
+    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+        blobs = {key: bytes(blob) for key, blob in items}
+        with self._lock:
+            self._settle(self._index.admit(_sizes(blobs)), blobs)
+            return sum(key in self._blobs for key in blobs)
+
+    def replace(self, key: bytes, blob: Blob) -> bool:
+        blobs = {key: bytes(blob)}
+        with self._lock:
+            old = self._index.remove(key)
+            admission = self._index.admit(_sizes(blobs))
+            if old is not None:
+                admission.victims.append((key, old))
+            if not admission.new:
+                self._index.retract(admission)
+                return False
+            self._settle(admission, blobs)
+            return True
+
+    def _settle(self, admission: Admission, blobs: dict[bytes, bytes]) -> None:
+        for key, _ in admission.victims:
+            del self._blobs[key]
+        for key in admission.new:
+            self._blobs[key] = blobs[key]
+        self._num_evictions += sum(key not in self._blobs for key, _ in admission.victims)
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [key in self._blobs for key in keys]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.touch(keys)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.pin(keys)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.unpin(keys)
+
+    def delete_many(self, keys: Iterable[bytes]) -> int:
+        with self._lock:
+            present = [key for key in keys if self._index.remove(key) is not None]
+            for key in present:
+                del self._blobs[key]
+            return len(present)
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
+        with self._lock:
+            found = sorted(item for item in self._blobs.items() if item[0].startswith(prefix))
+        yield from found
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            return TierStats(
+                name=self.name,
+                nbytes=self._index.nbytes,
+                capacity_bytes=self._index.capacity_bytes,
+                num_blobs=len(self._blobs),
+                evictions=self._num_evictions,
+                errors=0,
+                available=True,
+            )
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        with self._lock:
+            self._blobs.clear()
+            self._index = RecencyIndex(self._index.capacity_bytes)
+
+
+def _sizes(blobs: dict[bytes, bytes]) -> dict[bytes, int]:
+    return {key: len(key) + len(blob) + ENTRY_BYTES for key, blob in blobs.items()}

@@ -1,0 +1,27 @@
+"""Which tiers a configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvstore.config import StoreConfig
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.ram_tier import RamTier
+
+
+def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
+    """The enabled tiers, fastest first; the caller closes them.
+
+    A budget of zero bytes turns a tier off; redis needs ``redis_url``. The disk tier lives in
+    ``disk_path / "cold"``, which becomes private to this process.
+
+    Raises:
+        TierUnavailable: the folder cannot be used, or another process uses it.
+    """
+    tiers: list[Tier] = []
+    if config.ram_bytes:
+        tiers.append(RamTier(config.ram_bytes))
+    if config.disk_bytes:
+        tiers.append(DiskTier(disk_path / "cold", config.disk_bytes))
+    return tiers
