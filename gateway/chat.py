@@ -1,0 +1,98 @@
+"""POST /v1/chat/completions and /v1/completions: one walk from the request to the engine and back.
+
+authenticate -> read the body -> validate -> find the session      (here)
+-> wait for a place -> open the engine -> relay its answer         (gateway.turn)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.base import SessionRef
+from engines.openai import (
+    ChatRequest,
+    CompletionRequest,
+    Json,
+    parse_json,
+    validate_chat,
+    validate_completion,
+)
+from engines.openai_errors import unknown_model
+from gateway.body import read_body
+from gateway.context import Gateway, caller_of, gateway_of
+from gateway.front import request_id_of
+from gateway.identity import named_session
+from gateway.keys import Tenant
+from gateway.turn import TurnResponse
+
+router = APIRouter()
+
+# What only the gateway may tell an engine, and names of a session that it has read already.
+_PRIVATE_FIELDS = frozenset(
+    {"cache_salt", "conversation", "kv_hints", "kv_transfer_params", "previous_response_id"}
+    | {"priority", "prompt_cache_key", "request_id", "session_id", "vllm_xargs"}
+)
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """What differs between the two kinds of completions."""
+
+    name: str  # OpenTelemetry's
+    path: str
+    validate: Callable[[Json], ChatRequest | CompletionRequest]
+    # What a chat without an id is recognised by. Asked after ``validate``.
+    said: Callable[[Json], list[object]]
+
+
+CHAT = Operation("chat", "/v1/chat/completions", validate_chat, lambda raw: raw["messages"])
+TEXT = Operation(
+    "text_completion", "/v1/completions", validate_completion, lambda raw: [raw["prompt"]]
+)
+
+
+@router.post(CHAT.path)
+async def chat_completions(request: Request) -> Response:
+    return await accept(request, CHAT)
+
+
+@router.post(TEXT.path)
+async def completions(request: Request) -> Response:
+    return await accept(request, TEXT)
+
+
+async def accept(request: Request, operation: Operation) -> Response:
+    """Everything that can be said of a request before the engine is asked."""
+    gateway = gateway_of(request)
+    tenant = caller_of(request)
+    raw = parse_json(await read_body(request, gateway.config))
+    asked = operation.validate(raw)
+    raw["model"] = _served_name(gateway, asked.model)
+    session = _session(gateway, tenant, request, operation, raw)
+    for name in _PRIVATE_FIELDS & raw.keys():
+        del raw[name]
+    body = msgspec.json.encode(gateway.engine.prepare_body(raw, session))
+    request_id = request_id_of(request.scope)
+    return TurnResponse(gateway, operation.name, operation.path, session, body, request_id)
+
+
+def _served_name(gateway: Gateway, asked: str) -> str:
+    served = gateway.served.model
+    if asked != served and asked not in gateway.config.model_aliases:
+        raise unknown_model(asked[:100], served)
+    return served
+
+
+def _session(
+    gateway: Gateway, tenant: Tenant, request: Request, operation: Operation, raw: Json
+) -> SessionRef:
+    session_id = named_session(request.headers, raw)
+    if session_id is None:
+        exists = partial(gateway.knows, tenant)
+        session_id = gateway.chats.identify(tenant, operation.said(raw), exists)
+    return gateway.session(tenant, session_id)

@@ -1,0 +1,133 @@
+"""What every request passes first and every answer last.
+
+Plain ASGI. It names the request, turns away callers that a browser was tricked into, adds the
+headers that every answer has, and is the last net below everything that nobody foresaw.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.config import LOOPBACK, GatewayConfig
+from gateway.errors import Failure, failure_of
+from gateway.metrics import Metrics
+from gateway.relay import ClientGone
+
+log = logging.getLogger("thermocline.gateway")
+
+CLIENT_CLOSED_REQUEST = 499  # nginx' word for it; never sent, only counted
+MAX_LOGGED_PATH = 200
+_SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
+_OPERATORS_PATHS = ("/livez", "/readyz", "/metrics")
+
+
+def request_id_of(scope: Scope) -> str:
+    return str(scope["state"]["request_id"])
+
+
+class Front:
+    def __init__(self, app: ASGIApp, config: GatewayConfig, metrics: Metrics) -> None:
+        self._app = app
+        self._config = config
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        answer = _Answer(send, _request_id(headers))
+        scope.setdefault("state", {})["request_id"] = answer.request_id
+        try:
+            refusal = self._refusal(scope["method"], headers)
+            app = refusal.response() if refusal else self._app
+            await app(scope, receive, answer.send)
+        except (ClientGone, ClientDisconnect):
+            answer.status = CLIENT_CLOSED_REQUEST
+        except Exception as error:  # the edge of the process: told to the log, not to the client
+            log.exception("request %s failed", answer.request_id)
+            if answer.status:
+                raise
+            await failure_of(error).response()(scope, receive, answer.send)
+        finally:
+            self._done(scope, answer)
+
+    def _refusal(self, method: str, headers: Headers) -> Failure | None:
+        host = headers.get("host", "")
+        if not host:
+            return Failure(400, "A Host header is needed.", None, "host_missing")
+        if not self._host_allowed(_host_name(host)):
+            message = "This server does not go by that name. Allow it in gateway.allowed_hosts."
+            return Failure(403, message, None, "host_not_allowed")
+        origin = headers.get("origin")
+        if origin and method not in ("GET", "HEAD", "OPTIONS") and not self._known(origin, host):
+            message = "Pages of that origin may not call. Allow it in gateway.allowed_origins."
+            return Failure(403, message, None, "origin_not_allowed")
+        return None
+
+    def _host_allowed(self, name: str) -> bool:
+        if self._config.allowed_hosts:
+            return name in self._config.allowed_hosts
+        return not self._config.on_loopback or name in LOOPBACK
+
+    def _known(self, origin: str, host: str) -> bool:
+        return origin in self._config.allowed_origins or urlsplit(origin).netloc == host
+
+    def _done(self, scope: Scope, answer: _Answer) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.answered(route, answer.status)
+        path = str(scope.get("raw_path") or scope["path"].encode(), "ascii", "replace")
+        log.log(
+            logging.DEBUG if route in _OPERATORS_PATHS else logging.INFO,
+            "%s %s %d %.1f ms request=%s",
+            scope["method"],
+            path[:MAX_LOGGED_PATH],
+            answer.status,
+            answer.age_ms,
+            answer.request_id,
+        )
+
+
+class _Answer:
+    """One answer on its way out."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._began = time.perf_counter()
+        self.request_id = request_id
+        self.status = 0
+
+    @property
+    def age_ms(self) -> float:
+        return (time.perf_counter() - self._began) * 1000
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", self.request_id.encode()),
+                (b"openai-processing-ms", b"%d" % self.age_ms),
+            ]
+        await self._send(message)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own where it can stand in a log and a header, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+def _host_name(host: str) -> str:
+    """``Host`` without the port and without the brackets of IPv6."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()

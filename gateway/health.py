@@ -1,0 +1,60 @@
+"""/livez, /readyz and /metrics: for whoever operates the server."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.context import Gateway, caller_of, gateway_of
+from gateway.errors import Failure
+
+router = APIRouter()
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@router.get("/livez")
+async def livez(request: Request) -> Response:
+    """The process answers. Says nothing of the engine, whose troubles a restart would not cure."""
+    return _json({"status": "alive"})
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """200 while turns are taken, else 503 with the reason."""
+    gateway = gateway_of(request)
+    if gateway.draining:
+        return Failure(503, "This server is shutting down.", None, "draining").response()
+    if not gateway.engine.ready:
+        return Failure(503, gateway.engine.trouble, None, "engine_unavailable").response()
+    served = gateway.served
+    return _json(
+        {
+            "status": "ready",
+            "engine": served.engine,
+            "model": served.model,
+            "hibernation": served.hibernation,
+            "reason": served.hibernation_reason,
+        }
+    )
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    gateway = gateway_of(request)
+    if _metrics_need_key(gateway):
+        caller_of(request)
+    text = gateway.metrics.render(await gateway.gauges())
+    return Response(text, media_type=PROMETHEUS_TEXT)
+
+
+def _metrics_need_key(gateway: Gateway) -> bool:
+    access = gateway.config.metrics_access
+    if access == "auto":
+        return not gateway.config.on_loopback and not gateway.tenants.open_to_all
+    return access == "key"
+
+
+def _json(body: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,186 @@
+"""What the gateway counts, for Prometheus.
+
+Request figures follow OpenTelemetry's names for generative AI servers (``gen_ai.server.*``), ours
+begin with ``thermocline_``. Labels never hold ids, keys or anything else that a client chooses.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from engines.wire import EngineReport
+
+log = logging.getLogger("thermocline.sessions")
+
+_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.5, 41, 82)
+_CACHE = re.compile(
+    r"(?P<source>hot|cold-(?:ram|disk|redis)|miss)"
+    r"(?:; tokens=\d+)?(?:; reason=(?P<reason>[a-z-]+))?"
+)
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """OpenAI's ``usage``, as far as it is counted."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Gauges(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the moment, gathered when somebody asks."""
+
+    ready: bool
+    num_running: int
+    num_waiting: int
+    engine: EngineReport | None
+
+
+class Metrics:
+    """One registry, its own; also the scheduler's ``Observer``."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._duration = self._histogram(
+            "gen_ai_server_request_duration_seconds",
+            "From the request's arrival to the end of the answer.",
+            ("gen_ai_operation_name", "error_type"),
+        )
+        self._first_token = self._histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "From the request's arrival to the first event of a stream.",
+            ("gen_ai_operation_name", "cache"),
+        )
+        self._waited = self._histogram(
+            "thermocline_turn_wait_seconds", "Time in the gateway's waiting line.", ()
+        )
+        self._http = self._counter("thermocline_http_requests", "Answers.", ("route", "status"))
+        self._transitions = self._counter(
+            "thermocline_session_transitions", "Changes of state.", ("before", "event", "after")
+        )
+        self._decisions = self._counter(
+            "thermocline_decisions", "What the scheduler decided.", ("decision",)
+        )
+        self._outcomes = self._counter(
+            "thermocline_cache_outcomes",
+            "Turns by where the reused KV came from, and why not more of it.",
+            ("source", "reason"),
+        )
+        self._tokens = self._counter(
+            "thermocline_tokens", "Tokens of prompts and answers.", ("kind",)
+        )
+
+    # ---- scheduler.observer.Observer
+
+    def transition(self, session_id: str, before: str, event: str, after: str) -> None:
+        log.info("session %s: %s -> %s (%s)", session_id, before, after, event)
+        self._transitions.labels(before, event, after).inc()
+
+    def turn_waited(self, seconds: float) -> None:
+        self._waited.observe(seconds)
+
+    def decision(self, name: str) -> None:
+        self._decisions.labels(name).inc()
+
+    # ---- requests
+
+    def answered(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def turn_ended(self, operation: str, seconds: float, error: str) -> None:
+        """``error`` is a short word, "" for a good end."""
+        self._duration.labels(operation, error).observe(seconds)
+
+    def first_token(self, operation: str, seconds: float, cache_header: str) -> None:
+        self._first_token.labels(operation, _source_and_reason(cache_header)[0]).observe(seconds)
+
+    def cache_outcome(self, cache_header: str) -> None:
+        self._outcomes.labels(*_source_and_reason(cache_header)).inc()
+
+    def used(self, usage: Usage) -> None:
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        self._tokens.labels("cached").inc(cached)
+        self._tokens.labels("prefilled").inc(max(0, usage.prompt_tokens - cached))
+        self._tokens.labels("answered").inc(usage.completion_tokens)
+
+    def render(self, gauges: Gauges) -> bytes:
+        """Prometheus' text format."""
+        moment = CollectorRegistry()
+        moment.register(_Moment(gauges))
+        return generate_latest(self._registry) + generate_latest(moment)
+
+    def _histogram(self, name: str, words: str, labels: tuple[str, ...]) -> Histogram:
+        return Histogram(name, words, labels, registry=self._registry, buckets=_SECONDS)
+
+    def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(name, words, labels, registry=self._registry)
+
+
+class _Moment:
+    """``Gauges`` as a prometheus collector."""
+
+    def __init__(self, gauges: Gauges) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = self._gauges
+        yield _gauge("engine_ready", "1 while the engine serves.", gauges.ready)
+        yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
+        yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
+        if gauges.engine is not None:
+            yield from _engine_metrics(gauges.engine)
+
+
+def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
+    yield _gauge("engine_hot_bytes", "Live KV.", report.hot_bytes)
+    yield _gauge("engine_hot_capacity_bytes", "Budget of live KV.", report.hot_capacity_bytes)
+    yield _gauge("engine_idle_hot_bytes", "Live KV of idle sessions.", report.idle_hot_bytes)
+    yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
+    yield _gauge("engine_running", "Requests being served.", report.num_running)
+    yield _gauge("engine_waiting", "Requests in the engine's own line.", report.num_waiting)
+    yield _gauge(
+        "engine_save_queue_bytes", "Hot KV that waits to be saved.", report.save_queue_bytes
+    )
+    events = CounterMetricFamily(
+        "thermocline_engine_events", "The engine's counters.", labels=["event"]
+    )
+    for name, count in report.counters.items():
+        events.add_metric([name], count)
+    yield events
+    yield from _tier_metrics(report)
+
+
+def _tier_metrics(report: EngineReport) -> Iterator[Metric]:
+    for field, words in (
+        ("nbytes", "Bytes held."),
+        ("capacity_bytes", "Bytes that may be held."),
+        ("num_blobs", "Blobs held."),
+        ("evictions", "Blobs evicted."),
+        ("errors", "Failed operations."),
+        ("available", "1 while the tier answers."),
+    ):
+        name = f"thermocline_tier_{field.replace('nbytes', 'bytes')}"
+        gauge = GaugeMetricFamily(name, words, labels=["tier"])
+        for tier in report.tiers:
+            gauge.add_metric([tier.name], float(getattr(tier, field)))
+        yield gauge
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"thermocline_{name}", words, value=float(value))
+
+
+def _source_and_reason(cache_header: str) -> tuple[str, str]:
+    """Only words of ours become labels, whatever an engine may send."""
+    found = _CACHE.fullmatch(cache_header)
+    return (found["source"], found["reason"] or "") if found else ("unknown", "")

@@ -1,0 +1,164 @@
+"""The engine's answer on its way to the client: raw bytes, nothing in between.
+
+The relay speaks ASGI directly, one ``send`` per chunk. Both sides push back: a client that reads
+slowly makes ``send`` wait, then the engine's socket fills, so no more than a few socket buffers
+are ever held for one stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import msgspec
+from starlette.types import Receive, Send
+
+from engines.base import EngineUnavailable, Upstream
+from engines.openai import Json
+from engines.patience import Patience
+from engines.wire import CACHE_HEADER
+from gateway.errors import Failure, failure_of
+from gateway.events import EventStream
+
+EVENT_STREAM = "text/event-stream"
+Headers = Iterable[tuple[bytes, bytes]]
+# Of the engine's own headers only these go on.
+_PASSED_ON = ("content-type", CACHE_HEADER)
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody is there to be answered, or nobody takes what is sent."""
+
+
+async def while_client_stays(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    """Do ``work``, but cancel it as soon as the client disconnects.
+
+    ``work`` must not end the response: its end looks like a disconnect from here.
+
+    Raises:
+        ClientGone: the client disconnected.
+    """
+    presence = asyncio.timeout(None)
+    try:
+        async with presence:
+            watch = asyncio.create_task(_watch(receive, presence))
+            try:
+                return await work()
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        if presence.expired():
+            raise ClientGone from None
+        raise
+
+
+async def _watch(receive: Receive, presence: asyncio.Timeout) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    presence.reschedule(asyncio.get_running_loop().time())
+
+
+def is_event_stream(upstream: Upstream) -> bool:
+    return upstream.headers.get("content-type", "").startswith(EVENT_STREAM)
+
+
+def passed_on(upstream: Upstream) -> list[tuple[bytes, bytes]]:
+    """The headers of the engine that a client may see."""
+    found = ((name, upstream.headers.get(name)) for name in _PASSED_ON)
+    return [(name.encode(), value.encode("latin-1")) for name, value in found if value is not None]
+
+
+async def relay_events(
+    upstream: Upstream,
+    send: Send,
+    *,
+    deadline: float,
+    client_stall_s: float,
+    on_first: Callable[[], None],
+) -> tuple[EventStream, Failure | None]:
+    """Pass a stream on until it ends; the head was sent before, the end is sent afterwards.
+
+    ``deadline`` is a time of the event loop's clock. ``on_first`` is called after the first event.
+    The ``Failure`` is what the client has still to be told.
+
+    Raises:
+        ClientGone: the client took nothing for ``client_stall_s`` seconds.
+    """
+    events = EventStream()
+    try:
+        async with asyncio.timeout_at(deadline):
+            await _pump(upstream, events, send, client_stall_s, on_first)
+    except (EngineUnavailable, TimeoutError) as error:
+        return events, failure_of(error)
+    if not events.complete:
+        return events, failure_of(EngineUnavailable("its answer broke off"))
+    return events, None
+
+
+async def _pump(
+    upstream: Upstream,
+    events: EventStream,
+    send: Send,
+    client_stall_s: float,
+    on_first: Callable[[], None],
+) -> None:
+    reader = asyncio.timeout(None)
+    patience = Patience(client_stall_s, lambda: reader.reschedule(0.0))
+    waiting_for_first = True
+    try:
+        async with reader:
+            async for chunk in upstream.chunks():
+                body = events.feed(chunk)
+                if not body:
+                    continue
+                patience.wait_begins()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                patience.wait_ends()
+                if waiting_for_first and events.begun:
+                    waiting_for_first = False
+                    on_first()
+    except TimeoutError:
+        if reader.expired():
+            raise ClientGone from None
+        raise
+    finally:
+        patience.stop()
+
+
+async def send_head(send: Send, status: int, headers: Headers) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+
+async def send_end(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send_head(send, status, [*headers, length])
+    await send_end(send, body)
+
+
+def engine_failure(status: int, body: bytes) -> Failure:
+    """An engine's error answer, in OpenAI's shape whatever shape it came in."""
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = None
+    error = said.get("error") if isinstance(said, dict) else None
+    if status == 401 or not isinstance(error, dict):  # 401: about our token, not the client's key
+        return Failure(max(status, 502), f"The engine failed (status {status}).", None, "engine")
+    return _failure_from(status, error)
+
+
+def _failure_from(status: int, error: Json) -> Failure:
+    param, code = error.get("param"), error.get("code")
+    return Failure(
+        status,
+        str(error.get("message", "")),
+        param if isinstance(param, str) else None,
+        code if isinstance(code, str) else None,
+        1.0 if status in (429, 503) else None,
+    )

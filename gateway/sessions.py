@@ -1,0 +1,106 @@
+"""The sessions API: what a caller has, hot and cold, and what may be done with it.
+
+Every route looks at the caller's own sessions only, so somebody else's session and one that never
+was are the same 404.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.base import SessionRef, TierName
+from engines.openai import InvalidRequest
+from gateway.body import read_body
+from gateway.context import Gateway, caller_of, gateway_of
+from gateway.identity import checked_id
+from scheduler.sessions import SessionView
+
+router = APIRouter()
+_ONE = "/v1/sessions/{session_id:path}"  # ids may have slashes
+
+
+class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a demote: also move the cold copy down to ``tier``."""
+
+    tier: TierName | None = None
+
+
+@router.get("/v1/sessions")
+async def list_sessions(request: Request) -> Response:
+    tenant = caller_of(request)
+    return _json({"object": "list", "data": gateway_of(request).sessions.list(tenant.name)})
+
+
+@router.post(_ONE + "/demote")
+async def demote(request: Request) -> Response:
+    gateway, session = _addressed(request)
+    body = await read_body(request, gateway.config)
+    try:
+        to = msgspec.json.decode(body or b"{}", type=DemoteTo)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The body is {{}} or {{'tier': NAME}}: {error}.", "tier") from error
+    return _one(await gateway.sessions.demote(session, to.tier))
+
+
+@router.post(_ONE + "/prefetch")
+async def prefetch(request: Request) -> Response:
+    gateway, session = await _addressed_by_post(request)
+    return _one(await gateway.sessions.prefetch(session))
+
+
+@router.post(_ONE + "/pin")
+async def pin(request: Request) -> Response:
+    gateway, session = await _addressed_by_post(request)
+    return _one(await gateway.sessions.pin(session, True))
+
+
+@router.post(_ONE + "/unpin")
+async def unpin(request: Request) -> Response:
+    gateway, session = await _addressed_by_post(request)
+    return _one(await gateway.sessions.pin(session, False))
+
+
+@router.get(_ONE)
+async def show_session(request: Request) -> Response:
+    gateway, session = _addressed(request)
+    return _one(gateway.sessions.get(session))
+
+
+@router.delete(_ONE)
+async def forget(request: Request) -> Response:
+    gateway, session = _addressed(request)
+    if not await gateway.sessions.forget(session):
+        raise _unknown_session()
+    return _json({"id": session.id, "object": "session.deleted", "deleted": True})
+
+
+def _addressed(request: Request) -> tuple[Gateway, SessionRef]:
+    tenant = caller_of(request)
+    gateway = gateway_of(request)
+    session_id = checked_id(request.path_params["session_id"], "the session's id")
+    return gateway, gateway.session(tenant, session_id)
+
+
+async def _addressed_by_post(request: Request) -> tuple[Gateway, SessionRef]:
+    addressed = _addressed(request)
+    await read_body(request, addressed[0].config)
+    return addressed
+
+
+def _one(view: SessionView | None) -> Response:
+    if view is None:
+        raise _unknown_session()
+    return _json(view)
+
+
+def _unknown_session() -> InvalidRequest:
+    return InvalidRequest("There is no such session.", "session_id", "session_not_found", 404)
+
+
+def _json(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,149 @@
+"""One turn: wait for a place, open the engine, relay its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeAlias
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engines.base import SessionRef, Upstream
+from engines.wire import CACHE_HEADER, SESSION_HEADER
+from gateway.context import Gateway
+from gateway.errors import Failure, failure_of
+from gateway.events import parse_usage
+from gateway.identity import id_to_header
+from gateway.relay import (
+    ClientGone,
+    engine_failure,
+    is_event_stream,
+    passed_on,
+    relay_events,
+    send_end,
+    send_head,
+    send_whole,
+    while_client_stays,
+)
+
+# What is left to be sent when the turn is over.
+Ending: TypeAlias = Callable[[Send], Awaitable[None]]
+
+
+class TurnResponse(Response):
+    """Serves its turn while it is sent. What fails before the head is answered as an error.
+
+    The end of the answer goes out after the turn is over and its place is free, so whoever has
+    seen the end finds the session idle.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        operation: str,
+        path: str,
+        session: SessionRef,
+        body: bytes,
+        request_id: str,
+    ) -> None:
+        """``operation`` is OpenTelemetry's name of it; ``path`` and ``body`` are the engine's."""
+        self.background = None
+        self._gateway = gateway
+        self._metrics = gateway.metrics
+        self._operation = operation
+        self._path = path
+        self._session = session
+        self._body = body
+        self._request_id = request_id
+        self._began = asyncio.get_running_loop().time()
+        self._error = "cancelled"  # until it is known better
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            end = await while_client_stays(receive, partial(self._serve, send))
+            await end(send)
+        except ClientGone:
+            self._error = "client_gone"
+            raise
+        except Exception as error:  # told to the client by the app's handlers; counted here
+            self._error = _word(failure_of(error))
+            raise
+        finally:
+            self._metrics.turn_ended(self._operation, self._seconds(), self._error)
+
+    async def _serve(self, send: Send) -> Ending:
+        deadline = self._began + self._gateway.config.request_timeout_s
+        async with asyncio.timeout_at(deadline) as limit, self._turn() as upstream:
+            if upstream.status >= 400:
+                return await self._refused(upstream)
+            if not is_event_stream(upstream):
+                return await self._whole(upstream)
+            limit.reschedule(None)  # a stream has to be ended properly; it minds the deadline
+            return await self._stream(upstream, send, deadline)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[Upstream]:
+        engine = self._gateway.engine
+        headers = {
+            **engine.session_headers(self._session),
+            "content-type": "application/json",
+            "x-request-id": self._request_id,
+        }
+        async with (
+            self._gateway.sessions.turn(self._session) as turn,
+            engine.open(self._path, self._body, headers) as upstream,
+        ):
+            cache = upstream.headers.get(CACHE_HEADER, "")
+            turn.engine_answered(cache)
+            if cache:
+                self._metrics.cache_outcome(cache)
+            yield upstream
+
+    async def _refused(self, upstream: Upstream) -> Ending:
+        failure = engine_failure(upstream.status, await upstream.read())
+        self._error = _word(failure)
+        response = failure.response()
+        body = bytes(response.body)
+        return partial(send_whole, status=failure.status, headers=response.raw_headers, body=body)
+
+    async def _whole(self, upstream: Upstream) -> Ending:
+        body = await upstream.read()
+        usage = parse_usage(body)
+        if usage is not None:
+            self._metrics.used(usage)
+        self._error = ""
+        return partial(send_whole, status=200, headers=self._head(upstream), body=body)
+
+    async def _stream(self, upstream: Upstream, send: Send, deadline: float) -> Ending:
+        await send_head(send, 200, [*self._head(upstream), (b"cache-control", b"no-cache")])
+        events, failure = await relay_events(
+            upstream,
+            send,
+            deadline=deadline,
+            client_stall_s=self._gateway.config.client_stall_s,
+            on_first=partial(self._first_event, upstream),
+        )
+        usage = events.usage()
+        if usage is not None:
+            self._metrics.used(usage)
+        self._error = _word(failure) if failure else "engine" if events.failed else ""
+        return partial(send_end, body=failure.event() if failure else b"")
+
+    def _first_event(self, upstream: Upstream) -> None:
+        cache = upstream.headers.get(CACHE_HEADER, "")
+        self._metrics.first_token(self._operation, self._seconds(), cache)
+
+    def _head(self, upstream: Upstream) -> list[tuple[bytes, bytes]]:
+        session = id_to_header(self._session.id).encode()
+        return [*passed_on(upstream), (SESSION_HEADER.encode(), session)]
+
+    def _seconds(self) -> float:
+        return asyncio.get_running_loop().time() - self._began
+
+
+def _word(failure: Failure) -> str:
+    """A label: one of few."""
+    return failure.code or str(failure.status)
