@@ -43,6 +43,7 @@ _MAX_ANSWERS = 128
 _TEMPLATE_KEYS_OF_OURS = frozenset(
     {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict"}
     | {"add_generation_prompt", "continue_final_message", "return_tensors", "tokenizer_kwargs"}
+    | {"padding", "truncation", "max_length", "return_assistant_tokens_mask", "processor_kwargs"}
 )
 
 

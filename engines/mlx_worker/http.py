@@ -1,0 +1,252 @@
+"""The engine's HTTP face, for the gateway: chat and text completions, models, health.
+
+It stands on a unix socket and answers only who knows the token. A request is checked and written
+out as a ``Job`` on a thread of its own, handed to the owner thread, and answered as its events
+arrive; the response's head is sent when the prompt has its place in a batch, since only then it is
+known how much of it was in the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import msgspec
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engines.config import WorkerConfig
+from engines.mlx_worker.faces import ChatFace, Face, Served, TextFace, chunks, collected
+from engines.mlx_worker.generation import ContextTooLong, Generator, Overloaded
+from engines.mlx_worker.jobs import Job, JobWriter
+from engines.mlx_worker.reply import GenerationFailed, Reply
+from engines.mlx_worker.sse import ClientGone, SseResponse, unless_gone
+from engines.mlx_worker.vocabulary import Vocabulary
+from engines.openai import (
+    Body,
+    InvalidRequest,
+    error_body,
+    error_type,
+    parse_chat,
+    parse_completion,
+)
+from engines.openai_errors import unknown_model
+from engines.wire import CACHE_HEADER, SALT_HEADER, SESSION_HEADER, TENANT_HEADER
+from kvstore.records import SessionRef
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 64 << 20
+_RETRY_AFTER_S = 1
+# Nobody reads a response to a closed connection; the number is nginx's.
+_CLIENT_CLOSED = 499
+# Exceptions that have an answer of their own, and all others.
+_ANSWERED = (
+    InvalidRequest,
+    ContextTooLong,
+    Overloaded,
+    GenerationFailed,
+    ClientGone,
+    ClientDisconnect,
+    HTTPException,
+    Exception,
+)
+
+
+def create_app(owner: Generator, tokenizer: TokenizerWrapper, config: WorkerConfig) -> Starlette:
+    """``owner`` must have started. The app's lifespan ends with the owner still running."""
+    face = Worker(owner, tokenizer, config)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", face.chat, methods=["POST"]),
+            Route("/v1/completions", face.text, methods=["POST"]),
+            Route("/v1/models", face.models),
+            Route("/v1/models/{name:path}", face.model),
+            Route("/health", face.health),
+        ],
+        middleware=[Middleware(BearerGate, token=config.token, open_paths=("/health",))],
+        exception_handlers=dict.fromkeys(_ANSWERED, _on_error),
+        lifespan=face.lifespan,
+    )
+
+
+class BearerGate:
+    """Lets through who shows the token; compares in constant time."""
+
+    def __init__(self, app: ASGIApp, token: str, open_paths: tuple[str, ...]) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            shown = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(shown, self._expected):
+                refusal = error_body("Wrong or missing token.", error_type(401), None, None)
+                await _json(refusal, 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Worker:
+    """The endpoints, and what they share."""
+
+    def __init__(self, owner: Generator, tokenizer: TokenizerWrapper, config: WorkerConfig) -> None:
+        self._owner = owner
+        self._created = int(time.time())
+        self._vocabulary = Vocabulary(tokenizer, owner.facts.vocab_size)
+        self._jobs = JobWriter(self._vocabulary, owner.facts)
+        self._served = Served(owner.facts.name, _fingerprint(config), self._vocabulary)
+        # One thread: templates hold the GIL anyway, and tokenizers are not fully thread-safe.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> Any:
+        try:
+            yield
+        finally:
+            self._writer.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, request: Request) -> Response:
+        asked = parse_chat(await _body(request))
+        self._check_model(asked)
+        session = _session(request)
+        job = await self._write(lambda: self._jobs.chat(asked, session))
+        face = ChatFace(self._served, asked)
+        return await self._answer(request, asked, job, face)
+
+    async def text(self, request: Request) -> Response:
+        asked = parse_completion(await _body(request))
+        self._check_model(asked)
+        session = _session(request)
+        job = await self._write(lambda: self._jobs.text(asked, session))
+        echoed = [self._prompt_text(x) for x in asked.prompts] if asked.echo else []
+        face = TextFace(self._served, asked, echoed)
+        return await self._answer(request, asked, job, face)
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._served.model:
+            raise unknown_model(name, self._served.model)
+        return _json(self._model_card())
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok", "model": self._served.model})
+
+    async def _answer(self, request: Request, asked: Body, job: Job, face: Face) -> Response:
+        async with AsyncExitStack() as stack:
+            reply = await stack.enter_async_context(Reply(self._owner, job))
+            outcome = await unless_gone(request.receive, reply.admitted())
+            headers = {CACHE_HEADER: outcome.header()}
+            if asked.stream:
+                return SseResponse(chunks(face, reply), headers, stack.pop_all(), _error_event)
+            return _json(
+                await unless_gone(request.receive, collected(face, reply)), headers=headers
+            )
+
+    async def _write(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+
+    def _prompt_text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else str(self._vocabulary.tokenizer.decode(prompt))
+
+    def _check_model(self, asked: Body) -> None:
+        if asked.model != self._served.model:
+            raise unknown_model(asked.model, self._served.model)
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._served.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "thermocline",
+            "max_model_len": self._owner.facts.max_context,
+        }
+
+
+async def _body(request: Request) -> bytes:
+    """Raises ``InvalidRequest`` for one that is too large, without keeping it."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise InvalidRequest(f"The body is over {MAX_BODY_BYTES} bytes.", status=413)
+    return bytes(body)
+
+
+def _session(request: Request) -> SessionRef | None:
+    """Whose turn it is, as the gateway tells; None for a request that belongs to no session."""
+    session = unquote(request.headers.get(SESSION_HEADER, ""))
+    if not session:
+        return None
+    try:
+        salt = bytes.fromhex(request.headers.get(SALT_HEADER, ""))
+    except ValueError as error:
+        raise InvalidRequest(f"The header {SALT_HEADER} is not hexadecimal.") from error
+    return SessionRef(request.headers.get(TENANT_HEADER, ""), session, salt)
+
+
+def _fingerprint(config: WorkerConfig) -> str:
+    """Changes when the same seed may give another answer: other weights, dtype or library."""
+    parts = (config.model_path, config.engine.dtype, version("mlx"), version("mlx-lm"))
+    return f"fp_{hashlib.blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
+
+
+def _json(
+    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    encoded = msgspec.json.encode(body)
+    return Response(encoded, status, headers, media_type="application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    body, status = _refusal(error)
+    headers = {"retry-after": str(_RETRY_AFTER_S)} if status == 429 else None
+    return _json(body, status, headers)
+
+
+def _error_event(error: Exception) -> dict[str, Any]:
+    """What a stream that has begun ends with."""
+    body, status = _refusal(error)
+    if status >= 500:
+        logger.error("a stream failed", exc_info=error)
+    return body
+
+
+def _refusal(error: Exception) -> tuple[dict[str, Any], int]:
+    """The one place where exceptions become statuses."""
+    match error:
+        case InvalidRequest():
+            return error.body(), error.status
+        case ContextTooLong():
+            code = "context_length_exceeded"
+            return error_body(str(error), error_type(400), None, code), 400
+        case Overloaded():
+            return error_body(str(error), error_type(429), None, "engine_overloaded"), 429
+        case GenerationFailed():
+            message = f"The engine failed during this request: {error}"
+            return error_body(message, error_type(500), None, "generation_failed"), 500
+        case ClientGone() | ClientDisconnect():
+            return error_body("The client closed the connection.", "client_closed"), _CLIENT_CLOSED
+        case HTTPException():
+            return error_body(error.detail, error_type(error.status_code)), error.status_code
+    return error_body("Internal error of the engine.", error_type(500)), 500
