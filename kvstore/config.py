@@ -29,5 +29,12 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     num_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # 0 = cores - 1, at most 4
     # Unsaved bytes (of hot KV) that may wait for the codec; beyond it a save is skipped, counted.
     save_queue_bytes: NonNegative = 1 << 30
+    # Packed bytes that may wait for each slower tier; beyond it that tier is left behind, counted,
+    # and caught up with later. One save always fits an empty queue, here and above.
+    write_queue_bytes: NonNegative = 256 << 20
+    # Of a session whose cache cannot be cut: its first and its newest states are kept.
+    max_snapshots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    # Memory for the list of sessions; beyond it the longest unused are no longer listed.
+    index_bytes: NonNegative = 256 << 20
     # A session nobody came back to is dropped from every tier after this long. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

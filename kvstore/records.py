@@ -53,7 +53,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     # be found by content; ``forget`` removes them with the rest.
     left_behind: bytes = b""
     pinned: bool = False
-    packed_bytes: int = 0  # of the whole chain, headers included
+    packed_bytes: int = 0  # of all blobs of the session but this one, headers included
+    state_bytes: int = 0  # of these, snapshots
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,108 @@
+"""Saving turns, off the critical path.
+
+One thread takes saves from the queue, one at a time. Only chunks that no tier holds are encoded, by
+the codec threads: the work is proportional to the new tokens, and an existing chunk is never
+encoded a second time, so a session that sleeps a hundred times loses nothing more than once. The
+record is written last: whoever finds it finds what it names, and a crash at any moment leaves the
+session as it was after the turn before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.committer import Committer
+from kvstore.encoder import Encoder
+from kvstore.records import SessionRecord
+from kvstore.revision import Reviser, Turn
+from kvstore.save_queue import OnDone, SaveJob, SaveQueue
+from kvstore.session_index import SessionIndex
+from kvstore.session_keys import KeyMaker
+from kvstore.stats import Counters
+
+HOUSEKEEPING_S: Final = 15.0
+
+_log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Owns the thread that saves. ``housekeeping`` is called on it now and then."""
+
+    def __init__(
+        self,
+        queue: SaveQueue,
+        encoder: Encoder,
+        reviser: Reviser,
+        committer: Committer,
+        keys: KeyMaker,
+        index: SessionIndex,
+        counters: Counters,
+        clock: Callable[[], float],
+        housekeeping: Callable[[], None],
+    ) -> None:
+        self._queue = queue
+        self._encoder = encoder
+        self._reviser = reviser
+        self._committer = committer
+        self._keys = keys
+        self._index = index
+        self._counters = counters
+        self._clock = clock
+        self._housekeeping = housekeeping
+        self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = time.monotonic() + HOUSEKEEPING_S
+        while not self._queue.closed:
+            job = self._queue.take(HOUSEKEEPING_S)
+            if job is not None:
+                self._serve(job)
+            if time.monotonic() >= due and not self._queue.closed:
+                self._housekeep()
+                due = time.monotonic() + HOUSEKEEPING_S
+
+    def _housekeep(self) -> None:
+        try:
+            self._housekeeping()
+        except Exception:  # the edge of this thread, as below
+            _log.exception("the cold store's housekeeping failed")
+
+    def _serve(self, job: SaveJob) -> None:
+        record = None
+        try:
+            record = self._save(job)
+        except Exception:  # the edge of this thread: one bad save must not end all others
+            _log.exception("a session could not be saved")
+        self._counters.add("saves" if record else "saves_failed")
+        self._queue.finish(job)
+        for on_done in job.on_done:
+            _tell(on_done, record)
+
+    def _save(self, job: SaveJob) -> SessionRecord:
+        root = self._keys.space.root(job.session.salt)
+        chain = self._keys.space.chain(root, job.tokens)
+        turn = Turn(job.session, job.tokens, root, chain, self._index.find(job.session))
+        encoded = self._encoder.encode(turn, job)
+        self._queue.encoded(job)
+        revision = self._reviser.revise(
+            turn, encoded.snapshots, self._clock(), encoded.packed_bytes, encoded.state_bytes
+        )
+        self._committer.commit(revision.record, encoded.fresh, revision.obsolete)
+        return revision.record
+
+
+def _tell(on_done: OnDone, record: SessionRecord | None) -> None:
+    try:
+        on_done(record)
+    except Exception:  # the listener's own defect must not end the saving thread
+        _log.exception("a listener of a finished save failed")

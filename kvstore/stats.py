@@ -1,0 +1,44 @@
+"""What the store counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import msgspec
+
+from kvstore.tiers.base import TierStats
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment of the store. All counters only grow.
+
+    ``saves`` ended with a record in a tier; ``saves_skipped`` found the queue full;
+    ``saves_superseded`` gave way to a newer one of the session; ``saves_failed`` reached no tier.
+    ``chunks_encoded``, ``snapshots_stored``, ``restores``, ``restored_tokens``, ``promoted_blobs``.
+    ``corrupt``: blobs found damaged and deleted. ``misses.<reason>``: see ``MissReason``.
+    ``behind.<tier>``: saves that a slower tier did not take in time. ``unavailable.<tier>``: calls
+    that a tier could not answer.
+    """
+
+    counters: dict[str, int]
+    save_queue_bytes: int  # hot bytes waiting for the codec
+    write_queue_bytes: dict[str, int]  # packed bytes waiting for each slower tier
+    num_sessions: int
+    tiers: list[TierStats]
+
+
+class Counters:
+    """Named counters, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, n: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += n
+
+    def as_dict(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)

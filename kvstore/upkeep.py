@@ -1,0 +1,127 @@
+"""What happens to a session between its turns: where it rests, moving it, pinning, forgetting."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore.committer import Committer
+from kvstore.pins import Pins
+from kvstore.records import SessionRecord, SessionRef, TierName
+from kvstore.save_queue import SaveQueue
+from kvstore.session_index import SessionIndex
+from kvstore.session_keys import KeyMaker, left_behind_keys
+from kvstore.tier_stack import TierStack
+from kvstore.workers import Workers
+
+WAIT_S: Final = 30.0  # for saves and writes of the session that are under way
+MAX_OWED_DELETES: Final = 1024
+
+
+class Upkeep:
+    """Thread-safe. Every verb may wait for a running save of the session, or for a tier."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        queue: SaveQueue,
+        committer: Committer,
+        index: SessionIndex,
+        keys: KeyMaker,
+        pins: Pins,
+        workers: Workers,
+    ) -> None:
+        self._stack = stack
+        self._queue = queue
+        self._committer = committer
+        self._index = index
+        self._keys = keys
+        self._pins = pins
+        self._workers = workers
+        # Deletions that a tier could not be asked to do, for when it is back.
+        self._owed: deque[tuple[int, list[bytes]]] = deque(maxlen=MAX_OWED_DELETES)
+
+    def tier_of(self, record: SessionRecord) -> TierName | None:
+        """The fastest tier holding all of it, else the slowest that its leading part needs."""
+        names = self._keys.listed(record)
+        for i in range(len(self._stack)):
+            if all(self._stack.holds(i, names)):
+                return self._stack.name(i)
+        located = self._stack.locate(names)
+        needed = [x for x in located.places[: located.num_leading] if x is not None]
+        return self._stack.name(max(needed)) if needed else None
+
+    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
+        """Bring the session to ``tier``, then drop the faster copies; where it rests now."""
+        self._queue.wait_settled(self._key(session), WAIT_S)
+        record = self._index.find(session)
+        if record is None:
+            return None
+        place = self._stack.place(tier)
+        if place and not record.pinned and self._brought(record, place):
+            names = self._keys.listed(record)
+            shared = self._index.used_by_others(record, names)
+            mine = [self._keys.record_key(record), *(x for x in names if x not in shared)]
+            for faster in range(place):
+                self._stack.delete(faster, mine)
+        return self.tier_of(record)
+
+    def _brought(self, record: SessionRecord, place: int) -> bool:
+        try:
+            return self._committer.send(place, record).result(timeout=WAIT_S)
+        except TimeoutError:
+            return False
+
+    def pin(self, session: SessionRef, pinned: bool) -> None:
+        """Nothing happens for a session that was never saved."""
+        key = self._key(session)
+        self._queue.wait_settled(key, WAIT_S)
+        with self._queue.claim(key):
+            record = self._index.find(session)
+            if record is not None and record.pinned != pinned:
+                self._committer.commit(msgspec.structs.replace(record, pinned=pinned), {}, ())
+
+    def forget(self, session: SessionRef) -> bool:
+        """Remove every blob of the session that no other session here uses."""
+        key = self._key(session)
+        with self._queue.claim(key, drop_waiting=True) as dropped:
+            self._committer.cancel(key)
+            self._workers.quiet(WAIT_S)  # blobs on their way to a faster tier
+            copies = self._index.everywhere(key)
+            self._index.drop(key)
+            self._pins.release(key)
+            doomed = {x for copy in copies for x in self._own_blobs(copy)}
+            # The record goes last: whoever is interrupted here can begin again.
+            for keys in (sorted(doomed), [key]):
+                self._delete_everywhere(keys)
+        for on_done in dropped.on_done if dropped else ():
+            on_done(None)
+        return bool(copies) or dropped is not None
+
+    def expire(self) -> None:
+        """Forget what nobody came back to, and do deletions that are still owed."""
+        for record in self._index.all():
+            if self._index.lapsed(record):
+                self.forget(SessionRef(record.tenant, record.id, b""))
+                self._index.expire(self._keys.record_key(record))
+        for _ in range(len(self._owed)):
+            place, keys = self._owed.popleft()
+            self._delete(place, keys)
+
+    def _own_blobs(self, record: SessionRecord) -> set[bytes]:
+        names = {*self._keys.listed(record), *left_behind_keys(record)}
+        return names - self._index.used_by_others(record, names)
+
+    def _delete_everywhere(self, keys: Sequence[bytes]) -> None:
+        for place in range(len(self._stack)):
+            self._delete(place, list(keys))
+
+    def _delete(self, place: int, keys: list[bytes]) -> None:
+        if not self._stack.delete(place, keys):
+            self._owed.append((place, keys))
+
+    def _key(self, session: SessionRef) -> bytes:
+        return self._keys.space.record_key(session.tenant, session.id)

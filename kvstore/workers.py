@@ -1,0 +1,73 @@
+"""The store's thread pools: some for codecs, a few for reading tiers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Final, TypeVar
+
+from kvstore.errors import StoreClosed
+
+T = TypeVar("T")
+MAX_DEFAULT_THREADS: Final = 4
+# A tier that hangs occupies readers, never codec threads; with none left, restores time out.
+NUM_READERS: Final = 4
+
+_log = logging.getLogger(__name__)
+
+
+def default_threads() -> int:
+    """One core is left to the engine."""
+    return min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_DEFAULT_THREADS)
+
+
+class Workers:
+    """Thread-safe. Everything submitted after ``close`` raises ``StoreClosed``."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads or default_threads()
+        self._codec = ThreadPoolExecutor(self.num_threads, "kvstore-codec")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "kvstore-read")
+        self._lock = threading.Lock()
+        self._unfinished: set[Future[Any]] = set()
+
+    def codec(self, call: Callable[..., T], *args: object) -> Future[T]:
+        return _submit(self._codec, call, *args)
+
+    def read(self, call: Callable[..., T], *args: object) -> Future[T]:
+        return _submit(self._readers, call, *args)
+
+    def later(self, call: Callable[..., None], *args: object) -> None:
+        """Run it soon; nobody waits for it but ``quiet``."""
+        future = _submit(self._readers, call, *args)
+        with self._lock:
+            self._unfinished.add(future)
+        future.add_done_callback(self._forget)
+
+    def quiet(self, timeout_s: float) -> bool:
+        """True once everything given to ``later`` so far is done."""
+        with self._lock:
+            unfinished = set(self._unfinished)
+        return not wait(unfinished, timeout_s).not_done
+
+    def close(self) -> None:
+        """What was submitted still runs; waits for it."""
+        self._readers.shutdown(wait=True)
+        self._codec.shutdown(wait=True)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._unfinished.discard(future)
+        error = future.exception()
+        if error is not None:
+            _log.error("a background task of the cold store failed", exc_info=error)
+
+
+def _submit(pool: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> Future[T]:
+    try:
+        return pool.submit(call, *args)
+    except RuntimeError as error:  # the pool's word for "shut down"
+        raise StoreClosed("the cold store is closed") from error
