@@ -36,7 +36,7 @@ log = logging.getLogger("thermocline.engines")
 HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
 RETRY_FIRST_S = 0.05
-RETRY_CAP_S = 1.0
+RETRY_CAP_S = 0.25
 MAX_NOTICES = 4096
 
 _LINK_ENDED = (OSError, EOFError, TimeoutError, WireError)

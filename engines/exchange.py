@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Mapping
 
 import aiohttp
 
 from engines.base import EngineStalled, EngineUnavailable
 from engines.patience import Patience
+
+log = logging.getLogger("thermocline.engines")
 
 
 class Exchange:
@@ -94,6 +97,5 @@ class Exchange:
         self.fail(EngineStalled(f"the engine sent nothing for {self._stall_timeout_s:g} s"))
 
     def _reason(self, error: Exception) -> EngineUnavailable:
-        return self._failure or EngineUnavailable(
-            f"the connection to the engine broke: {error or type(error).__name__}"
-        )
+        log.info("the connection to the engine broke: %s", error or type(error).__name__)
+        return self._failure or EngineUnavailable("the connection to it broke")

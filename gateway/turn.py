@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -28,6 +30,8 @@ from gateway.relay import (
     send_whole,
     while_client_stays,
 )
+
+log = logging.getLogger("thermocline.gateway")
 
 # What is left to be sent when the turn is over.
 Ending: TypeAlias = Callable[[Send], Awaitable[None]]
@@ -58,7 +62,7 @@ class TurnResponse(Response):
         self._session = session
         self._body = body
         self._request_id = request_id
-        self._began = asyncio.get_running_loop().time()
+        self._began = time.perf_counter()
         self._error = "cancelled"  # until it is known better
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +79,7 @@ class TurnResponse(Response):
             self._metrics.turn_ended(self._operation, self._seconds(), self._error)
 
     async def _serve(self, send: Send) -> Ending:
-        deadline = self._began + self._gateway.config.request_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._gateway.config.request_timeout_s
         async with asyncio.timeout_at(deadline) as limit, self._turn() as upstream:
             if upstream.status >= 400:
                 return await self._refused(upstream)
@@ -130,7 +134,10 @@ class TurnResponse(Response):
         if usage is not None:
             self._metrics.used(usage)
         self._error = _word(failure) if failure else "engine" if events.failed else ""
-        return partial(send_end, body=failure.event() if failure else b"")
+        if failure is None:
+            return partial(send_end, body=b"")
+        log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
+        return partial(send_end, body=failure.event())
 
     def _first_event(self, upstream: Upstream) -> None:
         cache = upstream.headers.get(CACHE_HEADER, "")
@@ -141,7 +148,7 @@ class TurnResponse(Response):
         return [*passed_on(upstream), (SESSION_HEADER.encode(), session)]
 
     def _seconds(self) -> float:
-        return asyncio.get_running_loop().time() - self._began
+        return time.perf_counter() - self._began
 
 
 def _word(failure: Failure) -> str:

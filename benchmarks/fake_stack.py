@@ -1,0 +1,154 @@
+"""The real gateway with the fake engine, as processes: for tests and benchmarks without a model.
+
+``python benchmarks/fake_stack.py FILE`` is the gateway's process; ``FakeStack`` runs it. Unlike
+``stack.Stack`` it also tells how to reach the engine behind the gateway's back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import psutil
+
+from engines.config import EngineConfig, WorkerConfig
+from engines.registry import engine_factory
+from gateway.app import create_app
+from gateway.config import GatewayConfig
+from gateway.keys import Tenants
+from gateway.metrics import Metrics
+from gateway.server import serve
+from kvstore.config import StoreConfig
+from scheduler.config import SchedulerConfig
+from scheduler.sessions import SessionManager
+
+MODEL = "fake-1"
+START_TIMEOUT_S = 30.0
+ROOT = Path(__file__).parents[1]
+
+
+class FakeStack:
+    """``settings``: fields of the sections ``gateway``, ``engine`` and ``scheduler``."""
+
+    def __init__(self, folder: Path, **settings: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "log.txt"
+        self._settings = folder / "settings.json"
+        settings["gateway"] = {"port": self.port, **settings.get("gateway", {})}
+        self.runtime_dir = folder / "run"
+        self.token = os.urandom(16).hex()
+        own = {"runtime_dir": str(self.runtime_dir), "token": self.token}
+        self._settings.write_text(json.dumps({**own, **settings}))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> FakeStack:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__)), str(self._settings)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=log,
+                stderr=log,
+            )
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    @property
+    def process(self) -> psutil.Process:
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The running engine. It changes when the engine is started again."""
+        (child,) = [x for x in self.process.children() if "fake_worker" in " ".join(x.cmdline())]
+        return child
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> int:
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def status(self, path: str) -> int:
+        """Status of a GET; 0 where nobody answers."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        end = time.monotonic() + timeout_s
+        while self.status("/readyz") != 200:
+            assert self._process is not None
+            if time.monotonic() > end or self._process.poll() is not None:
+                raise AssertionError("the gateway is not ready:\n" + self.log.read_text()[-4000:])
+            time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(settings_file: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    settings = json.loads(Path(settings_file).read_text())
+    config = msgspec.convert(settings["gateway"], GatewayConfig)
+    worker = WorkerConfig(
+        engine=msgspec.convert({"kind": "fake", **settings.get("engine", {})}, EngineConfig),
+        store=StoreConfig(),
+        model_path="",
+        served_model_name=MODEL,
+        runtime_dir=settings["runtime_dir"],
+        token=settings["token"],
+    )
+    engine = engine_factory("fake")(worker)
+    tenants = Tenants(b"a secret of the tests", config.api_keys)
+    metrics = Metrics()
+    sessions = SessionManager(
+        engine,
+        msgspec.convert(settings.get("scheduler", {}), SchedulerConfig),
+        salt_of=tenants.salt_of,
+        observer=metrics,
+    )
+    serve(create_app(config, engine, sessions, tenants, metrics), config)
+    logging.info("ended in good order")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
