@@ -18,10 +18,25 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
 
     Raises:
         TierUnavailable: the folder cannot be used, or another process uses it.
+        ValueError: ``redis_url`` is not a URL of a Redis server.
+        ImportError: redis is asked for and redis-py not installed.
     """
     tiers: list[Tier] = []
     if config.ram_bytes:
         tiers.append(RamTier(config.ram_bytes))
     if config.disk_bytes:
         tiers.append(DiskTier(disk_path / "cold", config.disk_bytes))
+    if config.redis_url and config.redis_bytes:
+        tiers.append(_redis(config))
     return tiers
+
+
+def _redis(config: StoreConfig) -> Tier:
+    from kvstore.tiers.redis_tier import RedisTier  # redis-py is an extra
+
+    return RedisTier(
+        config.redis_url,
+        config.redis_bytes,
+        deadline_s=config.redis_deadline_s,
+        ttl_s=config.ttl_s,
+    )

