@@ -29,8 +29,9 @@ class Step:
     token: int
     logprobs: mx.array  # (vocab,)
     finish: FinishReason | None = None
-    # Of a finished row only: its KV, of all tokens or of all but the last.
+    # Of a finished row only: its KV, and how many of its tokens that covers.
     caches: Caches = field(default_factory=list)
+    num_cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Detached:
 
     row: LiveRow
     caches: Caches
+    num_cached: int  # tokens that ``caches`` hold
     token: int | None  # None: it had not made its first step
     logprobs: mx.array | None
 
@@ -52,7 +54,7 @@ class Detached:
         finish: FinishReason | None = "length" if self.row.remaining == 0 else None
         if stops.matcher().advance(self.token):
             finish = "stop"
-        return Step(self.row, self.token, self.logprobs, finish, self.caches)
+        return Step(self.row, self.token, self.logprobs, finish, self.caches, self.num_cached)
 
 
 class PrimedStops(StopSequences):
@@ -117,18 +119,24 @@ class Bucket:
             row = self.rows.pop(x.uid) if finished else self.rows[x.uid]
             row.tokens.append(x.token)
             row.remaining -= 1
-            steps.append(Step(row, x.token, x.logprobs, x.finish_reason, x.prompt_cache or []))
+            caches = x.prompt_cache or []
+            steps.append(Step(row, x.token, x.logprobs, x.finish_reason, caches, len(row.tokens)))
         return steps
 
     def detach(self, rows: Sequence[LiveRow]) -> list[Detached]:
         """Take rows out, between two steps."""
         uids = [uid for uid, row in self.rows.items() if row in rows]
+        if not uids:
+            return []
         unfed = self._unfed()
         kept = self._generator.remove(uids, return_prompt_caches=True)
-        return [
-            Detached(self.rows.pop(uid), kept[uid][0], *unfed.get(uid, (None, None)))
-            for uid in uids
-        ]
+        detached = []
+        for uid in uids:
+            row, (token, logprobs) = self.rows.pop(uid), unfed.get(uid, (None, None))
+            # Before its first step the last token of the prompt has not been fed.
+            num_cached = len(row.tokens) - (token is None)
+            detached.append(Detached(row, kept[uid][0], num_cached, token, logprobs))
+        return detached
 
     def _unfed(self) -> dict[int, tuple[int, mx.array]]:
         """The sampled token of each row that the next step would feed, and its distribution.

@@ -19,11 +19,20 @@ class Guard:
     An exception inside the step would take every other row down with it. So the first one is
     remembered in ``fault``, the step goes on with an arbitrary token for this row, and the owner
     fails the row's request before that token reaches anybody.
+
+    A step samples one token ahead, so the code of a request is also called once behind its last
+    token. What it raises there spoils nothing.
     """
 
     def __init__(self, row: Row) -> None:
         self._row = row
+        self._num_samples = 0
         self.fault: Exception | None = None
+        self._first_spoiled = 0
+
+    def spoils(self, num_tokens: int) -> bool:
+        """True if one of the row's first ``num_tokens`` answer tokens is arbitrary."""
+        return self.fault is not None and self._first_spoiled < num_tokens
 
     @property
     def sampler(self) -> _Step | None:
@@ -36,18 +45,21 @@ class Guard:
 
     def _sample(self, logprobs: mx.array) -> mx.array:
         """(1, vocab) -> (1,)"""
+        if not self._row.logits_processors:  # else counted there
+            self._num_samples += 1
         if self.fault is None and self._row.sampler is not None:
             try:
                 token: mx.array = self._row.sampler(logprobs)
                 if token.shape == (1,):
                     return token
-                self.fault = ValueError(f"a sampler returned shape {token.shape}, not (1,)")
+                self._spoil(ValueError(f"a sampler returned shape {token.shape}, not (1,)"))
             except Exception as error:  # code of the request: its defects are this row's alone
-                self.fault = error
+                self._spoil(error)
         return mx.argmax(logprobs, axis=-1)
 
     def _process(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Tokens so far and (1, vocab) -> (1, vocab)"""
+        self._num_samples += 1
         if self.fault is not None:
             return logits
         try:
@@ -56,7 +68,11 @@ class Guard:
                 processed = processor(tokens, processed)
             if processed.shape == logits.shape:
                 return processed
-            self.fault = ValueError(f"logits of shape {logits.shape} became {processed.shape}")
+            self._spoil(ValueError(f"logits of shape {logits.shape} became {processed.shape}"))
         except Exception as error:  # as above
-            self.fault = error
+            self._spoil(error)
         return logits
+
+    def _spoil(self, error: Exception) -> None:
+        self.fault = error
+        self._first_spoiled = self._num_samples - 1

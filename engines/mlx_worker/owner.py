@@ -1,7 +1,7 @@
 """The one thread that touches mlx.
 
 mlx evaluates a lazy array only on the thread whose stream made it, so this thread loads the model,
-feeds prompts, steps the batches and turns KV into numpy. Everybody else hands it commands and gets
+feeds prompts, steps the batches and turns KV into numpy. Everybody else hands it commands, and gets
 events, numbers or numpy views back.
 """
 
@@ -11,60 +11,81 @@ import asyncio
 import logging
 import queue
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from copy import deepcopy
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from engines.config import EngineConfig
-from engines.mlx_worker.batching import Batches, Detached, Step
-from engines.mlx_worker.generation import (
-    Admitted,
-    CacheOutcome,
-    ContextTooLong,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Generation,
-    ModelFacts,
-    Overloaded,
-    Prefill,
-)
-from engines.mlx_worker.guard import Guard
+from engines.mlx_worker.assembly import Parts, Surroundings, assemble
+from engines.mlx_worker.budget import longest_context
+from engines.mlx_worker.cold import Cold
+from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts, Overloaded
+from engines.mlx_worker.keeping import Cause
+from engines.mlx_worker.layout import CachePlan, probe
 from engines.mlx_worker.loading import LoadedModel
-from engines.mlx_worker.logprobs import token_event
-from engines.mlx_worker.prefill import Feeder
 from engines.mlx_worker.stream import EventStream, Outbox
-from engines.mlx_worker.turn import LiveRow, Prompt, Turn
+from engines.mlx_worker.turn import Turn, split_turn
+from engines.mlx_worker.waiting import Places
+from kvstore.records import SessionRef
+from kvstore.store import ColdStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Called on the owner thread once the model is loaded: the store for its KV, or one sentence that
+# says why there is none.
+OpenStore: TypeAlias = Callable[[LoadedModel, CachePlan], ColdStore | str]
+Listener: TypeAlias = Callable[[Cause, SessionRef], None]
+
+# The line may hold so many requests per slot of the batch.
+WAITING_PER_SLOT = 16
+# While a prompt waits for room and nothing runs, look again after this long.
+LOOK_AGAIN_S = 0.25
+# Freed buffers that mlx may keep for reuse. Small: memory that was given up must really be free.
+MLX_POOL_BYTES = 64 << 20
+SMALLEST_CONTEXT = 64
+
+
+def _no_store(model: LoadedModel, plan: CachePlan) -> str:
+    return "it is switched off"
+
 
 class Owner:
-    """``Generator`` of the HTTP side. ``start`` and ``submit`` are called on the event loop."""
+    """``Generator`` of the HTTP side. Its public methods are called on the event loop."""
 
-    def __init__(self, load: Callable[[], LoadedModel], config: EngineConfig, name: str) -> None:
+    def __init__(
+        self,
+        load: Callable[[], LoadedModel],
+        config: EngineConfig,
+        name: str,
+        open_store: OpenStore = _no_store,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``load`` runs on the owner thread; ``name`` is what clients call the model."""
         self._load = load
         self._config = config
         self._name = name
+        self._open_store = open_store
+        self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[Prompt] = deque()
-        self._closing = False
+        self._places = Places(WAITING_PER_SLOT * config.max_batch)
+        self._listeners: list[Listener] = []
+        self._closing = False  # nothing new is accepted
+        self._leaving = False  # the thread ends after this round
+        self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="mlx-owner", daemon=True)
 
-    # ---- event loop
-
     async def start(self) -> None:
-        """Load the model; returns when it can generate. Raises what loading raises."""
-        self._outbox = Outbox(asyncio.get_running_loop())
-        self._started: Future[None] = Future()
+        """Load the model; returns when it can generate.
+
+        Raises:
+            CannotServe, OSError, ValueError: what is wrong with the model or the settings.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox(self._loop)
         self._thread.start()
         await asyncio.wrap_future(self._started)
 
@@ -73,44 +94,74 @@ class Owner:
         return self._facts
 
     @property
-    def tokenizer(self) -> object:
-        return self._loaded.tokenizer
+    def tokenizer(self) -> Any:
+        return self._model.tokenizer
+
+    @property
+    def store(self) -> ColdStore | None:
+        return self.parts.cold.store if self.parts.cold else None
 
     def submit(self, generation: Generation) -> EventStream:
+        if self._closing:
+            raise Overloaded("the engine is shutting down")
         room = self._facts.max_context - len(generation.prompt)
         if room < 1:
             raise ContextTooLong(
-                f"the prompt has {len(generation.prompt)} tokens; with an answer of at least one "
-                f"token that is more than the context of {self._facts.max_context} tokens"
+                f"the prompt has {len(generation.prompt)} tokens, which leaves no room for an "
+                f"answer in a context of {self._facts.max_context} tokens"
             )
-        if self._closing:
-            raise Overloaded("the engine is shutting down")
-        stream = EventStream(len(generation.rows), lambda row: self._post(lambda: stop(row)))
+        self._places.take(generation.session.tenant if generation.session else "")
+        stream = EventStream(
+            len(generation.rows), lambda row: self.post(lambda: self.parts.serving.stop(turn, row))
+        )
         turn = Turn(generation, stream)
-        max_tokens = min(generation.max_tokens, room)
-        turn.rows = [
-            LiveRow(turn, i, Guard(row), list(generation.prompt), max_tokens)
-            for i, row in enumerate(generation.rows)
-        ]
-
-        def stop(row: int | None) -> None:
-            self._stop(turn, row)
-
-        self._post(lambda: self._waiting.append(Prompt(turn, list(turn.rows), generation.prompt)))
+        prompts = split_turn(turn, min(generation.max_tokens, room), self._rows_at_once(generation))
+        self.post(lambda: self.parts.serving.arrive(turn, prompts))
         return stream
 
+    def _rows_at_once(self, generation: Generation) -> int:
+        """How many answers to this prompt fit into the budget together."""
+        row = self._plan.cost.row_bytes(len(generation.prompt))
+        return max(1, min(self._config.max_batch, self._config.hot_bytes // row - 1))
+
+    def listen(self, listener: Listener) -> None:
+        """Have ``listener`` called on the event loop whenever a session changes."""
+        self._listeners.append(listener)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the owner thread, between two steps."""
+        done: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:  # travels to the caller
+                done.set_exception(error)
+
+        self.post(command)
+        return await asyncio.wrap_future(done)
+
     async def close(self) -> None:
-        """End all requests, then the thread."""
+        """End all requests, keep what they computed, end the thread. The store stays open."""
         self._closing = True
-        self._post(self._stop_all)
-        await asyncio.to_thread(self._thread.join)
+        if self._thread.is_alive():
+            self.post(self._leave)
+            await asyncio.to_thread(self._thread.join)
 
     # ---- any thread
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def post(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
 
-    # ---- owner thread
+    def tell(self, cause: Cause, session: SessionRef) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._notify, cause, session)
+
+    def _notify(self, cause: Cause, session: SessionRef) -> None:
+        for listener in self._listeners:
+            listener(cause, session)
+
+    # ---- the owner thread
 
     def _run(self) -> None:
         try:
@@ -119,138 +170,74 @@ class Owner:
             self._started.set_exception(error)
             return
         self._started.set_result(None)
-        while self._obey():
-            self._admit()
-            self._decode()
-            self._feed()
+        while not self._leaving:
+            try:
+                self._obey()
+                self._work()
+            except Exception as error:  # a defect of ours: fail what runs, stay alive
+                logger.exception("a round of the engine failed")
+                self.parts.serving.fail_all(error)
             self._outbox.send()
-        self._batches.close()
-        # A stream that outlives its thread can abort the process at exit.
-        mx.clear_streams()
+        self._close()
 
-    def _open(self) -> None:
-        self._loaded = self._load()
-        self._model = self._loaded.model
-        self._feeder = Feeder(self._model, self._config.prefill_step)
-        self._batches = Batches(self._model, self._config.max_batch)
-        self._facts = ModelFacts(
-            name=self._name,
-            max_context=self._config.max_context or self._loaded.max_context,
-            vocab_size=self._loaded.vocab_size,
-            trimmable=True,
-            hibernation=False,
-        )
+    def _work(self) -> None:
+        """One round: at most one token per running row and one chunk of one prompt."""
+        self.parts.arrivals.admit()
+        self.parts.serving.decode()
+        self.parts.serving.feed()
 
-    def _obey(self) -> bool:
-        """Run the commands; waits for one only when there is nothing to do. False = leave."""
-        busy = bool(self._waiting or len(self._feeder) or len(self._batches))
+    def _obey(self) -> None:
+        """Run the commands that came in; waits for one when there is nothing to compute."""
+        timeout = LOOK_AGAIN_S if len(self.parts.arrivals) else None
         try:
-            command = self._commands.get(block=not busy)
+            command = self._commands.get(not self.parts.serving.is_working, timeout)
             while True:
                 command()
                 command = self._commands.get_nowait()
         except queue.Empty:
-            return not self._closing
-
-    def _admit(self) -> None:
-        while self._waiting and self._has_slots(len(self._waiting[0].rows)):
-            prompt = self._waiting.popleft()
-            prompt.caches = make_prompt_cache(self._model)
-            self._feeder.add(prompt)
-            if not prompt.turn.admitted:
-                prompt.turn.admitted = True
-                self._send(prompt.turn, Admitted(CacheOutcome("miss", 0, "disabled")))
-
-    def _has_slots(self, num_rows: int) -> bool:
-        taken = len(self._batches) + sum(len(x.rows) for x in self._feeder.prompts)
-        return taken + num_rows <= self._config.max_batch
-
-    def _decode(self) -> None:
-        for bucket in self._batches.buckets:
-            if not bucket.rows:
-                continue
-            try:
-                steps = bucket.step()
-            except Exception as error:  # mlx, the model: anything. Others must go on.
-                logger.exception("a decode step failed")
-                for row in bucket.reset():
-                    self._fail(row.turn, error)
-                continue
-            for step in steps:
-                self._take(step)
-        for detached in self._batches.detach_outgrown():
-            self._move(detached)
-
-    def _take(self, step: Step) -> None:
-        row = step.row
-        if row.guard.fault is not None:
-            self._fail(row.turn, row.guard.fault)
             return
-        top = row.turn.generation.top_logprobs
-        self._send(row.turn, token_event(row.index, step.token, step.logprobs, top))
-        if step.finish is not None:
-            self._end(row, step.finish)
 
-    def _move(self, detached: Detached) -> None:
-        """Deliver the token a row had sampled when it left its batch, and let it go on."""
-        if (step := detached.step()) is not None:
-            self._take(step)
-        if detached.row in detached.row.turn.rows:
-            self._batches.insert(detached.row, detached.caches)
+    def _leave(self) -> None:
+        self.parts.serving.stop_all()
+        self._leaving = True
 
-    def _feed(self) -> None:
-        if not len(self._feeder):
-            return
-        prompt = self._feeder.next()
-        if prompt.done < prompt.target:
-            try:
-                self._feeder.feed(prompt, prompt.target, busy=len(self._batches) > 0)
-            except Exception as error:  # as in _decode; here only this prompt is lost
-                logger.exception("a prefill failed")
-                self._fail(prompt.turn, error)
-                return
-            self._send(prompt.turn, Prefill(prompt.done, len(prompt.tokens)))
-        if prompt.done >= prompt.target:
-            self._feeder.remove(prompt)
-            for row in prompt.rows[1:]:
-                self._batches.insert(row, deepcopy(prompt.caches))
-            self._batches.insert(prompt.rows[0], prompt.caches)
+    def _close(self) -> None:
+        if self.parts.cold is not None:
+            self.parts.cold.close()
+        self.parts.batches.close()
+        # A stream that outlives its thread can abort the process at exit.
+        mx.clear_streams()
 
-    def _stop_all(self) -> None:
-        for turn in self._turns():
-            self._stop(turn, None)
-        self._outbox.send()
+    def _open(self) -> None:
+        self._model = self._load()
+        model = self._model.model
+        self._plan = probe(model)
+        max_context = self._affordable_context()
+        mx.set_cache_limit(min(MLX_POOL_BYTES, self._config.hot_bytes // 4))
+        opened = self._open_store(self._model, self._plan)
+        cold = None if isinstance(opened, str) else Cold(opened, model, self._plan)
+        self._facts = ModelFacts(
+            name=self._name,
+            max_context=max_context,
+            vocab_size=self._model.vocab_size,
+            trimmable=not self._plan.needs_state,
+            hibernation=cold is not None,
+            hibernation_reason=opened if isinstance(opened, str) else "",
+        )
+        around = Surroundings(self._outbox, self._places, self.post, self.tell, self._clock)
+        self.parts: Parts = assemble(model, self._plan, cold, self._config, around)
+        mx.clear_cache()
+        self.weight_bytes = mx.get_active_memory()
 
-    def _turns(self) -> list[Turn]:
-        rows = [row for bucket in self._batches.buckets for row in bucket.rows.values()]
-        rows += [row for x in (*self._feeder.prompts, *self._waiting) for row in x.rows]
-        return list(dict.fromkeys(row.turn for row in rows))
-
-    def _stop(self, turn: Turn, index: int | None) -> None:
-        for row in [x for x in turn.rows if index is None or x.index == index]:
-            self._withdraw(row)
-            self._end(row, "cancelled")
-
-    def _withdraw(self, row: LiveRow) -> None:
-        """Take a row out of wherever it is."""
-        self._batches.detach([row])
-        for prompt in (*self._feeder.prompts, *self._waiting):
-            if row in prompt.rows:
-                prompt.rows.remove(row)
-                if not prompt.rows and prompt in self._waiting:
-                    self._waiting.remove(prompt)
-                elif not prompt.rows:
-                    self._feeder.remove(prompt)
-
-    def _end(self, row: LiveRow, reason: FinishReason) -> None:
-        row.turn.rows.remove(row)
-        self._send(row.turn, Finished(row.index, reason))
-
-    def _fail(self, turn: Turn, error: Exception) -> None:
-        for row in list(turn.rows):
-            self._withdraw(row)
-            turn.rows.remove(row)
-        self._send(turn, Failed(f"{type(error).__name__}: {error}"))
-
-    def _send(self, turn: Turn, event: Event) -> None:
-        self._outbox.put(turn.stream, event)
+    def _affordable_context(self) -> int:
+        wanted = min(self._config.max_context or self._model.max_context, self._model.max_context)
+        affordable = longest_context(self._plan.cost, self._config.hot_bytes, wanted)
+        if affordable < min(wanted, SMALLEST_CONTEXT):
+            needed = 2 * self._plan.cost.row_bytes(SMALLEST_CONTEXT)
+            raise ValueError(
+                f"hot_bytes = {self._config.hot_bytes} is too little for this model: a context of "
+                f"{SMALLEST_CONTEXT} tokens needs {needed}"
+            )
+        if affordable < wanted:
+            logger.warning("hot_bytes allow a context of %d of %d tokens", affordable, wanted)
+        return affordable

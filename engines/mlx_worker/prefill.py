@@ -66,8 +66,9 @@ class Feeder:
         """``prompt.caches`` hold its first ``done`` tokens."""
         self._prompts.append(prompt)
 
-    def remove(self, prompt: Prompt) -> None:
-        self._prompts.remove(prompt)
+    def discard(self, prompt: Prompt) -> None:
+        if prompt in self._prompts:
+            self._prompts.remove(prompt)
 
     def next(self) -> Prompt:
         """Shortest first, so that a restored session need not wait for a new long one; but every
@@ -77,15 +78,15 @@ class Feeder:
             return self._prompts[0]
         return min(self._prompts, key=lambda x: x.target - x.done)
 
-    def feed(self, prompt: Prompt, stop: int, busy: bool) -> None:
-        """One chunk of it, up to position ``stop`` at most; ``busy`` = rows are waiting to decode.
+    def feed(self, prompt: Prompt, busy: bool) -> None:
+        """One chunk of it, up to its next stop at most; ``busy`` = rows are waiting to decode.
 
         Raises whatever the model raises; the prompt's caches are then of no use.
         """
         started = time.perf_counter()
         size = self._pace.chunk(BUSY_CHUNK_S if busy else QUIET_CHUNK_S)
-        chunk = prompt.tokens[prompt.done : min(prompt.done + size, stop)]
-        self._model(mx.array([chunk]), cache=prompt.caches)
+        chunk = prompt.tokens[prompt.done : min(prompt.done + size, prompt.next_stop)]
+        self._model(mx.array(chunk)[None], cache=prompt.caches)
         # Only the caches: what the head would say of these positions is never computed.
         mx.eval([cache.state for cache in prompt.caches])
         mx.clear_cache()

@@ -1,0 +1,135 @@
+"""The owner thread's side of the cold store.
+
+Looking for a prompt's KV and unpacking it happen on a few threads of this module's own, before the
+prompt enters a batch, so running rows never wait for a disk. The owner thread only turns the
+finished arrays into caches. Whatever goes wrong on the way costs a prefill and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.mlx_worker import parking
+from engines.mlx_worker.hot import HotSession
+from engines.mlx_worker.layout import CachePlan
+from engines.mlx_worker.turn import Caches
+from kvstore.records import MissReason, SessionRecord, SessionRef, TierName
+from kvstore.snapshot import Snapshot
+from kvstore.store import ColdStore, Match, Restored
+
+logger = logging.getLogger(__name__)
+
+# Restores that may run at once; each holds a whole session's KV in flight.
+NUM_RESTORES = 4
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the cold store is asked for at the start of a turn."""
+
+    session: SessionRef
+    tokens: np.ndarray  # int32, (num_tokens,)
+    limit: int  # at most so many tokens are of use
+    boundaries: Sequence[int]
+    at_least: int  # fewer tokens than this are not worth a restore
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer; ``restored`` is None for a miss."""
+
+    restored: Restored | None
+    reason: MissReason | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.restored.num_tokens if self.restored else 0
+
+    @property
+    def tier(self) -> TierName | None:
+        return self.restored.tier if self.restored else None
+
+
+class Cold:
+    """``save`` and ``rebuild`` are the owner thread's; ``ask`` and ``wake`` return at once and
+    answer on a thread of the pool."""
+
+    def __init__(self, store: ColdStore, model: Any, plan: CachePlan) -> None:
+        self.store = store
+        self._model = model
+        self._plan = plan
+        self._pool = ThreadPoolExecutor(NUM_RESTORES, "mlx-restore")
+
+    def ask(self, question: Question, then: Callable[[Found], None]) -> None:
+        self._pool.submit(self._answer, lambda: self._look(question), then)
+
+    def wake(
+        self, session: SessionRef, then: Callable[[Found, SessionRecord | None], None]
+    ) -> None:
+        """Everything that is kept of a session, without a prompt."""
+        record = self.store.record(session)
+        self._pool.submit(
+            self._answer,
+            lambda: self._load(self.store.prepare(session), 1),
+            lambda found: then(found, record),
+        )
+
+    def save(
+        self, hot: HotSession, snapshots: Sequence[Snapshot], then: Callable[[bool], None]
+    ) -> None:
+        """Start copying the session into the store; resolves ``hot.saved``, then calls ``then``."""
+        saved: Future[bool] = Future()
+        hot.saved = saved
+
+        def done(record: SessionRecord | None) -> None:
+            saved.set_result(record is not None)
+            then(record is not None)
+
+        num_tokens = len(hot.tokens)
+        if self._plan.needs_state:
+            snapshots = [*snapshots, Snapshot(num_tokens, parking.state_tree(hot.caches))]
+        run = parking.growing_run(hot.caches, num_tokens)
+        if not self.store.save(hot.session, hot.tokens.tolist(), run, snapshots, done):
+            saved.set_result(False)
+
+    def rebuild(self, restored: Restored) -> Caches:
+        """Raises ``Mismatch``, or what mlx raises."""
+        return parking.rebuild(
+            self._model, self._plan.layout, restored.run, restored.state, restored.num_tokens
+        )
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    # ---- threads of the pool
+
+    def _answer(self, work: Callable[[], Found], then: Callable[[Found], None]) -> None:
+        try:
+            found = work()
+        except Exception:  # the edge of this thread: a store that fails is a store without KV
+            logger.exception("the cold store could not be read")
+            found = Found(None, "unavailable")
+        then(found)
+
+    def _look(self, question: Question) -> Found:
+        match = self.store.match(
+            question.session,
+            question.session.salt,
+            question.tokens.tolist(),
+            question.limit,
+            question.boundaries,
+        )
+        return self._load(match, question.at_least)
+
+    def _load(self, match: Match, at_least: int) -> Found:
+        if match.num_tokens < at_least:
+            return Found(None, match.reason)
+        restored = self.store.load(match)
+        reason = restored.reason or match.reason
+        return Found(restored if restored.num_tokens >= at_least else None, reason)

@@ -1,0 +1,156 @@
+"""mlx_lm's caches as numpy arrays, and back. Everything here belongs to the owner thread.
+
+Views are zero-copy and pin the engine's memory until they are dropped. They are taken of a *slice*
+of the cache's array, never of the array itself: mlx writes into a cache in place when nobody else
+holds its buffer, and a view of the cache's own array object would see, or outlive, that write. A
+slice counts as a holder, so the next write goes to a fresh buffer.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from engines.mlx_worker.layout import is_growing, leaves
+from engines.mlx_worker.turn import Caches
+from kvstore.errors import Mismatch
+from kvstore.shapes import KVLayout, KVPair, KVRun
+from kvstore.snapshot import StateArray, StateTree
+
+
+def can_trim(caches: Caches) -> bool:
+    return bool(can_trim_prompt_cache(caches))
+
+
+def trim(caches: Caches, surplus: int) -> None:
+    """Forget the last ``surplus`` tokens. Only if ``can_trim``."""
+    if surplus:
+        trim_prompt_cache(caches, surplus)
+
+
+def copy_of(caches: Caches) -> Caches:
+    """Independent caches; the arrays are shared until one side writes."""
+    copied: Caches = deepcopy(caches)
+    return copied
+
+
+def nbytes_of(caches: Caches) -> int:
+    return int(sum(cache.nbytes for cache in caches))
+
+
+def settle(caches: Caches) -> None:
+    """Evaluate, and give back what is not used: spare room of growing caches, and batches of which
+    a finished row's state is still a slice."""
+    for leaf in leaves(caches):
+        if is_growing(leaf) and leaf.keys is not None:
+            keys, values, used = leaf.state
+            leaf.state = (_packed(keys[..., :used, :]), _packed(values[..., :used, :]), used)
+        else:
+            leaf.state = tree_map(
+                lambda x: _packed(x) if isinstance(x, mx.array) else x, leaf.state
+            )
+    mx.eval([cache.state for cache in caches])
+
+
+def _packed(array: mx.array) -> mx.array:
+    return mx.contiguous(array)
+
+
+# ---- to numpy
+
+
+def growing_run(caches: Caches, num_tokens: int) -> list[KVPair]:
+    """Views of the first ``num_tokens`` tokens of every growing layer.
+
+    Each (num_kv_heads, num_tokens, head_dim), in the engine's dtype, bf16 as uint16.
+    """
+    return [
+        (_view(leaf.keys[0, :, :num_tokens]), _view(leaf.values[0, :, :num_tokens]))
+        for leaf in leaves(caches)
+        if is_growing(leaf)
+    ]
+
+
+def state_tree(caches: Caches) -> StateTree:
+    """Everything that does not grow, exact: (class name, state) of each such leaf.
+
+    Rotating windows are brought into temporal order first, without spare room.
+    """
+    return [
+        (type(leaf).__name__, tree_map(_to_numpy, type(leaf).merge([leaf]).extract(0).state))
+        for leaf in leaves(caches)
+        if not is_growing(leaf)
+    ]
+
+
+def _to_numpy(value: Any) -> Any:
+    if not isinstance(value, mx.array):
+        return value
+    dtype = str(value.dtype).removeprefix("mlx.core.")
+    return StateArray(dtype, _view(value[...]))
+
+
+def _view(array: mx.array) -> np.ndarray:
+    """Zero-copy; numpy has no bf16, so that becomes its bit pattern."""
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+# ---- and back
+
+
+def rebuild(
+    model: Any, layout: KVLayout | None, run: KVRun, state: StateTree | None, num_tokens: int
+) -> Caches:
+    """Fresh caches that hold ``num_tokens`` tokens. The arrays are copied, so ``run`` may go.
+
+    Raises:
+        Mismatch: the pieces are not this model's.
+    """
+    if layout is None:
+        raise Mismatch("this model's KV is not kept")
+    caches: Caches = make_prompt_cache(model)
+    pairs, states = iter(run), iter(state if isinstance(state, list | tuple) else ())
+    for leaf in leaves(caches):
+        if is_growing(leaf):
+            keys, values = next(pairs, (None, None))
+            leaf.state = (
+                _growing(keys, layout, num_tokens),
+                _growing(values, layout, num_tokens),
+                num_tokens,
+            )
+        else:
+            _fill(leaf, next(states, None), num_tokens)
+    if next(pairs, None) is not None or next(states, None) is not None:
+        raise Mismatch("the stored KV has more layers than this model")
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def _growing(array: np.ndarray | None, layout: KVLayout, num_tokens: int) -> mx.array:
+    if array is None or array.shape[1] != num_tokens or array.dtype != layout.numpy_dtype:
+        raise Mismatch("the stored KV has another shape than this model's")
+    return _to_mlx(array, layout.dtype)[None]
+
+
+def _to_mlx(array: np.ndarray, dtype: str) -> mx.array:
+    copied = mx.array(array)
+    return copied.view(mx.bfloat16) if dtype == "bfloat16" else copied
+
+
+def _fill(leaf: Any, kept: Any, num_tokens: int) -> None:
+    if not isinstance(kept, list | tuple) or len(kept) != 2 or kept[0] != type(leaf).__name__:
+        raise Mismatch(f"the stored state is not that of a {type(leaf).__name__}")
+    fixed = {name: vars(leaf)[name] for name in ("max_size", "keep") if name in vars(leaf)}
+    state = tree_map(
+        lambda x: _to_mlx(x.array, x.dtype) if isinstance(x, StateArray) else x, kept[1]
+    )
+    leaf.state = state
+    if any(vars(leaf)[name] != value for name, value in fixed.items()):
+        raise Mismatch(f"the stored {type(leaf).__name__} has another window than this model's")
+    if getattr(leaf, "offset", num_tokens) != num_tokens:
+        raise Mismatch("the stored state belongs to another position")
