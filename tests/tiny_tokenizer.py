@@ -23,7 +23,8 @@ PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
 # Knows tools (mlx_lm reads it as "json_tools") and refuses two messages of a role in a row.
 TOOLS = """{% if tools %}<|im_start|>system
 Tools:{% for tool in tools %} {{ tool.function | tojson }}{% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}\
+{% endif %}{% for m in messages %}\
+{% if not loop.first and m.role == messages[loop.index0 - 1].role %}\
 {{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for tool_call in m.tool_calls or [] %}<tool_call>
 {"name": {{ tool_call.function.name | tojson }}, "arguments": \

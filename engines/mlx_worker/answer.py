@@ -107,12 +107,12 @@ class Answer:
     def __init__(
         self,
         vocabulary: Vocabulary,
+        prompt: list[int],
         sections: Sections,
         stops: Sequence[str],
         *,
         calls: CallReader | None = None,
         one_call: bool = False,
-        continues: list[int] | None = None,
         silent: bool = False,
         shows_eos: bool = False,
         keeps_scores: bool = False,
@@ -120,7 +120,6 @@ class Answer:
         """
         Args:
             one_call: end the answer once it has made a tool call.
-            continues: the prompt, where the answer is a continuation of its text.
             silent: nothing is to be shown; the prompt was all.
         """
         self._vocabulary = vocabulary
@@ -131,11 +130,7 @@ class Answer:
         self._silent = silent
         self._shows_eos = shows_eos
         self._keeps_scores = keeps_scores
-        self._owed = 0
-        if continues is None:
-            self._detokenizer = vocabulary.detokenizer()
-        else:
-            self._detokenizer, self._owed = vocabulary.continuing(continues)
+        self._detokenizer, self._owed = vocabulary.continuing(prompt)
         self._scores: list[Score] = []  # of tokens whose text is held back
         self._num_chars = 0
         self._after_reasoning = False
@@ -150,7 +145,7 @@ class Answer:
         self.num_tokens += 1
         self.num_reasoning_tokens += self._sections.current == "reasoning"
         ends = token.id in self._vocabulary.eos and not self._shows_eos
-        if ends or (self._vocabulary.hides(token.id) and self._sections.current != "tool"):
+        if ends or self._vocabulary.hides(token.id, self._sections.current == "tool"):
             return Delta()
         if self._keeps_scores:
             self._scores.append(Score(token, self._num_chars))

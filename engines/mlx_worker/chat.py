@@ -57,10 +57,9 @@ class PromptWriter:
             raise InvalidRequest("The prompt is empty: it needs at least one token.", param)
         if len(ids) >= self._max_context:
             raise context_too_long(self._max_context, len(ids), param)
-        if max(ids) >= self._vocabulary.width:
-            raise InvalidRequest(
-                f"Token id {max(ids)} is outside the vocabulary of {self._vocabulary.width}.", param
-            )
+        size = self._vocabulary.size
+        if max(ids) >= size:
+            raise InvalidRequest(f"Token id {max(ids)} is outside the vocabulary of {size}.", param)
         return ids
 
     def chat(self, request: ChatRequest, plan: ToolPlan) -> ChatPrompt:

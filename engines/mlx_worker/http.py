@@ -164,7 +164,10 @@ class Worker:
             )
 
     async def _write(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+        except RecursionError as error:  # a schema just shallow enough to have been parsed
+            raise InvalidRequest("The JSON body is nested too deeply.") from error
 
     def _prompt_text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else str(self._vocabulary.tokenizer.decode(prompt))

@@ -67,9 +67,7 @@ class JobWriter:
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             )
         )
-        job.answers = [
-            self._chat_answer(request, plan, prompt.thinking, limit) for _ in range(job.num_rows)
-        ]
+        job.answers = [self._chat_answer(request, plan, prompt, limit) for _ in range(job.num_rows)]
         return job
 
     def text(self, request: CompletionRequest, session: SessionRef | None) -> Job:
@@ -95,11 +93,12 @@ class JobWriter:
         return job
 
     def _chat_answer(
-        self, request: ChatRequest, plan: ToolPlan, thinking: bool, limit: int
+        self, request: ChatRequest, plan: ToolPlan, prompt: ChatPrompt, limit: int
     ) -> Answer:
         return Answer(
             self._vocabulary,
-            chat_sections(self._vocabulary, plan.marked, thinking),
+            prompt.token_ids,
+            chat_sections(self._vocabulary, plan.marked, prompt.thinking),
             request.stops,
             calls=plan.reader(),
             one_call=plan.marked and request.parallel_tool_calls is False,
@@ -111,9 +110,9 @@ class JobWriter:
     def _text_answer(self, request: CompletionRequest, ids: list[int], limit: int) -> Answer:
         return Answer(
             self._vocabulary,
+            ids,
             plain_sections(),
             request.stops,
-            continues=ids,
             silent=limit == 0,
             shows_eos=request.ignore_eos,
             keeps_scores=request.logprobs is not None,
@@ -143,11 +142,9 @@ class JobWriter:
         return [] if ignored else [(token,) for token in sorted(self._vocabulary.eos)]
 
     def _check_bias(self, body: Body) -> None:
-        outside = [token for token in body.bias if token >= self._facts.vocab_size]
-        if outside:
+        if max(body.bias, default=0) >= self._vocabulary.size:
             raise InvalidRequest(
-                f"logit_bias: token id {outside[0]} is outside the vocabulary of "
-                f"{self._facts.vocab_size}.",
+                f"logit_bias: a token id is outside the vocabulary of {self._vocabulary.size}.",
                 "logit_bias",
             )
 

@@ -35,13 +35,18 @@ class Vocabulary:
     def __init__(self, tokenizer: TokenizerWrapper, size: int) -> None:
         """``size`` is the width of the model's logits, which may exceed the tokenizer's."""
         self.tokenizer = tokenizer
+        self.size = size
         self.width = max(size, len(tokenizer))  # of the masks of a grammar
         self.eos: frozenset[int] = frozenset(tokenizer.eos_token_ids)
-        self._hidden = frozenset(tokenizer.all_special_ids) - self._marker_ids()
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {x for x, token in added if token.special} - self._marker_ids()
 
-    def hides(self, token: int) -> bool:
-        """True for ids that are no text: special tokens, and the padding of the vocabulary."""
-        return token in self._hidden or token >= len(self.tokenizer)
+    def hides(self, token: int, in_call: bool) -> bool:
+        """True for ids that are no text: padding of the vocabulary, and special tokens.
+
+        In a tool call special tokens may be part of the syntax that its parser reads.
+        """
+        return token >= len(self.tokenizer) or (token in self._special and not in_call)
 
     def spelling(self, token: int) -> bytes:
         """The exact bytes of one token, which may be a part of a character."""
@@ -63,17 +68,15 @@ class Vocabulary:
     def max_token_chars(self) -> int:
         return max(len(text) for text in self.tokenizer.get_vocab())
 
-    def detokenizer(self) -> Detokenizer:
-        return cast(Detokenizer, self.tokenizer.detokenizer)
-
     def continuing(self, prompt: list[int]) -> tuple[Detokenizer, int]:
         """A detokenizer that has read the prompt's end, and how many characters it still owes.
 
-        Started afresh it would take the space off the first word. The characters owed belong to
-        the prompt (a last space is kept back until the next token) and must not be shown.
+        Started afresh it would take the space off the first word; the next turn's prompt would
+        then hold another text than was generated, and part with the cache there. The characters
+        owed belong to the prompt (a last space is kept back until the next token): not shown.
         """
         end = [x for x in prompt[-_CONTEXT_TOKENS:] if x < len(self.tokenizer)]
-        whole, live = self.detokenizer(), self.detokenizer()
+        whole, live = (cast(Detokenizer, self.tokenizer.detokenizer) for _ in range(2))
         for token in end:
             whole.add_token(token)
             live.add_token(token)
