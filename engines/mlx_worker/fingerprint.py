@@ -1,0 +1,82 @@
+"""What a model is, in one hash: KV computed by one model must never be offered to another.
+
+The same files give the same hash on every machine. Weights are not read whole (60 GB would take
+minutes): of each file its size, its header, which names every tensor with its dtype and shape, and
+windows spread evenly over its length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from engines.mlx_worker.layout import CachePlan
+from engines.mlx_worker.loading import LoadedModel
+
+# Raise when what is stored changes its meaning.
+FORMAT = 1
+NUM_WINDOWS = 16
+WINDOW_BYTES = 64 << 10
+MAX_HEADER_BYTES = 64 << 20
+_TEXTS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def fingerprint(loaded: LoadedModel, plan: CachePlan) -> str:
+    """Hex digest of weights, tokenizer, dtype, cache classes and the libraries' versions."""
+    digest = hashlib.blake2b(digest_size=20)
+    for part in (*_surroundings(loaded, plan), *_contents(loaded)):
+        digest.update(struct.pack("<Q", len(part)) + part)
+    return digest.hexdigest()
+
+
+def _surroundings(loaded: LoadedModel, plan: CachePlan) -> Iterator[bytes]:
+    yield f"format {FORMAT}".encode()
+    # A new version may compute KV, or lay it out, in another way.
+    yield from (f"{name} {version(name)}".encode() for name in ("mlx", "mlx-lm"))
+    yield json.dumps(plan.class_names).encode()
+    yield repr(plan.layout).encode()
+    dtypes = {str(x.dtype) for _, x in tree_flatten(loaded.model.parameters())}
+    yield json.dumps(sorted(dtypes)).encode()
+
+
+def _contents(loaded: LoadedModel) -> Iterator[bytes]:
+    if loaded.path is None:
+        yield json.dumps(loaded.config, sort_keys=True, default=str).encode()
+        yield from _parameters(loaded.model)
+        return
+    for name in _TEXTS:
+        file = loaded.path / name
+        yield file.read_bytes() if file.exists() else b""
+    for file in sorted(loaded.path.glob("*.safetensors")):
+        yield file.name.encode()
+        yield from sample_weights(file)
+
+
+def sample_weights(file: Path) -> Iterator[bytes]:
+    """Size, header and windows of one safetensors file."""
+    size = file.stat().st_size
+    yield struct.pack("<Q", size)
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
+        yield stream.read(min(length, MAX_HEADER_BYTES))
+        first = stream.tell()
+        for i in range(NUM_WINDOWS):
+            last = max(first, size - WINDOW_BYTES)
+            stream.seek(first + (last - first) * i // (NUM_WINDOWS - 1))
+            yield stream.read(WINDOW_BYTES)
+
+
+def _parameters(model: Any) -> Iterator[bytes]:
+    """Of a model built in code: its weights themselves."""
+    for name, array in tree_flatten(model.parameters()):
+        yield name.encode()
+        yield np.array(array.astype(mx.float32)).tobytes()

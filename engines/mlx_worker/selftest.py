@@ -1,0 +1,82 @@
+"""Proves at start that this model's KV survives being kept cold.
+
+A few tokens are fed, their caches are taken to numpy, through the store's own snapshot format, and
+back, and both copies go on side by side. What was rebuilt must hold the same bits, merge into a
+batch and come out of it unharmed, and say the same next token. mlx_lm's cache classes change
+between versions; this is what notices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from engines.mlx_worker import parking
+from engines.mlx_worker.layout import CachePlan
+from engines.mlx_worker.turn import Caches
+from kvstore.snapshot import decode_state, encode_state
+
+NUM_TOKENS = 12
+# Logits of the two copies may differ by rounding, where kernels choose their path by layout.
+TOLERANCE = 1e-2
+
+
+def why_not(model: Any, plan: CachePlan, vocab_size: int) -> str:
+    """ "" if all is well; else why sessions of this model cannot hibernate, in one sentence."""
+    if plan.layout is None:
+        return plan.reason
+    try:
+        return _try(model, plan, vocab_size)
+    except Exception as error:  # whatever fails here would fail, or be wrong, in a user's turn
+        return f"its caches could not be restored in a test ({type(error).__name__}: {error})"
+
+
+def _try(model: Any, plan: CachePlan, vocab_size: int) -> str:
+    tokens = [(7 * i + 1) % vocab_size for i in range(NUM_TOKENS)]
+    kept = _fed(model, tokens)
+    woken = _asleep_and_awake(model, plan, kept, NUM_TOKENS)
+    if not _same(kept, woken):
+        return "its caches came back from a test with other contents"
+    shorter = _fed(model, tokens[: NUM_TOKENS // 2])
+    batch = [mine.merge([mine, other]) for mine, other in zip(woken, shorter, strict=True)]
+    alone = [cache.extract(0) for cache in batch]
+    parking.settle(alone)
+    if not _same(kept, alone):
+        return "its caches came out of a test batch with other contents"
+    step = mx.array([[tokens[0]]])
+    expected, got = (model(step, cache=caches)[0, -1] for caches in (kept, woken))
+    if not _close(expected, got):
+        return "it went on with other tokens after a test restore"
+    return ""
+
+
+def _fed(model: Any, tokens: list[int]) -> Caches:
+    caches: Caches = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=caches)
+    parking.settle(caches)
+    return caches
+
+
+def _asleep_and_awake(model: Any, plan: CachePlan, caches: Caches, num_tokens: int) -> Caches:
+    run = [(k.copy(), v.copy()) for k, v in parking.growing_run(caches, num_tokens)]
+    state = decode_state(memoryview(encode_state(parking.state_tree(caches))))
+    return parking.rebuild(model, plan.layout, run, state, num_tokens)
+
+
+def _same(one: Caches, other: Caches) -> bool:
+    """Equal bit for bit in all that is kept. Spare room is not."""
+    num_tokens = NUM_TOKENS
+    runs = (parking.growing_run(caches, num_tokens) for caches in (one, other))
+    pairs = zip(*runs, strict=True)
+    equal = all(np.array_equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True))
+    states = (encode_state(parking.state_tree(caches)) for caches in (one, other))
+    return equal and len(set(states)) == 1
+
+
+def _close(expected: mx.array, got: mx.array) -> bool:
+    one, other = (np.array(x.astype(mx.float32)) for x in (expected, got))
+    spread = float(np.ptp(one)) or 1.0
+    return bool(np.abs(one - other).max() <= TOLERANCE * spread)
