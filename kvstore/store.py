@@ -78,7 +78,7 @@ class ColdStore:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._layout = layout
+        self.layout = layout
         self._monotonic = monotonic
         self._closed = False
         self._counters = counters = Counters()
@@ -200,7 +200,7 @@ class ColdStore:
             restored, slow = self._restorer.load(match, wait_s)
             self._workers.later(self._used, match, restored.num_tokens, slow)
         except StoreClosed:
-            return Restored(0, self._layout.empty(0), None, None, "disabled")
+            return Restored(0, self.layout.empty(0), None, None, "disabled")
         self._counters.add("restores", int(restored.num_tokens > 0))
         self._counters.add("restored_tokens", restored.num_tokens)
         if restored.reason is not None:
@@ -296,7 +296,7 @@ class ColdStore:
     def _unsaved_bytes(self, key: bytes, tokens: Tokens) -> int:
         record = self._index.get(key)
         known = common_prefix(record.tokens, tokens) if record else 0
-        return (len(tokens) - known) * self._layout.bytes_per_token
+        return (len(tokens) - known) * self.layout.bytes_per_token
 
     def _used(self, match: Match, num_tokens: int, slow: list[tuple[bytes, Blob]]) -> None:
         """After a restore: what was read is worth keeping near."""
