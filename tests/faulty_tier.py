@@ -1,0 +1,88 @@
+"""A tier that goes wrong when the test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.base import Blob, Tier, TierStats
+
+
+class FaultyTier:
+    """Passes everything on to ``inner``.
+
+    ``fails(number, method)`` decides, call by call from 0 on, what raises ``TierUnavailable``.
+    ``hang``: while it is clear, reads wait. ``spoil`` may change any blob that is read.
+    """
+
+    def __init__(self, inner: Tier, name: str = "") -> None:
+        self.inner = inner
+        self._name = name or inner.name
+        self.fails: Callable[[int, str], bool] = lambda number, method: False
+        self.spoil: Callable[[bytes, Blob], Blob] = lambda key, blob: blob
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.calls: list[str] = []
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def persistent(self) -> bool:
+        return self.inner.persistent
+
+    def _call(self, method: str) -> None:
+        with self._lock:
+            number = len(self.calls)
+            self.calls.append(method)
+        if self.fails(number, method):
+            raise TierUnavailable(f"{method}, call {number}, was told to fail")
+
+    def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
+        self._call("get_many")
+        self.go_on.wait(20)
+        blobs = self.inner.get_many(keys)
+        return [x and self.spoil(key, x) for key, x in zip(keys, blobs, strict=True)]
+
+    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+        self._call("put_many")
+        return self.inner.put_many(items)
+
+    def replace(self, key: bytes, blob: Blob) -> bool:
+        self._call("replace")
+        return self.inner.replace(key, blob)
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        self._call("contains_many")
+        return self.inner.contains_many(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._call("touch")
+        self.inner.touch(keys)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        self.inner.pin(keys)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        self.inner.unpin(keys)
+
+    def delete_many(self, keys: Iterable[bytes]) -> int:
+        self._call("delete_many")
+        return self.inner.delete_many(keys)
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
+        self._call("scan")
+        yield from self.inner.scan(prefix)
+
+    def stats(self) -> TierStats:
+        return self.inner.stats()
+
+    def flush(self) -> None:
+        self._call("flush")
+        self.inner.flush()
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,301 @@
+"""Where sessions rest, and moving, pinning, forgetting and outliving them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.revision import MAX_LEFT_BEHIND
+from kvstore.tiers.ram_tier import RamTier
+from tests.kv_sessions import CHUNK, MIB, come_back, disk, kv_of, open_store, ram, ref, save, tokens
+
+HISTORY = tokens(200)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def tiers(tmp_path):
+    return [ram(), disk(tmp_path)]
+
+
+@pytest.fixture
+def store(tiers):
+    store = open_store(tiers)
+    yield store
+    store.close()
+
+
+def everything(tier) -> dict[bytes, bytes]:
+    return {key: bytes(blob) for key, blob in tier.scan(b"")}
+
+
+# ---- demote and promote
+
+
+def test_a_saved_session_is_in_every_tier(store, tiers):
+    save(store, ref(), HISTORY)
+    assert everything(tiers[0]) == everything(tiers[1])
+    assert store.tier_of(ref()) == "ram"
+
+
+def test_demoted_it_rests_below_and_comes_back_promoted(store, tiers):
+    save(store, ref(), HISTORY)
+    assert store.demote(ref(), "disk") == "disk"
+    assert everything(tiers[0]) == {}
+    assert store.tier_of(ref()) == "disk"
+    match, restored = come_back(store, ref(), HISTORY)
+    assert (match.tier, restored.tier, restored.num_tokens) == ("disk", "disk", 200)
+    assert store.flush(10)
+    assert store.tier_of(ref()) == "ram"
+    assert come_back(store, ref(), HISTORY)[1].tier == "ram"
+    assert store.stats().counters["promoted_blobs"] == 13
+
+
+def test_a_demotion_waits_for_the_save_before_it(store, tiers):
+    assert store.save(ref(), HISTORY, kv_of(HISTORY))
+    assert store.demote(ref(), "disk") == "disk"
+    assert everything(tiers[0]) == {}
+
+
+def test_chunks_of_another_session_stay_near(store, tiers):
+    save(store, ref("a"), HISTORY[:100])
+    save(store, ref("b"), HISTORY[:70])
+    assert store.demote(ref("a"), "disk") == "disk"
+    assert store.tier_of(ref("b")) == "ram"
+
+
+@pytest.mark.parametrize("tier", ["ram", "redis"])
+def test_upwards_or_to_a_tier_that_is_off_nothing_moves(store, tier):
+    save(store, ref(), HISTORY)
+    assert store.demote(ref(), tier) == "ram"
+
+
+def test_nobody_knows_the_session(store):
+    assert store.demote(ref("new"), "disk") is None
+
+
+def test_a_session_that_the_lower_tier_cannot_take_stays(tmp_path):
+    store = open_store([ram(), RenamedRam(4000)])
+    save(store, ref(), HISTORY)
+    assert store.demote(ref(), "disk") == "ram"
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+class RenamedRam(RamTier):
+    name = "disk"
+
+
+def test_half_of_it_near_and_half_far(store, tiers):
+    save(store, ref(), HISTORY)
+    keys = store._keys.listed(store.record(ref()))
+    tiers[0].delete_many(keys[5:])
+    assert store.tier_of(ref()) == "disk"
+    tiers[1].delete_many(keys[:3])
+    assert store.tier_of(ref()) == "disk"
+    match, restored = come_back(store, ref(), HISTORY)
+    assert (match.tier, restored.num_tokens) == ("disk", 200)
+
+
+# ---- pin
+
+
+def test_pinned_sessions_survive_what_evicts_the_others():
+    store = open_store([ram(200_000)])
+    save(store, ref(), HISTORY)
+    store.pin(ref(), True)
+    for i in range(10):
+        save(store, ref(f"other {i}"), tokens(200, 50 + i))
+    assert store.stats().tiers[0].evictions > 0
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    record = store.record(ref())
+    assert record is not None and record.pinned
+    store.pin(ref(), False)
+    for i in range(10):
+        save(store, ref(f"other {i}"), tokens(200, 80 + i))
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 0
+    store.close()
+
+
+def test_what_a_pinned_session_grows_by_is_pinned_and_its_old_tail_is_not(store, tiers):
+    save(store, ref(), HISTORY[:100])
+    store.pin(ref(), True)
+    save(store, ref(), HISTORY)
+    keys = [store._keys.record_key(store.record(ref())), *store._keys.listed(store.record(ref()))]
+    assert sorted(store._pins._pinned[keys[0]]) == sorted(keys)
+    assert tiers[0]._index._pins == dict.fromkeys(keys, 1)
+    store.pin(ref(), False)
+    assert tiers[0]._index._pins == {}
+
+
+def test_a_pin_outlives_a_restart(tmp_path):
+    store = open_store([disk(tmp_path)])
+    save(store, ref(), HISTORY)
+    store.pin(ref(), True)
+    store.close()
+    again = disk(tmp_path)
+    store = open_store([again])
+    record = store.record(ref())
+    assert record is not None and record.pinned
+    assert len(again._index._pins) == 14
+    store.close()
+
+
+def test_a_pinned_session_is_not_demoted(store):
+    save(store, ref(), HISTORY)
+    store.pin(ref(), True)
+    assert store.demote(ref(), "disk") == "ram"
+
+
+def test_a_pin_waits_for_the_first_save(store):
+    store.save(ref(), HISTORY, kv_of(HISTORY))
+    store.pin(ref(), True)
+    record = store.record(ref())
+    assert record is not None and record.pinned
+    store.pin(ref("new"), True)
+    assert store.record(ref("new")) is None
+
+
+# ---- forget
+
+
+def test_forgotten_means_no_tier_holds_anything(store, tiers):
+    save(store, ref(), HISTORY)
+    save(store, ref(), [*HISTORY[:40], *tokens(90, 2)])  # leaves a branch behind
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+    assert (store.records(), store.record(ref())) == ([], None)
+    assert come_back(store, ref(), HISTORY)[0].reason == "never-stored"
+    assert not store.forget(ref())
+
+
+def test_what_others_use_stays(store, tiers):
+    save(store, ref("a"), [*HISTORY[:100], 1])
+    save(store, ref("b"), [*HISTORY[:70], 2])
+    only_b = set(everything(tiers[0]))
+    assert store.forget(ref("a"))
+    assert come_back(store, ref("b"), [*HISTORY[:70], 2])[1].num_tokens == 71
+    assert come_back(store, None, HISTORY)[1].num_tokens == 64
+    assert set(everything(tiers[0])) < only_b
+    assert store.forget(ref("b"))
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+def test_a_branch_left_behind_stays_while_another_session_is_on_it(store, tiers):
+    save(store, ref("a"), HISTORY[:100])
+    save(store, ref("b"), HISTORY[:90])
+    save(store, ref("a"), tokens(50, 7))
+    assert store.forget(ref("a"))
+    assert come_back(store, ref("b"), HISTORY)[1].num_tokens == 90
+
+
+def test_forgetting_takes_a_save_that_waits_along(store, tiers):
+    for _ in range(20):
+        store.save(ref(), HISTORY, kv_of(HISTORY))
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+def test_forgetting_needs_no_salt_that_still_fits(store, tiers):
+    save(store, ref(), HISTORY)
+    assert store.forget(ref(salt=b"rotated"))
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+def test_a_pin_does_not_protect_from_forgetting(store, tiers):
+    save(store, ref(), HISTORY)
+    store.pin(ref(), True)
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+    assert tiers[0]._index._pins == {}
+
+
+def test_abandoned_chunks_are_remembered_up_to_a_bound(store, tiers):
+    long = tokens((MAX_LEFT_BEHIND + 10) * CHUNK)
+    save(store, ref(), long)
+    save(store, ref(), [*long[:CHUNK], 1, 2, 3])
+    record = store.record(ref())
+    assert record is not None and len(record.left_behind) == MAX_LEFT_BEHIND * 32
+    assert len(everything(tiers[1])) == 1 + MAX_LEFT_BEHIND + 2  # shared; tail and record
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+# ---- time
+
+
+def test_sessions_nobody_came_back_to_expire(tmp_path):
+    clock = Clock()
+    tiers = [ram(), disk(tmp_path)]
+    store = open_store(tiers, clock=clock, ttl_s=100.0)
+    save(store, ref("old"), HISTORY)
+    save(store, ref("pinned"), tokens(30, 4))
+    store.pin(ref("pinned"), True)
+    clock.now += 90
+    save(store, ref("new"), tokens(30, 3))
+    clock.now += 20
+    assert store.match(ref("old"), ref().salt, HISTORY, 200).reason == "ttl"
+    assert {x.id for x in store.records()} == {"new", "pinned"}
+    store._upkeep.expire()
+    assert store.match(ref("old"), ref().salt, HISTORY, 200).reason == "ttl"
+    assert len(everything(tiers[1])) == (1 + 1 + 1) * 2
+    store.close()
+
+
+def test_coming_back_starts_the_time_again():
+    clock = Clock()
+    store = open_store([ram()], clock=clock, ttl_s=100.0)
+    save(store, ref(), HISTORY)
+    clock.now += 90
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    assert store.flush(10)
+    clock.now += 90
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+def test_a_clock_that_jumps_back_expires_nothing():
+    clock = Clock()
+    store = open_store([ram()], clock=clock, ttl_s=100.0)
+    save(store, ref(), HISTORY)
+    clock.now -= 86400
+    store._upkeep.expire()
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+# ---- the list
+
+
+def test_the_list_of_sessions_is_bounded_and_loses_the_oldest():
+    store = open_store([ram()], index_bytes=2 * (512 + 4 * 50))
+    for name in "abc":
+        save(store, ref(name), tokens(50, ord(name)))
+    assert {x.id for x in store._index.all()} == {"b", "c"}
+    assert come_back(store, ref("a"), tokens(50, ord("a")))[1].num_tokens == 50
+    store.close()
+
+
+def test_sessions_whose_record_was_evicted_are_not_listed():
+    store = open_store([ram(100_000)])
+    for i in range(20):
+        save(store, ref(str(i)), tokens(100, i))
+    listed = {x.id for x in store.records()}
+    assert "19" in listed and len(listed) < 20
+    store.close()
+
+
+def test_ram_off_and_disk_off(tmp_path):
+    for tiers in ([disk(tmp_path)], [ram(MIB)]):
+        store = open_store(tiers)
+        save(store, ref(), HISTORY)
+        assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+        assert store.tier_of(ref()) == tiers[0].name
+        assert store.forget(ref())
+        store.close()
