@@ -225,10 +225,10 @@ class ColdStore:
             held = [a or b for a, b in zip(held, there, strict=True)]
         return [record for record, yes in zip(usable, held, strict=True) if yes]
 
-    def tier_of(self, session: SessionRef) -> TierName | None:
+    def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
         """The fastest tier holding all of it, else the slowest one needed; None if nothing is."""
-        record = self.record(session)
-        return None if record is None else self._upkeep.tier_of(record)
+        record = session if isinstance(session, SessionRecord) else self.record(session)
+        return None if record is None or self._closed else self._upkeep.tier_of(record)
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
         """Bring the session to ``tier`` and drop faster copies. Blocks; says where it rests now.

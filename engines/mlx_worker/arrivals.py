@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.mlx_worker.cold import Cold, Found, Question
+from engines.mlx_worker.cold import Cold, Found, Question, Woken
 from engines.mlx_worker.generation import Admitted, CacheOutcome
 from engines.mlx_worker.hot import Candidate, take_apart
 from engines.mlx_worker.keeping import Keeper, Tell, resolved
@@ -24,7 +25,8 @@ from engines.mlx_worker.room import Room
 from engines.mlx_worker.stream import Outbox
 from engines.mlx_worker.turn import Prompt, SessionKey, Turn
 from engines.mlx_worker.waiting import FairLine, Places
-from kvstore.records import MissReason, SessionRecord, SessionRef
+from kvstore.records import MissReason, SessionRef
+from kvstore.store import Restored
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +84,6 @@ class Arrivals:
         """All that do not decode yet, wherever they are."""
         joining = [x for prompts in self._waking.values() for x in prompts]
         return [*self._line.items(), *joining, *self._admitted]
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._line) + sum(len(x) for x in self._waking.values())
 
     def arrive(self, prompt: Prompt) -> None:
         key = prompt.turn.key
@@ -210,47 +208,36 @@ class Arrivals:
 
     # ---- prefetch
 
-    def wake(self, session: SessionRef, done: Callable[[bool], None]) -> bool:
-        """Make a session hot; ``done`` is called on this thread. False: nothing to do."""
+    def wake(self, session: SessionRef, done: Callable[[], None]) -> bool:
+        """Make a session hot; then ``done`` is called on this thread. False: nothing to do."""
         key = (session.tenant, session.id)
-        if self._cold is None or key in self._waking or self._keeper.hot.get(key) is not None:
+        hot = self._keeper.hot
+        if self._cold is None or key in self._waking or hot.get(key) or hot.is_busy(key):
             return False
         self._waking[key] = []
-
-        def then(found: Found, record: SessionRecord | None) -> None:
-            self._post(lambda: self._woken(session, found, record, done))
-
-        self._cold.wake(session, then)
+        self._cold.wake(
+            session, lambda woken: self._post(lambda: self._woken(session, woken, done))
+        )
         return True
 
-    def _woken(
-        self,
-        session: SessionRef,
-        found: Found,
-        record: SessionRecord | None,
-        done: Callable[[bool], None],
-    ) -> None:
-        done(self._settle_woken(session, found, record))
+    def _woken(self, session: SessionRef, woken: Woken, done: Callable[[], None]) -> None:
+        if woken is not None:
+            self._settle_woken(session, *woken)
         for prompt in self._waking.pop((session.tenant, session.id), []):
             self.arrive(prompt)
+        done()
 
-    def _settle_woken(
-        self, session: SessionRef, found: Found, record: SessionRecord | None
-    ) -> bool:
-        if self._cold is None or record is None or found.restored is None:
-            return False
-        missing = self._room.missing() + self._room.row_bytes(found.num_tokens)
-        if missing > 0 and not self._keeper.make_room(missing, None):
-            return False
+    def _settle_woken(self, session: SessionRef, restored: Restored, tokens: np.ndarray) -> None:
+        missing = self._room.missing() + self._room.row_bytes(len(tokens))
+        if self._cold is None or (missing > 0 and not self._keeper.make_room(missing, None)):
+            return
         try:
-            caches = self._cold.rebuild(found.restored)
+            caches = self._cold.rebuild(restored)
         except Exception:  # as in _use_cold
             logger.exception("a restored session could not be used")
-            return False
-        tokens = record.tokens[: found.num_tokens].copy()
+            return
         self._keeper.keep(session, tokens, caches, saved=resolved(True))
         self._tell("restored", session)
-        return True
 
 
 _COLD: dict[str, Any] = {"ram": "cold-ram", "disk": "cold-disk", "redis": "cold-redis"}

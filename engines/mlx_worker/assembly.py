@@ -38,6 +38,7 @@ class Parts:
     serving: Serving
     keeper: Keeper
     batches: Batches
+    admitted: dict[Prompt, None]  # prompts on their way into a batch
     cold: Cold | None
 
 
@@ -74,4 +75,4 @@ def assemble(
         outbox=around.outbox,
         tell=around.tell,
     )
-    return Parts(arrivals, serving, keeper, batches, cold)
+    return Parts(arrivals, serving, keeper, batches, admitted, cold)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -56,6 +56,10 @@ class Found:
         return self.restored.tier if self.restored else None
 
 
+# What a prefetch brings: the KV and the tokens it is of, int32.
+Woken: TypeAlias = tuple[Restored, np.ndarray] | None
+
+
 class Cold:
     """``save`` and ``rebuild`` are the owner thread's; ``ask`` and ``wake`` return at once and
     answer on a thread of the pool."""
@@ -67,18 +71,11 @@ class Cold:
         self._pool = ThreadPoolExecutor(NUM_RESTORES, "mlx-restore")
 
     def ask(self, question: Question, then: Callable[[Found], None]) -> None:
-        self._pool.submit(self._answer, lambda: self._look(question), then)
+        self._pool.submit(self._answer, question, then)
 
-    def wake(
-        self, session: SessionRef, then: Callable[[Found, SessionRecord | None], None]
-    ) -> None:
+    def wake(self, session: SessionRef, then: Callable[[Woken], None]) -> None:
         """Everything that is kept of a session, without a prompt."""
-        record = self.store.record(session)
-        self._pool.submit(
-            self._answer,
-            lambda: self._load(self.store.prepare(session), 1),
-            lambda found: then(found, record),
-        )
+        self._pool.submit(self._wake, session, then)
 
     def save(
         self, hot: HotSession, snapshots: Sequence[Snapshot], then: Callable[[bool], None]
@@ -109,13 +106,24 @@ class Cold:
 
     # ---- threads of the pool
 
-    def _answer(self, work: Callable[[], Found], then: Callable[[Found], None]) -> None:
+    def _answer(self, question: Question, then: Callable[[Found], None]) -> None:
         try:
-            found = work()
+            found = self._look(question)
         except Exception:  # the edge of this thread: a store that fails is a store without KV
             logger.exception("the cold store could not be read")
             found = Found(None, "unavailable")
         then(found)
+
+    def _wake(self, session: SessionRef, then: Callable[[Woken], None]) -> None:
+        woken = None
+        try:
+            record = self.store.record(session)
+            found = self._load(self.store.prepare(session), at_least=1)
+            if record is not None and found.restored is not None:
+                woken = (found.restored, record.tokens[: found.num_tokens].copy())
+        except Exception:  # as in _answer
+            logger.exception("the cold store could not be read")
+        then(woken)
 
     def _look(self, question: Question) -> Found:
         match = self.store.match(

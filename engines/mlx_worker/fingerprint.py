@@ -44,8 +44,7 @@ def _surroundings(loaded: LoadedModel, plan: CachePlan) -> Iterator[bytes]:
     yield from (f"{name} {version(name)}".encode() for name in ("mlx", "mlx-lm"))
     yield json.dumps(plan.class_names).encode()
     yield repr(plan.layout).encode()
-    dtypes = {str(x.dtype) for _, x in tree_flatten(loaded.model.parameters())}
-    yield json.dumps(sorted(dtypes)).encode()
+    yield json.dumps(sorted({str(x.dtype) for _, x in _arrays(loaded.model)})).encode()
 
 
 def _contents(loaded: LoadedModel) -> Iterator[bytes]:
@@ -77,6 +76,11 @@ def sample_weights(file: Path) -> Iterator[bytes]:
 
 def _parameters(model: Any) -> Iterator[bytes]:
     """Of a model built in code: its weights themselves."""
-    for name, array in tree_flatten(model.parameters()):
+    for name, array in _arrays(model):
         yield name.encode()
         yield np.array(array.astype(mx.float32)).tobytes()
+
+
+def _arrays(model: Any) -> list[tuple[str, mx.array]]:
+    arrays: Any = tree_flatten(model.parameters())
+    return list(arrays)

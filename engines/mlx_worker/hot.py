@@ -3,10 +3,15 @@
 A session is here between its turns. A turn takes the session out and brings it back at its end.
 Whoever needs room drops some: least recently used first, pinned ones last, and those that are being
 saved only when nothing else is left, since their memory is pinned until the save is through.
+
+The owner thread alone changes what is here. Reports are written on other threads, so the table has
+a lock.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -56,32 +61,71 @@ class Candidate:
 
 
 class HotSessions:
+    """Thread-safe, for looking at."""
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._sessions: dict[SessionKey, HotSession] = {}  # least recently used first
-        self.pinned: set[SessionKey] = set()
-
-    def __len__(self) -> int:
-        return len(self._sessions)
+        self._lock = threading.Lock()
+        self._sessions: dict[SessionKey, HotSession] = {}
+        self._pinned: set[SessionKey] = set()
+        self._turns: Counter[SessionKey] = Counter()
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._sessions.values())
+        return sum(x.nbytes for x in self.all())
 
     def all(self) -> list[HotSession]:
-        return list(self._sessions.values())
+        with self._lock:
+            return list(self._sessions.values())
 
     def get(self, key: SessionKey) -> HotSession | None:
-        return self._sessions.get(key)
+        with self._lock:
+            return self._sessions.get(key)
+
+    def idle_s(self, hot: HotSession) -> float:
+        return max(0.0, self._clock() - hot.last_used_s)
 
     def put(self, hot: HotSession) -> None:
         """As the most recently used; takes the place of what was there of this session."""
         hot.last_used_s = self._clock()
-        self._sessions.pop(hot.key, None)
-        self._sessions[hot.key] = hot
+        with self._lock:
+            self._sessions[hot.key] = hot
 
     def take(self, key: SessionKey) -> HotSession | None:
-        return self._sessions.pop(key, None)
+        with self._lock:
+            return self._sessions.pop(key, None)
+
+    # ---- sessions that are being served
+
+    def begin_turn(self, key: SessionKey) -> None:
+        with self._lock:
+            self._turns[key] += 1
+
+    def end_turn(self, key: SessionKey) -> None:
+        with self._lock:
+            self._turns[key] -= 1
+            if not self._turns[key]:
+                del self._turns[key]
+
+    def is_busy(self, key: SessionKey) -> bool:
+        with self._lock:
+            return key in self._turns
+
+    def busy(self) -> list[SessionKey]:
+        with self._lock:
+            return list(self._turns)
+
+    # ---- pins
+
+    def pin(self, key: SessionKey, pinned: bool) -> None:
+        with self._lock:
+            (self._pinned.add if pinned else self._pinned.discard)(key)
+
+    def is_pinned(self, key: SessionKey) -> bool:
+        with self._lock:
+            return key in self._pinned
+
+    # ---- choosing
 
     def best(self, session: SessionRef, prompt: np.ndarray, limit: int) -> Candidate | None:
         """The hot session of the same tenant with the longest usable beginning in common.
@@ -89,10 +133,10 @@ class HotSessions:
         ``limit``: at most so many tokens, since one at least must be fed. The session's own KV is
         preferred: it need not be copied.
         """
-        own = self._sessions.get((session.tenant, session.id))
+        own = self.get((session.tenant, session.id))
         others = [
             x
-            for x in self._sessions.values()
+            for x in self.all()
             if x is not own and (x.session.tenant, x.session.salt) == (session.tenant, session.salt)
         ]
         found = [Candidate(x, usable(x, prompt, limit), False) for x in others]
@@ -105,8 +149,8 @@ class HotSessions:
     def victims(self) -> list[HotSession]:
         """In the order in which they may be dropped."""
         return sorted(
-            self._sessions.values(),
-            key=lambda x: (x.key in self.pinned, not x.saved.done(), x.last_used_s),
+            self.all(),
+            key=lambda x: (self.is_pinned(x.key), not x.saved.done(), x.last_used_s),
         )
 
 

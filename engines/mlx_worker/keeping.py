@@ -96,6 +96,12 @@ class Keeper:
         mx.clear_cache()
         self._tell("dropped" if hot.is_saved else "lost", hot.session)
 
+    def forget(self, key: SessionKey) -> None:
+        if (hot := self.hot.take(key)) is not None:
+            hot.caches.clear()
+            mx.clear_cache()
+        self.hot.pin(key, False)
+
     def make_room(self, nbytes: int, spare: SessionKey | None) -> bool:
         """Drop idle sessions worth ``nbytes``, or nothing. False: not now; ``nudge`` says when to
         try again."""
@@ -104,7 +110,7 @@ class Keeper:
         for hot in self.hot.victims():
             if sum(x.nbytes for x in chosen) >= nbytes:
                 break
-            if hot.key == spare or (waiting and hot.key in self.hot.pinned):
+            if hot.key == spare or (waiting and self.hot.is_pinned(hot.key)):
                 continue
             if self._may_go(hot):
                 chosen.append(hot)

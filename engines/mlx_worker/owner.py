@@ -101,6 +101,15 @@ class Owner:
     def store(self) -> ColdStore | None:
         return self.parts.cold.store if self.parts.cold else None
 
+    @property
+    def num_waiting(self) -> int:
+        """Turns in line."""
+        return self._places.num_taken
+
+    @property
+    def hot_capacity_bytes(self) -> int:
+        return self._config.hot_bytes
+
     def submit(self, generation: Generation) -> EventStream:
         if self._closing:
             raise Overloaded("the engine is shutting down")

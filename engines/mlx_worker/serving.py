@@ -53,7 +53,6 @@ class Serving:
         self._outbox = outbox
         self._tell = tell
         self._entries = itertools.count()
-        self.busy: Counter[SessionKey] = Counter()  # turns of each session
         self.counters: Counter[str] = Counter()
 
     @property
@@ -64,7 +63,7 @@ class Serving:
     def arrive(self, turn: Turn, prompts: list[Prompt]) -> None:
         self.counters["turns"] += 1
         if key := turn.key:
-            self.busy[key] += 1
+            self._keeper.hot.begin_turn(key)
         for prompt in prompts:
             self._arrivals.arrive(prompt)
 
@@ -178,10 +177,19 @@ class Serving:
             self._withdraw(prompt, rows)
 
     def stop_all(self) -> None:
+        for turn in self._turns():
+            self.stop(turn, None)
+
+    def forget(self, key: SessionKey) -> None:
+        """Keep nothing of what this session has here, or is computing right now."""
+        for turn in self._turns():
+            turn.forgotten = turn.forgotten or turn.key == key
+        self._keeper.forget(key)
+
+    def _turns(self) -> list[Turn]:
         rows = [row for bucket in self._batches.buckets for row in bucket.rows.values()]
         rows += [row for prompt in self._arrivals.prompts for row in prompt.rows]
-        for turn in dict.fromkeys(row.turn for row in rows):
-            self.stop(turn, None)
+        return list(dict.fromkeys(row.turn for row in rows))
 
     def fail(self, turn: Turn, error: Exception) -> None:
         """End the whole turn and keep nothing of it."""
@@ -196,9 +204,10 @@ class Serving:
 
     def fail_all(self, error: Exception) -> None:
         """After a defect of this very module: nothing that runs can be trusted."""
-        lost = [row for bucket in self._batches.buckets for row in bucket.reset()]
-        lost += [row for prompt in self._arrivals.prompts for row in prompt.rows]
-        for turn in dict.fromkeys(row.turn for row in lost):
+        lost = self._turns()
+        for bucket in self._batches.buckets:
+            bucket.reset()
+        for turn in lost:
             self.fail(turn, error)
 
     def _withdraw(self, prompt: Prompt, rows: list[LiveRow]) -> None:
@@ -245,9 +254,7 @@ class Serving:
     def _over(self, turn: Turn) -> None:
         turn.snapshots = []
         if (key := turn.key) and (session := turn.generation.session):
-            self.busy[key] -= 1
-            if not self.busy[key]:
-                del self.busy[key]
+            self._keeper.hot.end_turn(key)
             if not turn.forgotten:
                 self._tell("turn", session)
 

@@ -93,6 +93,11 @@ class Places:
             self._taken[tenant] += 1
 
     @property
+    def num_taken(self) -> int:
+        with self._lock:
+            return self._taken.total()
+
+    @property
     def share(self) -> int:
         return max(1, self._limit * 3 // 4)
 

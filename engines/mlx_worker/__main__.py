@@ -1,0 +1,170 @@
+"""``python -m engines.mlx_worker``: settings on standard input, two sockets, until input ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import uvicorn
+
+from engines.config import WorkerConfig
+from engines.mlx_worker.control import ControlServer, Notifier
+from engines.mlx_worker.http import create_app
+from engines.mlx_worker.layout import CannotServe
+from engines.mlx_worker.loading import describe_device, load_model
+from engines.mlx_worker.opening import store_opener
+from engines.mlx_worker.owner import Owner
+from engines.mlx_worker.reports import Reports
+from engines.mlx_worker.verbs import Verbs
+from engines.wire import Welcome
+
+logger = logging.getLogger("engines.mlx_worker")
+
+# What is left of the gateway's patience after its input ended: save, sync, leave.
+FLUSH_S: Final = 20.0
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        asyncio.run(serve(config))
+    except (CannotServe, OSError, ValueError) as error:
+        # What the operator can change; anything else is a defect and shows its traceback.
+        logger.error("%s cannot be served: %s", config.served_model_name, error)
+        raise SystemExit(1) from error
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Until standard input ends or SIGTERM comes; then everything that is hot is saved."""
+    stop = _stop_event()
+    folder = _runtime_folder(config)
+    owner = Owner(
+        lambda: load_model(config.model_path, config.engine.dtype),
+        config.engine,
+        config.served_model_name,
+        store_opener(config.store, config.served_model_name),
+    )
+    logger.info("loading %s: %s", config.model_path, describe_device(config.engine))
+    await owner.start()
+    try:
+        await _serve_until(stop, owner, config, folder)
+    finally:
+        await owner.close()
+        if store := owner.store:
+            if not await asyncio.to_thread(store.flush, FLUSH_S):
+                logger.warning("not everything could be saved in %.0f s", FLUSH_S)
+            await asyncio.to_thread(store.close)
+
+
+async def _serve_until(
+    stop: asyncio.Event, owner: Owner, config: WorkerConfig, folder: Path
+) -> None:
+    reports = Reports(owner)
+    verbs = Verbs(owner, reports)
+    control = ControlServer(config.token, _welcome(owner, config), verbs)
+    notifier = Notifier(reports, control.publish, verbs.pin_saved)
+    owner.listen(notifier.hear)
+    http = _HttpServer(_http_config(owner, config))
+    listener = _listener(folder / "http.sock")
+    serving = asyncio.create_task(http.serve([listener]), name="http")
+    notifying = asyncio.create_task(notifier.run(), name="notices")
+    # Last: once the gateway gets a welcome, everything else is there.
+    control_socket = await control.serve(str(folder / "control.sock"))
+    _say_ready(owner)
+    await stop.wait()
+    control_socket.close()
+    control.close()
+    http.should_exit = True
+    await owner.close()  # ends the answers that are being streamed, so that http can leave
+    await serving
+    notifying.cancel()
+    with suppress(asyncio.CancelledError):
+        await notifying
+
+
+class _HttpServer(uvicorn.Server):
+    """Without uvicorn's own signal handlers: see ``_stop_event``."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+def _http_config(owner: Owner, config: WorkerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(owner, owner.tokenizer, config),
+        log_config=None,
+        access_log=False,
+        # Above the gateway's own idle limit: it must be the one that closes a connection.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+    )
+
+
+def _listener(path: Path) -> socket.socket:
+    """Ours, because uvicorn would open its socket to everybody."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _runtime_folder(config: WorkerConfig) -> Path:
+    os.umask(0o077)
+    folder = Path(config.runtime_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in ("http.sock", "control.sock"):
+        (folder / name).unlink(missing_ok=True)  # of a process that was killed
+    return folder
+
+
+def _stop_event() -> asyncio.Event:
+    """Set when standard input ends (the gateway is gone, or wants us to) or SIGTERM comes."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def readable() -> None:
+        if not os.read(sys.stdin.fileno(), 1 << 16):
+            loop.remove_reader(sys.stdin.fileno())
+            stop.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_reader(sys.stdin.fileno(), readable)
+    return stop
+
+
+def _welcome(owner: Owner, config: WorkerConfig) -> Welcome:
+    facts = owner.facts
+    return Welcome(
+        engine="mlx",
+        engine_version=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
+        model=config.served_model_name,
+        max_context=facts.max_context,
+        codec=config.store.codec,
+        hibernation=facts.hibernation,
+        hibernation_reason=facts.hibernation_reason,
+    )
+
+
+def _say_ready(owner: Owner) -> None:
+    facts = owner.facts
+    logger.info("serving %s, context %d tokens", facts.name, facts.max_context)
+    if not facts.hibernation:
+        logger.warning("sessions of this model do not hibernate: %s", facts.hibernation_reason)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What the engine says of its sessions and of itself. Safe on any thread; may wait for a tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from engines.mlx_worker.hot import HotSession
+from engines.mlx_worker.owner import Owner
+from engines.mlx_worker.turn import SessionKey
+from engines.wire import EngineReport, SessionReport, TierReport
+from kvstore.records import SessionRecord, SessionRef, TierName
+from kvstore.stats import StoreStats
+from kvstore.tiers.base import TierStats
+
+
+class Reports:
+    def __init__(self, owner: Owner, wall_clock: Callable[[], float] = time.time) -> None:
+        self._owner = owner
+        self._hot = owner.parts.keeper.hot
+        self._store = owner.store
+        self._wall_clock = wall_clock
+
+    def session(self, session: SessionRef) -> SessionReport | None:
+        """None if neither the engine nor the store knows it."""
+        record = self._store.record(session) if self._store else None
+        return self._report((session.tenant, session.id), record)
+
+    def sessions(self) -> list[SessionReport]:
+        records = {(x.tenant, x.id): x for x in (self._store.records() if self._store else [])}
+        keys = dict.fromkeys([*records, *(x.key for x in self._hot.all()), *self._hot.busy()])
+        reports = (self._report(key, records.get(key)) for key in keys)
+        return [x for x in reports if x is not None]
+
+    def absent(self, session: SessionRef) -> SessionReport:
+        """Of a session that is known to nobody any more."""
+        return SessionReport(
+            tenant=session.tenant,
+            id=session.id,
+            hot=False,
+            tier=None,
+            tokens=0,
+            hot_bytes=0,
+            cold_bytes=0,
+            idle_s=0.0,
+            pinned=False,
+            busy=False,
+        )
+
+    def _report(self, key: SessionKey, record: SessionRecord | None) -> SessionReport | None:
+        hot, busy = self._hot.get(key), self._hot.is_busy(key)
+        if hot is None and record is None and not busy:
+            return None
+        return SessionReport(
+            tenant=key[0],
+            id=key[1],
+            hot=hot is not None or busy,
+            tier=self._tier(record),
+            tokens=len(hot.tokens) if hot else record.num_tokens if record else 0,
+            hot_bytes=hot.nbytes if hot else 0,
+            cold_bytes=record.packed_bytes if record else 0,
+            idle_s=0.0 if busy else self._idle_s(hot, record),
+            pinned=self._hot.is_pinned(key) or (record is not None and record.pinned),
+            busy=busy,
+        )
+
+    def _tier(self, record: SessionRecord | None) -> TierName | None:
+        return self._store.tier_of(record) if self._store and record else None
+
+    def _idle_s(self, hot: HotSession | None, record: SessionRecord | None) -> float:
+        if hot is not None:
+            return self._hot.idle_s(hot)
+        return max(0.0, self._wall_clock() - record.last_used_s) if record else 0.0
+
+    # ---- the engine
+
+    def engine(self) -> EngineReport:
+        parts, store = self._owner.parts, self._store.stats() if self._store else None
+        active = mx.get_active_memory()
+        return EngineReport(
+            hot_bytes=max(0, active - self._owner.weight_bytes),
+            idle_hot_bytes=self._hot.nbytes,
+            hot_capacity_bytes=self._owner.hot_capacity_bytes,
+            active_bytes=active,
+            num_running=len(parts.batches) + len(parts.admitted),
+            num_waiting=self._owner.num_waiting,
+            save_queue_bytes=store.save_queue_bytes if store else 0,
+            tiers=[_tier_report(x) for x in store.tiers] if store else [],
+            counters=self._counters(store),
+        )
+
+    def _counters(self, store: StoreStats | None) -> dict[str, int]:
+        """Misses are counted once per turn, as its client was told; the store counts look-ups."""
+        parts = self._owner.parts
+        stored = store.counters if store else {}
+        return {
+            **{name: count for name, count in stored.items() if not name.startswith("misses.")},
+            **dict(parts.arrivals.counters),
+            **dict(parts.serving.counters),
+        }
+
+
+def _tier_report(stats: TierStats) -> TierReport:
+    name: TierName = stats.name  # type: ignore[assignment]  # of our own three
+    return TierReport(
+        name,
+        stats.nbytes,
+        stats.capacity_bytes,
+        stats.num_blobs,
+        stats.evictions,
+        stats.errors,
+        stats.available,
+    )

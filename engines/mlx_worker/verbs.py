@@ -1,0 +1,103 @@
+"""The control verbs, carried out: where the owner thread's hot sessions meet the cold store.
+
+Runs on the event loop. What touches hot KV is a short command to the owner thread; what may wait
+for a disk or a network runs on a thread of its own. Nothing here holds up a running row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from engines.mlx_worker.hot import HotSession
+from engines.mlx_worker.owner import Owner
+from engines.mlx_worker.reports import Reports
+from engines.wire import Done, EngineReport, SessionReport
+from kvstore.records import SessionRef, TierName
+
+# How long a demote waits for a save that is on its way.
+SAVE_WAIT_S: Final = 30.0
+# How long a prefetch may take before the caller gets an answer without it.
+WAKE_WAIT_S: Final = 60.0
+
+
+class Verbs:
+    def __init__(self, owner: Owner, reports: Reports) -> None:
+        self._owner = owner
+        self._reports = reports
+        self._hot = owner.parts.keeper.hot
+
+    async def report(self, session: SessionRef) -> SessionReport | None:
+        return await asyncio.to_thread(self._reports.session, session)
+
+    async def sessions(self) -> list[SessionReport]:
+        return await asyncio.to_thread(self._reports.sessions)
+
+    async def stats(self) -> EngineReport:
+        return await asyncio.to_thread(self._reports.engine)
+
+    async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
+        """Drop the hot copy, once there is a cold one; ``tier`` also moves the cold copy down."""
+        store = self._owner.store
+        kept = await self._cool(session) if store else "disabled"
+        if not kept and store and tier:
+            await asyncio.to_thread(store.demote, session, tier)
+        return Done(await self.report(session), kept)
+
+    async def _cool(self, session: SessionRef) -> str:
+        """ "" once nothing of it is hot, else why it still is."""
+        key = (session.tenant, session.id)
+        if self._hot.is_busy(key):
+            return "busy"
+        if self._hot.is_pinned(key):
+            return "pinned"
+        hot = self._hot.get(key)
+        if hot is None:
+            return ""
+        await self._owner.call(lambda: self._owner.parts.keeper.save_again(hot))
+        # wait(), because its time limit does not cancel the save.
+        await asyncio.wait([asyncio.wrap_future(hot.saved)], timeout=SAVE_WAIT_S)
+        return await self._owner.call(lambda: self._drop(hot))
+
+    def _drop(self, hot: HotSession) -> str:
+        """On the owner thread, where nothing can come in between any more."""
+        if self._hot.is_busy(hot.key) or self._hot.get(hot.key) is not hot:
+            return "busy"
+        if not hot.is_saved:
+            return "no-cold-copy"
+        self._owner.parts.keeper.drop(hot)
+        return ""
+
+    async def prefetch(self, session: SessionRef) -> Done:
+        """Make the session hot, as far as there is room."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def done() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        if await self._owner.call(lambda: self._owner.parts.arrivals.wake(session, done)):
+            await asyncio.wait([asyncio.ensure_future(woken.wait())], timeout=WAKE_WAIT_S)
+        return Done(await self.report(session))
+
+    async def pin(self, session: SessionRef, pinned: bool) -> Done:
+        known = await self.report(session)
+        if known is None:
+            return Done(None)
+        self._hot.pin((session.tenant, session.id), pinned)
+        if store := self._owner.store:
+            await asyncio.to_thread(store.pin, session, pinned)
+        return Done(await self.report(session))
+
+    async def pin_saved(self, session: SessionRef) -> None:
+        """A session that was pinned before it had a cold copy has one now."""
+        if (store := self._owner.store) and self._hot.is_pinned((session.tenant, session.id)):
+            await asyncio.to_thread(store.pin, session, True)
+
+    async def forget(self, session: SessionRef) -> Done:
+        """Remove it from memory and from every tier. A running turn goes on and is not kept."""
+        key = (session.tenant, session.id)
+        await self._owner.call(lambda: self._owner.parts.serving.forget(key))
+        if store := self._owner.store:
+            await asyncio.to_thread(store.forget, session)
+        return Done(await self.report(session))
