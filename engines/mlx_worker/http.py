@@ -35,7 +35,7 @@ from engines.mlx_worker.faces import ChatFace, Face, Served, TextFace, chunks, c
 from engines.mlx_worker.generation import ContextTooLong, Generator, Overloaded
 from engines.mlx_worker.jobs import Job, JobWriter
 from engines.mlx_worker.reply import GenerationFailed, Reply
-from engines.mlx_worker.sse import ClientGone, SseResponse, unless_gone
+from engines.mlx_worker.sse import KEEPALIVE_S, ClientGone, SseResponse, unless_gone
 from engines.mlx_worker.vocabulary import Vocabulary
 from engines.openai import (
     Body,
@@ -69,9 +69,14 @@ _ANSWERED = (
 )
 
 
-def create_app(owner: Generator, tokenizer: TokenizerWrapper, config: WorkerConfig) -> Starlette:
+def create_app(
+    owner: Generator,
+    tokenizer: TokenizerWrapper,
+    config: WorkerConfig,
+    keepalive_s: float = KEEPALIVE_S,
+) -> Starlette:
     """``owner`` must have started. The app's lifespan ends with the owner still running."""
-    face = Worker(owner, tokenizer, config)
+    face = Worker(owner, tokenizer, config, keepalive_s)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", face.chat, methods=["POST"]),
@@ -107,8 +112,15 @@ class BearerGate:
 class Worker:
     """The endpoints, and what they share."""
 
-    def __init__(self, owner: Generator, tokenizer: TokenizerWrapper, config: WorkerConfig) -> None:
+    def __init__(
+        self,
+        owner: Generator,
+        tokenizer: TokenizerWrapper,
+        config: WorkerConfig,
+        keepalive_s: float,
+    ) -> None:
         self._owner = owner
+        self._keepalive_s = keepalive_s
         self._created = int(time.time())
         self._vocabulary = Vocabulary(tokenizer, owner.facts.vocab_size)
         self._jobs = JobWriter(self._vocabulary, owner.facts)
@@ -158,7 +170,9 @@ class Worker:
             outcome = await unless_gone(request.receive, reply.admitted())
             headers = {CACHE_HEADER: outcome.header()}
             if asked.stream:
-                return SseResponse(chunks(face, reply), headers, stack.pop_all(), _error_event)
+                return SseResponse(
+                    chunks(face, reply), headers, stack.pop_all(), _error_event, self._keepalive_s
+                )
             return _json(
                 await unless_gone(request.receive, collected(face, reply)), headers=headers
             )

@@ -77,7 +77,7 @@ class SseResponse(Response):
         headers: Mapping[str, str],
         closing: AsyncExitStack,
         on_error: Callable[[Exception], Mapping[str, Any]],
-        keepalive_s: float = KEEPALIVE_S,
+        keepalive_s: float,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]  # Response measured an empty body
