@@ -39,13 +39,17 @@ class Committer:
         record: SessionRecord,
         fresh: Mapping[bytes, bytes],
         obsolete: Sequence[bytes],
-    ) -> None:
+    ) -> bool:
+        """False if no tier has it or will try to."""
         delivery = self._delivery(record, fresh, obsolete)
-        self._pins.follow(record)
-        deliver(self._stack, 0, delivery, whole=False)
+        delivered = deliver(self._stack, 0, delivery, whole=False)
+        if not delivered.recorded and not self._slower:
+            return False
         self._index.put(delivery.record_key, record)
+        self._pins.follow(record)
         for tier in self._slower:
             tier.offer(dataclasses.replace(delivery, done=Future()))
+        return True
 
     def send(self, place: int, record: SessionRecord) -> Future[bool]:
         """Bring a session as it is to one slower tier; the result says if all of it is there."""

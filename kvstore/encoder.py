@@ -87,8 +87,10 @@ class Encoder:
     def _positions(self, turn: Turn, job: SaveJob) -> tuple[int, ...]:
         old = turn.old.snapshots if turn.old else ()
         still_true = [x for x in old if x <= turn.common]
-        held = self._stack.locate([turn.chain.snapshot_key(x) for x in still_true]).places
-        there = [x for x, place in zip(still_true, held, strict=True) if place is not None]
+        held = self._stack.locate([turn.chain.snapshot_key(x) for x in still_true])
+        # A tier that does not answer is no reason to give a state up.
+        gone = [place is None and not held.down for place in held.places]
+        there = [x for x, lost in zip(still_true, gone, strict=True) if not lost]
         new = [x.position for x in job.snapshots if 0 < x.position <= len(turn.tokens)]
         return kept_positions(there, new, self._max_snapshots)
 

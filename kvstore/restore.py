@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from kvstore.chain import SNAPSHOT, TAIL
 from kvstore.errors import TierUnavailable, Unusable
@@ -31,6 +31,9 @@ from kvstore.workers import Workers
 T = TypeVar("T")
 READ_BATCH: Final = 8  # blobs per call to a tier
 READS_AHEAD: Final = 2  # batches being read while earlier ones are decoded
+
+# What a tier said when asked for a blob.
+Answer: TypeAlias = Blob | TierUnavailable | None
 
 _log = logging.getLogger(__name__)
 
@@ -99,34 +102,38 @@ class Restorer:
         """One future per piece, in order; fewer if reading took too long."""
         decodes: list[Future[_Outcome]] = []
         first = 0
-        for batch, blobs in self._read_ahead(pieces, give_up_at):
-            for piece, blob in zip(batch, blobs, strict=True):
+        for batch, answers in self._read_ahead(pieces, give_up_at):
+            for piece, answer in zip(batch, answers, strict=True):
                 target = slice_tokens(out, first, first + piece.take)
-                decodes.append(self._workers.codec(self._decode, piece, blob, target))
+                decodes.append(self._workers.codec(self._decode, piece, answer, target))
                 first += piece.take
         return decodes
 
     def _read_ahead(
         self, pieces: Sequence[Piece], give_up_at: float
-    ) -> Iterator[tuple[Sequence[Piece], list[Blob | None]]]:
+    ) -> Iterator[tuple[Sequence[Piece], list[Answer]]]:
         waiting = deque(pieces[i : i + READ_BATCH] for i in range(0, len(pieces), READ_BATCH))
-        reads: deque[tuple[Sequence[Piece], Future[list[Blob | None]]]] = deque()
+        reads: deque[tuple[Sequence[Piece], Future[list[Answer]]]] = deque()
         while waiting or reads:
             while waiting and len(reads) < READS_AHEAD:
                 batch = waiting.popleft()
                 reads.append((batch, self._workers.read(self._read, batch)))
             batch, read = reads.popleft()
-            blobs = self._in_time(read, give_up_at)
-            if blobs is None:
+            answers = self._in_time(read, give_up_at)
+            if answers is None:
                 return
-            yield batch, blobs
+            yield batch, answers
 
-    def _read(self, pieces: Sequence[Piece]) -> list[Blob | None]:
+    def _read(self, pieces: Sequence[Piece]) -> list[Answer]:
         """On a reader thread: neighbours that rest in the same tier with one call."""
-        blobs: list[Blob | None] = []
+        answers: list[Answer] = []
         for place, group in itertools.groupby(pieces, key=lambda x: x.place):
-            blobs += self._stack.find(place, [x.key for x in group])
-        return blobs
+            keys = [x.key for x in group]
+            try:
+                answers += self._stack.get(place, keys)
+            except TierUnavailable as error:
+                answers += [error] * len(keys)
+        return answers
 
     def _in_time(self, future: Future[T], give_up_at: float) -> T | None:
         """The result, or None if it does not come in time."""
@@ -137,13 +144,15 @@ class Restorer:
 
     # ---- decoding, on a codec thread
 
-    def _decode(self, piece: Piece, blob: Blob | None, target: KVRun) -> _Outcome:
+    def _decode(self, piece: Piece, answer: Answer, target: KVRun) -> _Outcome:
         """From the planned tier, else from any other that has the blob."""
         reason: MissReason = "evicted"
         others = [i for i in range(len(self._stack)) if i != piece.place]
         for place in (piece.place, *others):
             try:
-                found = blob if place == piece.place else self._stack.get(place, [piece.key])[0]
+                found = answer if place == piece.place else self._stack.get(place, [piece.key])[0]
+                if isinstance(found, TierUnavailable):
+                    raise found
                 if found is not None:
                     state = self._unpack(piece, found, target)
                     return _Outcome(piece, place, found, state)

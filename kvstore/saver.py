@@ -88,7 +88,7 @@ class Saver:
         for on_done in job.on_done:
             _tell(on_done, record)
 
-    def _save(self, job: SaveJob) -> SessionRecord:
+    def _save(self, job: SaveJob) -> SessionRecord | None:
         root = self._keys.space.root(job.session.salt)
         chain = self._keys.space.chain(root, job.tokens)
         turn = Turn(job.session, job.tokens, root, chain, self._index.find(job.session))
@@ -97,8 +97,8 @@ class Saver:
         revision = self._reviser.revise(
             turn, encoded.snapshots, self._clock(), encoded.packed_bytes, encoded.state_bytes
         )
-        self._committer.commit(revision.record, encoded.fresh, revision.obsolete)
-        return revision.record
+        kept = self._committer.commit(revision.record, encoded.fresh, revision.obsolete)
+        return revision.record if kept else None
 
 
 def _tell(on_done: OnDone, record: SessionRecord | None) -> None:

@@ -76,6 +76,14 @@ class TierStack:
             self._count_down(i)
             return [False] * len(keys)
 
+    def may_hold(self, i: int, key: bytes) -> bool:
+        """False only if the tier says that it does not."""
+        try:
+            return self._tiers[i].contains_many([key])[0]
+        except TierUnavailable:
+            self._count_down(i)
+            return True
+
     def locate(self, keys: Sequence[bytes]) -> Located:
         """Asks slower tiers only for what faster ones do not have."""
         places: list[int | None] = [None] * len(keys)

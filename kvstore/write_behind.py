@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.stats import Counters
 from kvstore.tier_stack import TierStack
@@ -47,27 +47,29 @@ class Delivery:
         return len(self.record) + sum(map(len, self.fresh.values()))
 
 
-def deliver(stack: TierStack, place: int, delivery: Delivery, *, whole: bool) -> bool:
-    """Make one tier hold the session.
+class Delivered(NamedTuple):
+    recorded: bool  # the tier's record is now the new one
+    complete: bool  # and nothing that it needs is lacking
+
+
+def deliver(stack: TierStack, place: int, delivery: Delivery, *, whole: bool) -> Delivered:
+    """Make one tier hold the session. A tier that could not take all of it keeps an older record.
 
     Args:
         whole: also fetch what the tier lacks of older saves from the faster tiers. Without it only
             the fresh blobs are written.
-
-    Returns:
-        False if the tier lacks some of it now; an older record was then left as it was.
     """
     wanted = delivery.chain if whole else [x for x in delivery.chain if x in delivery.fresh]
     held = stack.holds(place, wanted)
     missing = [key for key, there in zip(wanted, held, strict=True) if not there]
     complete = _write(stack, place, delivery, missing)
     # Part of a session is better than none, but not than an older one that is whole.
-    if not complete and stack.holds(place, [delivery.record_key])[0]:
-        return False
+    if not complete and stack.may_hold(place, delivery.record_key):
+        return Delivered(False, False)
     if not stack.replace(place, delivery.record_key, delivery.record):
-        return False
+        return Delivered(False, False)
     stack.touch_in(place, [delivery.record_key, *delivery.chain])
-    return stack.delete(place, delivery.obsolete) and complete
+    return Delivered(True, stack.delete(place, delivery.obsolete) and complete)
 
 
 def _write(stack: TierStack, place: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
@@ -169,7 +171,7 @@ class WriteBehind:
 
     def _delivered(self, delivery: Delivery) -> bool:
         try:
-            return deliver(self._stack, self._place, delivery, whole=True)
+            return deliver(self._stack, self._place, delivery, whole=True).complete
         except Exception:  # the edge of this thread: a defect in a tier must not end it
             _log.exception("writing to %s failed", self._stack.name(self._place))
             return False

@@ -33,7 +33,7 @@ def slow(nbytes: int = 1 << 26) -> FaultyTier:
 def test_the_record_is_written_last_and_the_obsolete_go_after_it():
     tier = slow()
     tier.inner.put_many([(KEYS[0], b"blob"), (b"t" + bytes(32), b"old tail")])
-    assert deliver(stack_of(tier), 0, delivery(obsolete=[b"t" + bytes(32)]), whole=True)
+    assert deliver(stack_of(tier), 0, delivery(obsolete=[b"t" + bytes(32)]), whole=True) == (True, True)
     assert [x for x in tier.calls if x not in ("touch", "contains_many")] == [
         *["put_many"] * 3,
         "replace",
@@ -45,14 +45,14 @@ def test_the_record_is_written_last_and_the_obsolete_go_after_it():
 def test_what_is_not_fresh_is_read_from_faster_tiers():
     near, far = ram(), slow()
     near.put_many([(x, b"blob") for x in KEYS[:30]])
-    assert deliver(stack_of(near, far), 1, delivery(fresh=KEYS[30:]), whole=True)
+    assert deliver(stack_of(near, far), 1, delivery(fresh=KEYS[30:]), whole=True) == (True, True)
     assert all(far.inner.contains_many(KEYS))
 
 
 def test_what_nobody_has_any_more_leaves_part_of_the_session():
     near, far = ram(), slow()
     near.put_many([(x, b"blob") for x in KEYS[:30]])
-    assert not deliver(stack_of(near, far), 1, delivery(fresh=[]), whole=True)
+    assert not deliver(stack_of(near, far), 1, delivery(fresh=[]), whole=True).complete
     assert far.inner.contains_many([RECORD_KEY, KEYS[29], KEYS[30]]) == [True, True, False]
 
 
@@ -61,13 +61,13 @@ def test_a_tier_that_goes_away_keeps_its_older_record_and_tail(method):
     tier, old_tail = slow(), b"t" + bytes(32)
     tier.inner.put_many([(RECORD_KEY, b"old"), (old_tail, b"old tail")])
     tier.fails = lambda number, called: called == method
-    assert not deliver(stack_of(tier), 0, delivery(obsolete=[old_tail]), whole=True)
+    assert not deliver(stack_of(tier), 0, delivery(obsolete=[old_tail]), whole=True).complete
     assert tier.inner.get_many([RECORD_KEY, old_tail]) == [b"old", b"old tail"]
 
 
 def test_a_session_larger_than_its_tier_keeps_its_head():
     tier = RamTier(20 * 430)
-    assert not deliver(stack_of(tier), 0, delivery(), whole=True)
+    assert not deliver(stack_of(tier), 0, delivery(), whole=True).complete
     held = tier.contains_many(KEYS)
     assert held.index(False) >= 15
     assert tier.contains_many([RECORD_KEY]) == [True]

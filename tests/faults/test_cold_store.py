@@ -1,0 +1,346 @@
+"""Whatever happens to tiers, blobs or the process: a recompute at most, never a wrong bit.
+
+``come_back`` compares every restored bit with what the prompt itself would have computed, so each
+use of it here is the promise under test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.chain import CHUNK as CHUNK_KIND
+from kvstore.chain import RECORD, TAIL
+from kvstore.format import HEADER_BYTES
+from kvstore.store import ColdStore
+from tests.faulty_tier import FaultyTier
+from tests.kv_sessions import (
+    CHUNK,
+    come_back,
+    disk,
+    kv_of,
+    open_store,
+    ram,
+    ref,
+    save,
+    tokens,
+)
+
+HISTORY = tokens(200)
+ROOT = Path(__file__).parents[2]
+
+
+def faulty_pair() -> tuple[FaultyTier, FaultyTier]:
+    return FaultyTier(ram()), FaultyTier(ram(), "disk")
+
+
+# ---- fail the k-th call to a tier, for every k
+
+
+def one_life(store: ColdStore) -> None:
+    """Everything that can be asked of a store, regardless of what comes of it."""
+    for session, n in ((ref("a"), 100), (ref("b"), 60), (ref("a"), 150)):
+        store.save(session, HISTORY[:n], kv_of(HISTORY[:n]))
+        store.flush(10)
+        come_back(store, session, HISTORY)
+    forked = [*HISTORY[:70], *tokens(30, 3)]
+    store.save(ref("a"), forked, kv_of(forked))
+    store.pin(ref("a"), True)
+    store.demote(ref("b"), "disk")
+    store.tier_of(ref("a")), store.records()
+    come_back(store, ref("b"), HISTORY)
+    come_back(store, ref("a"), HISTORY)
+    come_back(store, None, HISTORY)
+    store.forget(ref("b"))
+    come_back(store, ref("b"), HISTORY)
+
+
+def calls_of_one_life(broken: int) -> int:
+    tiers = faulty_pair()
+    store = open_store(tiers)
+    one_life(store)
+    store.close()
+    return len(tiers[broken].calls)
+
+
+@pytest.mark.parametrize("broken", [0, 1], ids=["ram", "disk"])
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "from then on"])
+def test_the_kth_call_fails(broken, for_good):
+    # Calls of different threads may change places between runs, so a few more than were seen.
+    for k in range(calls_of_one_life(broken) + 5):
+        tiers = faulty_pair()
+        tiers[broken].fails = lambda number, _, k=k: number >= k if for_good else number == k
+        store = open_store(tiers)
+        one_life(store)
+        tiers[broken].fails = lambda number, method: False
+        save(store, ref("a"), HISTORY)  # and it goes on as if nothing had been
+        assert come_back(store, ref("a"), HISTORY)[1].num_tokens == 200
+        store.close()
+
+
+@pytest.mark.parametrize("needs_state", [False, True])
+def test_a_save_that_fails_anywhere_leaves_the_older_session(needs_state):
+    def attempt(k: int) -> int:
+        tier = FaultyTier(ram())
+        store = open_store([tier], needs_state=needs_state)
+        save(store, ref(), HISTORY[:100], [100] * needs_state)
+        first = len(tier.calls)
+        tier.fails = lambda number, method: number == first + k
+        longer = HISTORY[:150]
+        store.save(ref(), longer, kv_of(longer))
+        store.flush(10)
+        tier.fails = lambda number, method: False
+        assert come_back(store, ref(), HISTORY)[1].num_tokens >= 100
+        store.close()
+        return len(tier.calls) - first
+
+    calls = attempt(1 << 30)
+    for k in range(calls):
+        attempt(k)
+
+
+def test_a_tier_that_goes_away_in_the_middle_of_a_restore():
+    near, far = faulty_pair()
+    long = tokens(40 * CHUNK)
+    for k in range(8):
+        store = open_store([near, far])
+        save(store, ref(), long)
+        store.demote(ref(), "disk")
+        match = store.match(ref(), ref().salt, long, len(long))
+        assert match.num_tokens == len(long)
+        seen = len(far.calls)
+        far.fails = lambda number, method, at=seen + k: number >= at
+        restored = store.load(match)
+        assert restored.num_tokens == min(8 * k, 40) * CHUNK
+        assert restored.reason == ("unavailable" if restored.num_tokens < len(long) else None)
+        far.fails = lambda number, method: False
+        come_back(store, ref(), long)
+        store.flush(10)
+
+
+# ---- damage
+
+
+def test_a_flipped_bit_anywhere_is_a_miss_and_the_blob_goes():
+    tier = ram()
+    store = open_store([tier])
+    save(store, ref(), HISTORY)
+    keys = store._keys.listed(store.record(ref()))
+    choose = random.Random(7)
+    for place in [*range(HEADER_BYTES), *(None for _ in range(300))]:
+        which = choose.randrange(len(keys))
+        (good,) = tier.get_many([keys[which]])
+        bad = bytearray(good)
+        bad[choose.randrange(len(bad)) if place is None else place] ^= 1 << choose.randrange(8)
+        tier.replace(keys[which], bytes(bad))
+        _, restored = come_back(store, ref(), HISTORY)
+        assert restored.num_tokens == which * CHUNK
+        assert restored.reason == "corrupt"
+        assert tier.contains_many([keys[which]]) == [False]
+        tier.put_many([(keys[which], good)])
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+@pytest.mark.parametrize("kind", [CHUNK_KIND, TAIL, RECORD])
+def test_blobs_cut_at_every_length(kind):
+    tier = ram()
+    store = open_store([tier])
+    save(store, ref(), HISTORY[:20])
+    (key, good), *_ = tier.scan(kind)
+    for length in range(0, len(good), 37):
+        tier.replace(key, good[:length])
+        store._index.drop(store._keys.space.record_key("t", "s"))
+        come_back(store, ref(), HISTORY[:20])
+        tier.replace(key, good)
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 20
+    store.close()
+
+
+def test_a_bad_copy_is_replaced_by_the_good_one_below(tmp_path):
+    near, far = ram(), disk(tmp_path)
+    store = open_store([near, far])
+    save(store, ref(), HISTORY)
+    keys = store._keys.listed(store.record(ref()))
+    near.replace(keys[3], b"noise")
+    _, restored = come_back(store, ref(), HISTORY)
+    assert (restored.num_tokens, restored.tier, restored.reason) == (200, "disk", None)
+    assert store.flush(10)
+    assert near.get_many([keys[3]]) == [bytes(x) for x in far.get_many([keys[3]])]
+    assert store.stats().counters["corrupt"] == 1
+    store.close()
+
+
+def test_a_blob_under_another_blobs_name_is_refused():
+    tier = ram()
+    store = open_store([tier])
+    theirs = ref("x", tenant="other", salt=b"other")
+    save(store, ref(), HISTORY)
+    save(store, theirs, HISTORY)  # the same tokens, so the same bytes in all but the key
+    mine, other = (store._keys.listed(store.record(x)) for x in (ref(), theirs))
+    for a, b in [(mine[2], other[2]), (mine[3], mine[4]), (mine[-1], other[-1])]:
+        (good,) = tier.get_many([a])
+        tier.replace(a, tier.get_many([b])[0])
+        _, restored = come_back(store, ref(), HISTORY)
+        assert restored.num_tokens == mine.index(a) * CHUNK
+        assert restored.reason == "corrupt"
+        tier.put_many([(a, good)])
+    store.close()
+
+
+def test_a_record_under_another_sessions_name_is_refused():
+    tier = ram()
+    store = open_store([tier])
+    save(store, ref("a"), HISTORY)
+    (key, blob) = next(iter(tier.scan(RECORD)))
+    stolen = store._keys.space.record_key("other", "b")
+    tier.put_many([(stolen, blob)])
+    assert store.match(ref("b", tenant="other"), b"other", HISTORY, 200).num_tokens == 0
+    assert store.record(ref("b", tenant="other")) is None
+    store.close()
+
+
+def test_what_is_evicted_between_match_and_load_costs_the_rest():
+    tier = ram()
+    store = open_store([tier])
+    save(store, ref(), HISTORY)
+    match = store.match(ref(), ref().salt, HISTORY, 200)
+    tier.delete_many([match.pieces[5].key, match.pieces[9].key])
+    restored = store.load(match)
+    assert (restored.num_tokens, restored.reason) == (5 * CHUNK, "evicted")
+    store.close()
+
+
+# ---- time
+
+
+def test_a_tier_that_hangs_costs_the_deadline_and_no_more():
+    near, far = faulty_pair()
+    store = open_store([near, far])
+    save(store, ref(), HISTORY)
+    keys = store._keys.listed(store.record(ref()))
+    near.delete_many(keys[8:])
+    far.go_on.clear()
+    match = store.match(ref(), ref().salt, HISTORY, 200)
+    start = time.monotonic()
+    restored = store.load(match, deadline_s=0.3)
+    assert time.monotonic() - start < 5
+    assert (restored.num_tokens, restored.reason) == (8 * CHUNK, "deadline")
+    far.go_on.set()
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+def test_a_late_answer_does_not_touch_what_was_handed_out():
+    near, far = faulty_pair()
+    store = open_store([near, far], codec="raw")
+    save(store, ref(), HISTORY)
+    keys = store._keys.listed(store.record(ref()))
+    near.delete_many(keys[8:])
+    far.go_on.clear()
+    restored = store.load(store.match(ref(), ref().salt, HISTORY, 200), deadline_s=0.1)
+    before = [x.tobytes() for pair in restored.run for x in pair]
+    assert restored.run[0][0].shape[1] == restored.num_tokens
+    far.go_on.set()
+    store.flush(10)
+    assert [x.tobytes() for pair in restored.run for x in pair] == before
+    store.close()
+
+
+# ---- the process
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_while_saving(tmp_path, seed):
+    """What was said to be safe is there, and nothing else than what was computed."""
+    command = [sys.executable, "-m", "tests.faults.saving_process", str(tmp_path), str(seed)]
+    safe: dict[str, int] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        assert child.stdout is not None
+        lines = iter(child.stdout.readline, "")
+        for line in itertools.islice(lines, 1 + 12 * seed):
+            note(safe, line)
+        time.sleep(random.Random(seed).uniform(0, 0.2))
+        child.kill()
+        for line in lines:
+            note(safe, line)
+    store = open_store([ram(), disk(tmp_path)])
+    assert safe
+    for record in store.records():
+        history = tokens(record.num_tokens, int(record.id))
+        assert record.tokens.tolist() == history
+        _, restored = come_back(store, ref(record.id), history)
+        assert restored.num_tokens >= safe.get(record.id, 0)
+    assert {x.id for x in store.records()} >= safe.keys()
+    assert store.stats().counters.get("corrupt", 0) == 0
+    store.close()
+
+
+def note(safe: dict[str, int], line: str) -> None:
+    parts = line.split()
+    if len(parts) == 2 and line.endswith("\n"):
+        safe[parts[0]] = int(parts[1])
+
+
+# ---- many at once
+
+
+def test_saving_restoring_moving_and_forgetting_at_once(tmp_path):
+    store = open_store([ram(300_000), disk(tmp_path, 2_000_000)])
+    stop = time.monotonic() + 3
+    failures: list[BaseException] = []
+    restored_tokens = 0
+
+    def one_user(number: int) -> None:
+        nonlocal restored_tokens
+        choose = random.Random(number)
+        history = tokens(50, choose.randrange(3))  # users share beginnings
+        while time.monotonic() < stop:
+            session = ref(str(choose.randrange(4)))
+            history = history[: choose.randrange(20, len(history) + 1)]
+            history += tokens(choose.randrange(1, 90), choose.randrange(1000))
+            history = history[:400]
+            act = choose.random()
+            if act < 0.4:
+                store.save(session, history, kv_of(history))
+            elif act < 0.85:
+                _, restored = come_back(store, session, history)
+                restored_tokens += restored.num_tokens
+            elif act < 0.9:
+                store.demote(session, "disk")
+            elif act < 0.95:
+                store.pin(session, choose.random() < 0.3)
+            else:
+                store.forget(session)
+
+    def guarded(number: int) -> None:
+        try:
+            one_user(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert restored_tokens > 1000
+    for i in range(4):
+        store.pin(ref(str(i)), False)
+        store.forget(ref(str(i)))
+    assert store.flush(20)
+    assert not any(store._stack.scan(0, b"")) or left_by_eviction(store)
+    store.close()
+
+
+def left_by_eviction(store: ColdStore) -> bool:
+    """Records may be evicted before their chunks; only such orphans may be left."""
+    return not any(store._stack.scan(0, RECORD)) and not any(store._stack.scan(1, RECORD))
