@@ -53,23 +53,22 @@ class Exchange:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See ``engines.base.Upstream``."""
-        content = self._head.content
-        patience = Patience(self._stall_timeout_s, self._stalled) if self.is_stream else None
+        readany = self._head.content.readany
+        patience = Patience(self._stall_timeout_s, self._stalled)
+        if not self.is_stream:
+            patience.stop()
         try:
             while True:
-                if patience is not None:
-                    patience.wait_begins()
-                chunk = await content.readany()
-                if patience is not None:
-                    patience.wait_ends()  # what follows is the reader's time, not the engine's
+                patience.moves += 1
+                chunk = await readany()
+                patience.moves += 1  # what follows is the reader's time, not the engine's
                 if not chunk:
                     return
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise self._reason(error) from error
         finally:
-            if patience is not None:
-                patience.stop()
+            patience.stop()
 
     async def read(self) -> bytes:
         """See ``engines.base.Upstream``."""

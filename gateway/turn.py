@@ -18,6 +18,7 @@ from engines.wire import CACHE_HEADER, SESSION_HEADER
 from gateway.context import Gateway
 from gateway.errors import Failure, failure_of
 from gateway.events import parse_usage
+from gateway.front import body_send_of
 from gateway.identity import id_to_header
 from gateway.relay import (
     ClientGone,
@@ -67,6 +68,7 @@ class TurnResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            self._send_body = body_send_of(scope, send)
             end = await while_client_stays(receive, partial(self._serve, send))
             await end(send)
         except ClientGone:
@@ -125,7 +127,7 @@ class TurnResponse(Response):
         await send_head(send, 200, [*self._head(upstream), (b"cache-control", b"no-cache")])
         events, failure = await relay_events(
             upstream,
-            send,
+            self._send_body,
             deadline=deadline,
             client_stall_s=self._gateway.config.client_stall_s,
             on_first=partial(self._first_event, upstream),

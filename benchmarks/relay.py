@@ -1,0 +1,146 @@
+"""What the gateway costs: CPU time per streamed chunk, and delay of the first one.
+
+The fake engine streams answers of 200 chunks to 16 readers at once, each chunk on its own after a
+pause, as tokens come. The gateway's CPU time is read from the process table. Time to first token
+is measured through the gateway and, request by request in turns, at the engine's own socket.
+
+    python benchmarks/relay.py --json relay.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from fake_stack import MODEL, FakeStack
+
+TARGET_US_PER_CHUNK = 15.0
+TARGET_ADDED_TTFT_MS = 3.0
+EVENTS_BESIDES_TEXT = 3  # finish reason, usage, [DONE]
+
+
+def body(script: str) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "please say something of some length"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "metadata": {"fake": script},
+    }
+
+
+async def stream(
+    http: aiohttp.ClientSession, url: str, script: str, headers: dict[str, str]
+) -> tuple[float, int]:
+    """Seconds to the first byte of the first event, and the number of events."""
+    began = time.perf_counter()
+    first_s, num_events = 0.0, 0
+    async with http.post(url, json=body(script), headers=headers) as answer:
+        answer.raise_for_status()
+        async for piece in answer.content.iter_any():
+            first_s = first_s or time.perf_counter() - began
+            num_events += piece.count(b"\n\n")
+    return first_s, num_events
+
+
+async def cpu_per_chunk(
+    stack: FakeStack, http: aiohttp.ClientSession, readers: int, chunks: int, pause_s: float
+) -> dict[str, float]:
+    """One round of ``readers`` streams at once."""
+    url = f"{stack.url}/v1/chat/completions"
+    script = f"chunks={chunks} delay_s={pause_s}"
+    before, began = stack.process.cpu_times(), time.perf_counter()
+    asked = [stream(http, url, script, {"x-session-id": f"reader-{i}"}) for i in range(readers)]
+    answers = await asyncio.gather(*asked)
+    wall_s, after = time.perf_counter() - began, stack.process.cpu_times()
+    num_events = sum(count for _, count in answers)
+    assert num_events == readers * (chunks + EVENTS_BESIDES_TEXT), "events were lost"
+    cpu_s = after.user + after.system - before.user - before.system
+    return {
+        "us_per_chunk": cpu_s / num_events * 1e6,
+        "chunks_per_s": num_events / wall_s,
+        "gateway_cpu_share": cpu_s / wall_s,
+    }
+
+
+async def first_token(
+    stack: FakeStack, http: aiohttp.ClientSession, engine: aiohttp.ClientSession, rounds: int
+) -> dict[str, float]:
+    """Medians in ms, one request at a time, gateway and engine in turns."""
+    path = "/v1/chat/completions"
+    direct_headers = {
+        "authorization": f"Bearer {stack.token}",
+        "x-thermocline-tenant": "bench",
+        "x-thermocline-session": "direct",
+        "x-thermocline-salt": "00",
+    }
+    through, direct = [], []
+    for _ in range(rounds):
+        first_s, _ = await stream(http, stack.url + path, "chunks=3", {"x-session-id": "ttft"})
+        through.append(first_s * 1e3)
+        first_s, _ = await stream(engine, f"http://engine{path}", "chunks=3", direct_headers)
+        direct.append(first_s * 1e3)
+    added = statistics.median(through) - statistics.median(direct)
+    return {
+        "through_gateway_ms": statistics.median(through),
+        "direct_ms": statistics.median(direct),
+        "added_ms": added,
+        "added_p90_ms": _p90(through) - _p90(direct),
+    }
+
+
+def _p90(values: Sequence[float]) -> float:
+    return sorted(values)[int(len(values) * 0.9)]
+
+
+async def measure(stack: FakeStack, args: argparse.Namespace) -> dict[str, Any]:
+    connector = aiohttp.UnixConnector(path=str(stack.runtime_dir / "http.sock"))
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        aiohttp.ClientSession(connector=connector) as engine,
+    ):
+        await cpu_per_chunk(stack, http, args.readers, 20, 0.001)  # warm
+        rounds = [
+            await cpu_per_chunk(stack, http, args.readers, args.chunks, args.pause_s)
+            for _ in range(args.rounds)
+        ]
+        ttft = await first_token(stack, http, engine, args.ttft_rounds)
+    relay = {key: statistics.median(x[key] for x in rounds) for key in rounds[0]}
+    return {
+        "relay": {**relay, "rounds_us": [round(x["us_per_chunk"], 2) for x in rounds]},
+        "ttft": ttft,
+        "targets": {
+            "us_per_chunk": relay["us_per_chunk"] <= TARGET_US_PER_CHUNK,
+            "added_ttft": ttft["added_ms"] <= TARGET_ADDED_TTFT_MS,
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--readers", type=int, default=16)
+    parser.add_argument("--chunks", type=int, default=200)
+    parser.add_argument("--pause-s", type=float, default=0.005, help="between two chunks")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ttft-rounds", type=int, default=200)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, FakeStack(Path(folder)) as stack:
+        figures = asyncio.run(measure(stack, args))
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
