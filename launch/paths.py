@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 
 def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
@@ -37,3 +38,16 @@ def _xdg(environ: Mapping[str, str], variable: str, default: str) -> Path:
 
 def _home(environ: Mapping[str, str]) -> Path:
     return Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+
+
+class Folders(NamedTuple):
+    data: Path
+    cache: Path
+
+
+def folders(data_dir: str, cache_dir: str, environ: Mapping[str, str]) -> Folders:
+    """What the settings say, else the system's custom."""
+    return Folders(
+        Path(data_dir).expanduser() if data_dir else default_data_dir(environ),
+        Path(cache_dir).expanduser() if cache_dir else default_cache_dir(environ),
+    )

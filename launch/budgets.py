@@ -1,0 +1,63 @@
+"""Memory and disk budgets that fit this machine, for those that the user did not set.
+
+Of the memory that is left beside the weights, live KV gets the larger part (running turns need
+it), the packed sessions in RAM about a third of that (packed they are a fifth of the size), and
+half stays free for prefill, the codec and everybody else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvstore.config import StoreConfig
+from launch.fields import Value
+from launch.sources import Layer
+from launch.units import show_bytes
+
+HOT_SHARE = 0.35
+RAM_SHARE = 0.12
+DISK_SHARE = 0.5
+SMALLEST = 128 << 20
+DISK_MOST = StoreConfig().disk_bytes
+
+
+def weights_bytes(folder: Path, widened: bool) -> int | None:
+    """Memory that a local model's weights will take; None if they are not here.
+
+    Args:
+        widened: the engine turns 16-bit weights into float32.
+    """
+    stored = sum(x.stat().st_size for x in folder.glob("*.safetensors"))
+    return stored * (2 if widened else 1) or None
+
+
+def budgets(available: int, weights: int | None, disk_free: int) -> Layer:
+    """Defaults for ``engine.hot_bytes``, ``store.ram_bytes`` and ``store.disk_bytes``.
+
+    Args:
+        available: bytes of memory that can be allocated now.
+        weights: bytes the model will take of them; None if unknown: half is then set aside.
+        disk_free: bytes free where the cold sessions will lie.
+    """
+    left = available // 2 if weights is None else max(0, available - weights)
+    beside = "an unknown model" if weights is None else f"{show_bytes(weights)} of weights"
+    memory = f"{show_bytes(available)} of memory available, beside {beside}"
+    return {
+        "engine.hot_bytes": _share(left, HOT_SHARE, memory),
+        "store.ram_bytes": _share(left, RAM_SHARE, memory),
+        "store.disk_bytes": Value(
+            min(DISK_MOST, _round(disk_free * DISK_SHARE)),
+            f"derived: {DISK_SHARE:.0%} of {show_bytes(disk_free)} free on disk, at most"
+            f" {show_bytes(DISK_MOST)}",
+        ),
+    }
+
+
+def _share(left: int, share: float, memory: str) -> Value:
+    nbytes = max(SMALLEST, _round(left * share))
+    return Value(nbytes, f"derived: {share:.0%} of {memory}")
+
+
+def _round(nbytes: float) -> int:
+    """Down to whole MiB: a budget is an intention, not a measurement."""
+    return int(nbytes) >> 20 << 20

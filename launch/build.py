@@ -1,0 +1,145 @@
+"""The composition root: settings in, an app with everything behind it out."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from fastapi import FastAPI
+
+from engines.base import Engine, EngineError
+from engines.config import WorkerConfig
+from engines.registry import UnknownEngine, engine_factory
+from gateway.app import create_app
+from gateway.config import GatewayConfig
+from gateway.keys import BadKeyLine, Tenants, read_key_lines
+from gateway.metrics import Metrics
+from kvstore.codecs.presets import codec_by_name
+from kvstore.config import StoreConfig
+from kvstore.errors import UnknownCodec
+from launch.blas import Blas, find_blas
+from launch.effective import Effective, require_installed
+from launch.errors import LaunchError, UsageError
+from launch.model import find_model
+from launch.secret import server_secret
+from launch.settings import Settings
+from scheduler.sessions import SessionManager
+
+# A unix socket's path may have 104 bytes on macOS and 108 on Linux; "/control.sock" takes 13.
+MAX_RUNTIME_DIR = 90
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is to be served, ready to start; nothing runs yet."""
+
+    app: FastAPI
+    engine: Engine
+    model_name: str
+    blas: Blas | None  # None: the engine is not one that needs it
+
+
+@contextmanager
+def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
+    """Everything wired together; the sockets' folder exists inside the block only.
+
+    Raises:
+        UsageError, LaunchError: a setting cannot be followed; says what to do.
+    """
+    settings, kind = effective.settings, effective.engine_kind
+    tenants = _tenants(settings, effective.folders.data)
+    _check_reach(settings, tenants)
+    _check_codec(settings.store.codec)
+    require_installed(kind)
+    blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
+    path, name = _model(effective)
+    with _runtime_dir(environ) as runtime_dir:
+        worker = WorkerConfig(
+            engine=settings.engine,
+            store=_store(settings.store, effective.folders.data),
+            model_path=path,
+            served_model_name=name,
+            runtime_dir=str(runtime_dir),
+            token=secrets.token_urlsafe(32),
+            log_level=settings.log_level,
+        )
+        engine = _engine(kind, worker, blas.env if blas else {})
+        metrics = Metrics()
+        sessions = SessionManager(
+            engine, settings.scheduler, salt_of=tenants.salt_of, observer=metrics
+        )
+        app = create_app(settings.gateway, engine, sessions, tenants, metrics)
+        yield Served(app, engine, name, blas)
+
+
+def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
+    try:
+        return engine_factory(kind)(worker, env)
+    except UnknownEngine as error:
+        raise UsageError(str(error)) from error
+    except EngineError as error:
+        raise LaunchError(str(error)) from error
+
+
+def _model(effective: Effective) -> tuple[str, str]:
+    """What the engine is to load, and the name clients use."""
+    engine = effective.settings.engine
+    if effective.engine_kind in ("attached", "fake"):  # one has its model, the other needs none
+        return engine.model, engine.served_model_name or effective.engine_kind
+    model = find_model(engine.model, effective.folders.cache)
+    return model.path, engine.served_model_name or model.name
+
+
+def _store(config: StoreConfig, data_dir: Path) -> StoreConfig:
+    """Cold sessions lie beside the secret that their keys are derived from."""
+    return msgspec.structs.replace(config, disk_path=config.disk_path or str(data_dir))
+
+
+def _tenants(settings: Settings, data_dir: Path) -> Tenants:
+    lines = list(settings.gateway.api_keys)
+    if file := settings.gateway.api_keys_file:
+        try:
+            lines += read_key_lines(file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the API keys {file} cannot be read: {error}") from error
+    try:
+        return Tenants(server_secret(data_dir), lines)
+    except BadKeyLine as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_reach(settings: Settings, tenants: Tenants) -> None:
+    gateway: GatewayConfig = settings.gateway
+    if tenants.open_to_all and not gateway.on_loopback and not settings.allow_anonymous:
+        raise UsageError(
+            f"{gateway.host} can be reached from other machines, and no API key is set; make one"
+            " with `thermocline keys new TENANT` and pass --api-keys FILE, or say"
+            " --allow-anonymous"
+        )
+
+
+def _check_codec(name: str) -> None:
+    try:
+        codec_by_name(name)
+    except UnknownCodec as error:
+        raise UsageError(f"store.codec: {error}") from error
+
+
+@contextmanager
+def _runtime_dir(environ: Mapping[str, str]) -> Iterator[Path]:
+    """A private folder (0700) with a path short enough for unix sockets."""
+    base = environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    if not os.access(base, os.W_OK) or len(base) > MAX_RUNTIME_DIR - len("/thermocline-12345678"):
+        base = "/tmp"
+    folder = tempfile.mkdtemp(prefix="thermocline-", dir=base)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,149 @@
+"""The command ``thermocline``.
+
+Mistakes of the user end in one sentence on standard error: exit code 2 for what was asked, 1 for
+what could not be done.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch import key_file, options, sessions_cli
+from launch.effective import effective
+from launch.errors import LaunchError, UsageError
+from launch.options import layers
+from launch.settings import flat, masked
+from launch.show import print_json, print_table
+from launch.units import shown
+
+app = typer.Typer(
+    name="thermocline",
+    help="Serves a language model to many chats; the quiet ones sleep, packed, and wake up fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+app.add_typer(sessions_cli.app, name="sessions", no_args_is_help=True)
+keys_app = typer.Typer(help="API keys.")
+app.add_typer(keys_app, name="keys", no_args_is_help=True)
+
+
+@app.command()
+def serve(
+    model: options.Model = None,
+    engine: Annotated[
+        str | None, typer.Option(help="mlx, fake, attached or module:Attr; default: by hardware.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[str | None, typer.Option(help="Port to listen on; 0 = any.")] = None,
+    hot: options.Hot = None,
+    ram: options.Ram = None,
+    disk: options.Disk = None,
+    redis: Annotated[str | None, typer.Option(metavar="URL", help="Cold KV in Redis.")] = None,
+    codec: options.Codec = None,
+    idle_after: Annotated[
+        str | None, typer.Option(metavar="TIME", help="A session this quiet hibernates.")
+    ] = None,
+    api_keys: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Lines made by `thermocline keys new`.")
+    ] = None,
+    allow_anonymous: Annotated[
+        bool | None,
+        typer.Option("--allow-anonymous", help="Serve other machines without API keys."),
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call it.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Attach to a running engine.")] = None,
+    engine_control: Annotated[
+        str | None, typer.Option(help="Its control address: unix:/path or tcp://host:port.")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Secret and cold sessions.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+) -> None:
+    """Start the gateway and its engine; stop with Ctrl-C."""
+    from launch.serve import serve as run
+
+    flags = {
+        "--model": model,
+        "--engine": engine,
+        "--host": host,
+        "--port": port,
+        "--hot": hot,
+        "--ram": ram,
+        "--disk": disk,
+        "--redis": redis,
+        "--codec": codec,
+        "--idle-after": idle_after,
+        "--api-keys": api_keys,
+        "--allow-anonymous": allow_anonymous,
+        "--served-model-name": served_model_name,
+        "--engine-url": engine_url,
+        "--engine-control": engine_control,
+        "--data-dir": data_dir,
+        "--log-level": log_level,
+    }
+    sources = layers(
+        os.environ, profile=profile, config=config, assignments=assignments, flags=flags
+    )
+    raise typer.Exit(run(effective(sources, os.environ), os.environ))
+
+
+@app.command("config")
+def show_config(
+    model: options.Model = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the settings that would be used here, and where each comes from."""
+    sources = layers(
+        os.environ,
+        profile=profile,
+        config=config,
+        assignments=assignments,
+        flags={"--model": model},
+    )
+    resolved = effective(sources, os.environ).resolved
+    rows = {name: masked(name, value) for name, value in flat(resolved.settings).items()}
+    if as_json:
+        print_json({k: {"value": v, "from": resolved.origin(k)} for k, v in rows.items()})
+        return
+    print_table(
+        ("setting", "value", "from"),
+        [(name, shown(name, value), resolved.origin(name)) for name, value in rows.items()],
+    )
+
+
+@keys_app.command("new")
+def new_key(
+    tenant: Annotated[str, typer.Argument(help="Whose sessions the key opens.")],
+    append: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the line to this file (0600).")
+    ] = None,
+) -> None:
+    """Make an API key. It is shown once; the server keeps only its hash."""
+    key, line = key_file.new_key(tenant)
+    if append is not None:
+        key_file.append_line(append, line)
+    print(f"key:  {key}")
+    print(f"line: {line}")
+    if append is None:
+        print("Put the line into a file and start with: thermocline serve --api-keys FILE")
+
+
+def main() -> None:
+    try:
+        app()
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -1,0 +1,42 @@
+"""How much memory and disk this process may really use."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def total_memory() -> int:
+    """Bytes of memory of the machine, or of the container if that is less."""
+    total = int(psutil.virtual_memory().total)
+    limit = _cgroup_number(CGROUP / "memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def available_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that can be allocated now without swapping, the container's limit included."""
+    available = int(psutil.virtual_memory().available)
+    limit = _cgroup_number(cgroup / "memory.max")
+    used = _cgroup_number(cgroup / "memory.current")
+    if limit is None or used is None:
+        return available
+    return max(0, min(available, limit - used))
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes free where ``folder`` is, or would be once it is created."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _cgroup_number(path: Path) -> int | None:
+    """None: no cgroup v2 here, or no limit ("max")."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None

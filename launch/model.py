@@ -1,0 +1,85 @@
+"""Which model is meant: the sample model, a local folder, or a hub id."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.errors import LaunchError, UsageError
+from launch.sample_model import sample_model
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Model:
+    """``folder`` is None for a hub id that was never downloaded; the engine will fetch it."""
+
+    path: str  # what the engine is told: a folder or the hub id
+    name: str  # what clients call it, unless they are told otherwise
+    folder: Path | None
+
+    def config(self) -> dict[str, Any]:
+        """The parsed config.json.
+
+        Raises:
+            LaunchError: it is not here, or no JSON object.
+        """
+        if self.folder is None:
+            raise LaunchError(
+                f"{self.path} is not on this machine yet; download it first (hf download"
+                f" {self.path}), or give a local folder"
+            )
+        file = self.folder / "config.json"
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{file} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise LaunchError(f"{file} does not hold a JSON object")
+        return content
+
+
+def find_model(given: str, cache_dir: Path, say: Callable[[str], None] | None = None) -> Model:
+    """The model for a ``--model`` value; "" is the sample model, converted if need be.
+
+    Raises:
+        UsageError: neither a model folder nor a hub id.
+        LaunchError: the sample model cannot be made.
+    """
+    if not given:
+        folder = sample_model(cache_dir, say)
+        return Model(str(folder), folder.name, folder)
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return _local(path.resolve())
+    if not _HUB_ID.fullmatch(given):
+        raise UsageError(
+            f"{given!r} is no model: give a folder that holds config.json, or a hub id like"
+            " organisation/name, or nothing for the sample model"
+        )
+    return Model(given, given.rpartition("/")[2], _downloaded(given))
+
+
+def _local(folder: Path) -> Model:
+    for pattern, what in (("config.json", "config.json"), ("*.safetensors", "weights")):
+        if not any(folder.glob(pattern)):
+            raise UsageError(
+                f"{folder} holds no {what} ({pattern}); --model wants the folder of a model in"
+                " Hugging Face's layout with safetensors weights"
+            )
+    return Model(str(folder), folder.name, folder)
+
+
+def _downloaded(hub_id: str) -> Path | None:
+    """Where the hub's client keeps it; asking it needs no network."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:  # comes with the engines, not with the gateway
+        return None
+    found = try_to_load_from_cache(hub_id, "config.json")
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,121 @@
+"""Runs what ``build`` has put together, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Mapping
+
+from engines.base import Engine
+from gateway.config import GatewayConfig
+from gateway.server import DrainingServer, server_of
+from launch.build import Served, build
+from launch.effective import Effective
+from launch.errors import LaunchError
+from launch.logs import configure_logging
+from launch.settings import masked
+from launch.units import show_bytes
+
+log = logging.getLogger("thermocline.launch")
+
+BACKLOG = 2048
+LOOK_EVERY_S = 0.1
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+
+
+def serve(effective: Effective, environ: Mapping[str, str]) -> int:
+    """Blocks; the exit code.
+
+    Raises:
+        UsageError, LaunchError: it cannot be started; says what to do.
+    """
+    configure_logging(effective.settings.log_level)
+    with listen(effective.settings.gateway) as sock, build(effective, environ) as served:
+        server = server_of(served.app, effective.settings.gateway)
+        url = _url(sock)
+        _say_settings(effective, served, url)
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(_run(server, sock, served.engine, url))
+    log.info("stopped")
+    return 0 if server.started else 1
+
+
+def listen(config: GatewayConfig) -> socket.socket:
+    """The listening socket, taken before the slow things start.
+
+    Raises:
+        LaunchError: the port is taken, or the address is not one of this machine.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror};"
+            " choose another with --port or --host"
+        ) from error
+    return sock
+
+
+async def _run(server: DrainingServer, sock: socket.socket, engine: Engine, url: str) -> None:
+    announcing = asyncio.create_task(_announce(engine, url), name="announce")
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        announcing.cancel()
+
+
+async def _announce(engine: Engine, url: str) -> None:
+    """Say once when the first turn can be taken, and how to take it."""
+    began = time.monotonic()
+    while (welcome := engine.welcome) is None:
+        await asyncio.sleep(LOOK_EVERY_S)
+    log.info(
+        "ready after %.1f s: %s by %s %s, context %d, codec %s",
+        time.monotonic() - began,
+        welcome.model,
+        welcome.engine,
+        welcome.engine_version,
+        welcome.max_context,
+        welcome.codec,
+    )
+    if not welcome.hibernation:
+        log.warning("sessions will not hibernate: %s", welcome.hibernation_reason)
+    log.info(
+        "try: curl %s/v1/chat/completions -H content-type:application/json -d '%s'",
+        url,
+        json.dumps({"model": welcome.model, "messages": [QUESTION]}),
+    )
+
+
+def _say_settings(effective: Effective, served: Served, url: str) -> None:
+    settings = effective.settings
+    log.info("listening on %s; model %s is being loaded", url, served.model_name)
+    log.info(
+        "budgets: hot %s, ram %s, disk %s%s; codec %s",
+        show_bytes(settings.engine.hot_bytes),
+        show_bytes(settings.store.ram_bytes),
+        show_bytes(settings.store.disk_bytes),
+        f", redis {masked('', settings.store.redis_url)}" if settings.store.redis_url else "",
+        settings.store.codec,
+    )
+    if served.blas is not None:
+        log.log(logging.INFO if served.blas.fast else logging.WARNING, "%s", served.blas.message)
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"

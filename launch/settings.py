@@ -1,0 +1,106 @@
+"""The settings of everything, in one frozen struct, and where each value came from.
+
+Later sources win:
+
+1. defaults, in the ``config.py`` of each room; memory budgets fitted to this machine
+   (``launch.budgets``);
+2. a profile, ``launch/profiles/NAME.toml`` (``--profile`` or ``THERMOCLINE_PROFILE``);
+3. a file (``--config`` or ``THERMOCLINE_CONFIG``);
+4. the environment, ``THERMOCLINE_<ROOM>__<FIELD>``, such as ``THERMOCLINE_ENGINE__MAX_BATCH``;
+5. the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+
+from engines.config import EngineConfig
+from gateway.config import GatewayConfig
+from kvstore.config import StoreConfig
+from launch.errors import UsageError
+from launch.sources import Layer, nested
+from scheduler.config import SchedulerConfig
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All that can be set. ``data_dir`` and ``cache_dir``: "" = where the system wants them."""
+
+    gateway: GatewayConfig = GatewayConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+    store: StoreConfig = StoreConfig()
+    data_dir: str = ""  # the server's secret and the cold sessions on disk
+    cache_dir: str = ""  # what can be made again: the sample model, a BLAS
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # Serve on an address that others can reach although no API key is set.
+    allow_anonymous: bool = False
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings, and where every value came from that is not a default."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def origin(self, name: str) -> str:
+        return self.origins.get(name, "default")
+
+
+def resolve(layers: Sequence[Layer]) -> Resolved:
+    """Lay the sources over each other, the last one on top.
+
+    Raises:
+        UsageError: names the setting, its source and what is wrong with it.
+    """
+    merged: Layer = {}
+    for layer in layers:
+        merged.update(layer)
+    origins = {name: value.origin for name, value in merged.items()}
+    try:
+        return Resolved(msgspec.convert(nested(merged), Settings), origins)
+    except msgspec.ValidationError as error:
+        raise UsageError(_explain(str(error), origins)) from error
+
+
+def _explain(message: str, origins: Mapping[str, str]) -> str:
+    """msgspec: "Expected `int` >= 1 - at `$.engine.max_batch`"; the path goes to the front."""
+    reason, _, path = message.partition(" - at `$.")
+    name = re.sub(r"\[.*\]$", "", path.rstrip("`"))
+    source = f" (from {origins[name]})" if name in origins else ""
+    return f"{name}{source}: {reason}" if name else reason
+
+
+def flat(settings: Settings) -> dict[str, Any]:
+    """Dotted name -> value, in the order of the definition."""
+    rows: dict[str, Any] = {}
+    for key, value in msgspec.to_builtins(settings).items():
+        inner = value if isinstance(value, dict) else None
+        rows.update({f"{key}.{x}": y for x, y in inner.items()} if inner else {key: value})
+    return rows
+
+
+def masked(name: str, value: Any) -> Any:
+    """``value`` as it may be shown: without passwords and key hashes."""
+    if name == "gateway.api_keys":
+        return [f"{line.partition(':')[0]}:***" for line in value]
+    if isinstance(value, str) and "://" in value:
+        return _without_password(value)
+    return value
+
+
+def _without_password(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        given = parts.password
+    except ValueError:  # not a URL, so nobody knows what in it is secret
+        return "***"
+    if given is not None:
+        parts = parts._replace(netloc=f"{parts.username}:***@{parts.netloc.rpartition('@')[2]}")
+    return urlunsplit(parts._replace(query=re.sub(r"(password=)[^&]*", r"\1***", parts.query)))

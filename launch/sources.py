@@ -1,0 +1,113 @@
+"""Where settings come from: TOML files, the environment, the command line.
+
+Each source becomes a ``Layer``: dotted names with a value and the words that tell a reader where
+it stood. A name that no setting has is an error in every source: a misspelt setting that is
+silently ignored is worse than a server that does not start.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from launch.errors import UsageError
+from launch.fields import Fields, Value, unknown
+
+PREFIX = "THERMOCLINE_"
+# Read by the command line itself; not fields of the settings.
+OTHER_VARIABLES = ("CONFIG", "PROFILE", "URL", "API_KEY")
+
+Layer: TypeAlias = dict[str, Value]
+
+
+def nested(layer: Mapping[str, Value]) -> dict[str, Any]:
+    """``engine.max_batch`` -> ``{"engine": {"max_batch": ...}}``."""
+    tree: dict[str, Any] = {}
+    for name, value in layer.items():
+        room, _, field = name.rpartition(".")
+        (tree.setdefault(room, {}) if room else tree)[field] = value.value
+    return tree
+
+
+def from_file(fields: Fields, path: Path) -> Layer:
+    """Raises ``UsageError``: no such file, not TOML, or a key that is no setting."""
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the configuration {path} cannot be read: {error}") from error
+    return from_toml(fields, text, str(path))
+
+
+def from_profile(fields: Fields, name: str) -> Layer:
+    """A profile that ships with the product. Raises ``UsageError`` with the names there are."""
+    folder = files("launch") / "profiles"
+    names = sorted(x.name.removesuffix(".toml") for x in folder.iterdir() if ".toml" in x.name)
+    if name not in names:
+        raise UsageError(f"there is no profile {name!r}; there are: {', '.join(names)}")
+    return from_toml(fields, (folder / f"{name}.toml").read_text("utf-8"), f"profile {name}")
+
+
+def from_toml(fields: Fields, text: str, origin: str) -> Layer:
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{origin} is not TOML: {error}") from error
+    layer = {}
+    for name, given in _flat(fields, tree):
+        if name not in fields.types:
+            raise unknown(name, origin, fields.types)
+        layer[name] = fields.value(name, given, origin, is_text=False)
+    return layer
+
+
+def _flat(fields: Fields, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if key in fields.rooms and isinstance(value, dict):
+            yield from ((f"{key}.{field}", inner) for field, inner in value.items())
+        else:
+            yield key, value
+
+
+def from_environment(fields: Fields, environ: Mapping[str, str]) -> Layer:
+    """Every ``THERMOCLINE_*``. Raises ``UsageError`` for one that nothing reads."""
+    names = {variable_of(name): name for name in fields.types}
+    others = {PREFIX + name for name in OTHER_VARIABLES}
+    layer = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable in others:
+            continue
+        if variable not in names:
+            raise unknown(variable, "the environment", {**names, **dict.fromkeys(others)})
+        name = names[variable]
+        layer[name] = fields.value(name, text, f"environment {variable}", is_text=True)
+    return layer
+
+
+def variable_of(name: str) -> str:
+    """``engine.hot_bytes`` -> ``THERMOCLINE_ENGINE__HOT_BYTES``."""
+    return PREFIX + name.upper().replace(".", "__")
+
+
+def from_flags(fields: Fields, flags: Mapping[str, tuple[str, Any]]) -> Layer:
+    """``{setting: (flag, value)}``; a value of None was not given."""
+    return {
+        name: fields.value(name, given, flag, is_text=True)
+        for name, (flag, given) in flags.items()
+        if given is not None
+    }
+
+
+def from_assignments(fields: Fields, assignments: Iterable[str]) -> Layer:
+    """``--set room.field=value``, for what has no flag of its own."""
+    layer = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"--set {assignment}: write --set room.field=value")
+        if name not in fields.types:
+            raise unknown(name, "--set", fields.types)
+        layer[name] = fields.value(name, text, "--set", is_text=True)
+    return layer
