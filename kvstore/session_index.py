@@ -17,7 +17,7 @@ from kvstore.chain import RECORD, KeySpace, common_prefix
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.packer import Packer
 from kvstore.records import SessionRecord, SessionRef
-from kvstore.session_keys import KeyMaker
+from kvstore.session_keys import KeyMaker, left_behind_keys
 from kvstore.stats import Counters
 from kvstore.tier_stack import TierStack
 from kvstore.tiers.base import Blob
@@ -69,12 +69,7 @@ class SessionIndex:
 
     def put(self, key: bytes, record: SessionRecord) -> None:
         with self._lock:
-            self._remove(key)
-            self._expired.pop(key, None)
-            self._records[key] = record
-            self._nbytes += _nbytes(record)
-            while self._nbytes > self._max_bytes and len(self._records) > 1:
-                self._remove(next(iter(self._records)))
+            self._insert(key, record)
 
     def drop(self, key: bytes) -> None:
         with self._lock:
@@ -82,9 +77,10 @@ class SessionIndex:
 
     def use(self, key: bytes) -> None:
         """Somebody came back to this session."""
-        record = self.get(key)
-        if record is not None:
-            self.put(key, msgspec.structs.replace(record, last_used_s=self._clock()))
+        with self._lock:
+            record = self._records.pop(key, None)
+            if record is not None:
+                self._records[key] = msgspec.structs.replace(record, last_used_s=self._clock())
 
     def lapsed(self, record: SessionRecord) -> bool:
         """Nobody came back for longer than sessions are kept."""
@@ -118,7 +114,9 @@ class SessionIndex:
         key = self.space.record_key(session.tenant, session.id)
         known = self.get(key)
         if known is None and (known := self._newest(key, self._stack.local)) is not None:
-            self.put(key, known)
+            with self._lock:
+                if key not in self._records:  # a save may have been faster
+                    self._insert(key, known)
         return known
 
     def find_usable(self, session: SessionRef) -> SessionRecord | None:
@@ -140,16 +138,18 @@ class SessionIndex:
         return [x for x in copies if x is not None]
 
     def used_by_others(self, record: SessionRecord, keys: Collection[bytes]) -> set[bytes]:
-        """Those of ``keys``, blobs of ``record``, that are part of another session's chain too."""
-        wanted = set(keys)
-        used: set[bytes] = set()
-        for other in self._relatives(record):
-            if used == wanted:
-                break
-            # Hashing is dear; but a branch left behind may begin like nothing of ``record`` now.
-            if record.left_behind or common_prefix(record.tokens, other.tokens):
-                used |= wanted.intersection(self._keys.listed(other))
-        return used
+        """Those of ``keys``, blobs of ``record``, that another session here needs too."""
+        names = self._keys.of(record)
+        others = [(x, common_prefix(record.tokens, x.tokens)) for x in self._relatives(record)]
+        # Chunks are chained, so two sessions share a run of them from the first one on.
+        longest = max((n for _, n in others), default=0)
+        used = set(names.chunks[: longest // self.space.chunk_tokens])
+        for other, common in others:
+            used |= {names.snapshots.get(x, b"") for x in other.snapshots if x <= common}
+        abandoned = set(keys).intersection(left_behind_keys(record)) - used
+        if abandoned:  # these may begin like nothing of the session now
+            used |= {key for other, _ in others for key in self._keys.listed(other)}
+        return used.intersection(keys)
 
     def _relatives(self, record: SessionRecord) -> Iterator[SessionRecord]:
         key = self._keys.record_key(record)
@@ -182,6 +182,14 @@ class SessionIndex:
             return None
         # Another model's sessions may rest in the same place; they are none of our business.
         return record if self._keys.record_key(record) == key else None
+
+    def _insert(self, key: bytes, record: SessionRecord) -> None:
+        self._remove(key)
+        self._expired.pop(key, None)
+        self._records[key] = record
+        self._nbytes += _nbytes(record)
+        while self._nbytes > self._max_bytes and len(self._records) > 1:
+            self._remove(next(iter(self._records)))
 
     def _remove(self, key: bytes) -> None:
         record = self._records.pop(key, None)

@@ -33,7 +33,10 @@ def slow(nbytes: int = 1 << 26) -> FaultyTier:
 def test_the_record_is_written_last_and_the_obsolete_go_after_it():
     tier = slow()
     tier.inner.put_many([(KEYS[0], b"blob"), (b"t" + bytes(32), b"old tail")])
-    assert deliver(stack_of(tier), 0, delivery(obsolete=[b"t" + bytes(32)]), whole=True) == (True, True)
+    assert deliver(stack_of(tier), 0, delivery(obsolete=[b"t" + bytes(32)]), whole=True) == (
+        True,
+        True,
+    )
     assert [x for x in tier.calls if x not in ("touch", "contains_many")] == [
         *["put_many"] * 3,
         "replace",
