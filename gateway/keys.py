@@ -95,7 +95,7 @@ def _parse(lines: Iterable[str]) -> list[tuple[bytes, str]]:
             raise BadKeyLine(
                 f"line {number} of the API keys is not 'tenant:sha256': a tenant's name has"
                 " letters, digits, '.', '_' and '-', the hash is 64 lower-case hex digits;"
-                " a new line is made by: thermocline keys add TENANT"
+                " a new line is made by: thermocline keys new TENANT"
             )
         keys.append((bytes.fromhex(found[2]), found[1]))
     return keys

@@ -1,0 +1,81 @@
+"""Every failure has OpenAI's shape, a fitting status, and says what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
+from engines.openai import InvalidRequest
+from gateway.errors import Failure, failure_of
+from gateway.relay import engine_failure
+from scheduler.sessions import Draining, Overloaded
+
+KEYS = {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequest("no", "model", "model_not_found", 404), 404),
+        (Overloaded("9 requests are waiting already", 4.2), 429),
+        (Draining("over"), 503),
+        (EngineStalled("silent"), 504),
+        (EngineUnavailable("starting"), 503),
+        (EngineRefused("no"), 502),
+        (EngineError("odd"), 502),
+        (TimeoutError(), 504),
+        (HTTPException(404), 404),
+        (HTTPException(405), 405),
+        (ZeroDivisionError("secret words"), 500),
+    ],
+)
+def test_status_and_shape(error: Exception, status: int) -> None:
+    response = failure_of(error).response()
+    body = json.loads(bytes(response.body))["error"]
+    assert response.status_code == status
+    assert set(body) == KEYS
+    assert body["message"] and body["type"]
+    assert "secret" not in body["message"]
+
+
+def test_retry_after_in_seconds_and_milliseconds() -> None:
+    headers = failure_of(Overloaded("full", 4.2)).response().headers
+    assert headers["retry-after"] == "4"
+    assert headers["retry-after-ms"] == "4200"
+
+
+def test_401_says_which_scheme() -> None:
+    assert Failure(401, "no key").response().headers["www-authenticate"] == "Bearer"
+
+
+def test_the_end_of_a_broken_stream_is_two_events() -> None:
+    error, done, rest = Failure(503, "gone").event().split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "gone"
+    assert done == b"data: [DONE]" and rest == b""
+
+
+@pytest.mark.parametrize(
+    "body", [b"Internal Server Error", b"\xff\xfe", b"[1]", b'{"detail": "x"}']
+)
+def test_an_engines_odd_error_gets_our_shape(body: bytes) -> None:
+    failure = engine_failure(500, body)
+    assert failure.status == 502
+    assert set(json.loads(failure.json())["error"]) == KEYS
+
+
+def test_an_engines_own_error_is_kept() -> None:
+    body = InvalidRequest("too long", "messages", "context_length_exceeded").body()
+    failure = engine_failure(400, json.dumps(body).encode())
+    assert failure == Failure(400, "too long", "messages", "context_length_exceeded")
+
+
+def test_an_engines_401_is_not_the_clients() -> None:
+    assert engine_failure(401, b'{"error": {"message": "wrong token"}}').status == 502
+
+
+def test_an_engines_odd_fields_are_not_passed_on() -> None:
+    failure = engine_failure(400, b'{"error": {"message": 5, "param": {}, "code": [1]}}')
+    assert failure == Failure(400, "5", None, None)

@@ -1,0 +1,169 @@
+"""Which session a request belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.openai import InvalidRequest
+from gateway.identity import KnownChats, checked_id, id_from_header, id_to_header, named_session
+from gateway.keys import Tenant
+
+ALICE = Tenant("alice", b"a" * 32)
+BOB = Tenant("bob", b"b" * 32)
+
+
+def nobody(session_id: str) -> bool:
+    return False
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    """Messages that alternate between user and assistant."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_first_name_wins() -> None:
+    raw = {
+        "session_id": "b",
+        "prompt_cache_key": "c",
+        "conversation": {"id": "d"},
+        "previous_response_id": "e",
+    }
+    assert named_session({"x-session-id": "a"}, raw) == "a"
+    for expected in "bcde":
+        assert named_session({}, raw) == expected
+        del raw[next(iter(raw))]
+    assert named_session({}, raw) is None
+
+
+def test_conversation_may_be_a_plain_string() -> None:
+    assert named_session({}, {"conversation": "abc"}) == "abc"
+
+
+def test_null_names_count_as_absent() -> None:
+    assert named_session({}, {"session_id": None, "prompt_cache_key": "k"}) == "k"
+
+
+@pytest.mark.parametrize(
+    "value", ["", "a\nb", "a\r\nset-cookie: x", "x\x00", "\u202egnp", "y" * 257, 7, ["a"], {"a": 1}]
+)
+def test_unfit_ids_are_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        named_session({}, {"session_id": value})
+    assert caught.value.status == 400
+    assert caught.value.param == "session_id"
+
+
+@pytest.mark.parametrize("value", ["../../etc/passwd", "a b", "ümlaut:@x", "x" * 256, "50%25"])
+def test_odd_but_printable_ids_are_taken(value: str) -> None:
+    assert checked_id(value, "session_id") == value
+
+
+@given(st.text(min_size=1, max_size=256).filter(str.isprintable))
+def test_ids_survive_headers(session_id: str) -> None:
+    text = id_to_header(session_id)
+    assert text.isascii() and text.isprintable()
+    assert id_from_header(text) == session_id
+
+
+def test_plain_ids_stand_in_headers_as_they_are() -> None:
+    assert id_to_header("user-17/chat:3 (b)") == "user-17/chat:3 (b)"
+
+
+def test_header_with_broken_utf8_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        id_from_header("%ff%fe")
+
+
+def test_a_chat_keeps_its_id_from_turn_to_turn() -> None:
+    chats = KnownChats(100)
+    first = chats.identify(ALICE, said("hi"), nobody)
+    second = chats.identify(ALICE, said("hi", "hello", "more"), nobody)
+    third = chats.identify(ALICE, said("hi", "hello", "more", "sure", "thanks"), nobody)
+    assert first == second == third
+
+
+def test_a_retry_finds_the_same_session() -> None:
+    chats = KnownChats(100)
+    chats.identify(ALICE, said("hi"), nobody)
+    turn = said("hi", "hello", "more")
+    assert chats.identify(ALICE, turn, nobody) == chats.identify(ALICE, turn, nobody)
+
+
+def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone() -> None:
+    chats = KnownChats(100)
+    chat = chats.identify(ALICE, said("hi"), nobody)
+    assert chats.identify(ALICE, said("hi", "hello", "more"), nobody) == chat
+    fork = chats.identify(ALICE, said("hi", "hello", "something else"), nobody)
+    assert fork != chat
+    assert chats.identify(ALICE, said("hi", "hello", "more", "yes", "go on"), nobody) == chat
+    assert chats.identify(ALICE, said("hi", "hello", "something else", "ok", "so"), nobody) == fork
+
+
+def test_chats_that_begin_alike_are_told_apart_once_they_differ() -> None:
+    chats = KnownChats(100)
+    one = chats.identify(ALICE, said("hi"), nobody)
+    assert chats.identify(ALICE, said("hi", "hello", "about cats"), nobody) == one
+    two = chats.identify(ALICE, said("hi"), nobody)
+    assert two != one
+    assert chats.identify(ALICE, said("hi", "hey", "about dogs"), nobody) == two
+
+
+def test_a_shared_system_prompt_does_not_join_chats() -> None:
+    chats = KnownChats(100)
+    system = [{"role": "system", "content": "be brief"}]
+    one = chats.identify(ALICE, system + said("cats"), nobody)
+    assert chats.identify(ALICE, system + said("dogs"), nobody) != one
+
+
+def test_tenants_never_share_a_session() -> None:
+    chats = KnownChats(100)
+    assert chats.identify(ALICE, said("hi"), nobody) != chats.identify(BOB, said("hi"), nobody)
+
+
+def test_empty_fields_and_key_order_do_not_matter() -> None:
+    chats = KnownChats(100)
+    sent = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    echoed = [
+        {"content": "hi", "role": "user", "name": None},
+        {"content": "yo", "role": "assistant", "refusal": None},
+    ]
+    more = [{"role": "user", "content": "more"}]
+    chat = chats.identify(ALICE, sent, nobody)
+    assert chats.identify(ALICE, echoed + more, nobody) == chat
+
+
+def test_after_a_restart_a_chat_is_found_by_its_derived_id() -> None:
+    before = KnownChats(100)
+    chat = before.identify(ALICE, said("hi"), nobody)
+    before.identify(ALICE, said("hi", "hello", "more"), nobody)
+    after = KnownChats(100)
+    turn = said("hi", "hello", "more", "sure", "thanks")
+    assert after.identify(ALICE, turn, lambda x: x == chat) == chat
+    # Somebody else who begins alike does not get a session that is in use by now.
+    assert after.identify(ALICE, said("hi"), lambda x: x == chat) != chat
+
+
+def test_the_longest_unused_chat_is_forgotten_first() -> None:
+    chats = KnownChats(2)
+    first = chats.identify(ALICE, said("a"), nobody)
+    second = chats.identify(ALICE, said("b"), nobody)
+    assert chats.identify(ALICE, said("a", "x", "y"), nobody) == first
+    chats.identify(ALICE, said("c"), nobody)
+    assert chats.identify(ALICE, said("a", "x", "y", "z", "w"), nobody) == first
+    assert chats.identify(ALICE, said("b", "x", "y"), nobody) != second
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=40))
+def test_a_request_and_its_retry_are_one_session_whatever_came_before(
+    requests: list[list[str]],
+) -> None:
+    chats = KnownChats(5)
+    for texts in requests:
+        session_id = chats.identify(ALICE, said(*texts), nobody)
+        assert checked_id(session_id, "derived") == session_id
+        assert chats.identify(ALICE, said(*texts), nobody) == session_id

@@ -1,0 +1,86 @@
+"""API keys, tenants and salts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines.openai import InvalidRequest
+from gateway.keys import ANONYMOUS, BadKeyLine, Tenants, generate_key, read_key_lines
+
+SECRET = b"sixteen bytes or more"
+
+
+def test_without_keys_everybody_is_one_tenant() -> None:
+    tenants = Tenants(SECRET)
+    assert tenants.open_to_all
+    assert tenants.authenticate(None) == tenants.authenticate("Bearer anything")
+    assert tenants.authenticate(None).name == ANONYMOUS
+
+
+def test_a_key_opens_its_tenant_only() -> None:
+    (key_a, line_a), (key_b, line_b) = generate_key("alice"), generate_key("bob")
+    tenants = Tenants(SECRET, [line_a, line_b])
+    assert tenants.authenticate(f"Bearer {key_a}").name == "alice"
+    assert tenants.authenticate(f"bearer  {key_b} ").name == "bob"
+
+
+def test_two_keys_may_open_one_tenant() -> None:
+    (old, line_old), (new, line_new) = generate_key("alice"), generate_key("alice")
+    tenants = Tenants(SECRET, [line_old, line_new])
+    assert tenants.authenticate(f"Bearer {old}") == tenants.authenticate(f"Bearer {new}")
+
+
+@pytest.mark.parametrize(
+    "shown", [None, "", "Bearer", "Bearer ", "Basic {key}", "{key}", "Bearer {key}x", "Bearer tc-"]
+)
+def test_everything_else_is_401_and_never_shown(shown: str | None) -> None:
+    key, line = generate_key("alice")
+    with pytest.raises(InvalidRequest) as caught:
+        Tenants(SECRET, [line]).authenticate(shown and shown.format(key=key))
+    assert caught.value.status == 401
+    assert caught.value.code == "invalid_api_key"
+    assert key not in caught.value.message
+
+
+def test_one_character_off_is_off() -> None:
+    key, line = generate_key("alice")
+    wrong = key[:-1] + ("A" if key[-1] != "A" else "B")
+    with pytest.raises(InvalidRequest):
+        Tenants(SECRET, [line]).authenticate(f"Bearer {wrong}")
+
+
+def test_the_list_holds_hashes_only() -> None:
+    key, line = generate_key("alice")
+    assert key not in line
+    assert key.removeprefix("tc-") not in line
+
+
+def test_salts_differ_by_tenant_and_by_secret() -> None:
+    one, other = Tenants(SECRET), Tenants(b"another secret of a server")
+    salts = {one.salt_of("a"), one.salt_of("b"), other.salt_of("a"), other.salt_of("b")}
+    assert len(salts) == 4
+    assert one.salt_of("a") == Tenants(SECRET).salt_of("a")
+
+
+def test_comments_and_blank_lines_are_skipped(tmp_path: Path) -> None:
+    key, line = generate_key("alice")
+    file = tmp_path / "keys"
+    file.write_text(f"# our keys\n\n  {line}  \n")
+    tenants = Tenants(SECRET, read_key_lines(str(file)))
+    assert tenants.authenticate(f"Bearer {key}").name == "alice"
+
+
+@pytest.mark.parametrize(
+    "line", ["alice", "alice:abc", "a b:" + "0" * 64, ":" + "0" * 64, "é:" + "0" * 64]
+)
+def test_a_bad_line_is_named_by_number_and_not_quoted(line: str) -> None:
+    with pytest.raises(BadKeyLine, match="line 2") as caught:
+        Tenants(SECRET, ["# first", line])
+    assert line not in str(caught.value)
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(ValueError, match="16 bytes"):
+        Tenants(b"short")

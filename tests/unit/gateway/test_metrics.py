@@ -1,0 +1,79 @@
+"""What is counted, and that no client can make labels."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engines.wire import EngineReport, TierReport
+from gateway.metrics import Gauges, Metrics, PromptDetails, Usage
+
+REPORT = EngineReport(
+    hot_bytes=10,
+    idle_hot_bytes=4,
+    hot_capacity_bytes=100,
+    active_bytes=50,
+    num_running=1,
+    num_waiting=2,
+    save_queue_bytes=3,
+    tiers=[TierReport("disk", 7, 70, 2, 1, 0, True)],
+    counters={"saves": 5},
+)
+
+
+def samples(metrics: Metrics, report: EngineReport | None = None) -> dict[str, float]:
+    """Every sample as ``name{label,label}``: value."""
+    gauges = Gauges(ready=report is not None, num_running=3, num_waiting=4, engine=report)
+    text = metrics.render(gauges).decode()
+    return {
+        f"{x.name}{{{','.join(x.labels[k] for k in sorted(x.labels))}}}": x.value
+        for family in text_string_to_metric_families(text)
+        for x in family.samples
+    }
+
+
+def test_usage_is_split_into_cached_and_prefilled() -> None:
+    metrics = Metrics()
+    metrics.used(Usage(100, 7, PromptDetails(90)))
+    metrics.used(Usage(10, 1))
+    found = samples(metrics)
+    assert found["thermocline_tokens_total{cached}"] == 90
+    assert found["thermocline_tokens_total{prefilled}"] == 20
+    assert found["thermocline_tokens_total{answered}"] == 8
+
+
+def test_cache_outcomes_by_source_and_reason() -> None:
+    metrics = Metrics()
+    metrics.cache_outcome("cold-disk; tokens=5; reason=diverged")
+    metrics.cache_outcome("hot; tokens=5")
+    metrics.cache_outcome("miss; tokens=0; reason=never-stored")
+    metrics.cache_outcome('evil"; tokens=1')
+    found = samples(metrics)
+    for labels in ("diverged,cold-disk", ",hot", "never-stored,miss", ",unknown"):
+        assert found[f"thermocline_cache_outcomes_total{{{labels}}}"] == 1
+
+
+def test_engine_and_tiers_of_the_moment() -> None:
+    found = samples(Metrics(), REPORT)
+    assert found["thermocline_engine_ready{}"] == 1
+    assert found["thermocline_engine_hot_bytes{}"] == 10
+    assert found["thermocline_tier_bytes{disk}"] == 7
+    assert found["thermocline_engine_events_total{saves}"] == 5
+    assert found["thermocline_turns_waiting{}"] == 4
+
+
+def test_without_an_engine_its_figures_are_absent() -> None:
+    found = samples(Metrics())
+    assert found["thermocline_engine_ready{}"] == 0
+    assert "thermocline_engine_hot_bytes{}" not in found
+
+
+def test_the_scheduler_is_observed() -> None:
+    metrics = Metrics()
+    metrics.transition("s", "idle", "hibernate", "hibernating")
+    metrics.decision("hibernate-idle")
+    metrics.turn_waited(0.5)
+    found = samples(metrics)
+    # sorted by label name: after, before, event
+    assert found["thermocline_session_transitions_total{hibernating,idle,hibernate}"] == 1
+    assert found["thermocline_decisions_total{hibernate-idle}"] == 1
+    assert found["thermocline_turn_wait_seconds_count{}"] == 1
