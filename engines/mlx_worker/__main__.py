@@ -104,7 +104,7 @@ class _HttpServer(uvicorn.Server):
 
 def _http_config(owner: Owner, config: WorkerConfig) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(owner, owner.tokenizer, config),
+        create_app(owner, owner.loaded.tokenizer, config),
         log_config=None,
         access_log=False,
         # Above the gateway's own idle limit: it must be the one that closes a connection.

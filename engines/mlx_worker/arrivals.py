@@ -151,7 +151,7 @@ class Arrivals:
             prompt.done = prompt.reused = hot.num_tokens
         if self._cold is None:
             missed: MissReason = "diverged" if had_own else "disabled"
-            self._start(prompt, _outcome(prompt, hot, missed))
+            self._start(prompt, _outcome(prompt, hot, None if hot else missed))
         elif _is_enough(prompt, hot):
             self._start(prompt, _outcome(prompt, hot, None))
         else:

@@ -94,8 +94,9 @@ class Owner:
         return self._facts
 
     @property
-    def tokenizer(self) -> Any:
-        return self._model.tokenizer
+    def loaded(self) -> LoadedModel:
+        """The tokenizer is anybody's, the model the owner thread's."""
+        return self._loaded
 
     @property
     def store(self) -> ColdStore | None:
@@ -218,17 +219,17 @@ class Owner:
         mx.clear_streams()
 
     def _open(self) -> None:
-        self._model = self._load()
-        model = self._model.model
+        self._loaded = self._load()
+        model = self._loaded.model
         self._plan = probe(model)
         max_context = self._affordable_context()
         mx.set_cache_limit(min(MLX_POOL_BYTES, self._config.hot_bytes // 4))
-        opened = self._open_store(self._model, self._plan)
+        opened = self._open_store(self._loaded, self._plan)
         cold = None if isinstance(opened, str) else Cold(opened, model, self._plan)
         self._facts = ModelFacts(
             name=self._name,
             max_context=max_context,
-            vocab_size=self._model.vocab_size,
+            vocab_size=self._loaded.vocab_size,
             trimmable=not self._plan.needs_state,
             hibernation=cold is not None,
             hibernation_reason=opened if isinstance(opened, str) else "",
@@ -239,7 +240,7 @@ class Owner:
         self.weight_bytes = mx.get_active_memory()
 
     def _affordable_context(self) -> int:
-        wanted = min(self._config.max_context or self._model.max_context, self._model.max_context)
+        wanted = min(self._config.max_context or self._loaded.max_context, self._loaded.max_context)
         affordable = longest_context(self._plan.cost, self._config.hot_bytes, wanted)
         if affordable < min(wanted, SMALLEST_CONTEXT):
             needed = 2 * self._plan.cost.row_bytes(SMALLEST_CONTEXT)

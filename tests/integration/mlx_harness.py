@@ -1,0 +1,132 @@
+"""A real owner thread around a small random model, and short ways to talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engines.config import EngineConfig
+from engines.mlx_worker.generation import (
+    Admitted,
+    CacheOutcome,
+    Failed,
+    Finished,
+    FinishReason,
+    Generation,
+    Row,
+    Stream,
+    Token,
+)
+from engines.mlx_worker.opening import store_opener
+from engines.mlx_worker.owner import Owner
+from engines.mlx_worker.reports import Reports
+from engines.mlx_worker.verbs import Verbs
+from kvstore.config import StoreConfig
+from kvstore.records import SessionRef
+from kvstore.store import ColdStore
+from tests.integration.tiny_models import tiny_model
+
+GREEDY = (Row(),)
+
+
+def session(name: str, tenant: str = "tenant") -> SessionRef:
+    return SessionRef(tenant, name, tenant.encode().ljust(32, b"."))
+
+
+def text(start: int, num_tokens: int) -> list[int]:
+    """A prompt that shares no beginning with one of another ``start``."""
+    return [(start * 31 + i * i + 7 * i) % 489 + 10 for i in range(num_tokens)]
+
+
+@dataclass
+class Answer:
+    """Everything that came out of one turn."""
+
+    cache: CacheOutcome | None = None
+    tokens: list[int] = field(default_factory=list)  # of row 0
+    logprobs: list[float] = field(default_factory=list)  # of row 0
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    failed: str = ""
+
+
+async def read(stream: Stream) -> Answer:
+    answer = Answer()
+    async for event in stream.events():
+        match event:
+            case Admitted(cache):
+                answer.cache = cache
+            case Token(row, token, logprob):
+                answer.rows.setdefault(row, []).append(token)
+                if row == 0 and logprob is not None:
+                    answer.logprobs.append(logprob)
+            case Finished(row, reason):
+                answer.finished[row] = reason
+            case Failed(message):
+                answer.failed = message
+    answer.tokens = answer.rows.get(0, [])
+    return answer
+
+
+class Engine:
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.reports = Reports(owner)
+        self.verbs = Verbs(owner, self.reports)
+
+    @property
+    def store(self) -> ColdStore:
+        assert self.owner.store is not None
+        return self.owner.store
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        ref: SessionRef | None = None,
+        *,
+        max_tokens: int = 8,
+        rows: Sequence[Row] = GREEDY,
+        stop: Sequence[tuple[int, ...]] = (),
+        boundaries: Sequence[int] = (),
+    ) -> Stream:
+        return self.owner.submit(
+            Generation(list(prompt), rows, max_tokens, stop, ref, boundaries, top_logprobs=0)
+        )
+
+    async def turn(self, prompt: Sequence[int], ref: SessionRef | None = None, **how) -> Answer:  # type: ignore[no-untyped-def]
+        return await read(self.submit(prompt, ref, **how))
+
+    async def settled(self) -> None:
+        """All turns have ended and all saves are through."""
+        await self.owner.call(lambda: None)
+        assert await asyncio.to_thread(self.store.flush, 20.0)
+        await self.owner.call(lambda: None)
+
+    async def demote_all(self) -> None:
+        for report in self.reports.sessions():
+            done = await self.verbs.demote(session(report.id, report.tenant), None)
+            assert done.kept == "", done
+
+
+@asynccontextmanager
+async def engine(
+    kind: str, folder: Path | None = None, *, codec: str = "raw", **config: int
+) -> AsyncIterator[Engine]:
+    """``folder`` = where the disk tier lies; None = no cold store at all."""
+    settings = EngineConfig(**{"prefill_step": 64, **config})  # type: ignore[arg-type]
+    name = f"tiny-{kind}"
+    if folder is None:
+        owner = Owner(lambda: tiny_model(kind), settings, name)
+    else:
+        store = StoreConfig(codec=codec, disk_path=str(folder), disk_bytes=256 << 20, num_threads=2)
+        owner = Owner(lambda: tiny_model(kind), settings, name, store_opener(store, name))
+    await owner.start()
+    try:
+        yield Engine(owner)
+    finally:
+        await owner.close()
+        if owner.store is not None:
+            await asyncio.to_thread(owner.store.close)
