@@ -10,15 +10,17 @@ newer than this file keep working; fields that ask for something we cannot do ar
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from engines.openai_errors import FieldError
 from engines.openai_errors import InvalidRequest as InvalidRequest
 from engines.openai_errors import error_body as error_body
 from engines.openai_errors import error_type as error_type
+from engines.openai_messages import Json as Json
+from engines.openai_messages import Message, NamedTool, ResponseFormat, Tool
 
-Json: TypeAlias = dict[str, Any]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -34,7 +36,6 @@ StopList = Annotated[list[StopString], msgspec.Meta(max_length=16)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 BiasMap = Annotated[dict[str, Bias], msgspec.Meta(max_length=1024)]
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 _MAX_TOKEN_ID = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -45,14 +46,6 @@ _TEMPLATE_KEYS_OF_OURS = frozenset(
     | {"add_generation_prompt", "continue_final_message", "return_tensors", "tokenizer_kwargs"}
     | {"padding", "truncation", "max_length", "return_assistant_tokens_mask", "processor_kwargs"}
 )
-
-
-class FieldError(ValueError):
-    """Raised in a ``__post_init__``; msgspec adds where the struct stands."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,106 +98,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
-
-
-class Part(msgspec.Struct, frozen=True):
-    """One piece of a message's content."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.type not in ("text", "refusal"):
-            raise FieldError("type", f"this engine is text only; {self.type[:40]!r} is not taken")
-        if self.body is None:
-            raise FieldError(self.type, f"a {self.type} part needs {self.type!r}")
-
-    @property
-    def body(self) -> str | None:
-        return self.text if self.type == "text" else self.refusal
-
-
-class CalledFunction(msgspec.Struct, frozen=True):
-    name: str
-    arguments: str = ""
-
-
-class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that the assistant made in an earlier turn."""
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[CalledTool] | None = None
-    tool_call_id: str | None = None
-    function_call: CalledFunction | None = None
-
-    def __post_init__(self) -> None:
-        if self.content is None and self.role not in ("assistant", "function"):
-            raise FieldError("content", f"a {self.role} message needs content")
-        if self.role == "assistant" and not self._says_something:
-            raise FieldError("content", "an assistant message needs content or tool_calls")
-        if self.role == "tool" and not self.tool_call_id:
-            raise FieldError("tool_call_id", "a tool message names the call that it answers")
-        if self.tool_calls and self.role != "assistant":
-            raise FieldError("tool_calls", "only assistant messages have tool_calls")
-
-    @property
-    def _says_something(self) -> bool:
-        said = (self.content, self.refusal, self.reasoning_content, self.function_call)
-        return bool(self.tool_calls) or any(x is not None for x in said)
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.body or "" for part in self.content)
-        return self.content or self.refusal or ""
-
-
-class Function(msgspec.Struct, frozen=True):
-    name: FunctionName
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, frozen=True):
-    function: Function
-    type: Literal["function"] = "function"
-
-
-class NamedFunction(msgspec.Struct, frozen=True):
-    name: str
-
-
-class NamedTool(msgspec.Struct, frozen=True):
-    function: NamedFunction
-    type: Literal["function"] = "function"
-
-
-class JsonSchema(msgspec.Struct, frozen=True):
-    name: str = "response"
-    schema: Json | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    def __post_init__(self) -> None:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise FieldError("json_schema", "type json_schema needs json_schema")
 
 
 class ChatRequest(Body, frozen=True, kw_only=True):

@@ -43,6 +43,14 @@ class InvalidRequest(Exception):
         return error_body(self.message, error_type(self.status), self.param, self.code)
 
 
+class FieldError(ValueError):
+    """Raised in a ``__post_init__``; msgspec adds where the struct stands."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def error_type(status: int) -> str:
     return ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 

@@ -19,8 +19,13 @@ from llguidance import LLMatcher
 from mlx_lm.generate import StopSequences
 
 from engines.mlx_worker.vocabulary import Vocabulary
-from engines.openai import InvalidRequest, Json, ResponseFormat, Tool
+from engines.openai import InvalidRequest
+from engines.openai_messages import Json, ResponseFormat, Tool
 
+# A compiler that is given more is busy for seconds before it gives up.
+_MAX_SOURCE_CHARS = 1 << 20
+# Above this nobody looks for the one schema at fault: that means compiling them all again.
+_MAX_BLAMED_CHARS = 1 << 17
 # Between two lines of calls lies a line break; so there is none inside a call.
 _MAX_CALLS = 8
 _IN_CALLS = {"whitespace_pattern": " ?", "coerce_one_of": True}
@@ -99,11 +104,17 @@ class Grammar:
                 "leave tool_choice at auto.",
                 "response_format" if answer is not None else "tool_choice",
             )
-        source = LLMatcher.grammar_from_lark(grammar_source(tools, many, answer))
-        matcher = LLMatcher(vocabulary.grammar, source, log_level=0)
-        if matcher.is_error():
-            raise _blame(matcher.get_error(), vocabulary.grammar, tools, answer)
-        return cls(matcher, vocabulary)
+        source = grammar_source(tools, many, answer)
+        param = "response_format" if answer is not None else "tools"
+        if len(source) > _MAX_SOURCE_CHARS:
+            raise InvalidRequest(f"{param}: the JSON schemas are too large to enforce.", param)
+        matcher = LLMatcher(vocabulary.grammar, LLMatcher.grammar_from_lark(source), log_level=0)
+        if not matcher.is_error():
+            return cls(matcher, vocabulary)
+        if len(source) <= _MAX_BLAMED_CHARS:
+            _blame(vocabulary.grammar, tools, answer)
+        why = _first_line(matcher.get_error())
+        raise InvalidRequest(f"{param}: cannot be enforced: {why}", param)
 
     def processor(self, prompt_tokens: int, after: tuple[int, ...] | None) -> GrammarProcessor:
         """For one row. ``after``: the grammar begins behind these tokens (the end of thinking)."""
@@ -111,10 +122,8 @@ class Grammar:
         return GrammarProcessor(matcher, self._vocabulary.width, prompt_tokens, after)
 
 
-def _blame(
-    error: str, tokenizer: llguidance.LLTokenizer, tools: Sequence[Tool], answer: Json | None
-) -> InvalidRequest:
-    """The one schema that does not compile by itself, or all of them together."""
+def _blame(tokenizer: llguidance.LLTokenizer, tools: Sequence[Tool], answer: Json | None) -> None:
+    """Raise ``InvalidRequest`` for the first schema that does not compile by itself."""
     suspects = [
         (f"tools[{i}].function.parameters", arguments_schema(tool), _IN_CALLS)
         for i, tool in enumerate(tools)
@@ -123,9 +132,7 @@ def _blame(
         suspects.append(("response_format", answer, _IN_ANSWERS))
     for param, schema, options in suspects:
         if found := _schema_error(schema, options, tokenizer):
-            return InvalidRequest(f"{param}: the JSON schema cannot be enforced: {found}", param)
-    param = "response_format" if answer is not None else "tools"
-    return InvalidRequest(f"{param}: cannot be enforced: {_first_line(error)}", param)
+            raise InvalidRequest(f"{param}: the JSON schema cannot be enforced: {found}", param)
 
 
 def _schema_error(schema: Json, options: Any, tokenizer: llguidance.LLTokenizer) -> str:

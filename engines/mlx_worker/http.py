@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
@@ -129,7 +129,9 @@ class Worker:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prompt")
 
     @asynccontextmanager
-    async def lifespan(self, app: Starlette) -> Any:
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        # First in the line of the prompts' thread: nobody waits for it on the event loop later.
+        self._writer.submit(lambda: self._vocabulary.grammar)
         try:
             yield
         finally:

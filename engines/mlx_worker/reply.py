@@ -146,6 +146,8 @@ class Reply:
 
     def _end(self, number: int, finished: Finished) -> Sequence[Step]:
         choice = number * self._job.num_rows + finished.row
+        if finished.reason == "cancelled" and choice not in self._stopping:
+            raise GenerationFailed("it was ended because the engine is shutting down")
         delta, reason = self._job.answers[choice].finish(finished.reason)
         self._unfinished -= 1
         rest: list[Step] = [Shown(choice, delta)] if delta else []

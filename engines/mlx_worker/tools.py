@@ -27,7 +27,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from engines.mlx_worker.calls import BareCalls, CallReader, LineCalls, MarkedCalls, NoCalls
 from engines.mlx_worker.grammar import Grammar, answer_schema
 from engines.mlx_worker.vocabulary import Vocabulary
-from engines.openai import ChatRequest, Message, NamedTool, Tool
+from engines.openai import ChatRequest
+from engines.openai_messages import Message, NamedTool, Tool
 
 ChatMessage: TypeAlias = dict[str, Any]
 

@@ -404,6 +404,13 @@ async def test_failure_before_and_in_mid_stream(toy: Open) -> None:
     assert "[DONE]" not in raw
 
 
+async def test_engine_that_shuts_down_is_no_end_of_an_answer(toy: Open) -> None:
+    async with toy(step_s=0.01, max_context=10_000) as stage:
+        with pytest.raises(openai.APIError, match="shutting down"):
+            async for _ in await stage.chat(stream=True, extra_body={"ignore_eos": True}):
+                stage.owner.streams[0].cancel()
+
+
 async def test_only_who_knows_the_token(toy: Open) -> None:
     async with toy() as stage, aiohttp.ClientSession() as http:
         for headers in ({}, {"authorization": "Bearer secre"}, {"authorization": "Bearer sécret"}):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 from engines.mlx_worker.answer import Answer, Delta, chat_sections, plain_sections
 from engines.mlx_worker.generation import FinishReason, ModelFacts, Token
@@ -55,6 +56,13 @@ def test_text_comes_back_exactly(plain: Vocabulary, text: str) -> None:
     prompt = encoded(plain, "a ")
     text_answer = Answer(plain, prompt, plain_sections(), [])
     assert read(text_answer, tokens)[0].content == text
+
+
+@pytest.mark.parametrize("text", [" naïve ☃ 🧊!", "two\n\nlines", "  x", "\n", ""])
+def test_text_of_tokenizers_without_a_fast_detokenizer(plain: Vocabulary, text: str) -> None:
+    slow = TokenizerWrapper(plain.tokenizer._tokenizer, NaiveStreamingDetokenizer)
+    vocabulary = Vocabulary(slow, plain.size)
+    assert read(answer(vocabulary), [*encoded(plain, text), END])[0].content == text
 
 
 def test_no_half_characters(plain: Vocabulary) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from engines.mlx_worker.grammar import Grammar, GrammarFailed, GrammarProcessor, answer_schema
 from engines.mlx_worker.vocabulary import Vocabulary
-from engines.openai import InvalidRequest, Tool, validate_chat
+from engines.openai import InvalidRequest, validate_chat
+from engines.openai_messages import Tool
 
 pytestmark = pytest.mark.mlx
 
@@ -188,3 +189,13 @@ def test_a_token_that_cannot_be_is_a_failure(plain: Vocabulary) -> None:
     with pytest.raises(GrammarFailed):
         allowed(processor, wrong)
     assert processor.failure
+
+
+def test_huge_schemas_are_refused_fast(plain: Vocabulary) -> None:
+    huge = {"enum": [f"value {i}" for i in range(100_000)]}
+    with pytest.raises(InvalidRequest, match="too large"):
+        Grammar.compile(plain, [], False, huge)
+    large = {"properties": {f"p{i}": {"enum": [f"v{j}" for j in range(300)]} for i in range(300)}}
+    with pytest.raises(InvalidRequest) as refusal:
+        Grammar.compile(plain, tools(large), False, None)
+    assert refusal.value.param == "tools"
