@@ -35,8 +35,10 @@ log = logging.getLogger("thermocline.engines")
 
 HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
-RETRY_FIRST_S = 0.05
-RETRY_CAP_S = 0.25
+POLL_S = 0.1  # while nobody listens yet
+RETRY_FIRST_S = 0.05  # after a link that ended
+RETRY_CAP_S = 5.0
+STABLE_AFTER_S = 10.0  # a link that lived this long was fine
 MAX_NOTICES = 4096
 
 _LINK_ENDED = (OSError, EOFError, TimeoutError, WireError)
@@ -69,17 +71,21 @@ class ControlLink:
 
     async def run(self) -> None:
         """Until cancelled."""
+        loop = asyncio.get_running_loop()
         retry_s = RETRY_FIRST_S
         while True:
+            began = loop.time()
             try:
                 await self._serve_connection()
-            except _LINK_ENDED as error:
-                if self.welcome is not None:
-                    retry_s = RETRY_FIRST_S
-                    log.warning("lost the engine at %s: %s", self._address, _words(error))
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._lost("the engine is starting")
+                await asyncio.sleep(POLL_S)
+                continue
+            except (*_LINK_ENDED, EngineRefused) as error:
+                log.warning("lost the engine at %s: %s", self._address, _words(error))
                 self._lost(_words(error))
-            except EngineRefused as error:
-                self._lost(str(error))
+            if loop.time() - began >= STABLE_AFTER_S:
+                retry_s = RETRY_FIRST_S
             await asyncio.sleep(retry_s)
             retry_s = min(RETRY_CAP_S, retry_s * 2)
 
@@ -195,6 +201,4 @@ def _words(error: BaseException) -> str:
         return "the engine does not answer"
     if isinstance(error, EOFError):  # asyncio.IncompleteReadError is one
         return "the engine closed the connection"
-    if isinstance(error, FileNotFoundError | ConnectionRefusedError):
-        return "the engine is starting"
     return str(error) or type(error).__name__

@@ -35,9 +35,11 @@ class Supervisor:
         *,
         name: str,
         rules: RestartRules | None = None,
+        term_grace_s: float = TERM_GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``env`` is added to this process's environment. ``name`` heads the child's log lines."""
+        self._term_grace_s = term_grace_s
         self._argv = list(argv)
         self._first_line = first_line
         self._env = {**os.environ, **env}
@@ -73,7 +75,7 @@ class Supervisor:
         self._stopping = True
         process = self._process
         if process is not None:
-            await _end(process, grace_s)
+            await _end(process, grace_s, self._term_grace_s)
         if self._keeping is not None:
             self._keeping.cancel()
             with suppress(asyncio.CancelledError):
@@ -150,7 +152,7 @@ class Supervisor:
             self._log.info("%s", text.translate(_CONTROL_CHARACTERS))
 
 
-async def _end(process: Process, grace_s: float) -> None:
+async def _end(process: Process, grace_s: float, term_grace_s: float) -> None:
     assert process.stdin is not None
     process.stdin.close()
     if await _ended(process, grace_s):
@@ -158,7 +160,7 @@ async def _end(process: Process, grace_s: float) -> None:
     log.warning("the engine still runs %.0f s after its input was closed; SIGTERM", grace_s)
     with suppress(ProcessLookupError):
         process.terminate()
-    if await _ended(process, TERM_GRACE_S):
+    if await _ended(process, term_grace_s):
         return
     log.error("the engine ignores SIGTERM; SIGKILL")
     _kill_group(process)

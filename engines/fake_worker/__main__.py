@@ -48,6 +48,7 @@ async def serve(config: WorkerConfig) -> None:
     print(f"the fake engine serves {config.served_model_name}", flush=True)
     await _input_ended()
     server.close()
+    control.close()
     await runner.cleanup()
 
 

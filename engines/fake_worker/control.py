@@ -39,6 +39,11 @@ class ControlServer:
         for writer in self._greeted:
             writer.write(frame(notice))
 
+    def close(self) -> None:
+        """End every connection."""
+        for writer in self._greeted:
+            writer.close()
+
     async def serve(self, path: str, shelf: Shelf) -> asyncio.Server:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._converse(reader, writer, shelf)
