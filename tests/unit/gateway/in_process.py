@@ -1,0 +1,198 @@
+"""The app without sockets: an engine that records what it is asked, and direct ASGI calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from engines.base import Demoted, EngineUnavailable, SessionRef, TierName, Upstream
+from engines.wire import EngineReport, Notice, SessionReport, Welcome
+from gateway.app import create_app
+from gateway.config import GatewayConfig
+from gateway.keys import Tenants
+from gateway.metrics import Metrics
+from scheduler.config import SchedulerConfig
+from scheduler.sessions import SessionManager
+
+MODEL = "org/model-1"
+WELCOME = Welcome(
+    engine="recording",
+    engine_version="1",
+    model=MODEL,
+    max_context=100,
+    codec="raw",
+    hibernation=True,
+)
+
+
+@dataclass
+class Asked:
+    path: str
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+
+
+class Answered:
+    """An ``Upstream`` with a body that is there at once."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self._body = body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield self._body
+
+    async def read(self) -> bytes:
+        return self._body
+
+
+@dataclass
+class RecordingEngine:
+    """Knows no sessions. ``answer`` is what every request gets."""
+
+    answer: Upstream = field(
+        default_factory=lambda: Answered(200, {"content-type": "application/json"}, b"{}")
+    )
+    welcome: Welcome | None = WELCOME
+    asked: list[Asked] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        return self.welcome is not None
+
+    @property
+    def trouble(self) -> str:
+        return "" if self.ready else "it is having a rest"
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self, drain_s: float) -> None:
+        self.welcome = None
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[Upstream]:
+        if not self.ready:
+            raise EngineUnavailable(self.trouble)
+        self.asked.append(Asked(path, json.loads(body), headers))
+        yield self.answer
+
+    def session_headers(self, session: SessionRef) -> dict[str, str]:
+        return {"x-session": session.id, "x-tenant": session.tenant, "x-salt": session.salt.hex()}
+
+    def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
+        return body
+
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
+        return Demoted(None, "")
+
+    async def prefetch(self, session: SessionRef) -> SessionReport | None:
+        return None
+
+    async def pin(self, session: SessionRef, pinned: bool) -> SessionReport | None:
+        return None
+
+    async def forget(self, session: SessionRef) -> SessionReport | None:
+        return None
+
+    async def sessions(self) -> list[SessionReport]:
+        return []
+
+    async def stats(self) -> EngineReport:
+        raise EngineUnavailable("no figures")
+
+    async def notices(self) -> AsyncIterator[Notice | None]:
+        await asyncio.Event().wait()
+        yield None
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return dict(error)
+
+
+class App:
+    """The app around a ``RecordingEngine``; keyword arguments are the gateway's settings."""
+
+    def __init__(self, engine: RecordingEngine | None = None, **settings: Any) -> None:
+        self.engine = engine or RecordingEngine()
+        config = GatewayConfig(**settings)
+        tenants = Tenants(b"a secret of the tests", config.api_keys)
+        metrics = Metrics()
+        sessions = SessionManager(
+            self.engine, SchedulerConfig(), salt_of=tenants.salt_of, observer=metrics
+        )
+        self.app: ASGIApp = create_app(config, self.engine, sessions, tenants, metrics)
+
+    async def get(self, path: str, **headers: str) -> Reply:
+        return await self.call("GET", path, b"", headers)
+
+    async def post(self, path: str, body: Any = None, **headers: str) -> Reply:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.call("POST", path, data, {"content-type": "application/json", **headers})
+
+    async def chat(self, text: str = "hi", **fields: Any) -> Reply:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+        return await self.post("/v1/chat/completions", body)
+
+    async def call(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """``_`` in the names of headers stands for ``-``."""
+        given = {"host": "localhost", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        if body:
+            given.setdefault("content-length", str(len(body)))
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(k.encode(), v.encode("latin-1")) for k, v in given.items() if v],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8080),
+        }
+        return await _collect(self.app, scope, body)
+
+
+async def _collect(app: ASGIApp, scope: dict[str, Any], body: bytes) -> Reply:
+    pieces = [body[i : i + 65536] for i in range(0, len(body), 65536)] or [b""]
+    reply = Reply(0, {}, b"")
+
+    async def receive() -> Message:
+        if not pieces:
+            await asyncio.Event().wait()  # the client stays
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            reply.status = message["status"]
+            reply.headers = {k.decode(): v.decode("latin-1") for k, v in message["headers"]}
+        else:
+            reply.body += message.get("body", b"")
+
+    await app(scope, receive, send)
+    return reply

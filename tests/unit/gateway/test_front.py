@@ -1,0 +1,144 @@
+"""What every request passes: names, guards, limits and the shapes of refusals."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from gateway.keys import generate_key
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_every_answer_has_an_id_and_a_time() -> None:
+    app = App()
+    for reply in (await app.get("/livez"), await app.get("/nowhere"), await app.chat()):
+        assert re.fullmatch(r"req_[0-9a-f]{24}", reply.headers["x-request-id"])
+        assert int(reply.headers["openai-processing-ms"]) >= 0
+
+
+async def test_a_clients_request_id_is_kept_where_it_is_sane() -> None:
+    app = App()
+    assert (await app.get("/livez", x_request_id="abc-1:2")).headers["x-request-id"] == "abc-1:2"
+    for bad in ("a b", "x" * 200, "a\r\nset-cookie: y", "\u00e9", "-x"):
+        assert (await app.get("/livez", x_request_id=bad)).headers["x-request-id"] != bad
+    await app.post(CHAT, BODY, x_request_id="trace-7")
+    assert app.engine.asked[0].headers["x-request-id"] == "trace-7"
+
+
+async def test_paths_and_methods_that_do_not_exist() -> None:
+    app = App()
+    assert (await app.get("/v1/nope")).error["code"] == "not_found"
+    assert (await app.get(CHAT)).error["code"] == "method_not_allowed"
+    assert (await app.get("/docs")).status == (await app.get("/openapi.json")).status == 404
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080", "[::1]:8080", "LOCALHOST:1"])
+async def test_loopback_names_are_known(host: str) -> None:
+    assert (await App().get("/livez", host=host)).status == 200
+
+
+async def test_other_names_are_refused_on_loopback_only() -> None:
+    assert (await App().get("/livez", host="evil.example")).status == 403
+    assert (await App().get("/livez", host="")).status == 400
+    assert (await App(host="0.0.0.0").get("/livez", host="box.lan")).status == 200
+    app = App(allowed_hosts=("box.lan",))
+    assert (await app.get("/livez", host="box.lan:80")).status == 200
+    assert (await app.get("/livez", host="localhost")).status == 403
+
+
+async def test_pages_of_other_origins_cannot_post() -> None:
+    app = App()
+    for origin in ("https://evil.example", "null", "http://localhost:9"):
+        reply = await app.post(CHAT, BODY, origin=origin)
+        assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
+    assert app.engine.asked == []
+    assert (await app.post(CHAT, BODY, origin="http://localhost")).status == 200  # its own page
+    allowed = App(allowed_origins=("https://ui.example",))
+    reply = await allowed.post(CHAT, BODY, origin="https://ui.example")
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-origin"] == "https://ui.example"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content_type": "text/plain"}, 415),
+        ({"content_type": "application/x-www-form-urlencoded"}, 415),
+        ({"content_type": ""}, 415),
+        ({"content_encoding": "gzip"}, 415),
+        ({"content_length": "999999999"}, 413),
+        ({"content_type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+async def test_bodies_that_are_not_read(headers: dict[str, str], status: int) -> None:
+    body = {"content-type": "application/json"} | {
+        key.replace("_", "-"): value for key, value in headers.items()
+    }
+    app = App()
+    reply = await app.post(CHAT, BODY, **body)
+    assert reply.status == status
+
+
+async def test_a_body_without_a_length_is_counted_while_it_comes() -> None:
+    app = App(max_body_bytes=100_000)
+    big = {**BODY, "padding": "x" * 200_000}
+    reply = await app.post(CHAT, big, content_length="", transfer_encoding="chunked")
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+async def test_log_lines_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await App().get("/v1/%0aFAKE%1b[31m", x_request_id="a\nb")
+    (line,) = [x.getMessage() for x in caplog.records if "GET" in x.getMessage()]
+    assert line.isprintable() and "404" in line
+
+
+async def test_health() -> None:
+    engine = RecordingEngine()
+    app = App(engine)
+    assert (await app.get("/livez")).status == 200
+    ready = await app.get("/readyz")
+    assert (ready.status, ready.json["model"]) == (200, MODEL)
+    engine.welcome = None
+    assert (await app.get("/livez")).status == 200
+    away = await app.get("/readyz")
+    assert (away.status, away.error["message"]) == (503, "it is having a rest")
+
+
+async def test_models() -> None:
+    app = App(model_aliases=("gpt-x",))
+    listed = (await app.get("/v1/models")).json
+    assert [x["id"] for x in listed["data"]] == [MODEL, "gpt-x"]
+    assert (await app.get(f"/v1/models/{MODEL}")).json == listed["data"][0]
+    assert (await app.get("/v1/models/other")).error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [
+        ({}, 200),
+        ({"host": "0.0.0.0"}, 401),
+        ({"host": "0.0.0.0", "metrics_access": "open"}, 200),
+        ({"metrics_access": "key"}, 401),
+    ],
+)
+async def test_who_may_read_metrics(settings: dict[str, str], status: int) -> None:
+    _, line = generate_key("alice")
+    app = App(api_keys=(line,), **settings)
+    assert (await app.get("/metrics")).status == status
+
+
+async def test_metrics_tell_of_answers_by_route_and_not_by_path() -> None:
+    app = App()
+    await app.chat(session_id="a secret name")
+    await app.get("/v1/sessions/a-secret-name")
+    await app.get("/some/path")
+    text = (await app.get("/metrics")).body.decode()
+    assert 'route="/v1/chat/completions",status="200"' in text
+    assert 'route="other",status="404"' in text
+    assert "secret" not in text and "/some/path" not in text
