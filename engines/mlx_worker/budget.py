@@ -19,19 +19,12 @@ class KVCost:
     per_token: int  # layers that grow with every token
     windows: tuple[tuple[int, int], ...] = ()  # rotating layers: (bytes per token, longest)
     fixed: int = 0  # recurrent layers
+    num_caches: int = 1  # that the bytes are spread over
 
     def row_bytes(self, num_tokens: int) -> int:
         length = num_tokens + STEP
         windows = sum(nbytes * min(length, longest) for nbytes, longest in self.windows)
         return self.per_token * length + windows + self.fixed
-
-    def tokens_within(self, nbytes: int, at_most: int) -> int:
-        """The longest row, up to ``at_most`` tokens, whose bytes do not exceed ``nbytes``."""
-        low, high = 0, at_most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.row_bytes(middle) <= nbytes else (low, middle - 1)
-        return low
 
 
 def batch_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
@@ -40,11 +33,21 @@ def batch_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
 
 
 def passing_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
-    """What a row joining or leaving takes on top, for a moment: it exists twice."""
-    longest = max((longest for rows, longest in batches if rows), default=0)
-    return cost.row_bytes(longest) if longest else 0
+    """What a row joining or leaving takes on top, for a moment.
+
+    The row exists twice, in its batch and alone; and the batch is copied, one layer at a time.
+    """
+    alive = [(rows, longest) for rows, longest in batches if rows]
+    row = max((cost.row_bytes(longest) for _, longest in alive), default=0)
+    largest = max((rows * cost.row_bytes(longest) for rows, longest in alive), default=0)
+    return row + largest // cost.num_caches
 
 
 def longest_context(cost: KVCost, hot_bytes: int, at_most: int) -> int:
-    """The longest context a lone row can have inside the budget."""
-    return cost.tokens_within(hot_bytes // 2, at_most)
+    """The longest context that a lone row can have inside the budget."""
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        needed = batch_bytes(cost, [(1, middle)]) + passing_bytes(cost, [(1, middle)])
+        low, high = (middle, high) if needed <= hot_bytes else (low, middle - 1)
+    return low

@@ -110,7 +110,7 @@ def _cost(found: list[Any]) -> KVCost:
             per_token += _bytes_per_token(leaf)
         else:
             fixed += leaf.nbytes
-    return KVCost(per_token, tuple(windows), fixed)
+    return KVCost(per_token, tuple(windows), fixed, len(found))
 
 
 def _bytes_per_token(leaf: Any) -> int:

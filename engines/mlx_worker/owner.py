@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 
@@ -132,7 +132,7 @@ class Owner:
     def _rows_at_once(self, generation: Generation) -> int:
         """How many answers to this prompt fit into the budget together."""
         row = self._plan.cost.row_bytes(len(generation.prompt))
-        return max(1, min(self._config.max_batch, self._config.hot_bytes // row - 1))
+        return max(1, min(self._config.max_batch, self._config.hot_bytes // row // 2))
 
     def listen(self, listener: Listener) -> None:
         """Have ``listener`` called on the event loop whenever a session changes."""
@@ -243,10 +243,9 @@ class Owner:
         wanted = min(self._config.max_context or self._loaded.max_context, self._loaded.max_context)
         affordable = longest_context(self._plan.cost, self._config.hot_bytes, wanted)
         if affordable < min(wanted, SMALLEST_CONTEXT):
-            needed = 2 * self._plan.cost.row_bytes(SMALLEST_CONTEXT)
             raise ValueError(
-                f"hot_bytes = {self._config.hot_bytes} is too little for this model: a context of "
-                f"{SMALLEST_CONTEXT} tokens needs {needed}"
+                f"hot_bytes = {self._config.hot_bytes} is too little for this model: not even a "
+                f"context of {SMALLEST_CONTEXT} tokens has room; give it more"
             )
         if affordable < wanted:
             logger.warning("hot_bytes allow a context of %d of %d tokens", affordable, wanted)

@@ -1,10 +1,10 @@
 """Whether there is memory for one more: the rule of admission.
 
 Everything that was admitted is charged as if it decoded already, in the bucket it will be in:
-rows x longest. On top comes one row more, because a row that joins or leaves a batch exists twice
-for a moment, and what idle sessions hold. If that is over the budget, idle sessions go; if that is
-not enough, the newcomer waits; if running rows outgrow the budget, the youngest goes back into the
-line and its KV becomes an idle session like any other.
+rows x longest. On top comes what a row that joins or leaves a batch takes for a moment, and what
+idle sessions hold. If that is over the budget, idle sessions go; if that is not enough, the
+newcomer waits; if running rows outgrow the budget, the youngest goes back into the line and its KV
+becomes an idle session like any other.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ class Room:
         shapes = self._shapes([*self._admitted, prompt])
         hot = self._hot.get(own) if own else None
         reused = hot.nbytes if hot else 0
-        return self._used(shapes) + passing_bytes(self._cost, shapes) - reused - self._hot_bytes
+        return self._used(shapes) - reused - self._hot_bytes
 
     def missing(self) -> int:
         """Bytes by which what runs and what idles exceed the budget."""
         return self._used(self._shapes(self._admitted)) - self._hot_bytes
 
     def _used(self, shapes: list[tuple[int, int]]) -> int:
-        return batch_bytes(self._cost, shapes) + self._hot.nbytes + self._snapshot_bytes()
+        running = batch_bytes(self._cost, shapes) + passing_bytes(self._cost, shapes)
+        return running + self._hot.nbytes + self._snapshot_bytes()
 
     def _snapshot_bytes(self) -> int:
         turns = {row.turn for bucket in self._batches.buckets for row in bucket.rows.values()}
