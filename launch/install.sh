@@ -62,6 +62,11 @@ follow_pip() {
     export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}}
     export UV_INDEX=${UV_INDEX:-${PIP_EXTRA_INDEX_URL:-}}
     export SSL_CERT_FILE=${SSL_CERT_FILE:-${PIP_CERT:-}}
+    # uv brings certificates of its own; behind an inspecting proxy only the system's are right.
+    if [ "$(uname -s)" = Darwin ] || [ -s /etc/ssl/certs/ca-certificates.crt ] ||
+        [ -s /etc/pki/tls/certs/ca-bundle.crt ]; then
+        export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true} UV_NATIVE_TLS=${UV_NATIVE_TLS:-true}
+    fi
     [ -n "$UV_FIND_LINKS" ] || unset UV_FIND_LINKS
     [ -n "$UV_DEFAULT_INDEX" ] || unset UV_DEFAULT_INDEX
     [ -n "$UV_INDEX" ] || unset UV_INDEX
