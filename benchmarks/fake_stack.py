@@ -35,7 +35,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 
 MODEL = "fake-1"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 ROOT = Path(__file__).parents[1]
 
 
