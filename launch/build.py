@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -21,19 +22,26 @@ from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.keys import BadKeyLine, Tenants, read_key_lines
 from gateway.metrics import Metrics
+from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.blas import Blas, find_blas
+from launch.cache_shape import NotUnderstood
 from launch.effective import Effective, require_installed
 from launch.errors import LaunchError, UsageError
-from launch.model import find_model
+from launch.families import cache_shape
+from launch.model import Model, find_model
 from launch.secret import server_secret
 from launch.settings import Settings
 from scheduler.sessions import SessionManager
 
+log = logging.getLogger("thermocline.launch")
+
 # A unix socket's path may have 104 bytes on macOS and 108 on Linux; "/control.sock" takes 13.
 MAX_RUNTIME_DIR = 90
+# Our names are everyday words: a folder "engines" where the user happens to stand is not ours.
+CHILD_ENV = {"PYTHONSAFEPATH": "1"}
 
 
 @dataclass(frozen=True)
@@ -56,27 +64,27 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     settings, kind = effective.settings, effective.engine_kind
     tenants = _tenants(settings, effective.folders.data)
     _check_reach(settings, tenants)
-    _check_codec(settings.store.codec)
+    _codec(settings.store.codec)
     require_installed(kind)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
-    path, name = _model(effective)
+    model = _model(effective)
     with _runtime_dir(environ) as runtime_dir:
         worker = WorkerConfig(
             engine=settings.engine,
-            store=_store(settings.store, effective.folders.data),
-            model_path=path,
-            served_model_name=name,
+            store=_store(settings.store, effective.folders.data, model),
+            model_path=model.path,
+            served_model_name=model.name,
             runtime_dir=str(runtime_dir),
             token=secrets.token_urlsafe(32),
             log_level=settings.log_level,
         )
-        engine = _engine(kind, worker, blas.env if blas else {})
+        engine = _engine(kind, worker, {**CHILD_ENV, **(blas.env if blas else {})})
         metrics = Metrics()
         sessions = SessionManager(
             engine, settings.scheduler, salt_of=tenants.salt_of, observer=metrics
         )
         app = create_app(settings.gateway, engine, sessions, tenants, metrics)
-        yield Served(app, engine, name, blas)
+        yield Served(app, engine, model.name, blas)
 
 
 def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
@@ -88,18 +96,35 @@ def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
         raise LaunchError(str(error)) from error
 
 
-def _model(effective: Effective) -> tuple[str, str]:
-    """What the engine is to load, and the name clients use."""
+def _model(effective: Effective) -> Model:
+    """What the engine is to load, under the name that clients use."""
     engine = effective.settings.engine
     if effective.engine_kind in ("attached", "fake"):  # one has its model, the other needs none
-        return engine.model, engine.served_model_name or effective.engine_kind
+        return Model(engine.model, engine.served_model_name or effective.engine_kind, None)
     model = find_model(engine.model, effective.folders.cache)
-    return model.path, engine.served_model_name or model.name
+    return replace(model, name=engine.served_model_name or model.name)
 
 
-def _store(config: StoreConfig, data_dir: Path) -> StoreConfig:
+def _store(config: StoreConfig, data_dir: Path, model: Model) -> StoreConfig:
     """Cold sessions lie beside the secret that their keys are derived from."""
-    return msgspec.structs.replace(config, disk_path=config.disk_path or str(data_dir))
+    reason = "" if _codec(config.codec).exact else _exact_only(model)
+    if reason:
+        log.warning("cold sessions are kept with codec raw instead of %s: %s", config.codec, reason)
+    return msgspec.structs.replace(
+        config,
+        disk_path=config.disk_path or str(data_dir),
+        codec="raw" if reason else config.codec,
+    )
+
+
+def _exact_only(model: Model) -> str:
+    """Why this model's cache must not be packed with loss; "" where nothing is known against it."""
+    if model.folder is None:
+        return ""
+    try:
+        return cache_shape(model.config()).exact_only
+    except NotUnderstood:  # the engine looks at the real cache and decides for itself
+        return ""
 
 
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
@@ -110,9 +135,12 @@ def _tenants(settings: Settings, data_dir: Path) -> Tenants:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"the API keys {file} cannot be read: {error}") from error
     try:
-        return Tenants(server_secret(data_dir), lines)
+        tenants = Tenants(server_secret(data_dir), lines)
     except BadKeyLine as error:
         raise UsageError(str(error)) from error
+    if file and tenants.open_to_all:
+        raise UsageError(f"{file} holds no API key; add one: thermocline keys new NAME --append")
+    return tenants
 
 
 def _check_reach(settings: Settings, tenants: Tenants) -> None:
@@ -125,9 +153,9 @@ def _check_reach(settings: Settings, tenants: Tenants) -> None:
         )
 
 
-def _check_codec(name: str) -> None:
+def _codec(name: str) -> Codec:
     try:
-        codec_by_name(name)
+        return codec_by_name(name)
     except UnknownCodec as error:
         raise UsageError(f"store.codec: {error}") from error
 

@@ -124,6 +124,71 @@ def show_config(
     )
 
 
+@app.command()
+def plan(
+    model: options.Model = None,
+    context: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Tokens per session, such as 2048,8192.")
+    ] = None,
+    hot: options.Hot = None,
+    ram: options.Ram = None,
+    disk: options.Disk = None,
+    codec: options.Codec = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say beforehand how many sessions fit, from config.json alone."""
+    from launch.plan_view import print_plan
+    from launch.planning import plan_of
+
+    sources = layers(
+        os.environ,
+        profile=profile,
+        config=config,
+        assignments=assignments,
+        flags={
+            "--model": model,
+            "--hot": hot,
+            "--ram": ram,
+            "--disk": disk,
+            "--codec": codec,
+        },
+    )
+    found = plan_of(effective(sources, os.environ), context)
+    if as_json:
+        print_json(found)
+    else:
+        print_plan(found)
+
+
+@app.command()
+def doctor(
+    model: options.Model = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+    as_json: options.Json = False,
+) -> None:
+    """Look for what would keep a server from starting or from being fast."""
+    from launch.doctor import examine
+
+    sources = layers(
+        os.environ,
+        profile=profile,
+        config=config,
+        assignments=assignments,
+        flags={"--model": model},
+    )
+    findings = examine(effective(sources, os.environ), os.environ)
+    if as_json:
+        print_json(findings)
+    else:
+        print_table(("", "about", "finding"), [(x.verdict, x.about, x.text) for x in findings])
+    raise typer.Exit(1 if any(x.verdict == "failure" for x in findings) else 0)
+
+
 @keys_app.command("new")
 def new_key(
     tenant: Annotated[str, typer.Argument(help="Whose sessions the key opens.")],

@@ -11,13 +11,6 @@ import psutil
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def total_memory() -> int:
-    """Bytes of memory of the machine, or of the container if that is less."""
-    total = int(psutil.virtual_memory().total)
-    limit = _cgroup_number(CGROUP / "memory.max")
-    return total if limit is None else min(total, limit)
-
-
 def available_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that can be allocated now without swapping, the container's limit included."""
     available = int(psutil.virtual_memory().available)

@@ -83,7 +83,7 @@ async def _announce(engine: Engine, url: str) -> None:
     while (welcome := engine.welcome) is None:
         await asyncio.sleep(LOOK_EVERY_S)
     log.info(
-        "ready after %.1f s: %s by %s %s, context %d, codec %s",
+        "ready after %.1f s: %s by %s (%s), context %d, codec %s",
         time.monotonic() - began,
         welcome.model,
         welcome.engine,

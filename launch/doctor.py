@@ -1,0 +1,201 @@
+"""Looks at everything that a server needs before it is started, and says how to cure what is wrong.
+
+Nothing is started and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import stat
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from launch.blas import find_blas
+from launch.cache_shape import NotUnderstood
+from launch.effective import Effective, require_installed
+from launch.errors import LaunchError
+from launch.families import cache_shape
+from launch.machine import available_memory, free_disk
+from launch.model import find_model
+from launch.sample_model import find_gguf
+from launch.sample_model import folder_in as sample_folder
+from launch.serve import listen
+from launch.settings import masked
+from launch.units import show_bytes
+
+DISTRIBUTION = "thermocline"
+ROOMS = ("gateway", "engines", "kvstore", "scheduler", "launch")
+PINNED = ("mlx", "mlx-lm")
+MIN_OPEN_FILES = 1024
+REDIS_DEADLINE_S = 3.0
+
+Verdict: TypeAlias = Literal["ok", "warning", "failure"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    about: str
+    verdict: Verdict
+    text: str
+
+
+Answer: TypeAlias = tuple[Verdict, str]
+Check: TypeAlias = Callable[[Effective, Mapping[str, str]], Answer]
+
+
+def examine(effective: Effective, environ: Mapping[str, str]) -> list[Finding]:
+    return [_finding(name, check, effective, environ) for name, check in CHECKS.items()]
+
+
+def _finding(name: str, check: Check, effective: Effective, environ: Mapping[str, str]) -> Finding:
+    try:
+        return Finding(name, *check(effective, environ))
+    except LaunchError as error:
+        return Finding(name, "failure", str(error))
+
+
+def _python(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    words = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return ("ok" if sys.version_info >= (3, 11) else "failure"), words
+
+
+def _names(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    """Five everyday names: another package, or a folder in the way, can take one of them."""
+    home = Path(__file__).resolve().parent.parent
+    strangers = []
+    for room in ROOMS:
+        spec = importlib.util.find_spec(room)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin is None or origin.parent.parent != home:
+            strangers.append(f"{room} is {origin or 'missing'}")
+    if strangers:
+        return "failure", f"{'; '.join(strangers)}: install {DISTRIBUTION} in its own environment"
+    try:
+        version = importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "failure", f"{home} is not installed; run: bash launch/install.sh"
+    return "ok", f"{DISTRIBUTION} {version} in {home}"
+
+
+def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    kind = effective.engine_kind
+    require_installed(kind)
+    if kind != "mlx":
+        return "ok", kind
+    installed = {name: importlib.metadata.version(name) for name in PINNED}
+    wrong = [
+        f"{name} {installed[name]} instead of {wanted}"
+        for name, wanted in pinned_versions(importlib.metadata.requires(DISTRIBUTION) or []).items()
+        if installed[name] != wanted
+    ]
+    if wrong:
+        return "failure", f"{', '.join(wrong)}; run: pip install '{DISTRIBUTION}[mlx]'"
+    return "ok", ", ".join(f"{name} {version}" for name, version in installed.items())
+
+
+def pinned_versions(requirements: Sequence[str]) -> dict[str, str]:
+    """``["mlx[cpu]==0.32.4; ...", "numpy>=1"]`` -> ``{"mlx": "0.32.4"}``."""
+    found = (re.match(r"([\w-]+)(?:\[[\w,]+\])?==([\w.]+)", line) for line in requirements)
+    return {x[1]: x[2] for x in found if x and x[1] in PINNED}
+
+
+def _blas(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    if effective.engine_kind != "mlx":
+        return "ok", "not needed"
+    blas = find_blas(environ, effective.folders.cache)
+    return ("ok" if blas.fast else "warning"), blas.message.removeprefix("BLAS: ")
+
+
+def _memory(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    available = available_memory()
+    settings = effective.settings
+    wanted = settings.engine.hot_bytes + settings.store.ram_bytes
+    words = f"{show_bytes(available)} available; hot and ram together may take {show_bytes(wanted)}"
+    if wanted > available:
+        return "failure", f"{words}; lower engine.hot_bytes or store.ram_bytes"
+    return ("ok" if wanted < 0.8 * available else "warning"), words
+
+
+def _disk(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    store = effective.settings.store
+    folder = Path(store.disk_path or effective.folders.data).expanduser()
+    parent = next(x for x in (folder, *folder.parents) if x.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return "failure", f"{parent} cannot be written by this user; choose another --data-dir"
+    secret = effective.folders.data / "secret"
+    if secret.exists() and stat.S_IMODE(secret.stat().st_mode) & 0o077:
+        return "failure", f"other users can read the server's secret; run: chmod 600 {secret}"
+    free = free_disk(folder)
+    words = f"{show_bytes(free)} free in {folder}; cold sessions may take "
+    words += show_bytes(store.disk_bytes)
+    return ("ok" if store.disk_bytes < free else "warning"), words
+
+
+def _port(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    gateway = effective.settings.gateway
+    listen(gateway).close()
+    return "ok", f"{gateway.host} port {gateway.port} is free"
+
+
+def _redis(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    url = effective.settings.store.redis_url
+    if not url:
+        return "ok", "not used"
+    try:
+        import redis
+    except ImportError:
+        return "failure", f"redis-py is missing; run: pip install '{DISTRIBUTION}[redis]'"
+    try:
+        client = redis.Redis.from_url(
+            url, socket_timeout=REDIS_DEADLINE_S, socket_connect_timeout=REDIS_DEADLINE_S
+        )
+        with client:
+            info = client.info("server")
+    except (redis.RedisError, OSError, ValueError) as error:
+        return "failure", f"{masked('', url)} does not answer: {error}"
+    return "ok", f"{masked('', url)}, version {info.get('redis_version')}"
+
+
+def _model(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    if effective.engine_kind in ("attached", "fake"):
+        return "ok", "the engine's own"
+    given = effective.settings.engine.model
+    if not given and not sample_folder(effective.folders.cache).exists():
+        find_gguf()
+        return "ok", "the sample model; converted at the first start (about 20 seconds)"
+    model = find_model(given, effective.folders.cache)
+    try:
+        shape = cache_shape(model.config())
+    except NotUnderstood as error:
+        return "warning", f"{model.name}: no capacity plan: {error}"
+    kept = f"{len(shape.growing)} growing layers"
+    return "ok", f"{model.name}: {kept}{', and state' if shape.needs_state else ''}"
+
+
+def _open_files(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < MIN_OPEN_FILES:  # negative: no limit
+        return "warning", f"{limit} open files allowed; run: ulimit -n {MIN_OPEN_FILES * 16}"
+    return "ok", f"{limit if limit >= 0 else 'any number'} allowed"
+
+
+CHECKS: Mapping[str, Check] = {
+    "python": _python,
+    "package": _names,
+    "engine": _engine,
+    "model": _model,
+    "blas": _blas,
+    "memory": _memory,
+    "disk": _disk,
+    "redis": _redis,
+    "port": _port,
+    "open files": _open_files,
+}

@@ -1,0 +1,173 @@
+"""How many sessions fit, from config.json alone: nothing is loaded, nothing is guessed.
+
+Live bytes follow from the cache's shape. Packed bytes come from the cold store's own packer, so
+headers, exact first tokens, the raw tail and the session record are in them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import msgspec
+
+from engines.config import EngineConfig
+from kvstore.chain import KEY_BYTES
+from kvstore.codecs.base import Codec
+from kvstore.codecs.presets import PRESETS, codec_by_name
+from kvstore.config import StoreConfig
+from kvstore.errors import UnknownCodec
+from kvstore.format import HEADER_BYTES
+from kvstore.packer import Packer
+from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout
+from kvstore.tiers.ram_tier import ENTRY_BYTES
+from launch.cache_shape import CacheShape
+
+BF16_BYTES = 2
+GIB = 1 << 30
+TOKEN_ID_BYTES = 4
+RECORD_BYTES = 256  # of a session record besides its token ids: names, digests, numbers
+
+
+class ColdPlan(msgspec.Struct, frozen=True):
+    """One codec at one context length. ``refused`` says why there are no numbers."""
+
+    codec: str
+    refused: str = ""
+    bytes_per_session: int = 0
+    times_smaller_than_bf16: float = 0.0
+    sessions_per_gib: int = 0
+    sessions: dict[str, int] = {}
+
+
+class ContextPlan(msgspec.Struct, frozen=True):
+    context: int
+    hot_bytes_per_session: int
+    hot_sessions: int
+    cold: list[ColdPlan]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    model: str
+    model_type: str
+    dtype: str  # of the live cache
+    growing_layers: int
+    window_layers: int
+    live_bytes_per_token: int  # of the growing layers
+    state_bytes: int  # windows (full) and recurrent state
+    budgets: dict[str, int]
+    contexts: list[ContextPlan]
+    notes: list[str]
+
+
+def live_dtype(engine: EngineConfig, content: Mapping[str, Any], kind: str) -> DType:
+    """The dtype of the live cache: what was set, what the platform forces, what the model has."""
+    if engine.dtype != "auto":
+        return engine.dtype
+    if kind == "mlx" and sys.platform == "linux":
+        return "float32"
+    text = content.get("text_config") or content
+    stored = text.get("dtype") or text.get("torch_dtype") or content.get("torch_dtype")
+    names: tuple[DType, ...] = get_args(DType)
+    return next((name for name in names if name == stored), "bfloat16")
+
+
+def make_plan(
+    name: str,
+    content: Mapping[str, Any],
+    shape: CacheShape,
+    dtype: DType,
+    contexts: Sequence[int],
+    hot_bytes: int,
+    store: StoreConfig,
+) -> Plan:
+    """``contexts``: tokens per session. ``hot_bytes`` and ``store`` hold the budgets."""
+    itemsize = NUMPY_DTYPES[dtype].itemsize
+    budgets = {"hot": hot_bytes, "ram": store.ram_bytes, "disk": store.disk_bytes}
+    if store.redis_url:
+        budgets["redis"] = store.redis_bytes
+    longest = max((w.longest for w in shape.windows), default=0)
+    return Plan(
+        model=name,
+        model_type=str(content.get("model_type")),
+        dtype=dtype,
+        growing_layers=len(shape.growing),
+        window_layers=len(shape.windows),
+        live_bytes_per_token=shape.elements_per_token * itemsize,
+        state_bytes=shape.state_bytes(longest, itemsize),
+        budgets=budgets,
+        contexts=[_context_plan(shape, dtype, n, budgets, store) for n in contexts],
+        notes=_notes(shape),
+    )
+
+
+def _notes(shape: CacheShape) -> list[str]:
+    notes = list(shape.notes)
+    if shape.exact_only:
+        notes.append(f"only the codec raw: {shape.exact_only}")
+    if shape.needs_state:
+        notes.append(
+            "windows and recurrent state are kept exact, in snapshots; sessions resume at those"
+        )
+    return notes
+
+
+def _context_plan(
+    shape: CacheShape, dtype: DType, context: int, budgets: Mapping[str, int], store: StoreConfig
+) -> ContextPlan:
+    hot = shape.hot_bytes(context, NUMPY_DTYPES[dtype].itemsize)
+    cold_budgets = {tier: nbytes for tier, nbytes in budgets.items() if tier != "hot"}
+    names = dict.fromkeys([*PRESETS, store.codec])  # the user's own codec is one more
+    return ContextPlan(
+        context=context,
+        hot_bytes_per_session=hot,
+        hot_sessions=budgets["hot"] // max(1, hot),
+        cold=[_cold_plan(name, shape, dtype, context, cold_budgets, store) for name in names],
+    )
+
+
+def _cold_plan(
+    name: str,
+    shape: CacheShape,
+    dtype: DType,
+    context: int,
+    budgets: Mapping[str, int],
+    store: StoreConfig,
+) -> ColdPlan:
+    try:
+        codec = codec_by_name(name)
+        nbytes = cold_bytes(shape, codec, dtype, context, store)
+    except UnknownCodec as error:
+        return ColdPlan(name, refused=str(error))
+    return ColdPlan(
+        codec=name,
+        bytes_per_session=nbytes,
+        times_smaller_than_bf16=round(shape.hot_bytes(context, BF16_BYTES) / nbytes, 2),
+        sessions_per_gib=GIB // nbytes,
+        sessions={tier: budget // nbytes for tier, budget in budgets.items()},
+    )
+
+
+def cold_bytes(
+    shape: CacheShape, codec: Codec, dtype: DType, num_tokens: int, store: StoreConfig
+) -> int:
+    """All bytes that one sleeping session takes in a tier, keys and index entries included.
+
+    Raises:
+        UnknownCodec: this codec must not or cannot pack this cache.
+    """
+    if shape.exact_only and not codec.exact:
+        raise UnknownCodec(f"codec {codec.id} is refused: {shape.exact_only}")
+    packer = Packer(codec, KVLayout(dtype, shape.growing), "")
+    num_chunks, tail = divmod(num_tokens, store.chunk_tokens)
+    blobs = [
+        packer.chunk_nbytes(min(i, 1) * store.chunk_tokens, store.chunk_tokens)
+        for i in range(num_chunks if shape.growing else 0)
+    ]
+    # A model with state keeps the newest rows inside its snapshots instead of in a tail.
+    state = shape.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
+    num_copies = store.max_snapshots if shape.needs_state else 1
+    blobs += [packer.tail_nbytes(tail) + state] * num_copies
+    blobs.append(HEADER_BYTES + RECORD_BYTES + TOKEN_ID_BYTES * num_tokens)
+    return sum(blobs) + len(blobs) * (KEY_BYTES + ENTRY_BYTES)
