@@ -39,6 +39,7 @@ def main() -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(config))
     except (CannotServe, OSError, ValueError) as error:

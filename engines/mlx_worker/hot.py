@@ -11,7 +11,6 @@ a lock.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -68,7 +67,7 @@ class HotSessions:
         self._lock = threading.Lock()
         self._sessions: dict[SessionKey, HotSession] = {}
         self._pinned: set[SessionKey] = set()
-        self._turns: Counter[SessionKey] = Counter()
+        self._turns: dict[SessionKey, list[int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -97,19 +96,24 @@ class HotSessions:
 
     # ---- sessions that are being served
 
-    def begin_turn(self, key: SessionKey) -> None:
+    def begin_turn(self, key: SessionKey, num_tokens: int) -> None:
+        """``num_tokens`` of its prompt."""
         with self._lock:
-            self._turns[key] += 1
+            self._turns.setdefault(key, []).append(num_tokens)
 
-    def end_turn(self, key: SessionKey) -> None:
+    def end_turn(self, key: SessionKey, num_tokens: int) -> None:
         with self._lock:
-            self._turns[key] -= 1
+            self._turns[key].remove(num_tokens)
             if not self._turns[key]:
                 del self._turns[key]
 
-    def is_busy(self, key: SessionKey) -> bool:
+    def busy_tokens(self, key: SessionKey) -> int:
+        """Tokens of the longest prompt that is being served; 0 = the session is not busy."""
         with self._lock:
-            return key in self._turns
+            return max(self._turns.get(key, [0]))
+
+    def is_busy(self, key: SessionKey) -> bool:
+        return self.busy_tokens(key) > 0
 
     def busy(self) -> list[SessionKey]:
         with self._lock:

@@ -102,6 +102,10 @@ class Owner:
     def store(self) -> ColdStore | None:
         return self.parts.cold.store if self.parts.cold else None
 
+    def row_bytes(self, num_tokens: int) -> int:
+        """What a running row of so many tokens may take."""
+        return self._plan.cost.row_bytes(num_tokens)
+
     @property
     def num_waiting(self) -> int:
         """Turns in line."""
@@ -131,7 +135,7 @@ class Owner:
 
     def _rows_at_once(self, generation: Generation) -> int:
         """How many answers to this prompt fit into the budget together."""
-        row = self._plan.cost.row_bytes(len(generation.prompt))
+        row = self.row_bytes(len(generation.prompt))
         return max(1, min(self._config.max_batch, self._config.hot_bytes // row // 2))
 
     def listen(self, listener: Listener) -> None:

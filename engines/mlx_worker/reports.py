@@ -50,20 +50,22 @@ class Reports:
         )
 
     def _report(self, key: SessionKey, record: SessionRecord | None) -> SessionReport | None:
-        hot, busy = self._hot.get(key), self._hot.is_busy(key)
-        if hot is None and record is None and not busy:
+        hot, busy_tokens = self._hot.get(key), self._hot.busy_tokens(key)
+        if hot is None and record is None and not busy_tokens:
             return None
+        cold_tokens = record.num_tokens if record else 0
+        running_bytes = self._owner.row_bytes(busy_tokens) if busy_tokens else 0
         return SessionReport(
             tenant=key[0],
             id=key[1],
-            hot=hot is not None or busy,
+            hot=hot is not None or busy_tokens > 0,
             tier=self._tier(record),
-            tokens=len(hot.tokens) if hot else record.num_tokens if record else 0,
-            hot_bytes=hot.nbytes if hot else 0,
+            tokens=len(hot.tokens) if hot else busy_tokens or cold_tokens,
+            hot_bytes=hot.nbytes if hot else running_bytes,
             cold_bytes=record.packed_bytes if record else 0,
-            idle_s=0.0 if busy else self._idle_s(hot, record),
+            idle_s=0.0 if busy_tokens else self._idle_s(hot, record),
             pinned=self._hot.is_pinned(key) or (record is not None and record.pinned),
-            busy=busy,
+            busy=busy_tokens > 0,
         )
 
     def _tier(self, record: SessionRecord | None) -> TierName | None:

@@ -63,7 +63,7 @@ class Serving:
     def arrive(self, turn: Turn, prompts: list[Prompt]) -> None:
         self.counters["turns"] += 1
         if key := turn.key:
-            self._keeper.hot.begin_turn(key)
+            self._keeper.hot.begin_turn(key, len(turn.generation.prompt))
         for prompt in prompts:
             self._arrivals.arrive(prompt)
 
@@ -254,7 +254,7 @@ class Serving:
     def _over(self, turn: Turn) -> None:
         turn.snapshots = []
         if (key := turn.key) and (session := turn.generation.session):
-            self._keeper.hot.end_turn(key)
+            self._keeper.hot.end_turn(key, len(turn.generation.prompt))
             if not turn.forgotten:
                 self._tell("turn", session)
 

@@ -12,6 +12,7 @@ from typing import Final
 from engines.mlx_worker.hot import HotSession
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.reports import Reports
+from engines.mlx_worker.turn import SessionKey
 from engines.wire import Done, EngineReport, SessionReport
 from kvstore.records import SessionRef, TierName
 
@@ -47,17 +48,23 @@ class Verbs:
     async def _cool(self, session: SessionRef) -> str:
         """ "" once nothing of it is hot, else why it still is."""
         key = (session.tenant, session.id)
+        # On the owner thread, because a turn whose end the client has just seen ends there.
+        hot = await self._owner.call(lambda: self._candidate(key))
+        if hot is None or isinstance(hot, str):
+            return hot or ""
+        # wait(), because its time limit does not cancel the save.
+        await asyncio.wait([asyncio.wrap_future(hot.saved)], timeout=SAVE_WAIT_S)
+        return await self._owner.call(lambda: self._drop(hot))
+
+    def _candidate(self, key: SessionKey) -> HotSession | str | None:
+        """The hot session that may go once it is saved; or why it may not; or nothing is hot."""
         if self._hot.is_busy(key):
             return "busy"
         if self._hot.is_pinned(key):
             return "pinned"
-        hot = self._hot.get(key)
-        if hot is None:
-            return ""
-        await self._owner.call(lambda: self._owner.parts.keeper.save_again(hot))
-        # wait(), because its time limit does not cancel the save.
-        await asyncio.wait([asyncio.wrap_future(hot.saved)], timeout=SAVE_WAIT_S)
-        return await self._owner.call(lambda: self._drop(hot))
+        if (hot := self._hot.get(key)) is not None:
+            self._owner.parts.keeper.save_again(hot)
+        return hot
 
     def _drop(self, hot: HotSession) -> str:
         """On the owner thread, where nothing can come in between any more."""
