@@ -214,13 +214,12 @@ class Answer:
         return Delta(content=found.content, calls=parts)
 
     def _release_scores(self) -> list[Score]:
-        """Those of tokens whose text has been let through, or will never be."""
+        """Those of tokens whose text has been let through; behind a stop string there are none."""
         if not self._scores:
             return []
         passed = self._stops.num_passed
         released = [x for x in self._scores if x.offset < passed]
-        kept = [] if self._stops.hit else [x for x in self._scores if x.offset >= passed]
-        self._scores = kept
+        self._scores = [x for x in self._scores if x.offset >= passed]
         return released
 
 

@@ -138,6 +138,8 @@ def test_reasoning_without_an_end(thinking: Vocabulary) -> None:
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 
+TWO_CALLS = CALL.replace("{", "[{", 1).replace("</", ', {"name": "look"}]</')
+
 
 def test_calls_end_in_tool_calls(with_tools: Vocabulary) -> None:
     whole, reason = read(chat_answer(with_tools, tools=[TOOL]), encoded(with_tools, f"So {CALL}"))
@@ -154,9 +156,10 @@ def test_calls_are_text_where_none_were_offered(with_tools: Vocabulary) -> None:
         assert (whole.content, reason, whole.calls) == (CALL, "stop", [])
 
 
-def test_one_call_only(with_tools: Vocabulary) -> None:
+@pytest.mark.parametrize("text", [CALL + CALL + "more", TWO_CALLS + "more"])
+def test_one_call_only(with_tools: Vocabulary, text: str) -> None:
     reader = chat_answer(with_tools, tools=[TOOL], parallel_tool_calls=False)
-    whole, reason = read(reader, encoded(with_tools, CALL + CALL + "more"))
+    whole, reason = read(reader, encoded(with_tools, text))
     assert reader.stopped
     assert (whole.content, reason) == ("", "tool_calls")
     assert {x.index for x in whole.calls} == {0}
