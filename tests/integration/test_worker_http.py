@@ -377,14 +377,19 @@ async def test_full_line(toy: Open) -> None:
     assert refusal.value.response.headers["retry-after"] == "1"
 
 
-async def test_schema_nested_to_the_edge_of_what_parses(toy: Open) -> None:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(900):
-        schema = {"anyOf": [schema]}
-    async with toy() as stage:
-        wanted = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
-        with pytest.raises((openai.BadRequestError, RecursionError)):
-            await stage.chat(response_format=wanted)
+@pytest.mark.parametrize("depth", [450, 5000])
+async def test_schema_nested_deeply(toy: Open, depth: int) -> None:
+    schema = "{}"
+    for _ in range(depth):
+        schema = f'{{"anyOf":[{schema}]}}'
+    wanted = f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
+    messages = json.dumps(HELLO)
+    body = f'{{"model":"toy","messages":{messages},"response_format":{wanted}}}'
+    async with toy() as stage, aiohttp.ClientSession() as http:
+        url, headers = f"{stage.url}/v1/chat/completions", {"authorization": f"Bearer {TOKEN}"}
+        async with http.post(url, data=body, headers=headers) as refused:
+            assert refused.status == 400
+            assert (await refused.json())["error"]["type"] == "invalid_request_error"
 
 
 async def test_failure_before_and_in_mid_stream(toy: Open) -> None:
