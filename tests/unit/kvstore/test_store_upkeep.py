@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvstore.revision import MAX_LEFT_BEHIND
 from kvstore.tiers.ram_tier import RamTier
+from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import CHUNK, MIB, come_back, disk, kv_of, open_store, ram, ref, save, tokens
 
 HISTORY = tokens(200)
@@ -202,6 +205,29 @@ def test_forgetting_takes_a_save_that_waits_along(store, tiers):
     assert everything(tiers[0]) == everything(tiers[1]) == {}
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place):
+    tiers = [FaultyTier(ram()), FaultyTier(ram(), "disk")]
+    store = open_store(tiers)
+    if place == 0:  # a promotion after a restore
+        save(store, ref(), HISTORY)
+        store.demote(ref(), "disk")
+    tiers[place].hanging = "put_many"
+    tiers[place].go_on.clear()
+    if place == 0:
+        store.load(store.prepare(ref()))
+    else:  # write-behind after a save
+        store.save(ref(), HISTORY, kv_of(HISTORY))
+    assert tiers[place].entered.wait(10)
+    forgetting = threading.Thread(target=store.forget, args=(ref(),))
+    forgetting.start()
+    forgetting.join(0.05)
+    tiers[place].go_on.set()
+    forgetting.join(20)
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+    store.close()
+
+
 def test_forgetting_needs_no_salt_that_still_fits(store, tiers):
     save(store, ref(), HISTORY)
     assert store.forget(ref(salt=b"rotated"))
@@ -267,6 +293,19 @@ def test_a_clock_that_jumps_back_expires_nothing():
     clock.now -= 86400
     store._upkeep.expire()
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+def test_who_came_back_last_is_evicted_last():
+    store = open_store([ram(170_000)])
+    for name in "abc":
+        save(store, ref(name), tokens(200, ord(name)))
+    assert store.stats().tiers[0].evictions == 0
+    assert come_back(store, ref("a"), tokens(200, ord("a")))[1].num_tokens == 200
+    assert store.flush(10)
+    save(store, ref("d"), tokens(200, 1))
+    held = {x: store.match(ref(x), ref().salt, tokens(200, ord(x)), 200).num_tokens for x in "abc"}
+    assert held["a"] == held["c"] == 200 and held["b"] < 200
     store.close()
 
 
