@@ -16,7 +16,7 @@ import aiohttp
 
 from engines.base import Demoted, EngineError, EngineStalled, EngineUnavailable
 from engines.config import WorkerConfig
-from engines.control import ControlLink
+from engines.control import SILENCE_S, ControlLink
 from engines.exchange import Exchange
 from engines.wire import (
     SALT_HEADER,
@@ -65,6 +65,7 @@ class EngineClient:
             control or f"unix:{worker.runtime_dir}/control.sock",
             worker.token,
             welcome_timeout_s=worker.engine.start_timeout_s,
+            silence_s=min(SILENCE_S, self._stall_timeout_s),
             on_lost=self._link_lost,
         )
         self._running_link: asyncio.Task[None] | None = None

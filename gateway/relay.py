@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TypeVar
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Send
 
 from engines.base import EngineUnavailable, Upstream
@@ -140,6 +141,12 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
     length = (b"content-length", str(len(body)).encode())
     await send_head(send, status, [*headers, length])
     await send_end(send, body)
+
+
+async def send_response(send: Send, response: Response) -> None:
+    """One whose body is there, at once."""
+    await send_head(send, response.status_code, response.raw_headers)
+    await send_end(send, bytes(response.body))
 
 
 def engine_failure(status: int, body: bytes) -> Failure:

@@ -28,6 +28,7 @@ from gateway.relay import (
     relay_events,
     send_end,
     send_head,
+    send_response,
     send_whole,
     while_client_stays,
 )
@@ -111,9 +112,7 @@ class TurnResponse(Response):
     async def _refused(self, upstream: Upstream) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
         self._error = _word(failure)
-        response = failure.response()
-        body = bytes(response.body)
-        return partial(send_whole, status=failure.status, headers=response.raw_headers, body=body)
+        return partial(send_response, response=failure.response())
 
     async def _whole(self, upstream: Upstream) -> Ending:
         body = await upstream.read()

@@ -93,16 +93,15 @@ class DataServer:
         headers = {"content-type": "text/event-stream", CACHE_HEADER: cache}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        events = list(answer.events(cached))
+        events = answer.events(cached)
         if script.fault == "bytes":
-            events = [bytes([x]) for x in b"".join(events)]
+            events = (bytes([x]) for event in events for x in event)
         for i, event in enumerate(events):
             if script.fault and i == script.after:
                 last = await _misbehave(script, request, response, event)
                 if last:
                     break
-            if script.delay_s:
-                await asyncio.sleep(script.delay_s)
+            await asyncio.sleep(script.delay_s)  # also with 0: others have their turn
             await response.write(event)
         await response.write_eof()
         return response

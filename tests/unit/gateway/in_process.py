@@ -190,6 +190,8 @@ async def _collect(app: ASGIApp, scope: dict[str, Any], body: bytes) -> Reply:
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
             reply.status = message["status"]
+            names = [name for name, _ in message["headers"]]
+            assert len(set(names)) == len(names), f"a header was sent twice: {names}"
             reply.headers = {k.decode(): v.decode("latin-1") for k, v in message["headers"]}
         else:
             reply.body += message.get("body", b"")

@@ -1,0 +1,194 @@
+"""The engine's process dies, hangs or talks nonsense: every client gets an answer, and more do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from fake_stack import MODEL, FakeStack
+
+CHAT = "/v1/chat/completions"
+STALL_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
+    folder = tmp_path_factory.mktemp("stack")
+    with FakeStack(folder, engine={"stall_timeout_s": STALL_S}) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(stack: FakeStack) -> AsyncIterator[aiohttp.ClientSession]:
+    stack.wait_ready()
+    async with aiohttp.ClientSession(stack.url) as session:
+        yield session
+
+
+def asked(script: str = "", *, stream: bool = True, text: str = "hello big world") -> Any:
+    messages = [{"role": "user", "content": text}]
+    return {"model": MODEL, "messages": messages, "stream": stream, "metadata": {"fake": script}}
+
+
+async def events(http: aiohttp.ClientSession, body: Any) -> list[Any]:
+    """All events of a stream, parsed; [DONE] as it is."""
+    async with http.post(CHAT, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        text = await answer.read()
+    lines = [x for x in text.decode().split("\n\n") if x]
+    assert all(x.startswith("data: ") for x in lines)
+    return [x[6:] if x[6:] == "[DONE]" else json.loads(x[6:]) for x in lines]
+
+
+def said(parsed: list[Any]) -> str:
+    return "".join(
+        x["choices"][0]["delta"].get("content", "")
+        for x in parsed
+        if isinstance(x, dict) and x.get("choices")
+    )
+
+
+async def status_and_code(http: aiohttp.ClientSession, body: Any) -> tuple[int, str | None]:
+    async with http.post(CHAT, json=body) as answer:
+        if answer.status == 200:
+            return 200, None
+        return answer.status, (await answer.json())["error"]["code"]
+
+
+async def running_turns(http: aiohttp.ClientSession) -> float:
+    async with http.get("/metrics") as answer:
+        text = await answer.text()
+    (line,) = [x for x in text.splitlines() if x.startswith("thermocline_engine_running ")]
+    return float(line.split()[1])
+
+
+async def test_kill_9_in_mid_stream(stack: FakeStack, http: aiohttp.ClientSession) -> None:
+    """An error event and an end; the next request after the restart is right."""
+    async with http.post(CHAT, json=asked("chunks=1000 delay_s=0.01")) as answer:
+        await answer.content.readuntil(b"\n\n")
+        stack.engine.kill()
+        rest = await asyncio.wait_for(answer.read(), 5.0)
+    *_, error, done, end = rest.split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_unavailable"
+    assert (done, end) == (b"data: [DONE]", b"")
+
+    status, code = await status_and_code(http, asked())
+    assert (status, code) in ((503, "engine_unavailable"), (200, None))
+    stack.wait_ready()
+    parsed = await events(http, asked())
+    assert said(parsed) == "You said: hello big world" and parsed[-1] == "[DONE]"
+
+
+async def test_kill_9_while_a_whole_answer_is_awaited(
+    stack: FakeStack, http: aiohttp.ClientSession
+) -> None:
+    waiting = asyncio.create_task(status_and_code(http, asked("delay_s=30", stream=False)))
+    async with asyncio.timeout(10):
+        while await running_turns(http) == 0:
+            await asyncio.sleep(0.02)
+    stack.engine.kill()
+    status, code = await asyncio.wait_for(waiting, 5.0)
+    assert status in (503, 504) and code in ("engine_unavailable", "engine_stalled")
+    stack.wait_ready()
+    assert (await status_and_code(http, asked(stream=False)))[0] == 200
+
+
+async def test_an_engine_that_kills_itself_three_times(http: aiohttp.ClientSession) -> None:
+    for _ in range(3):
+        async with asyncio.timeout(60):
+            while (await http.get("/readyz")).status != 200:
+                await asyncio.sleep(0.05)
+        parsed = await events(http, asked("fault=die after=2"))
+        assert "error" in parsed[-2] and parsed[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("fault", ["cut", "no-done"])
+async def test_an_answer_that_breaks_off(http: aiohttp.ClientSession, fault: str) -> None:
+    parsed = await events(http, asked(f"fault={fault} after=3"))
+    assert said(parsed) == "You said: hello"
+    assert "error" in parsed[-2] and parsed[-1] == "[DONE]"
+
+
+async def test_a_stream_that_falls_silent(http: aiohttp.ClientSession) -> None:
+    began = time.monotonic()
+    parsed = await events(http, asked("fault=hang after=3"))
+    assert STALL_S <= time.monotonic() - began < STALL_S + 4
+    assert parsed[-2]["error"]["code"] == "engine_stalled"
+    assert await running_turns(http) == 0
+
+
+async def test_garbage_is_relayed_as_it_is(http: aiohttp.ClientSession) -> None:
+    async with http.post(CHAT, json=asked("fault=garbage after=1")) as answer:
+        body = await answer.read()
+    assert b"\x00\xff\xfe not an event\n\ndata: {half\n\n" in body
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_bytes_one_by_one(http: aiohttp.ClientSession) -> None:
+    """Half a character of UTF-8 at every boundary, and yet the same text."""
+    parsed = await events(http, asked("fault=bytes", text="größer café 思考"))
+    assert said(parsed) == "You said: größer café 思考"
+
+
+async def test_errors_before_the_head(http: aiohttp.ClientSession) -> None:
+    assert await status_and_code(http, asked("fault=plain-500")) == (502, "engine")
+    assert (await status_and_code(http, asked("fault=error-400")))[0] == 400
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_place(
+    http: aiohttp.ClientSession, stream: bool
+) -> None:
+    body = asked("chunks=100000 delay_s=0.01", stream=stream)
+    leaving = asyncio.create_task(events(http, body))
+    async with asyncio.timeout(10):
+        while await running_turns(http) == 0:
+            await asyncio.sleep(0.02)
+    leaving.cancel()
+    began = time.monotonic()
+    async with asyncio.timeout(10):
+        while await running_turns(http):
+            await asyncio.sleep(0.02)
+    assert time.monotonic() - began < 1.0
+
+
+async def test_a_slow_reader_is_held_in_bounds_and_hurts_nobody(
+    stack: FakeStack, http: aiohttp.ClientSession
+) -> None:
+    async with http.post(CHAT, json=asked("chunks=200000")) as answer:
+        await answer.content.readexactly(1000)
+        before = stack.process.memory_info().rss
+        for _ in range(20):
+            assert said(await events(http, asked())) == "You said: hello big world"
+            await asyncio.sleep(0.05)
+        grown = stack.process.memory_info().rss - before
+        answer.close()
+    assert grown < 16 << 20
+
+
+@pytest.mark.slow
+async def test_a_stopped_engine_is_noticed_replaced_and_forgotten(
+    stack: FakeStack, http: aiohttp.ClientSession
+) -> None:
+    """SIGSTOP: its sockets stay open, but nothing comes. It is ended and another one started."""
+    frozen = stack.engine
+    frozen.send_signal(signal.SIGSTOP)
+    waiting = asyncio.create_task(status_and_code(http, asked(stream=False)))
+    status, code = await asyncio.wait_for(waiting, 60)
+    assert (status, code) == (504, "engine_stalled")
+    async with asyncio.timeout(60):
+        while not _gone(frozen):
+            await asyncio.sleep(0.1)
+    stack.wait_ready()
+    assert (await status_and_code(http, asked()))[0] == 200
+
+
+def _gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
