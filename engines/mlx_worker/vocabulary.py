@@ -58,6 +58,7 @@ class Vocabulary:
     def grammar(self) -> llguidance.LLTokenizer | None:
         """The vocabulary as a grammar sees it; None for tokenizers without a fast version."""
         try:
+            # mlx_lm has no public name for the tokenizer that it wraps.
             return llguidance.hf.from_tokenizer(
                 self.tokenizer._tokenizer, n_vocab=self.width, eos_token=sorted(self.eos)
             )
