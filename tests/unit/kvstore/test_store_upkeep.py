@@ -224,6 +224,7 @@ def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place):
     forgetting.join(0.05)
     tiers[place].go_on.set()
     forgetting.join(20)
+    assert store.flush(20)
     assert everything(tiers[0]) == everything(tiers[1]) == {}
     store.close()
 
