@@ -165,9 +165,10 @@ def cold_bytes(
         packer.chunk_nbytes(min(i, 1) * store.chunk_tokens, store.chunk_tokens)
         for i in range(num_chunks if shape.growing else 0)
     ]
-    # A model with state keeps the newest rows inside its snapshots instead of in a tail.
-    state = shape.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
-    num_copies = store.max_snapshots if shape.needs_state else 1
-    blobs += [packer.tail_nbytes(tail) + state] * num_copies
+    if shape.needs_state:  # the newest rows then lie inside the snapshots
+        state = shape.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
+        blobs += [packer.tail_nbytes(tail) + state] * store.max_snapshots
+    elif tail:
+        blobs.append(packer.tail_nbytes(tail))
     blobs.append(HEADER_BYTES + RECORD_BYTES + TOKEN_ID_BYTES * num_tokens)
     return sum(blobs) + len(blobs) * (KEY_BYTES + ENTRY_BYTES)
