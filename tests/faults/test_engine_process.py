@@ -15,7 +15,7 @@ import pytest
 from fake_stack import MODEL, FakeStack
 
 CHAT = "/v1/chat/completions"
-STALL_S = 1.0
+STALL_S = 3.0  # more than a busy machine makes a healthy engine wait
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,13 @@ async def running_turns(http: aiohttp.ClientSession) -> float:
     return float(line.split()[1])
 
 
+async def until_running(http: aiohttp.ClientSession, some: bool) -> None:
+    """Until the engine serves a request, or none."""
+    async with asyncio.timeout(10):
+        while bool(await running_turns(http)) != some:
+            await asyncio.sleep(0.02)
+
+
 async def test_kill_9_in_mid_stream(stack: FakeStack, http: aiohttp.ClientSession) -> None:
     """An error event and an end; the next request after the restart is right."""
     async with http.post(CHAT, json=asked("chunks=1000 delay_s=0.01")) as answer:
@@ -90,9 +97,7 @@ async def test_kill_9_while_a_whole_answer_is_awaited(
     stack: FakeStack, http: aiohttp.ClientSession
 ) -> None:
     waiting = asyncio.create_task(status_and_code(http, asked("delay_s=30", stream=False)))
-    async with asyncio.timeout(10):
-        while await running_turns(http) == 0:
-            await asyncio.sleep(0.02)
+    await until_running(http, True)
     stack.engine.kill()
     status, code = await asyncio.wait_for(waiting, 5.0)
     assert status in (503, 504) and code in ("engine_unavailable", "engine_stalled")
@@ -102,8 +107,8 @@ async def test_kill_9_while_a_whole_answer_is_awaited(
 
 async def test_an_engine_that_kills_itself_three_times(http: aiohttp.ClientSession) -> None:
     for _ in range(3):
-        async with asyncio.timeout(60):
-            while (await http.get("/readyz")).status != 200:
+        async with asyncio.timeout(60):  # a client that tries again gets there
+            while (await status_and_code(http, asked()))[0] != 200:
                 await asyncio.sleep(0.05)
         parsed = await events(http, asked("fault=die after=2"))
         assert "error" in parsed[-2] and parsed[-1] == "[DONE]"
@@ -119,9 +124,9 @@ async def test_an_answer_that_breaks_off(http: aiohttp.ClientSession, fault: str
 async def test_a_stream_that_falls_silent(http: aiohttp.ClientSession) -> None:
     began = time.monotonic()
     parsed = await events(http, asked("fault=hang after=3"))
-    assert STALL_S <= time.monotonic() - began < STALL_S + 4
+    assert STALL_S <= time.monotonic() - began < STALL_S + 8
     assert parsed[-2]["error"]["code"] == "engine_stalled"
-    assert await running_turns(http) == 0
+    await until_running(http, False)
 
 
 async def test_garbage_is_relayed_as_it_is(http: aiohttp.ClientSession) -> None:
@@ -148,14 +153,10 @@ async def test_a_client_that_leaves_frees_its_place(
 ) -> None:
     body = asked("chunks=100000 delay_s=0.01", stream=stream)
     leaving = asyncio.create_task(events(http, body))
-    async with asyncio.timeout(10):
-        while await running_turns(http) == 0:
-            await asyncio.sleep(0.02)
+    await until_running(http, True)
     leaving.cancel()
     began = time.monotonic()
-    async with asyncio.timeout(10):
-        while await running_turns(http):
-            await asyncio.sleep(0.02)
+    await until_running(http, False)
     assert time.monotonic() - began < 1.0
 
 
