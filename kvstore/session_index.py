@@ -87,6 +87,9 @@ class SessionIndex:
         age_s = self._clock() - record.last_used_s
         return bool(self._ttl_s) and age_s > self._ttl_s and not record.pinned
 
+    def is_usable(self, record: SessionRecord) -> bool:
+        return self._packer.wrote(record) and not self.lapsed(record)
+
     def expire(self, key: bytes) -> None:
         """Drop, and remember why."""
         with self._lock:

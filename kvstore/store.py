@@ -215,15 +215,7 @@ class ColdStore:
 
     def records(self) -> list[SessionRecord]:
         """All sessions of this model and codec that rest in local tiers."""
-        usable = [
-            x for x in self._index.all() if self._packer.wrote(x) and not self._index.lapsed(x)
-        ]
-        keys = [self._keys.record_key(x) for x in usable]
-        held = [False] * len(keys)
-        for place in [] if self._closed else self._stack.local:
-            there = self._stack.holds(place, keys)
-            held = [a or b for a, b in zip(held, there, strict=True)]
-        return [record for record, yes in zip(usable, held, strict=True) if yes]
+        return [] if self._closed else self._upkeep.resting_here()
 
     def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
         """The fastest tier holding all of it, else the slowest one needed; None if nothing is."""

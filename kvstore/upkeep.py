@@ -54,6 +54,13 @@ class Upkeep:
         needed = [x for x in located.places[: located.num_leading] if x is not None]
         return self._stack.name(max(needed)) if needed else None
 
+    def resting_here(self) -> list[SessionRecord]:
+        """Sessions of this model and codec whose record is in a local tier."""
+        usable = [x for x in self._index.all() if self._index.is_usable(x)]
+        keys = [self._keys.record_key(x) for x in usable]
+        held = [self._stack.holds(place, keys) for place in self._stack.local]
+        return [x for x, *there in zip(usable, *held, strict=True) if any(there)]
+
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
         """Bring the session to ``tier``, then drop the faster copies; where it rests now."""
         self._queue.wait_settled(self._key(session), WAIT_S)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvstore.chain import CHUNK as CHUNK_KIND
 from kvstore.chain import RECORD
+from kvstore.tiers.redis_tier import RedisTier
 from tests.kv_sessions import come_back, disk, kv_of, open_store, ram, ref, save, tokens
+from tests.redis_server import RedisServer
 
 HISTORY = tokens(200)
 
@@ -107,3 +110,24 @@ def test_a_restart_encodes_nothing_again(tmp_path):
     assert store.stats().counters["chunks_encoded"] == 0
     assert np.array_equal(restored.run[0][0], store.load(store.prepare(ref())).run[0][0])
     store.close()
+
+
+@pytest.mark.redis
+def test_a_session_wakes_on_a_second_engine_through_a_real_server():
+    with RedisServer() as server:
+        one, two = (
+            open_store([ram(), RedisTier(server.url, 1 << 26, deadline_s=5.0)], codec="raw")
+            for _ in range(2)
+        )
+        save(one, ref(), HISTORY[:150])
+        match, restored = come_back(two, ref(), HISTORY)
+        assert (match.tier, restored.num_tokens, restored.reason) == ("redis", 150, None)
+        assert come_back(two, ref(salt=b"other"), HISTORY)[1].num_tokens == 0
+        save(two, ref(), HISTORY)
+        assert come_back(one, ref(), HISTORY)[1].num_tokens == 200
+        assert one.flush(10)
+        server.kill()
+        assert come_back(one, ref(), HISTORY)[1].num_tokens == 200  # from its own memory
+        assert two.forget(ref())
+        one.close()
+        two.close()
