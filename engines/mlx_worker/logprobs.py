@@ -16,6 +16,7 @@ def token_event(row: int, token: int, logprobs: mx.array, top: int | None) -> To
     if top is None:
         return Token(row, token)
     values = np.array(logprobs.astype(mx.float32))
+    top = min(top, len(values))
     best = np.argpartition(values, -top)[-top:] if top else np.empty(0, np.intp)
     ranked = sorted(best.tolist(), key=lambda x: (-values[x], x))
     return Token(row, token, float(values[token]), [(x, float(values[x])) for x in ranked])

@@ -7,10 +7,15 @@ that is wrong, missing or shifted changes the tokens they produce.
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from engines.mlx_worker.loading import LoadedModel
+from tests.tiny_tokenizer import tiny_tokenizer
 
 VOCAB = 500
 WINDOW = 32  # of the model with rotating caches
@@ -88,3 +93,12 @@ def tiny_model(kind: str, seed: int = 0) -> LoadedModel:
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     return LoadedModel(model, None, config)
+
+
+def write_model(kind: str, folder: Path) -> None:
+    """The same model as files, with a tokenizer: what the worker process is given."""
+    loaded = tiny_model(kind)
+    tiny_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(loaded.config))
+    weights: Any = tree_flatten(loaded.model.parameters())
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(weights))

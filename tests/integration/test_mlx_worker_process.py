@@ -1,0 +1,214 @@
+"""``python -m engines.mlx_worker`` as the gateway meets it: a child with two sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.base import EngineUnavailable
+from engines.config import EngineConfig, WorkerConfig
+from engines.mlx_server import MlxServer
+from engines.wire import (
+    CACHE_HEADER,
+    GetStats,
+    Hello,
+    Notice,
+    Refused,
+    Request,
+    SessionRef,
+    frame,
+    read_from_engine,
+)
+from kvstore.config import StoreConfig
+from tests.integration.mlx_harness import session
+from tests.integration.tiny_models import write_model
+
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
+
+ONE = session("one")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model("llama", folder)
+    return folder
+
+
+def settings(model: Path, folder: Path) -> WorkerConfig:
+    return WorkerConfig(
+        engine=EngineConfig(kind="mlx", hot_bytes=64 << 20),
+        store=StoreConfig(codec="raw", disk_path=str(folder), disk_bytes=64 << 20),
+        model_path=str(model),
+        served_model_name="tiny",
+        runtime_dir=str(folder / "run"),
+        token="secret",
+    )
+
+
+@asynccontextmanager
+async def running(config: WorkerConfig) -> AsyncIterator[MlxServer]:
+    server = MlxServer(config)
+    await server.start()
+    try:
+        await until_ready(server)
+        yield server
+    finally:
+        await server.stop(drain_s=1.0)
+
+
+async def until_ready(server: MlxServer) -> None:
+    async with asyncio.timeout(120):
+        while not server.ready:
+            await asyncio.sleep(0.05)
+
+
+async def complete(
+    server: MlxServer, prompt: list[int], ref: SessionRef = ONE, **fields: Any
+) -> tuple[dict[str, Any], str]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
+    headers = {**server.session_headers(ref), "content-type": "application/json"}
+    async with server.open("/v1/completions", json.dumps(body).encode(), headers) as upstream:
+        answer = json.loads(await upstream.read())
+        assert upstream.status == 200, answer
+        return answer, upstream.headers[CACHE_HEADER]
+
+
+PROMPT = [10 + i * i % 300 for i in range(300)]
+
+
+async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_path: Path) -> None:
+    config = settings(model, tmp_path)
+    async with running(config) as server:
+        assert server.welcome is not None and server.welcome.hibernation
+        assert (server.welcome.engine, server.welcome.codec) == ("mlx", "raw")
+        first, cache = await complete(server, PROMPT)
+        assert cache == "miss; tokens=0; reason=never-stored"
+        again, cache = await complete(server, PROMPT)
+        assert cache == "hot; tokens=299"
+        assert again["choices"] == first["choices"]
+        demoted = await server.demote(ONE, "disk")
+        assert demoted.kept == "" and demoted.report is not None
+        assert (demoted.report.hot, demoted.report.tier) == (False, "disk")
+        report = await server.prefetch(ONE)
+        assert report is not None and report.hot
+        pinned = await server.pin(ONE, True)
+        assert pinned is not None and pinned.pinned
+        assert (await server.demote(ONE)).kept == "pinned"
+        stats = await server.stats()
+        assert stats.idle_hot_bytes <= stats.hot_bytes <= stats.hot_capacity_bytes
+        causes = await notices(server, 6)
+        assert {"turn", "saved", "dropped", "restored"} <= set(causes)
+    async with running(config) as server:
+        (report,) = await server.sessions()
+        assert (report.id, report.hot, report.tier, report.pinned) == ("one", False, "disk", True)
+        woken, cache = await complete(server, PROMPT)
+        assert cache == "cold-disk; tokens=299"
+        assert woken["choices"] == first["choices"]
+        assert await server.forget(ONE) is None
+        assert await server.sessions() == []
+
+
+async def notices(server: MlxServer, at_least: int) -> list[str]:
+    causes: list[str] = []
+    with suppress(TimeoutError):
+        async with asyncio.timeout(10):
+            async for notice in server.notices():
+                if notice is not None:
+                    causes.append(notice.cause)
+                if len(causes) >= at_least:
+                    break
+    return causes
+
+
+async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(model: Path, tmp_path: Path) -> None:
+    async with running(settings(model, tmp_path)) as server:
+        expected, _ = await complete(server, PROMPT)
+        await server.demote(ONE, "disk")
+        pid = server.pid
+        assert pid is not None
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "stream": True}
+        headers = {**server.session_headers(ONE), "content-type": "application/json"}
+        with pytest.raises(EngineUnavailable):
+            async with server.open(
+                "/v1/completions", json.dumps(body).encode(), headers
+            ) as upstream:
+                async for _ in upstream.chunks():
+                    os.kill(pid, signal.SIGKILL)
+        while server.pid in (None, pid):
+            await asyncio.sleep(0.05)
+        await until_ready(server)
+        answer, cache = await complete(server, PROMPT)
+        assert cache == "cold-disk; tokens=299"
+        assert answer["choices"] == expected["choices"]
+
+
+async def test_sigterm_saves_what_runs_and_leaves_with_code_zero(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "stream": True}
+    async with running(settings(model, tmp_path)) as server:
+        pid = server.pid
+        assert pid is not None
+        headers = {**server.session_headers(ONE), "content-type": "application/json"}
+        with suppress(EngineUnavailable):  # as the engine leaves, its streams may break off
+            async with server.open(
+                "/v1/completions", json.dumps(body).encode(), headers
+            ) as upstream:
+                sent = False
+                async for chunk in upstream.chunks():
+                    if b'"text"' in chunk and not sent:  # it decodes, so the prompt is fed
+                        sent = True
+                        os.kill(pid, signal.SIGTERM)
+        while server.pid in (None, pid):
+            await asyncio.sleep(0.05)
+        await until_ready(server)  # the supervisor has started it again
+        (report,) = await server.sessions()
+        assert report.id == "one" and report.tier == "disk" and report.tokens >= len(PROMPT)
+    assert "the engine ended with code 0" in caplog.text
+
+
+async def test_control_speaks_only_to_who_knows_the_token(model: Path, tmp_path: Path) -> None:
+    async with running(settings(model, tmp_path)):
+        path = str(tmp_path / "run" / "control.sock")
+        assert Path(path).stat().st_mode & 0o077 == 0
+        assert (tmp_path / "run" / "http.sock").stat().st_mode & 0o077 == 0
+        for first in (GetStats(), Hello(token="guess")):
+            reader, writer = await asyncio.open_unix_connection(path)
+            for number, verb in enumerate((first, GetStats())):
+                writer.write(frame(Request(number, verb)))
+                reply = await read_from_engine(reader)
+                assert not isinstance(reply, Notice) and reply.number == number
+                assert isinstance(reply.answer, Refused)
+            writer.write(b"\xff\xff\xff\xff")
+            assert await reader.read() == b""  # not a control message: cut off
+            writer.close()
+
+
+async def test_a_model_that_is_not_there_ends_the_process_with_a_sentence(
+    tmp_path: Path, model: Path
+) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "never-heard-of"}')
+    config = settings(broken, tmp_path)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "engines.mlx_worker",
+        stdin=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, err = await process.communicate(msgspec.json.encode(config) + b"\n")
+    assert process.returncode == 1
+    assert b"tiny cannot be served" in err and b"Traceback" not in err
