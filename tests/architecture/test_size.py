@@ -1,0 +1,44 @@
+"""Small files, short functions: a budget that is a test stays kept."""
+
+from __future__ import annotations
+
+import ast
+from itertools import chain
+from pathlib import Path
+from statistics import median, quantiles
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("gateway", "engines", "kvstore", "scheduler", "launch")
+FILES = sorted(chain.from_iterable((ROOT / room).rglob("*.py") for room in ROOMS))
+MAX_LINES = 400
+
+
+def names(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def function_lengths(path: Path) -> list[int]:
+    tree = ast.parse(path.read_text())
+    return [
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=names)
+def test_a_file_fits_its_budget_and_says_what_it_is(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    if path.name != "__main__.py" and text.strip():
+        assert ast.get_docstring(ast.parse(text)), "a module begins with what it is for"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_functions_are_short(room):
+    files = (path for path in FILES if path.relative_to(ROOT).parts[0] == room)
+    lengths = [length for path in files for length in function_lengths(path)]
+    assert median(lengths) < 15
+    assert quantiles(lengths, n=10)[-1] <= 40
