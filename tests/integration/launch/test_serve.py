@@ -1,0 +1,119 @@
+"""``thermocline serve`` and ``thermocline sessions`` as processes, with the fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = [sys.executable, "-m", "launch"]
+START_S = 90.0
+
+
+class Server:
+    """A running server; ``log`` grows while it runs."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        runtime = folder / "run"
+        runtime.mkdir(exist_ok=True)
+        self.runtime = runtime
+        environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+        self.process = subprocess.Popen(
+            [*PROGRAM, "serve", "--engine", "fake", "--port", "0", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environ, "THERMOCLINE_DATA_DIR": str(folder / "data")},
+        )
+        self.log: list[str] = []
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+        self.url = self.wait_for(r"listening on (\S+);")[1]
+        self.wait_for("ready after")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            if found := re.search(pattern, "".join(self.log)):
+                return found
+            time.sleep(0.05)
+        raise TimeoutError(f"{pattern!r} is not in the log:\n{''.join(self.log)}")
+
+    def chat(self, session: str) -> None:
+        body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+        request = urllib.request.Request(
+            f"{self.url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json", "x-session-id": session},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.status == 200
+
+    def sessions(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*PROGRAM, "sessions", *arguments, "--url", self.url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=60)
+        self._reading.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Server]:
+    running = Server(tmp_path)
+    yield running
+    if running.process.poll() is None:
+        running.stop()
+
+
+def test_a_server_is_started_used_and_stopped(server, tmp_path):
+    server.chat("team/a")
+    listed = json.loads(server.sessions("list", "--json").stdout)
+    assert [(row["id"], row["state"]) for row in listed] == [("team/a", "idle")]
+    assert "team/a" in server.sessions("demote", "team/a").stdout
+    (shown,) = json.loads(server.sessions("show", "team/a", "--json").stdout)
+    assert shown["state"] == "cold"
+    assert server.sessions("forget", "team/a").stdout == "forgotten: team/a\n"
+    gone = server.sessions("show", "team/a")
+    assert (gone.returncode, gone.stderr.strip()) == (1, "error: 404: There is no such session.")
+
+    assert server.stop() == 0
+    assert not list(server.runtime.iterdir())  # the sockets' folder is gone
+    secret = (tmp_path / "data" / "secret").read_bytes()
+    assert secret.hex() not in "".join(server.log)
+    assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+: ", line) for line in server.log)
+
+
+def test_with_keys_only_their_owners_see_their_sessions(tmp_path):
+    keys = tmp_path / "keys"
+    command = [*PROGRAM, "keys", "new", "alice", "--append", str(keys)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    key = out.split()[1]
+    server = Server(tmp_path, "--api-keys", str(keys))
+    try:
+        refused = server.sessions("list")
+        assert (refused.returncode, "401" in refused.stderr) == (1, True)
+        assert server.sessions("list", "--api-key", key).stdout == "no sessions\n"
+    finally:
+        server.stop()
+    assert key not in "".join(server.log)
