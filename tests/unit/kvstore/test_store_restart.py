@@ -100,11 +100,11 @@ def test_a_second_engine_finds_what_the_first_put_into_the_shared_tier():
 
 
 def test_a_restart_encodes_nothing_again(tmp_path):
-    store = open_store([ram(), disk(tmp_path)], codec="tq3")
+    store = open_store([ram(), disk(tmp_path)])
     run = kv_of(HISTORY)
     assert store.save(ref(), HISTORY, run) and store.flush(20)
     store.close()
-    store = open_store([ram(), disk(tmp_path)], codec="tq3")
+    store = open_store([ram(), disk(tmp_path)])
     restored = store.load(store.prepare(ref()))
     assert store.save(ref(), HISTORY, restored.run) and store.flush(20)
     assert store.stats().counters["chunks_encoded"] == 0
