@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvstore.shapes import KVLayout, KVRun
 
 
@@ -11,20 +9,19 @@ def check_run(run: KVRun, layout: KVLayout) -> int:
     """Number of tokens in ``run``.
 
     Raises:
-        ValueError: a defect in the caller: shapes, dtype or strides are not the layout's.
+        ValueError: a defect in the caller: shapes or dtype are not the layout's.
     """
     if len(run) != len(layout.layers):
         raise ValueError(f"{len(run)} layers where the layout has {len(layout.layers)}")
-    num_tokens = run[0][0].shape[1] if run else 0
+    num_tokens: int = run[0][0].shape[1] if run else 0
     dtype = layout.numpy_dtype
     for (key, value), layer in zip(run, layout.layers, strict=True):
-        _check(key, (layer.num_kv_heads, num_tokens, layer.head_dim), dtype)
-        _check(value, (layer.num_kv_heads, num_tokens, layer.value_dim), dtype)
+        key_shape = (layer.num_kv_heads, num_tokens, layer.head_dim)
+        value_shape = (layer.num_kv_heads, num_tokens, layer.value_dim)
+        if key.shape != key_shape or value.shape != value_shape:
+            raise ValueError(
+                f"K {key.shape}, V {value.shape} instead of {key_shape}, {value_shape}"
+            )
+        if key.dtype != dtype or value.dtype != dtype:
+            raise ValueError(f"K {key.dtype}, V {value.dtype} instead of {dtype}")
     return num_tokens
-
-
-def _check(array: np.ndarray, shape: tuple[int, int, int], dtype: np.dtype) -> None:
-    if array.shape != shape or array.dtype != dtype:
-        raise ValueError(f"{array.dtype} {array.shape} where the layout has {dtype} {shape}")
-    if array.strides[2] != dtype.itemsize and array.size:
-        raise ValueError("the values of a row have to lie side by side in memory")

@@ -10,14 +10,16 @@ For head dimensions that are powers of two, ``base`` is 1 and the product is a f
 96, 112 and 192 have base 20, 12, 28 and 12. It is never normalised, so that only additions occur:
 the result is sqrt(dim) longer than the input.
 
-The order of every addition is part of the definition. Element ``i = group * power + place``.
+The order of every addition is part of the definition: groups of ``power`` neighbouring elements go
+through the butterflies of distance 1, 2, 4, ..., then the groups are combined by the small matrix,
+summed from the first to the last. The way back undoes this from its end.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,33 +118,34 @@ def sign_masks(dim: int) -> np.ndarray:
 
 
 def flip_signs(rows: np.ndarray, masks: np.ndarray) -> np.ndarray:
+    """fp32 values negated where a uint32 mask has its top bit set."""
     flipped: np.ndarray = rows.view(np.uint32) ^ masks
     return flipped.view(np.float32)
 
 
 def rotate(rows: np.ndarray) -> np.ndarray:
-    """H (signs * x) of every row; fp32 (num_rows, dim), contiguous."""
+    """H x of every row; fp32 (num_rows, dim), contiguous."""
     order = _required(rows.shape[1])
-    z = _butterflies(flip_signs(rows, sign_masks(order.dim)), order.power)
+    z = _butterflies(rows, _distances(order.power))
     return _multiply_base(z, base_matrix(order.base), order.power)
 
 
 def rotate_back(rows: np.ndarray) -> np.ndarray:
-    """signs * (H^T z) of every row: ``dim`` times what ``rotate`` was given."""
+    """H^T z of every row: ``dim`` times what ``rotate`` was given."""
     order = _required(rows.shape[1])
-    x = _butterflies(rows, order.power)
-    x = _multiply_base(x, base_matrix(order.base).T, order.power)
-    return flip_signs(x, sign_masks(order.dim))
+    z = _multiply_base(rows, base_matrix(order.base).T, order.power)
+    return _butterflies(z, reversed(_distances(order.power)))
 
 
 def squared_norms(rows: np.ndarray) -> np.ndarray:
-    """Sum of squares of every row, fp32 (num_rows,), groups first, then places, always halving.
+    """Sum of squares of every row, fp32 (num_rows,): neighbours, then groups, then places.
 
     A square of a 16-bit float is exact in fp32, so a fused multiply-add would change nothing.
     """
-    order = _required(rows.shape[1])
-    squares = (rows * rows).reshape(len(rows), order.base, order.power)
-    return halving_sum(halving_sum(squares))
+    squares = rows * rows
+    neighbours = squares[:, ::2] + squares[:, 1::2]
+    num_places = max(_required(rows.shape[1]).power // 2, 1)
+    return halving_sum(halving_sum(neighbours.reshape(len(rows), -1, num_places)))
 
 
 def halving_sum(terms: np.ndarray) -> np.ndarray:
@@ -163,22 +166,18 @@ def _required(dim: int) -> Order:
     return order
 
 
-def _butterflies(rows: np.ndarray, power: int) -> np.ndarray:
-    """Sylvester's matrix on every run of ``power`` elements."""
-    for distance in _distances(power):
+def _distances(power: int) -> list[int]:
+    return [1 << k for k in range(power.bit_length() - 1)]
+
+
+def _butterflies(rows: np.ndarray, distances: Iterable[int]) -> np.ndarray:
+    for distance in distances:
         pairs = rows.reshape(len(rows), -1, 2, distance)
         out = np.empty_like(pairs)
         np.add(pairs[:, :, 0], pairs[:, :, 1], out=out[:, :, 0])
         np.subtract(pairs[:, :, 0], pairs[:, :, 1], out=out[:, :, 1])
         rows = out.reshape(rows.shape)
     return rows
-
-
-def _distances(power: int) -> Iterator[int]:
-    distance = 1
-    while distance < power:
-        yield distance
-        distance *= 2
 
 
 def _multiply_base(rows: np.ndarray, matrix: np.ndarray, power: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.arrays import check_run
-from kvstore.codecs.backend import Backend, best_kernel
+from kvstore.codecs.backend import ArrayKernel, Backend, best_kernel
 from kvstore.codecs.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, plan_payload
 from kvstore.codecs.rows import RowFormat
 from kvstore.errors import Corrupt, UnknownCodec
@@ -40,12 +40,12 @@ class RowCodec:
         plan = plan_payload(self.rows, layout, check_run(run, layout), first_token)
         payload = np.empty(plan.nbytes, np.uint8)
         arrays = list(_arrays(run))
+        kernels = self._kernels(plan, layout.dtype)
         for array, slot in zip(arrays, plan.slots, strict=True):
             if slot.num_sinks:
                 sinks = array[:, : slot.num_sinks]
                 slot.sinks(payload)[:] = floats.to_stored(sinks, layout.dtype)
-            kernel = self.backend(self.rows, slot.dim, layout.dtype)
-            kernel.pack(array[:, slot.num_sinks :], payload, slot)
+            kernels[slot.dim].pack(_behind_sinks(array, slot), payload, slot)
         return b"".join([payload.data, *_keep_rows(arrays, plan, payload, layout.dtype)])
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
@@ -53,13 +53,17 @@ class RowCodec:
         view = np.frombuffer(payload, np.uint8)
         unpacked = self._check_payload(view, plan)
         arrays = list(_arrays(out))
+        kernels = self._kernels(plan, layout.dtype)
         for array, slot in zip(arrays, plan.slots, strict=True):
             if slot.num_sinks:
                 sinks = slot.sinks(view)
                 array[:, : slot.num_sinks] = floats.from_stored(sinks, layout.dtype)
-            kernel = self.backend(self.rows, slot.dim, layout.dtype)
-            kernel.unpack(view, slot, array[:, slot.num_sinks :])
+            kernels[slot.dim].unpack(view, slot, _behind_sinks(array, slot))
         _restore_rows(unpacked, view, plan, arrays, layout.dtype)
+
+    def _kernels(self, plan: PayloadPlan, dtype: DType) -> dict[int, ArrayKernel]:
+        dims = {slot.dim for slot in plan.slots}
+        return {dim: self.backend(self.rows, dim, dtype) for dim in dims}
 
     def _check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
         """Numbers of the rows that were kept as they are, once everything fits together."""
@@ -82,6 +86,10 @@ def _arrays(run: KVRun) -> Iterator[np.ndarray]:
     for key, value in run:
         yield key
         yield value
+
+
+def _behind_sinks(array: np.ndarray, slot: ArraySlot) -> np.ndarray:
+    return array[:, slot.num_sinks :] if slot.num_sinks else array
 
 
 def _positions(rows: np.ndarray, slot: ArraySlot) -> tuple[np.ndarray, np.ndarray]:

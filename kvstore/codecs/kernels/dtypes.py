@@ -1,0 +1,139 @@
+"""Rows in and out of memory in the engine's dtype; the counterpart of ``codecs.floats``.
+
+A row in registers is *split* here: pairs of vectors, the first with the even and the second with
+the odd elements of its stretch. Two neighbouring 16-bit values share a 32-bit word, so splitting
+costs a shift and a mask instead of the shuffles that widening in order would take. The signs of the
+rotation are applied on the way, two to a word.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+
+from kvstore.codecs.kernels.emitter import I16, Emitter, Value
+from kvstore.shapes import DType
+
+REBIAS = 112  # between the exponents of fp16 and fp32
+HIGH_HALF = 0xFFFF0000
+# A bf16 below ``rotated_rows.SMALLEST``, 2^-63, is one whose upper two exponent bits are zero.
+UPPER_EXPONENT = 0x6000
+
+
+def load_row(e: Emitter, dtype: DType, base: Value, signs: np.ndarray) -> list[Value]:
+    """signs * row as split fp32 vectors of values that 16 bits hold; small ones are zero.
+
+    ``signs``: masks for the top bit, uint32 (dim,).
+    """
+    load = {"bfloat16": _load_bf16, "float16": _load_fp16, "float32": _load_fp32}[dtype]
+    parts = signs.reshape(-1, 2 * e.lanes)
+    return [vector for i, part in enumerate(parts) for vector in load(e, base, i, part)]
+
+
+def store_row(e: Emitter, dtype: DType, base: Value, signs: np.ndarray, row: list[Value]) -> None:
+    """The inverse, for finite values."""
+    store = {"bfloat16": _store_bf16, "float16": _store_fp16, "float32": _store_fp32}[dtype]
+    pairs = zip(row[::2], row[1::2], signs.reshape(-1, 2 * e.lanes), strict=True)
+    for i, (even, odd, part) in enumerate(pairs):
+        even, odd = e.flip(even, e.word_list(part[::2])), e.flip(odd, e.word_list(part[1::2]))
+        store(e, base, i, even, odd)
+
+
+def _load_bf16(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[Value, Value]:
+    halves = ir.VectorType(I16, 2 * e.lanes)
+    flips = ir.Constant(halves, [ir.Constant(I16, int(mask) >> 16) for mask in signs])
+    upper = ir.Constant(halves, [ir.Constant(I16, UPPER_EXPONENT)] * halves.count)
+    zero = ir.Constant(halves, None)
+    values = e.builder.xor(e.load(base, 4 * e.lanes * pair, halves), flips)
+    large = e.builder.icmp_unsigned("!=", e.builder.and_(values, upper), zero)
+    words = e.builder.bitcast(e.builder.select(large, values, zero), e.words)
+    even = e.builder.shl(words, e.all_words(16))
+    return e.as_floats(even), e.as_floats(e.builder.and_(words, e.all_words(HIGH_HALF)))
+
+
+def _store_bf16(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> None:
+    low = e.builder.lshr(_rounded(e, even), e.all_words(16))
+    high = e.builder.and_(_rounded(e, odd), e.all_words(HIGH_HALF))
+    e.store(e.builder.or_(low, high), base, 4 * e.lanes * pair)
+
+
+def _load_fp16(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[Value, Value]:
+    """No fp16 is as small as ``SMALLEST``, save zero, whose sign must not survive."""
+    words = e.load(base, 4 * e.lanes * pair, e.words)
+    even = e.builder.and_(words, e.all_words(0xFFFF))
+    odd = e.builder.lshr(words, e.all_words(16))
+    return (
+        _flip_and_cut(e, _widen_fp16(e, even), signs[::2]),
+        _flip_and_cut(e, _widen_fp16(e, odd), signs[1::2]),
+    )
+
+
+def _store_fp16(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> None:
+    high = e.builder.shl(_narrow_to_fp16(e, odd), e.all_words(16))
+    e.store(e.builder.or_(_narrow_to_fp16(e, even), high), base, 4 * e.lanes * pair)
+
+
+def _load_fp32(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[Value, Value]:
+    at = 8 * e.lanes * pair
+    low, high = (_round_to_bf16(e, e.load(base, at + k * 4 * e.lanes, e.words)) for k in (0, 1))
+    lanes = range(0, 2 * e.lanes, 2)
+    even, odd = e.choose(low, high, lanes), e.choose(low, high, (k + 1 for k in lanes))
+    return _flip_and_cut(e, even, signs[::2]), _flip_and_cut(e, odd, signs[1::2])
+
+
+def _store_fp32(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> None:
+    values = [e.builder.and_(_rounded(e, x), e.all_words(HIGH_HALF)) for x in (even, odd)]
+    for k in range(2):
+        first = k * e.lanes // 2
+        lanes = [first + i // 2 + e.lanes * (i % 2) for i in range(e.lanes)]
+        e.store(e.choose(values[0], values[1], lanes), base, 8 * e.lanes * pair + k * 4 * e.lanes)
+
+
+def _flip_and_cut(e: Emitter, floats: Value, signs: np.ndarray) -> Value:
+    words = e.builder.xor(e.as_words(floats), e.word_list(signs))
+    upper = e.builder.and_(words, e.all_words(UPPER_EXPONENT << 16))
+    large = e.builder.icmp_unsigned("!=", upper, e.all_words(0))
+    return e.as_floats(e.builder.select(large, words, e.all_words(0)))
+
+
+def _rounded(e: Emitter, floats: Value) -> Value:
+    """Words whose upper half is bf16, to nearest even."""
+    words = e.as_words(floats)
+    odd = e.builder.and_(e.builder.lshr(words, e.all_words(16)), e.all_words(1))
+    return e.builder.add(e.builder.add(words, e.all_words(0x7FFF)), odd)
+
+
+def _round_to_bf16(e: Emitter, words: Value) -> Value:
+    """Rounding could carry a NaN over into minus zero, so that one stays as it is."""
+    floats = e.as_floats(words)
+    is_nan = e.builder.fcmp_unordered("uno", floats, floats)
+    rounded = e.builder.and_(_rounded(e, floats), e.all_words(HIGH_HALF))
+    return e.as_floats(e.builder.select(is_nan, words, rounded))
+
+
+def _widen_fp16(e: Emitter, words: Value) -> Value:
+    """By integers, since not every host can convert. Infinity and NaN end beyond 2^128."""
+    b = e.builder
+    size = b.and_(words, e.all_words(0x7FFF))
+    sign = b.shl(b.and_(words, e.all_words(0x8000)), e.all_words(16))
+    normal = b.add(b.shl(size, e.all_words(13)), e.all_words(REBIAS << 23))
+    beyond = b.icmp_unsigned(">=", size, e.all_words(0x7C00))
+    normal = b.select(beyond, b.add(normal, e.all_words(REBIAS << 23)), normal)
+    tiny = b.fmul(b.uitofp(size, e.floats), e.all_floats(2.0**-24))
+    is_tiny = b.icmp_unsigned("<", size, e.all_words(0x0400))
+    return e.as_floats(b.or_(sign, b.select(is_tiny, e.as_words(tiny), normal)))
+
+
+def _narrow_to_fp16(e: Emitter, floats: Value) -> Value:
+    """Words whose lower half is fp16. Saturates; adding 0.5 rounds what ends below its normals."""
+    b = e.builder
+    size, largest, half = e.magnitude(floats), e.all_floats(65504), e.all_floats(0.5)
+    size = b.select(b.fcmp_ordered(">", size, largest), largest, size)
+    words = e.as_words(size)
+    odd = b.and_(b.lshr(words, e.all_words(13)), e.all_words(1))
+    rounded = b.lshr(b.add(b.add(words, e.all_words(0xFFF)), odd), e.all_words(13))
+    normal = b.sub(rounded, e.all_words(REBIAS << 10))
+    tiny = b.sub(e.as_words(b.fadd(size, half)), e.as_words(half))
+    is_tiny = b.fcmp_ordered("<", size, e.all_floats(2.0**-14))
+    sign = b.and_(b.lshr(e.as_words(floats), e.all_words(16)), e.all_words(0x8000))
+    return b.or_(sign, b.select(is_tiny, tiny, normal))

@@ -1,0 +1,124 @@
+"""Vectors of fp32 in LLVM IR, and the few operations that a row needs.
+
+All arithmetic is plain IEEE: no fast-math flag is ever set, so LLVM may neither reorder nor fuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+F32, I8, I16, I32, I64 = (ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64)))
+SIGN_BIT = 1 << 31
+Value = Any  # an llvmlite value; the library carries no types
+
+
+def f32(value: float | np.float32) -> Value:
+    """llvmlite takes a float constant only if fp32 holds it exactly."""
+    return ir.Constant(F32, float(np.float32(value)))
+
+
+class Emitter:
+    """Writes operations on vectors of ``lanes`` elements with ``builder``."""
+
+    def __init__(self, builder: Value, lanes: int):
+        self.builder = builder
+        self.lanes = lanes
+        self.floats = ir.VectorType(F32, lanes)
+        self.words = ir.VectorType(I32, lanes)
+
+    # ---- memory, at an address and an offset in bytes; nothing need be aligned
+
+    def load(self, base: Value, offset: int, kind: Value) -> Value:
+        address = self.builder.add(base, ir.Constant(I64, offset))
+        loaded = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    def store(self, value: Value, base: Value, offset: int) -> None:
+        address = self.builder.add(base, ir.Constant(I64, offset))
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        self.builder.store(value, pointer).align = 1
+
+    # ---- constants and casts
+
+    def all_words(self, value: int) -> Value:
+        return self.word_list([value] * self.lanes)
+
+    def word_list(self, values: Iterable[int]) -> Value:
+        return ir.Constant(self.words, [ir.Constant(I32, int(v)) for v in values])
+
+    def all_floats(self, value: float | np.float32) -> Value:
+        return ir.Constant(self.floats, [f32(value)] * self.lanes)
+
+    def splat(self, scalar: Value) -> Value:
+        empty = ir.Constant(self.floats, ir.Undefined)
+        first = self.builder.insert_element(empty, scalar, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(first, first, self.all_words(0))
+
+    def as_words(self, floats: Value) -> Value:
+        return self.builder.bitcast(floats, self.words)
+
+    def as_floats(self, words: Value) -> Value:
+        return self.builder.bitcast(words, self.floats)
+
+    # ---- arithmetic
+
+    def magnitude(self, floats: Value) -> Value:
+        return self.as_floats(self.builder.and_(self.as_words(floats), self.all_words(0x7FFFFFFF)))
+
+    def flip(self, floats: Value, masks: Value) -> Value:
+        return self.as_floats(self.builder.xor(self.as_words(floats), masks))
+
+    def choose(self, first: Value, second: Value, lanes: Iterable[int]) -> Value:
+        """Any lanes of two vectors; those of ``second`` count from ``self.lanes``."""
+        return self.builder.shuffle_vector(first, second, self.word_list(lanes))
+
+    def square_and_add(self, x: Value, addend: Value) -> Value:
+        """x * x + addend, fused where the host can: only for x whose square is exact."""
+        return self._call(f"llvm.fmuladd.v{self.lanes}f32", x, x, addend)
+
+    def sqrt(self, value: Value) -> Value:
+        suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
+        return self._call(f"llvm.sqrt.{suffix}", value)
+
+    def popcount(self, word: Value) -> Value:
+        """Number of set bits of an integer of any width, i32."""
+        count = self._call(f"llvm.ctpop.{word.type}", word)
+        if word.type.width > 32:
+            return self.builder.trunc(count, I32)
+        return count if word.type.width == 32 else self.builder.zext(count, I32)
+
+    def _call(self, name: str, *values: Value) -> Value:
+        module, kind = self.builder.module, values[0].type
+        declared = module.globals.get(name)
+        if declared is None:
+            declared = ir.Function(module, ir.FunctionType(kind, [kind] * len(values)), name)
+        return self.builder.call(declared, values)
+
+    # ---- masks: one bit per lane
+
+    def whole_bytes(self, masks: Sequence[Value]) -> list[Value]:
+        """Masks as integers of eight bits or more, lowest lane lowest; short ones side by side."""
+        while masks[0].type.count < 8:
+            pairs = zip(masks[::2], masks[1::2], strict=True)
+            masks = [self._side_by_side(low, high) for low, high in pairs]
+        return [self.builder.bitcast(m, ir.IntType(m.type.count)) for m in masks]
+
+    def _side_by_side(self, low: Value, high: Value) -> Value:
+        width = 2 * low.type.count
+        lanes = ir.Constant(ir.VectorType(I32, width), [ir.Constant(I32, k) for k in range(width)])
+        return self.builder.shuffle_vector(low, high, lanes)
+
+    def load_mask(self, base: Value, first_bit: int) -> Value:
+        """``lanes`` bits of memory, beginning with bit ``first_bit``."""
+        width = max(self.lanes, 8)
+        bits = self.load(base, first_bit // 8, ir.IntType(width))
+        mask = self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), width))
+        if width == self.lanes:
+            return mask
+        lanes = range(first_bit % 8, first_bit % 8 + self.lanes)
+        return self.builder.shuffle_vector(mask, mask, self.word_list(lanes))
