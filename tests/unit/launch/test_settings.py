@@ -163,3 +163,8 @@ def test_profiles_are_valid(name):
 )
 def test_secrets_are_masked(name, value, expected):
     assert masked(name, value) == expected
+
+
+def test_every_setting_is_documented():
+    text = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+    assert [name for name in FIELDS.types if f"`{name}`" not in text] == []
