@@ -4,7 +4,7 @@
 #   bash launch/install.sh          to serve
 #   bash launch/install.sh test     to serve, test and lint
 #
-# Needs bash and either python3 with pip or curl. Uses uv, and gets it into .venv-uv if missing.
+# Needs bash and either python3 with pip or curl. Uses uv, and gets it into build/uv if missing.
 # What pip is told by PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
 set -euo pipefail
 
@@ -26,7 +26,7 @@ works() { [ -n "$1" ] && "$1" --version >/dev/null 2>&1; }
 find_uv() {
     local candidate
     for candidate in "$(command -v uv || true)" "${HOME:-/nonexistent}/.local/bin/uv" \
-        "$root/.venv-uv/bin/uv"; do
+        "$root/build/uv/bin/uv"; do
         if works "$candidate"; then
             printf '%s\n' "$candidate"
             return
@@ -38,11 +38,11 @@ find_uv() {
 # Three ways, the least intrusive first. A target folder of our own works where the system's Python
 # is "externally managed" and without root.
 get_uv() {
-    say "Getting uv into .venv-uv ..."
-    python3 -m pip install --quiet --upgrade --target "$root/.venv-uv" uv >&2 && return
-    python3 -m venv "$root/.venv-uv" >&2 && "$root/.venv-uv/bin/pip" install --quiet uv >&2 && return
+    say "Getting uv into build/uv ..."
+    python3 -m pip install --quiet --upgrade --target "$root/build/uv" uv >&2 && return
+    python3 -m venv "$root/build/uv" >&2 && "$root/build/uv/bin/pip" install --quiet uv >&2 && return
     curl -LsSf https://astral.sh/uv/install.sh |
-        env UV_INSTALL_DIR="$root/.venv-uv/bin" UV_NO_MODIFY_PATH=1 sh >&2
+        env UV_INSTALL_DIR="$root/build/uv/bin" UV_NO_MODIFY_PATH=1 sh >&2
 }
 
 # uv separates with commas what pip separates with blanks, and refuses folders that are not there.
