@@ -201,7 +201,7 @@ class RedisBlobs:
         self.remove(heads)
         others: list[Command] = [("UNLINK", head_name(x)) for x in keys if x not in heads]
         replies = self._link.run(others) if others else []
-        return len(heads) + sum(reply == 1 for reply in replies)
+        return len(heads) + len([x for x in replies if x == 1])
 
     # Keeping and finding
 

@@ -1,0 +1,232 @@
+"""What every tier promises, for all three of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract.tier_rig import KINDS, TierRig, blob_of, key, rig
+from tests.redis_server import RedisServer, find_binary
+
+SMALL, LARGE = 100, 700_000  # within one piece; several pieces on disk and in redis
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer | None]:
+    if find_binary() is None:
+        yield None
+        return
+    with RedisServer() as running:
+        yield running
+
+
+@pytest.fixture(params=[pytest.param(x, marks=[pytest.mark.redis] * (x == "redis")) for x in KINDS])
+def tiers(request: pytest.FixtureRequest, server: RedisServer | None) -> Iterator[TierRig]:
+    if request.param == "redis" and server is None:
+        pytest.skip("no redis-server")
+    with rig(request.param, server) as made:
+        yield made
+
+
+def chain(first: int, last: int, length: int = SMALL) -> list[tuple[bytes, bytes]]:
+    return [(key(i), blob_of(i, length)) for i in range(first, last)]
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(i) for i in numbers]
+
+
+@pytest.mark.parametrize("length", [0, 1, SMALL, 2047, 2048, 4080, 131056, 131057, 262080, LARGE])
+def test_gives_back_what_it_got(tiers: TierRig, length: int) -> None:
+    tier = tiers.open()
+    assert tier.put_many(chain(0, 3, length)) == 3
+    assert tier.get_many(keys(2, 9, 0)) == [blob_of(2, length), None, blob_of(0, length)]
+    assert tier.contains_many(keys(0, 9)) == [True, False]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_takes_any_buffer_and_keeps_its_own_copy(tiers: TierRig, kind: type) -> None:
+    tier = tiers.open()
+    source = bytearray(blob_of(1, LARGE))
+    tier.put_many([(key(1), kind(source))])
+    source[:] = bytes(LARGE)
+    assert tier.get_many([key(1)]) == [blob_of(1, LARGE)]
+
+
+def test_an_empty_call_does_nothing(tiers: TierRig) -> None:
+    tier = tiers.open()
+    assert tier.put_many([]) == 0
+    assert tier.get_many([]) == []
+    assert tier.contains_many([]) == []
+    assert tier.delete_many([]) == 0
+    tier.touch([])
+    tier.flush()
+
+
+def test_an_existing_blob_is_left_as_it_is(tiers: TierRig) -> None:
+    tier = tiers.open()
+    tier.put_many([(key(1), b"first")])
+    before = tier.stats().nbytes
+    assert tier.put_many([(key(1), b"second" * 1000)]) == 1
+    assert tier.get_many([key(1)]) == [b"first"]
+    assert tier.stats().nbytes == before
+
+
+@pytest.mark.parametrize(("old", "new"), [(SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE + 1)])
+def test_replace_lets_the_newer_value_win(tiers: TierRig, old: int, new: int) -> None:
+    tier = tiers.open()
+    assert tier.replace(key(1), blob_of(1, old))
+    assert tier.replace(key(1), blob_of(2, new))
+    assert tier.get_many([key(1)]) == [blob_of(2, new)]
+    assert tier.stats().nbytes == tiers.cost(new)
+    assert tier.stats().num_blobs == 1
+    assert tier.stats().evictions == 0
+
+
+def test_what_cannot_fit_is_refused_and_nothing_else_suffers(tiers: TierRig) -> None:
+    tier = tiers.open(3 * tiers.cost(SMALL))
+    tier.put_many(chain(0, 3))
+    assert tier.put_many([(key(7), blob_of(7, LARGE))]) == 0
+    assert not tier.replace(key(0), blob_of(7, LARGE))
+    assert tier.get_many(keys(0, 1, 2)) == [blob for _, blob in chain(0, 3)]
+    assert tier.stats().evictions == 0
+
+
+def test_the_least_recently_used_goes_first(tiers: TierRig) -> None:
+    tier = tiers.open(4 * tiers.cost(SMALL))
+    for i in range(4):
+        tier.put_many(chain(i, i + 1))
+    tier.touch([key(0)])
+    tier.put_many(chain(4, 6))
+    assert tier.contains_many(keys(0, 1, 2, 3, 4, 5)) == [True, False, False, True, True, True]
+    assert tier.stats().evictions == 2
+
+
+@pytest.mark.parametrize("how", ["put", "touch", "unpin"])
+def test_a_chain_is_eaten_from_its_tail(tiers: TierRig, how: str) -> None:
+    tier = tiers.open(4 * tiers.cost(SMALL))
+    tier.put_many(chain(0, 4) if how == "put" else chain(0, 4)[::-1])
+    if how == "touch":
+        tier.touch(keys(0, 1, 2, 3))
+    if how == "unpin":
+        tier.pin(keys(3, 2, 1, 0))
+        tier.unpin(keys(0, 1, 2, 3))
+    tier.put_many(chain(8, 10))
+    assert tier.contains_many(keys(0, 1, 2, 3)) == [True, True, False, False]
+
+
+def test_a_chain_longer_than_the_tier_keeps_its_head(tiers: TierRig) -> None:
+    tier = tiers.open(3 * tiers.cost(SMALL))
+    tier.put_many(chain(10, 12))
+    assert tier.put_many(chain(0, 5)) == 3
+    assert tier.contains_many(keys(0, 1, 2, 3, 4)) == [True, True, True, False, False]
+
+
+def test_the_budget_holds_whatever_the_sizes(tiers: TierRig) -> None:
+    tier = tiers.open(4 * tiers.cost(LARGE))
+    for i in range(40):
+        tier.put_many([(key(i), blob_of(i, (i * 7919) % LARGE))])
+        stats = tier.stats()
+        assert 0 < stats.nbytes <= stats.capacity_bytes
+    assert stats.evictions > 0
+    assert tier.get_many([key(39)]) == [blob_of(39, (39 * 7919) % LARGE)]
+
+
+def test_pinned_blobs_stay_until_the_last_unpin(tiers: TierRig) -> None:
+    tier = tiers.open(3 * tiers.cost(SMALL))
+    tier.pin(keys(0, 0, 1))  # 1 is not there yet: remembered
+    tier.put_many(chain(0, 2))
+    tier.unpin([key(0)])
+    assert tier.put_many(chain(2, 6)) == 1
+    assert tier.contains_many(keys(0, 1)) == [True, True]
+    tier.unpin(keys(0, 1))
+    tier.put_many(chain(6, 9))
+    assert tier.contains_many(keys(0, 1)) == [False, False]
+
+
+def test_a_pin_outlives_replace_and_delete(tiers: TierRig) -> None:
+    tier = tiers.open(2 * tiers.cost(SMALL))
+    tier.pin([key(0)])
+    tier.put_many(chain(0, 1))
+    tier.replace(key(0), blob_of(5, SMALL))
+    tier.put_many(chain(1, 4))
+    assert tier.get_many([key(0)]) == [blob_of(5, SMALL)]
+    assert tier.delete_many([key(0)]) == 1
+    tier.put_many(chain(0, 1))
+    tier.put_many(chain(4, 8))
+    assert tier.contains_many([key(0)]) == [True]
+
+
+def test_unpinning_what_is_not_pinned_changes_nothing(tiers: TierRig) -> None:
+    tier = tiers.open(2 * tiers.cost(SMALL))
+    tier.unpin(keys(0, 1))
+    tier.put_many(chain(0, 2))
+    tier.put_many(chain(2, 4))
+    assert tier.contains_many(keys(0, 1, 2, 3)) == [False, False, True, True]
+
+
+def test_deleted_blobs_are_gone_and_can_come_again(tiers: TierRig) -> None:
+    tier = tiers.open()
+    tier.put_many(chain(0, 4, LARGE))
+    assert tier.delete_many(keys(1, 2, 2, 9)) == 2
+    assert tier.contains_many(keys(0, 1, 2, 3)) == [True, False, False, True]
+    assert tier.stats().num_blobs == 2
+    assert tier.stats().nbytes == 2 * tiers.cost(LARGE)
+    assert tier.put_many(chain(1, 2, SMALL)) == 1
+    assert tier.get_many([key(1)]) == [blob_of(1, SMALL)]
+
+
+def test_scan_finds_all_of_a_prefix_in_order(tiers: TierRig) -> None:
+    tier = tiers.open()
+    tier.put_many(chain(0, 3, LARGE))
+    records = {b"r%02d}*?" % i: b"record %d" % i for i in range(20)}
+    for name, record in reversed(records.items()):
+        tier.replace(name, record)
+    assert list(tier.scan(b"r")) == list(records.items())
+    assert [name for name, _ in tier.scan(b"r1")] == list(records)[10:]
+    assert list(tier.scan(b"x")) == []
+
+
+def test_two_keys_where_one_begins_like_the_other(tiers: TierRig) -> None:
+    tier = tiers.open()
+    tier.put_many([(b"k", b"short"), (b"k\x00\x00", b"long"), (b"k\x00\x01", b"longer")])
+    assert tier.delete_many([b"k"]) == 1
+    assert tier.get_many([b"k", b"k\x00\x00", b"k\x00\x01"]) == [None, b"long", b"longer"]
+
+
+def test_stats_name_the_tier(tiers: TierRig) -> None:
+    tier = tiers.open(12 << 20)
+    stats = tier.stats()
+    assert (stats.name, stats.capacity_bytes, stats.available) == (tiers.kind, 12 << 20, True)
+    assert (stats.nbytes, stats.num_blobs, stats.errors) == (0, 0, 0)
+    assert tier.name == tiers.kind
+    assert tier.persistent == (tiers.kind != "ram")
+
+
+def test_many_threads_at_once(tiers: TierRig) -> None:
+    tier = tiers.open(20 * tiers.cost(SMALL))
+    wrong: list[object] = []
+
+    def work(worker: int) -> None:
+        for i in range(60):
+            number = (worker * 31 + i * 7) % 40
+            tier.put_many(chain(number, number + 3))
+            tier.pin([key(number)])
+            (found,) = tier.get_many([key(number)])
+            if found is not None and found != blob_of(number, SMALL):
+                wrong.append(number)
+            tier.touch(keys(number, number + 1))
+            tier.unpin([key(number)])
+            if i % 5 == 0:
+                tier.delete_many([key(number)])
+
+    threads = [threading.Thread(target=work, args=(x,)) for x in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert tier.stats().nbytes <= tier.stats().capacity_bytes
+    assert tier.put_many(chain(50, 55)) == 5  # no pin was left behind
