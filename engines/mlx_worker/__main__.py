@@ -85,7 +85,8 @@ async def _serve_until(
     # Last: once the gateway gets a welcome, everything else is there.
     control_socket = await control.serve(str(folder / "control.sock"))
     _say_ready(owner)
-    await stop.wait()
+    await _first(stop, owner.ended)
+    died = owner.ended.is_set()
     control_socket.close()
     control.close()
     http.should_exit = True
@@ -94,6 +95,16 @@ async def _serve_until(
     notifying.cancel()
     with suppress(asyncio.CancelledError):
         await notifying
+    if died:  # the gateway starts another process
+        raise RuntimeError("the owner thread has ended")
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Until one of them is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 class _HttpServer(uvicorn.Server):

@@ -221,11 +221,13 @@ class Arrivals:
         return True
 
     def _woken(self, session: SessionRef, woken: Woken, done: Callable[[], None]) -> None:
-        if woken is not None:
-            self._settle_woken(session, *woken)
-        for prompt in self._waking.pop((session.tenant, session.id), []):
-            self.arrive(prompt)
-        done()
+        try:
+            if woken is not None:
+                self._settle_woken(session, *woken)
+        finally:  # whatever happened, the turns that waited for it go on
+            for prompt in self._waking.pop((session.tenant, session.id), []):
+                self.arrive(prompt)
+            done()
 
     def _settle_woken(self, session: SessionRef, restored: Restored, tokens: np.ndarray) -> None:
         missing = self._room.missing() + self._room.row_bytes(len(tokens))

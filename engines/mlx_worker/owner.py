@@ -76,6 +76,8 @@ class Owner:
         self._closing = False  # nothing new is accepted
         self._leaving = False  # the thread ends after this round
         self._started: Future[None] = Future()
+        # Set when the thread has ended, be it asked to or not: nothing can be served any more.
+        self.ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="mlx-owner", daemon=True)
 
     async def start(self) -> None:
@@ -184,15 +186,23 @@ class Owner:
             self._started.set_exception(error)
             return
         self._started.set_result(None)
-        while not self._leaving:
-            try:
-                self._obey()
-                self._work()
-            except Exception as error:  # a defect of ours: fail what runs, stay alive
-                logger.exception("a round of the engine failed")
-                self.parts.serving.fail_all(error)
-            self._outbox.send()
-        self._close()
+        try:
+            while not self._leaving:
+                self._round()
+        finally:
+            self._closing = True
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self.ended.set)
+            self._close()
+
+    def _round(self) -> None:
+        try:
+            self._obey()
+            self._work()
+        except Exception as error:  # a defect of ours: fail what runs, stay alive
+            logger.exception("a round of the engine failed")
+            self.parts.serving.fail_all(error)
+        self._outbox.send()
 
     def _work(self) -> None:
         """One round: at most one token per running row and one chunk of one prompt."""

@@ -260,3 +260,18 @@ async def test_a_stop_sequence_is_found_across_the_bound_of_a_bucket() -> None:
 def _scripted(tokens: list[int]) -> Any:
     remaining = iter(tokens)
     return lambda logprobs: mx.array([next(remaining, 0)])
+
+
+async def test_a_defect_of_the_loop_fails_what_runs_and_the_next_turn_is_right(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with engine("llama") as it:
+        expected = await it.turn(text(1, 50))
+        reading = asyncio.create_task(read(it.submit(text(2, 50), session("x"), max_tokens=4000)))
+        await asyncio.sleep(0.2)
+        it.owner.post(lambda: 1 // 0)
+        answer = await asyncio.wait_for(reading, 5)
+        again = await it.turn(text(1, 50))
+    assert "ZeroDivisionError" in answer.failed
+    assert again.tokens == expected.tokens
+    assert it.owner.ended.is_set()

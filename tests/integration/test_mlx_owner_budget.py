@@ -17,8 +17,8 @@ pytestmark = pytest.mark.mlx
 TOKEN_BYTES = 3072  # of the tiny llama: three layers, two heads of 64, K and V, float32
 SESSION = 300  # tokens
 NEW = [5, 6, 7, 8]
-# Three sessions. A running one has 256 tokens of room to grow, and exists twice for a moment when it
-# joins or leaves its batch, so fewer than three run at a time.
+# Three sessions. A running one has 256 tokens of room to grow, and exists twice for a moment when
+# it joins or leaves its batch, so fewer than three run at a time.
 BUDGET = 3 * (SESSION + 256) * TOKEN_BYTES
 
 
