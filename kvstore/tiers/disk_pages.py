@@ -7,9 +7,11 @@
 the file grew to 1.2 times its live bytes under steady eviction, with pieces of one size to 1.08,
 and pieces are also read faster (measured, 512 MB, blobs of 2 KB to 3 MB).
 
-**Every piece owns its pages.** LMDB keeps values below half a page inside the pages of its tree,
-which it copies on every write, leaving old copies behind. Short pieces are padded past that limit,
-so a blob's bytes exist exactly once, sizes are exact, and ``erase`` finds all of them.
+**Every piece owns two pages or more.** LMDB keeps values below half a page inside the pages of its
+tree, which it copies on every write, leaving old copies behind; and it recycles the buffers of
+*single* pages uncleared, so that remains of a one-page value turn up in the gaps of later pages.
+Short pieces are padded past both limits: a blob's bytes exist exactly once in the file, sizes are
+exact, and ``erase`` finds all of them.
 
 **Erasing.** LMDB never overwrites: deleting only puts pages on a free list, and they keep their
 content until reused. Cold KV can be turned back into the prompt it came from, so ``forget`` must do
@@ -17,8 +19,8 @@ better. ``erase`` writes zeros over the pieces where they lie in the file. LMDB 
 that is, but each run of value pages begins with a 16-byte header holding its page number; the
 bytes found there in the file are compared with the value before anything is overwritten. A blob
 erased but not yet deleted (a kill in between) fails its checksum and is a miss. What this cannot
-reach: old copies inside an SSD or a copy-on-write file system, and pages of evicted or replaced
-blobs that LMDB has not yet reused.
+reach: old copies inside an SSD or a copy-on-write file system, and free pages with blobs that were
+evicted, or whose commit was cut short by a kill, until LMDB uses those pages again.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Pages:
         return total
 
     def _padded(self, length: int) -> int:
-        return max(length, self.page_bytes // 2)
+        return max(length, self.page_bytes)
 
     def _num_pieces(self, length: int) -> int:
         return max(1, -(-length // self.piece_payload))

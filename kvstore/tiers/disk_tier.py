@@ -14,7 +14,8 @@ and the next start sets the file aside. One thing cannot be turned into a miss: 
 *under* the map arrives as SIGBUS and ends the engine; its next start verifies the file.
 
 Readers never wait for writers. Forgotten and replaced blobs are overwritten in place, evicted ones
-are not: see ``disk_pages``.
+are not: see ``disk_pages``. The map is read through the page cache: it shows as shared, reclaimable
+memory of the process, not as its own.
 """
 
 from __future__ import annotations
@@ -216,7 +217,8 @@ class DiskTier:
         """Overwrite before deleting; a blob that cannot be overwritten is still deleted."""
         for key in keys:
             try:
-                self._pages.erase(txn, key, self._folder.data_fd)
+                if not self._pages.erase(txn, key, self._folder.data_fd):
+                    self._gate.count(OSError("cannot find a forgotten blob to overwrite it"))
             except OSError as error:
                 self._gate.count(error)
 

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import StoreConfig
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.registry import open_tiers
+
+LAZY_URL = "redis://127.0.0.1:1/0"  # nobody listens there, and nobody is asked
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (StoreConfig(), ["ram", "disk"]),
+        (StoreConfig(redis_url=LAZY_URL), ["ram", "disk", "redis"]),
+        (StoreConfig(redis_url=LAZY_URL, redis_bytes=0, ram_bytes=0), ["disk"]),
+        (StoreConfig(ram_bytes=0, disk_bytes=0), []),
+    ],
+)
+def test_opens_what_is_enabled_fastest_first(
+    tmp_path: Path, config: StoreConfig, names: list[str]
+) -> None:
+    tiers = open_tiers(config, tmp_path)
+    assert [x.name for x in tiers] == names
+    for tier in tiers:
+        tier.close()
+
+
+def test_passes_the_budgets_on(tmp_path: Path) -> None:
+    tiers = open_tiers(StoreConfig(ram_bytes=1 << 20, disk_bytes=1 << 21), tmp_path)
+    assert [x.stats().capacity_bytes for x in tiers] == [1 << 20, 1 << 21]
+    for tier in tiers:
+        tier.close()
+
+
+def test_the_folder_itself_keeps_its_permissions(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tier,) = open_tiers(StoreConfig(ram_bytes=0), tmp_path)
+    tier.close()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "cold").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_store_in_one_folder_is_refused(tmp_path: Path) -> None:
+    tiers = open_tiers(StoreConfig(), tmp_path)
+    with pytest.raises(TierUnavailable, match="in use by another process"):
+        open_tiers(StoreConfig(), tmp_path)
+    for tier in tiers:
+        tier.close()
+    for tier in open_tiers(StoreConfig(), tmp_path):
+        tier.close()
