@@ -26,7 +26,7 @@ class Codec(Protocol):
         """Raise ``UnknownCodec`` with one clear sentence if this layout cannot be encoded."""
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        """Upper bound of the payload's length; exact unless rows need the raw escape."""
+        """Length of the payload; longer only by the rows that have to be kept as they are."""
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         """``run`` holds tokens ``first_token ..`` of the session; views are read, never kept."""

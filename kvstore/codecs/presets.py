@@ -52,7 +52,7 @@ def codec_by_name(name: str) -> Codec:
     """
     target = PRESETS.get(name, name)
     module_name, _, attribute = target.partition(":")
-    if not attribute:
+    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise UnknownCodec(f"no codec named {name!r}; there are {', '.join(PRESETS)}")
     try:
         found = getattr(importlib.import_module(module_name), attribute)

@@ -78,7 +78,7 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
     sources, row_nbytes, value_nbytes = SOURCES, bits * dim // 8, _value_nbytes(dtype)
 
     def pack(source: Any, payload: Any, packed_at: int, scales_at: int) -> None:
-        if source.strides[2] != value_nbytes:
+        if source.size and source.strides[2] != value_nbytes:
             raise ValueError("the values of a row have to lie side by side in memory")
         scratch = np.empty((2, BLOCK_ROWS), np.float32)
         norms, energies = scratch.ctypes.data, scratch[1].ctypes.data
@@ -111,7 +111,7 @@ def _unpack_function(bits: int, dim: int, dtype: int) -> Any:
     sources, row_nbytes, value_nbytes = SOURCES, bits * dim // 8, _value_nbytes(dtype)
 
     def unpack(payload: Any, packed_at: int, scales_at: int, out: Any) -> None:
-        if out.strides[2] != value_nbytes:
+        if out.size and out.strides[2] != value_nbytes:
             raise ValueError("the values of a row have to lie side by side in memory")
         packed, scale = payload.ctypes.data + packed_at, payload.ctypes.data + scales_at
         for head in range(out.shape[0]):

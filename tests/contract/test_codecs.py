@@ -1,0 +1,160 @@
+"""One suite for every codec: what the store relies on, whichever is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvstore.codecs.presets import PRESETS, codec_by_name
+from kvstore.errors import Corrupt
+from kvstore.shapes import KVLayer, KVLayout, slice_tokens
+from tests.unit.kvstore.codecs.samples import cosine, layout_of, run_of, values_of
+
+# Dimensions and dtypes that the unit tests of kernels use too, so that both share numba's cache.
+LAYOUTS = {
+    "bfloat16": layout_of(64, "bfloat16", num_layers=2),
+    "float16": layout_of(64, "float16", num_layers=2),
+    "float32": layout_of(64, "float32", num_layers=2),
+    "one narrow layer": layout_of(16, "bfloat16", num_heads=1),
+    "K and V differ": KVLayout("bfloat16", (KVLayer(2, 128, 64), KVLayer(1, 64, 16))),
+    "no growing layer": KVLayout("float32", ()),
+}
+
+
+@pytest.fixture(params=PRESETS)
+def codec(request):
+    return codec_by_name(request.param)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request):
+    return LAYOUTS[request.param]
+
+
+def arrays(run):
+    return [array for pair in run for array in pair]
+
+
+def restored(codec, payload, layout, num_tokens, first_token=0):
+    out = layout.empty(num_tokens)
+    codec.decode(memoryview(payload), layout, first_token, out)
+    return out
+
+
+def tokens_in(layout, num_tokens):
+    """A run without layers has no tokens to speak of."""
+    return num_tokens if layout.layers else 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first_token"), [(128, 0), (128, 128), (5, 2), (1, 0), (0, 0)]
+)
+def test_length_is_what_was_announced(codec, layout, num_tokens, first_token):
+    codec.check(layout)
+    num_tokens = tokens_in(layout, num_tokens)
+    payload = codec.encode(run_of(layout, num_tokens), layout, first_token)
+    assert isinstance(payload, bytes)
+    assert len(payload) == codec.packed_nbytes(layout, num_tokens, first_token)
+    restored(codec, payload, layout, num_tokens, first_token)
+
+
+def test_exact_means_exact(codec, layout):
+    run = run_of(layout, tokens_in(layout, 70))
+    out = restored(codec, codec.encode(run, layout, 0), layout, tokens_in(layout, 70))
+    same = all(a.tobytes() == b.tobytes() for a, b in zip(arrays(run), arrays(out), strict=True))
+    assert same == (codec.exact or not layout.layers)
+
+
+def test_what_comes_back_resembles_what_went_in(codec, layout):
+    run = run_of(layout, tokens_in(layout, 128))
+    out = restored(codec, codec.encode(run, layout, 0), layout, tokens_in(layout, 128))
+    bound = 0.75 if codec.id.startswith("lm3") else 0.98
+    for before, after in zip(arrays(run), arrays(out), strict=True):
+        values = (values_of(array, layout.dtype) for array in (before, after))
+        assert cosine(*values) > bound
+
+
+def test_encoding_twice_gives_the_same_bytes(codec, layout):
+    run = run_of(layout, tokens_in(layout, 64))
+    copied = [tuple(array.copy() for array in pair) for pair in run]
+    assert codec.encode(run, layout, 0) == codec.encode(copied, layout, 0)
+    assert codec == codec_by_name(codec.id.split(".")[0]), "stateless"
+
+
+def test_views_into_longer_arrays_are_read_and_filled(codec, layout):
+    whole, out = run_of(layout, tokens_in(layout, 300)), layout.empty(tokens_in(layout, 300))
+    for array in arrays(out):
+        array.fill(1)
+    window, target = slice_tokens(whole, 128, 256), slice_tokens(out, 128, 256)
+    payload = codec.encode(window, layout, 128)
+    copied = [tuple(np.ascontiguousarray(array) for array in pair) for pair in window]
+    assert payload == codec.encode(copied, layout, 128)
+    codec.decode(memoryview(payload), layout, 128, target)
+    expected = restored(codec, payload, layout, tokens_in(layout, 128), 128)
+    for array, want in zip(arrays(out), arrays(expected), strict=True):
+        assert np.array_equal(array[:, 128:256], want)
+        assert (array[:, :128] == 1).all() and (array[:, 256:] == 1).all()
+
+
+def test_input_is_never_written(codec, layout):
+    run = run_of(layout, tokens_in(layout, 16))
+    for array in arrays(run):
+        array.setflags(write=False)
+    codec.encode(run, layout, 0)
+
+
+def test_any_other_length_is_corrupt(codec, layout):
+    num_tokens = tokens_in(layout, 16)
+    payload = codec.encode(run_of(layout, num_tokens), layout, 0)
+    for wrong in (payload + b"\0", payload[:-1] or b"\0\0", payload * 2 + b"\0", b"\0"):
+        with pytest.raises(Corrupt):
+            restored(codec, wrong, layout, num_tokens)
+
+
+def test_payloads_may_lie_anywhere_in_memory(codec):
+    layout = LAYOUTS["bfloat16"]
+    payload = codec.encode(run_of(layout, 40), layout, 0)
+    expected = arrays(restored(codec, payload, layout, 40))
+    for offset in (1, 3):
+        shifted = memoryview(bytearray(b"x" * offset + payload + b"y"))[offset:-1]
+        got = arrays(restored(codec, shifted, layout, 40))
+        assert all(map(np.array_equal, got, expected))
+
+
+def test_threads_do_not_disturb_each_other(codec):
+    layout = LAYOUTS["float32"]
+    runs = [run_of(layout, 128, seed=seed) for seed in range(8)]
+    payloads = [codec.encode(run, layout, 128) for run in runs]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(codec.encode, run, layout, 128) for run in runs * 4]
+        assert [job.result() for job in jobs] == payloads * 4
+        outs = list(pool.map(lambda p: restored(codec, p, layout, 128, 128), payloads * 4))
+    for out, payload in zip(outs, payloads * 4, strict=True):
+        expected = restored(codec, payload, layout, 128, 128)
+        assert all(map(np.array_equal, arrays(out), arrays(expected)))
+
+
+def session_nbytes(codec, layout, num_tokens):
+    """A whole session: full chunks packed, the tail behind them raw."""
+    full = num_tokens // 128
+    chunks = sum(codec.packed_nbytes(layout, 128, 128 * k) for k in range(full))
+    return chunks + (num_tokens - 128 * full) * layout.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_tokens", "at_least"), [(64, 4096, 4.2), (64, 8192, 4.6), (128, 8192, 4.8)]
+)
+def test_sessions_per_byte(dim, num_tokens, at_least):
+    """Against bf16, with the longest raw tail there can be."""
+    codec, layout = codec_by_name("tq3"), layout_of(dim)
+    for length in (num_tokens, num_tokens + 127):
+        hot = length * layout.bytes_per_token
+        assert hot / session_nbytes(codec, layout, length) > at_least
+
+
+def test_codecs_cannot_be_changed(codec):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        codec.id = "other"
