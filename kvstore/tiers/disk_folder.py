@@ -167,15 +167,15 @@ class DiskFolder:
         shutil.rmtree(target, ignore_errors=True)
         return env
 
-    def _mark(self) -> str:
+    def _mark(self) -> bytes:
         stat = self.data.stat()
-        return f"{stat.st_size} {stat.st_mtime_ns}"
+        return b"%d %d" % (stat.st_size, stat.st_mtime_ns)
 
-    def _closed_mark(self) -> str:
+    def _closed_mark(self) -> bytes:
         try:
-            return (self.path / "closed").read_text()
+            return (self.path / "closed").read_bytes()
         except OSError:
-            return ""
+            return b""
 
     def release(self, *, clean: bool) -> None:
         """Give the folder up. ``clean``: the database was synced and closed without an error."""
@@ -184,7 +184,7 @@ class DiskFolder:
             with contextlib.suppress(OSError):  # costs the next start a verification
                 mark = self.path / "closed"
                 mark.touch(mode=0o600)
-                mark.write_text(self._mark())
+                mark.write_bytes(self._mark())
         os.close(self._lock_fd)
 
     def _close_data(self) -> None:

@@ -14,7 +14,8 @@ from kvstore.errors import TierUnavailable
 
 log = logging.getLogger(__name__)
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# EIO: what LMDB makes of a write that a full file system cut short.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 

@@ -137,7 +137,7 @@ class Pages:
         address = np.frombuffer(view, np.uint8).ctypes.data
         (page,) = _PAGE_NUMBER.unpack(ctypes.string_at(address - HEADER_BYTES, _PAGE_NUMBER.size))
         offset = page * self.page_bytes + HEADER_BYTES
-        if offset >= 1 << 63 or os.pread(data_fd, len(view), offset) != view:
+        if offset >= 1 << 63 or os.pread(data_fd, len(view), offset) != bytes(view):
             return False
         return os.pwrite(data_fd, bytes(len(view)), offset) == len(view)
 
