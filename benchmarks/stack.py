@@ -231,6 +231,10 @@ class Client:
         async with self._http.get(self._url + path, headers=self._headers) as answer:
             return await answer.json()  # type: ignore[no-any-return]
 
+    async def delete(self, path: str) -> dict[str, Any]:
+        async with self._http.delete(self._url + path, headers=self._headers) as answer:
+            return await answer.json()  # type: ignore[no-any-return]
+
     async def until(self, session: str, state: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait until the session is in ``state``."""
         async with asyncio.timeout(timeout_s):
