@@ -7,13 +7,11 @@ engine that somebody else started; ``engines.child`` adds the process.
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import quote
 
-import aiohttp
-
+from engines.address import HttpAddress
 from engines.base import Demoted, EngineError, EngineStalled, EngineUnavailable
 from engines.config import WorkerConfig
 from engines.control import SILENCE_S, ControlLink
@@ -43,12 +41,6 @@ from engines.wire import (
 
 ANSWER_S = 15.0  # verbs that only look
 MOVE_S = 90.0  # verbs that move KV
-CONNECT_S = 5.0
-# Below the 75 s after which aiohttp's server closes an idle connection: a request must not meet a
-# connection that is just being closed.
-KEEPALIVE_S = 20.0
-# aiohttp warns about larger bodies given as bytes.
-BYTES_BODY_MAX = 1 << 20
 
 
 class EngineClient:
@@ -57,9 +49,8 @@ class EngineClient:
     def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
         """``env`` is for engines that are started here; every engine takes the same arguments."""
         url, control = worker.engine.url, worker.engine.control
-        self._socket = "" if url else f"{worker.runtime_dir}/http.sock"
-        self._base_url = url.rstrip("/") or "http://engine"
-        self._token = worker.token
+        self._address = HttpAddress(f"{worker.runtime_dir}/http.sock", url)
+        self._bearer = {"authorization": f"Bearer {worker.token}"}
         self._stall_timeout_s = worker.engine.stall_timeout_s
         self._link = ControlLink(
             control or f"unix:{worker.runtime_dir}/control.sock",
@@ -69,7 +60,6 @@ class EngineClient:
             on_lost=self._link_lost,
         )
         self._running_link: asyncio.Task[None] | None = None
-        self._http: aiohttp.ClientSession | None = None
         self._exchanges: set[Exchange] = set()
         self._stopping = False
 
@@ -88,13 +78,6 @@ class EngineClient:
         return "the gateway is shutting down" if self._stopping else self._link.trouble
 
     async def start(self) -> None:
-        self._http = aiohttp.ClientSession(
-            connector=_connector(self._socket),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            headers={"authorization": f"Bearer {self._token}"},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
         self._running_link = asyncio.create_task(self._link.run(), name="engine-control")
 
     async def stop(self, drain_s: float) -> None:
@@ -107,8 +90,6 @@ class EngineClient:
             with suppress(asyncio.CancelledError):
                 await self._running_link
             self._running_link = None
-        if self._http is not None:
-            await self._http.close()
 
     async def _drain(self, drain_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -122,13 +103,12 @@ class EngineClient:
     async def open(
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[Exchange]:
-        if not self.ready or self._http is None:
+        if not self.ready:
             raise EngineUnavailable(self.trouble)
         exchange = Exchange(self._stall_timeout_s)
         self._exchanges.add(exchange)
         try:
-            data = body if len(body) <= BYTES_BODY_MAX else io.BytesIO(body)
-            await exchange.begin(self._http.post(self._base_url + path, data=data, headers=headers))
+            await exchange.begin(self._address, path, {**headers, **self._bearer}, body)
             yield exchange
         finally:
             exchange.close()
@@ -197,12 +177,6 @@ class AttachedEngine(EngineClient):
                 " and engine.control (unix:/path or tcp://host:port)"
             )
         super().__init__(worker, env)
-
-
-def _connector(socket: str) -> aiohttp.BaseConnector:
-    if socket:
-        return aiohttp.UnixConnector(path=socket, limit=0, keepalive_timeout=KEEPALIVE_S)
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
 
 
 def _odd_answer(verb: Verb, answer: object) -> EngineError:

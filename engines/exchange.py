@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
-import aiohttp
-
+from engines.address import HttpAddress
+from engines.answer import Answer
 from engines.base import EngineStalled, EngineUnavailable
 from engines.patience import Patience
 
 log = logging.getLogger("thermocline.engines")
+
+CONNECT_S = 5.0
 
 
 class Exchange:
@@ -23,78 +25,66 @@ class Exchange:
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
-        self._response: aiohttp.ClientResponse | None = None
-        self._head_limit = asyncio.timeout(None)
-        self._failure: EngineUnavailable | None = None
+        self._answer = Answer()
 
-    async def begin(self, request: Awaitable[aiohttp.ClientResponse]) -> None:
+    async def begin(
+        self, address: HttpAddress, path: str, headers: Mapping[str, str], body: bytes
+    ) -> None:
         """Send the request and wait for the head of the answer.
 
         Raises:
             EngineUnavailable: no connection, or it ended, or ``fail`` was called.
         """
         try:
-            async with self._head_limit:
-                self._response = await request
-        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise self._reason(error) from error
+            async with asyncio.timeout(CONNECT_S):
+                transport = await address.connect(self._answer)
+        except OSError as error:  # TimeoutError is one
+            log.info("no connection to the engine: %s", error or type(error).__name__)
+            raise EngineUnavailable("it takes no connections") from error
+        transport.write(address.request_head("POST", path, headers, len(body)))
+        transport.write(body)
+        await self._answer.head()
 
     @property
     def status(self) -> int:
-        return self._head.status
+        return self._answer.status
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return self._head.headers
+        return self._answer.headers
 
     @property
     def is_stream(self) -> bool:
-        return self._response is not None and self._response.content_type == "text/event-stream"
+        return self._answer.headers.get("content-type", "").startswith("text/event-stream")
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See ``engines.base.Upstream``."""
-        readany = self._head.content.readany
+        next_piece = self._answer.piece
         patience = Patience(self._stall_timeout_s, self._stalled)
         if not self.is_stream:
             patience.stop()
         try:
             while True:
                 patience.moves += 1
-                chunk = await readany()
+                piece = await next_piece()
                 patience.moves += 1  # what follows is the reader's time, not the engine's
-                if not chunk:
+                if not piece:
                     return
-                yield chunk
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._reason(error) from error
+                yield piece
         finally:
             patience.stop()
 
     async def read(self) -> bytes:
         """See ``engines.base.Upstream``."""
-        return b"".join([chunk async for chunk in self.chunks()])
+        return b"".join([piece async for piece in self.chunks()])
 
     def fail(self, failure: EngineUnavailable) -> None:
         """End the request now; whoever waits for it gets ``failure``."""
-        self._failure = failure
-        if self._response is None:
-            self._head_limit.reschedule(asyncio.get_running_loop().time())
-        else:
-            self._response.close()
+        self._answer.fail(failure)
 
     def close(self) -> None:
         """An answer that is not whole yet is cancelled in the engine by closing its connection."""
-        if self._response is not None:
-            self._response.close()
-
-    @property
-    def _head(self) -> aiohttp.ClientResponse:
-        assert self._response is not None, "the head of the answer is not there yet"
-        return self._response
+        self._answer.close()
 
     def _stalled(self) -> None:
         self.fail(EngineStalled(f"the engine sent nothing for {self._stall_timeout_s:g} s"))
-
-    def _reason(self, error: Exception) -> EngineUnavailable:
-        log.info("the connection to the engine broke: %s", error or type(error).__name__)
-        return self._failure or EngineUnavailable("the connection to it broke")

@@ -56,14 +56,17 @@ TEXT = Operation(
 )
 
 
-@router.post(CHAT.path)
 async def chat_completions(request: Request) -> Response:
     return await accept(request, CHAT)
 
 
-@router.post(TEXT.path)
 async def completions(request: Request) -> Response:
     return await accept(request, TEXT)
+
+
+# Plain routes: FastAPI's own resolve dependencies, which nobody here has, for every request.
+router.add_route(CHAT.path, chat_completions, methods=["POST"])
+router.add_route(TEXT.path, completions, methods=["POST"])
 
 
 async def accept(request: Request, operation: Operation) -> Response:

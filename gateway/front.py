@@ -26,7 +26,7 @@ log = logging.getLogger("thermocline.gateway")
 CLIENT_CLOSED_REQUEST = 499  # nginx' word for it; never sent, only counted
 MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
-_OPERATORS_PATHS = ("/livez", "/readyz", "/metrics")
+_OPERATORS_ROUTES = ("livez", "readyz", "metrics")
 
 
 # ASGI extension: ``send`` as it was before any middleware wrapped it, for the body of a stream
@@ -95,11 +95,11 @@ class Front:
         return origin in self._config.allowed_origins or urlsplit(origin).netloc == host
 
     def _done(self, scope: Scope, answer: _Answer) -> None:
-        route = getattr(scope.get("route"), "path", "other")
+        route = getattr(scope.get("endpoint"), "__name__", "other")
         self._metrics.answered(route, answer.status)
         path = str(scope.get("raw_path") or scope["path"].encode(), "ascii", "replace")
         log.log(
-            logging.DEBUG if route in _OPERATORS_PATHS else logging.INFO,
+            logging.DEBUG if route in _OPERATORS_ROUTES else logging.INFO,
             "%s %s %d %.1f ms request=%s",
             scope["method"],
             path[:MAX_LOGGED_PATH],

@@ -139,6 +139,7 @@ async def test_metrics_tell_of_answers_by_route_and_not_by_path() -> None:
     await app.get("/v1/sessions/a-secret-name")
     await app.get("/some/path")
     text = (await app.get("/metrics")).body.decode()
-    assert 'route="/v1/chat/completions",status="200"' in text
+    assert 'route="chat_completions",status="200"' in text
+    assert 'route="show_session",status="404"' in text
     assert 'route="other",status="404"' in text
     assert "secret" not in text and "/some/path" not in text

@@ -1,0 +1,161 @@
+"""Reading an engine's answer off a connection, however its bytes are cut."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.address import HttpAddress
+from engines.answer import MAX_HELD_BYTES, Answer
+from engines.base import EngineError, EngineStalled, EngineUnavailable
+
+BODY = "data: größer 思考\n\n".encode() * 3
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"%x\r\n%b\r\n" % (len(x), x) for x in (BODY[:7], BODY[7:8], BODY[8:]))
+    + b"0\r\n\r\n"
+)
+MEASURED = b"HTTP/1.1 404 Nope\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+UNTIL_END = b"HTTP/1.1 200 OK\r\n\r\n" + BODY
+
+
+class Wire(asyncio.Transport):
+    """A transport that remembers whether reading is paused and whether it was aborted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = self.aborted = False
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def connected() -> tuple[Answer, Wire]:
+    answer, wire = Answer(), Wire()
+    answer.connection_made(wire)
+    return answer, wire
+
+
+async def body_of(answer: Answer) -> bytes:
+    pieces = []
+    while piece := await answer.piece():
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+@given(
+    st.sampled_from([CHUNKED, MEASURED, UNTIL_END]),
+    st.lists(st.integers(1, len(CHUNKED)), max_size=20),
+)
+def test_any_cut_gives_the_same_answer(stream: bytes, cuts: list[int]) -> None:
+    async def check() -> None:
+        answer, _ = connected()
+        reading = asyncio.create_task(body_of(answer))
+        edges = [0, *sorted({x for x in cuts if x < len(stream)}), len(stream)]
+        for a, b in zip(edges, edges[1:], strict=False):
+            answer.data_received(stream[a:b])
+            await asyncio.sleep(0)
+        answer.connection_lost(None)
+        await answer.head()
+        assert answer.status in (200, 404)
+        assert await reading == BODY
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("stream", [CHUNKED, MEASURED])
+@pytest.mark.parametrize("cut", [0, 1, 20, -1])
+async def test_an_early_end_is_an_error_wherever_it_comes(stream: bytes, cut: int) -> None:
+    answer, _ = connected()
+    answer.data_received(stream[:cut])
+    answer.connection_lost(None)
+    with pytest.raises(EngineUnavailable, match="broke"):
+        await answer.head()
+        await body_of(answer)
+
+
+async def test_what_came_before_the_break_is_still_delivered() -> None:
+    answer, _ = connected()
+    answer.data_received(CHUNKED[:-5])
+    answer.connection_lost(ConnectionResetError())
+    assert await answer.piece() == BODY
+    with pytest.raises(EngineUnavailable):
+        await answer.piece()
+
+
+@pytest.mark.parametrize("bytes_", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 abc\r\n\r\n", b"\x00" * 99])
+async def test_what_is_not_http_is_an_error(bytes_: bytes) -> None:
+    answer, wire = connected()
+    answer.data_received(bytes_)
+    with pytest.raises(EngineUnavailable, match="not HTTP"):
+        await answer.head()
+    assert wire.aborted
+    answer.data_received(b"more")
+    answer.connection_lost(None)
+
+
+async def test_a_reader_that_falls_behind_pauses_the_engine() -> None:
+    answer, wire = connected()
+    answer.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n")
+    answer.data_received(b"x" * MAX_HELD_BYTES)
+    assert not wire.paused
+    answer.data_received(b"x")
+    assert wire.paused
+    assert len(await answer.piece()) == MAX_HELD_BYTES + 1
+    assert not wire.paused
+
+
+async def test_fail_reaches_a_waiting_reader_with_its_reason() -> None:
+    answer, wire = connected()
+    waiting = asyncio.create_task(answer.head())
+    await asyncio.sleep(0)
+    answer.fail(EngineStalled("silent"))
+    answer.connection_lost(None)
+    with pytest.raises(EngineStalled, match="silent"):
+        await waiting
+    assert wire.aborted
+
+
+def test_requests_of_one_line_each() -> None:
+    address = HttpAddress("/run/http.sock")
+    head = address.request_head("POST", "/v1/x", {"a": "b"}, 3)
+    assert head.startswith(b"POST /v1/x HTTP/1.1\r\nhost: engine\r\na: b\r\ncontent-length: 3\r\n")
+    assert head.endswith(b"\r\n\r\n")
+    with pytest.raises(ValueError, match="more than one line"):
+        address.request_head("POST", "/v1/x", {"a": "b\r\nc: d"}, 3)
+
+
+def test_urls() -> None:
+    head = HttpAddress("", "http://user@[::1]:8000/base/").request_head("POST", "/v1/x", {}, 0)
+    assert head.startswith(b"POST /base/v1/x HTTP/1.1\r\nhost: [::1]:8000\r\n")
+    for url in ("ftp://x", "localhost:8000", "http://"):
+        with pytest.raises(EngineError, match=r"engine\.url"):
+            HttpAddress("", url)
+
+
+async def test_a_tcp_engine() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    address = HttpAddress("", f"http://127.0.0.1:{port}")
+    answer = Answer()
+    transport = await address.connect(answer)
+    transport.write(address.request_head("POST", "/", {}, 0))
+    await answer.head()
+    assert answer.headers["CONTENT-type"] == "text/event-stream"
+    assert await body_of(answer) == BODY
+    server.close()
