@@ -14,7 +14,11 @@ import mlx.core as mx
 
 from engines.mlx_worker.turn import Prompt
 
-SMALLEST_CHUNK = 32
+# Every chunk pays for reading the weights and, on a crowded machine, for waiting on the other
+# threads of the BLAS: measured, a chunk of 32 tokens then took as long as one of 128. So a slow
+# machine must not be answered with ever smaller chunks.
+SMALLEST_BUSY_CHUNK = 32
+SMALLEST_QUIET_CHUNK = 128
 # Longest pause that one chunk may put between two decode steps, and between two looks at the
 # command queue when nothing decodes.
 BUSY_CHUNK_S = 0.4
@@ -30,18 +34,17 @@ class Pace:
         self._largest = largest
         self._seconds_per_token = 0.0
 
-    def chunk(self, seconds: float) -> int:
-        if not self._seconds_per_token:
-            return min(self._largest, 4 * SMALLEST_CHUNK)
-        wanted = seconds / self._seconds_per_token
-        chunk = SMALLEST_CHUNK
-        while chunk * 2 <= min(wanted, self._largest):
+    def chunk(self, busy: bool) -> int:
+        """``busy`` = rows are waiting to decode."""
+        chunk = SMALLEST_BUSY_CHUNK if busy else SMALLEST_QUIET_CHUNK
+        limit_s = BUSY_CHUNK_S if busy else QUIET_CHUNK_S
+        while self._seconds_per_token and 2 * chunk * self._seconds_per_token <= limit_s:
             chunk *= 2
-        return chunk
+        return min(chunk, self._largest)
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Tiny chunks say nothing about speed: they pay for reading the weights."""
-        if num_tokens >= SMALLEST_CHUNK:
+        if num_tokens >= SMALLEST_BUSY_CHUNK:
             now, before = seconds / num_tokens, self._seconds_per_token or seconds / num_tokens
             self._seconds_per_token = 0.7 * before + 0.3 * now
 
@@ -84,7 +87,7 @@ class Feeder:
         Raises whatever the model raises; the prompt's caches are then of no use.
         """
         started = time.perf_counter()
-        size = self._pace.chunk(BUSY_CHUNK_S if busy else QUIET_CHUNK_S)
+        size = self._pace.chunk(busy)
         chunk = prompt.tokens[prompt.done : min(prompt.done + size, prompt.next_stop)]
         self._model(mx.array(chunk)[None], cache=prompt.caches)
         # Only the caches: what the head would say of these positions is never computed.

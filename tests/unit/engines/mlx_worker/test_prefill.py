@@ -5,7 +5,7 @@ import pytest
 
 from engines.mlx_worker.arrivals import MAX_CUTS, cuts
 from engines.mlx_worker.generation import Generation, Row
-from engines.mlx_worker.prefill import OLDEST_EVERY, SMALLEST_CHUNK, Feeder, Pace
+from engines.mlx_worker.prefill import OLDEST_EVERY, Feeder, Pace
 from engines.mlx_worker.stream import EventStream
 from engines.mlx_worker.turn import Prompt, Turn, split_turn
 
@@ -20,15 +20,23 @@ def prompt(num_tokens: int, done: int = 0, boundaries: tuple[int, ...] = ()) -> 
 
 def test_chunks_follow_the_speed_of_the_machine() -> None:
     pace = Pace(512)
-    assert pace.chunk(1.0) == 128  # nothing known yet
-    for _ in range(20):
-        pace.took(100, 1.0)
-    assert pace.chunk(1.0) == 64 and pace.chunk(0.01) == SMALLEST_CHUNK
+    assert (pace.chunk(busy=True), pace.chunk(busy=False)) == (32, 128)  # nothing known yet
+    for _ in range(60):
+        pace.took(100, 100 / 300)
+    assert (pace.chunk(busy=True), pace.chunk(busy=False)) == (64, 256)
+    pace.took(3, 60.0)  # a tiny chunk says nothing
+    assert pace.chunk(busy=False) == 256
     for _ in range(60):
         pace.took(100, 0.001)
-    assert pace.chunk(1.0) == 512
-    pace.took(3, 60.0)  # a tiny chunk says nothing
-    assert pace.chunk(1.0) == 512
+    assert (pace.chunk(busy=True), pace.chunk(busy=False)) == (512, 512)
+
+
+def test_a_slow_machine_is_not_given_ever_smaller_chunks() -> None:
+    pace = Pace(512)
+    for _ in range(60):
+        pace.took(128, 30.0)
+    assert (pace.chunk(busy=True), pace.chunk(busy=False)) == (32, 128)
+    assert Pace(16).chunk(busy=False) == 16  # the setting is a limit
 
 
 def test_the_shortest_goes_first_and_the_oldest_is_not_starved() -> None:
