@@ -147,6 +147,13 @@ class DiskFolder:
         log.warning("the disk tier starts empty: %s moved to data.damaged: %s", self.data, why)
         self.data.replace(self.path / "data.damaged")
 
+    def start_over(self, env: lmdb.Environment, map_bytes: int, why: str) -> lmdb.Environment:
+        """Close ``env``, set its file aside, and open an empty one."""
+        env.close()
+        self._close_data()
+        self._set_aside(why)
+        return self.open(map_bytes)
+
     def compact(self, env: lmdb.Environment, map_bytes: int) -> lmdb.Environment:
         """Close ``env``, rewrite its file without free pages, and open that.
 

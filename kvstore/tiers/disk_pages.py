@@ -1,6 +1,6 @@
 """How a blob lies in LMDB.
 
-    database ``index.1``    key               -> recency stamp, blob length
+    database ``index.1``    key               -> recency stamp, blob length, checksum of these three
     database ``pieces.1``   key, piece number -> 128 KB of the blob, the last piece shorter
 
 **Pieces**, because LMDB needs consecutive free pages for a value: with whole blobs of mixed sizes
@@ -31,6 +31,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import google_crc32c
 import lmdb
 import numpy as np
 
@@ -41,6 +42,7 @@ HEADER_BYTES = 16  # LMDB 0.9 data format on 64-bit machines, before a value in 
 NODE_BYTES = 128
 
 _ENTRY = struct.Struct("<QQ")  # stamp, blob length
+_CHECKSUM = struct.Struct("<I")  # crc32c of key and entry
 _PIECE_NUMBER = struct.Struct(">H")  # big-endian: pieces of a blob are neighbours in the tree
 _PAGE_NUMBER = struct.Struct("=Q")
 
@@ -77,20 +79,44 @@ class Pages:
         return max(1, -(-length // self.piece_payload))
 
     def stored(self, txn: lmdb.Transaction[memoryview], key: bytes) -> Stored | None:
+        """
+        Raises:
+            lmdb.CorruptedError: the entry is damaged.
+        """
         packed = txn.get(key, db=self._index)
-        return None if packed is None else Stored(*_ENTRY.unpack(packed))
+        return None if packed is None else _unpack(key, bytes(packed))
 
-    def everything(self, txn: lmdb.Transaction[memoryview]) -> Iterator[tuple[bytes, Stored]]:
-        for key, packed in txn.cursor(db=self._index):
-            yield bytes(key), Stored(*_ENTRY.unpack(packed))
+    def everything(self, txn: lmdb.Transaction[memoryview]) -> list[tuple[bytes, Stored]]:
+        """All blobs, without reading them.
+
+        Raises:
+            lmdb.CorruptedError: an entry is damaged, or the two databases do not fit together.
+        """
+        entries = txn.cursor(db=self._index).iternext()
+        found = [(bytes(key), _unpack(bytes(key), bytes(packed))) for key, packed in entries]
+        names = txn.cursor(db=self._pieces).iternext(keys=True, values=False)
+        expected = {
+            key + _PIECE_NUMBER.pack(i)
+            for key, stored in found
+            for i in range(self._num_pieces(stored.length))
+        }
+        if set(map(bytes, names)) != expected:
+            raise lmdb.CorruptedError("pieces without an entry, or an entry without pieces")
+        return found
 
     def read(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bytes | None:
-        """The blob in one copy out of the map, or None."""
+        """The blob in one copy out of the map, or None.
+
+        Raises:
+            lmdb.CorruptedError: there is an entry, but it or a piece is damaged.
+        """
         stored = self.stored(txn, key)
         if stored is None:
             return None
-        views = list(self._views(txn, key, stored.length))
-        return b"".join(views) if len(views) == self._num_pieces(stored.length) else None
+        blob = b"".join(self._views(txn, key, stored.length))
+        if len(blob) != stored.length:
+            raise lmdb.CorruptedError("a piece is missing or short")
+        return blob
 
     def write(
         self, txn: lmdb.Transaction[memoryview], key: bytes, blob: memoryview, stamp: int
@@ -102,12 +128,12 @@ class Pages:
             padding = self._padded(len(piece)) - len(piece)
             value = bytes(piece) + bytes(padding) if padding else piece
             txn.put(key + _PIECE_NUMBER.pack(number), value, db=self._pieces)
-        txn.put(key, _ENTRY.pack(stamp, len(blob)), db=self._index)
+        txn.put(key, _pack(key, Stored(stamp, len(blob))), db=self._index)
 
     def restamp(self, txn: lmdb.Transaction[memoryview], key: bytes, stamp: int) -> None:
         stored = self.stored(txn, key)
         if stored is not None:
-            txn.put(key, _ENTRY.pack(stamp, stored.length), db=self._index)
+            txn.put(key, _pack(key, Stored(stamp, stored.length)), db=self._index)
 
     def delete(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bool:
         stored = self.stored(txn, key)
@@ -149,3 +175,15 @@ class Pages:
             view = txn.get(key + _PIECE_NUMBER.pack(number), db=self._pieces)
             if view is not None:
                 yield view[: min(self.piece_payload, length - number * self.piece_payload)]
+
+
+def _pack(key: bytes, stored: Stored) -> bytes:
+    entry = _ENTRY.pack(*stored)
+    return entry + _CHECKSUM.pack(google_crc32c.value(key + entry))
+
+
+def _unpack(key: bytes, packed: bytes) -> Stored:
+    entry = packed[: _ENTRY.size]
+    if packed[_ENTRY.size :] != _CHECKSUM.pack(google_crc32c.value(key + entry)):
+        raise lmdb.CorruptedError("an index entry is damaged")
+    return Stored(*_ENTRY.unpack(entry))

@@ -20,7 +20,6 @@ memory of the process, not as its own.
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,7 +63,7 @@ class DiskTier:
         self._folder = DiskFolder(folder)
         try:
             self._open()
-        except (lmdb.Error, OSError, struct.error) as error:
+        except (lmdb.Error, OSError) as error:
             self._folder.release(clean=False)
             raise TierUnavailable(f"the disk tier cannot open {folder}: {error}") from error
         except TierUnavailable:
@@ -75,8 +74,12 @@ class DiskTier:
         limit = file_bytes_limit(self._index.capacity_bytes)
         self._env = self._folder.open(limit)
         try:
-            self._load(limit)
-        except (lmdb.Error, OSError, struct.error, TierUnavailable):
+            try:
+                self._load(limit)
+            except lmdb.CorruptedError as error:
+                self._env = self._folder.start_over(self._env, limit, why=str(error))
+                self._load(limit)
+        except (lmdb.Error, OSError, TierUnavailable):
             self._env.close()
             raise
 
