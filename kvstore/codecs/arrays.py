@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from kvstore.shapes import KVLayout, KVRun
+
+Shape = tuple[int, ...]
 
 
 def check_run(run: KVRun, layout: KVLayout) -> int:
@@ -11,17 +15,20 @@ def check_run(run: KVRun, layout: KVLayout) -> int:
     Raises:
         ValueError: a defect in the caller: shapes or dtype are not the layout's.
     """
-    if len(run) != len(layout.layers):
-        raise ValueError(f"{len(run)} layers where the layout has {len(layout.layers)}")
     num_tokens: int = run[0][0].shape[1] if run else 0
-    dtype = layout.numpy_dtype
-    for (key, value), layer in zip(run, layout.layers, strict=True):
-        key_shape = (layer.num_kv_heads, num_tokens, layer.head_dim)
-        value_shape = (layer.num_kv_heads, num_tokens, layer.value_dim)
-        if key.shape != key_shape or value.shape != value_shape:
-            raise ValueError(
-                f"K {key.shape}, V {value.shape} instead of {key_shape}, {value_shape}"
-            )
-        if key.dtype != dtype or value.dtype != dtype:
-            raise ValueError(f"K {key.dtype}, V {value.dtype} instead of {dtype}")
+    # Whole lists at once: there may be a hundred arrays to a chunk of a millisecond.
+    shapes, expected = [(k.shape, v.shape) for k, v in run], _shapes(layout, num_tokens)
+    if shapes != expected:
+        raise ValueError(f"K and V of {shapes} where the layout has {expected}")
+    dtypes = {array.dtype for pair in run for array in pair}
+    if dtypes - {layout.numpy_dtype}:
+        raise ValueError(f"dtypes {dtypes} where the layout has {layout.numpy_dtype}")
     return num_tokens
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(layout: KVLayout, num_tokens: int) -> list[tuple[Shape, Shape]]:
+    return [
+        ((x.num_kv_heads, num_tokens, x.head_dim), (x.num_kv_heads, num_tokens, x.value_dim))
+        for x in layout.layers
+    ]

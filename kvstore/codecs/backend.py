@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.payload import ArraySlot, plan_payload
+from kvstore.codecs.payload import SlotGroup, plan_payload
 from kvstore.codecs.reference import ReferenceKernel
 from kvstore.codecs.rotated_rows import RotatedRows
 from kvstore.codecs.rows import RowFormat
@@ -24,15 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 class ArrayKernel(Protocol):
-    """Packs all rows of one layer's K or V; one per row format, dimension and dtype."""
+    """Packs all K and V of one dimension; one per row format, dimension and dtype."""
 
-    def pack(self, source: np.ndarray, payload: np.ndarray, slot: ArraySlot) -> None:
-        """Write packed rows and scales of ``source`` (num_heads, num_tokens, dim) into ``payload``.
+    def pack(self, sources: Sequence[np.ndarray], payload: np.ndarray, group: SlotGroup) -> None:
+        """Write packed rows and scales of ``sources`` into the slots of ``group`` in ``payload``.
 
-        ``source`` may have any strides between heads and tokens; its rows are contiguous.
+        Each source is (num_heads, num_tokens, dim), with any strides between heads and tokens;
+        its rows are contiguous.
         """
 
-    def unpack(self, payload: np.ndarray, slot: ArraySlot, out: np.ndarray) -> None:
+    def unpack(self, payload: np.ndarray, group: SlotGroup, outs: Sequence[np.ndarray]) -> None:
         """The inverse. Rows whose scale is zero come out as something finite of no meaning."""
 
 
@@ -74,13 +75,14 @@ def agree(
 ) -> bool:
     """Do both give the same bytes for a few rows? A compiler is not to be trusted with a cache."""
     layout = KVLayout(dtype, (KVLayer(1, dim, dim),))
-    source, *outs = (layout.empty(40)[0][0] for _ in range(3))
+    (source, second), *outs = (layout.empty(40)[0] for _ in range(3))
     ramp = np.arange(source.size, dtype=np.float32).reshape(source.shape)
     values = np.sin(ramp * ramp)
     source[:] = values if dtype == "float32" else floats.narrow(values, dtype)
+    second[:] = source[:, ::-1]
     plan = plan_payload(rows, layout, 40, 1 << 20)
     payloads = [np.zeros(plan.nbytes, np.uint8) for _ in outs]
     for packer, payload, out in zip((kernel, reference), payloads, outs, strict=True):
-        packer.pack(source, payload, plan.slots[0])
-        packer.unpack(payload, plan.slots[0], out)
-    return all(a.tobytes() == b.tobytes() for a, b in (payloads, outs))
+        packer.pack((source, second), payload, plan.groups[0])
+        packer.unpack(payload, plan.groups[0], out)
+    return all(a.tobytes() == b.tobytes() for a, b in (payloads, *zip(*outs, strict=True)))

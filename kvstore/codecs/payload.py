@@ -61,9 +61,21 @@ class ArraySlot:
         return _view(payload, self.packed_at, shape, np.dtype(np.uint8))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class SlotGroup:
+    """All slots of one dimension, which one kernel handles in one go."""
+
+    dim: int
+    numbers: tuple[int, ...]  # among all slots
+    slots: tuple[ArraySlot, ...]
+    offsets: np.ndarray  # int64 (num_slots, 2): packed_at, scales_at
+
+
+@dataclass(frozen=True, eq=False)
 class PayloadPlan:
     slots: tuple[ArraySlot, ...]  # K and V of the first layer, of the second, ...
+    groups: tuple[SlotGroup, ...]
+    num_sinks: int
     scale_dtype: np.dtype
     scales_at: int
     num_rows: int
@@ -112,7 +124,15 @@ def plan_payload(
         row += slot.num_rows
         sinks_at += heads * num_sinks * dim * KEPT_DTYPE.itemsize
         packed_at += slot.num_rows * slot.row_nbytes
-    return PayloadPlan(tuple(slots), scale_dtype, scales_at, num_rows, packed_at)
+    groups = tuple(_group(slots, dim) for dim in sorted({slot.dim for slot in slots}))
+    return PayloadPlan(tuple(slots), groups, num_sinks, scale_dtype, scales_at, num_rows, packed_at)
+
+
+def _group(slots: list[ArraySlot], dim: int) -> SlotGroup:
+    numbers = tuple(number for number, slot in enumerate(slots) if slot.dim == dim)
+    members = tuple(slots[number] for number in numbers)
+    offsets = np.array([(slot.packed_at, slot.scales_at) for slot in members], np.int64)
+    return SlotGroup(dim, numbers, members, offsets)
 
 
 def _array_shapes(layout: KVLayout) -> Iterator[tuple[int, int]]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.arrays import check_run
-from kvstore.codecs.backend import ArrayKernel, Backend, best_kernel
-from kvstore.codecs.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, plan_payload
+from kvstore.codecs.backend import Backend, best_kernel
+from kvstore.codecs.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, SlotGroup, plan_payload
 from kvstore.codecs.rows import RowFormat
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import DType, KVLayout, KVRun
@@ -39,31 +39,29 @@ class RowCodec:
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         plan = plan_payload(self.rows, layout, check_run(run, layout), first_token)
         payload = np.empty(plan.nbytes, np.uint8)
-        arrays = list(_arrays(run))
-        kernels = self._kernels(plan, layout.dtype)
-        for array, slot in zip(arrays, plan.slots, strict=True):
-            if slot.num_sinks:
+        arrays = _arrays(run)
+        if plan.num_sinks:
+            for array, slot in zip(arrays, plan.slots, strict=True):
                 sinks = array[:, : slot.num_sinks]
                 slot.sinks(payload)[:] = floats.to_stored(sinks, layout.dtype)
-            kernels[slot.dim].pack(_behind_sinks(array, slot), payload, slot)
+        for group in plan.groups:
+            kernel = self.backend(self.rows, group.dim, layout.dtype)
+            kernel.pack(_behind_sinks(arrays, plan, group), payload, group)
         return b"".join([payload.data, *_keep_rows(arrays, plan, payload, layout.dtype)])
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
         plan = plan_payload(self.rows, layout, check_run(out, layout), first_token)
         view = np.frombuffer(payload, np.uint8)
         unpacked = self._check_payload(view, plan)
-        arrays = list(_arrays(out))
-        kernels = self._kernels(plan, layout.dtype)
-        for array, slot in zip(arrays, plan.slots, strict=True):
-            if slot.num_sinks:
+        arrays = _arrays(out)
+        if plan.num_sinks:
+            for array, slot in zip(arrays, plan.slots, strict=True):
                 sinks = slot.sinks(view)
                 array[:, : slot.num_sinks] = floats.from_stored(sinks, layout.dtype)
-            kernels[slot.dim].unpack(view, slot, _behind_sinks(array, slot))
+        for group in plan.groups:
+            kernel = self.backend(self.rows, group.dim, layout.dtype)
+            kernel.unpack(view, group, _behind_sinks(arrays, plan, group))
         _restore_rows(unpacked, view, plan, arrays, layout.dtype)
-
-    def _kernels(self, plan: PayloadPlan, dtype: DType) -> dict[int, ArrayKernel]:
-        dims = {slot.dim for slot in plan.slots}
-        return {dim: self.backend(self.rows, dim, dtype) for dim in dims}
 
     def _check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
         """Numbers of the rows that were kept as they are, once everything fits together."""
@@ -72,7 +70,7 @@ class RowCodec:
         scales = plan.scales(payload)
         if not self.rows.are_scales(scales):
             raise Corrupt(f"a scale is none that codec {self.id} writes")
-        kept = np.flatnonzero(scales == 0)
+        kept = _unpacked_rows(scales)
         nbytes = plan.nbytes + sum(
             len(rows) * plan.slots[number].dim * KEPT_DTYPE.itemsize
             for number, rows in plan.split_rows(kept)
@@ -82,14 +80,23 @@ class RowCodec:
         return kept
 
 
-def _arrays(run: KVRun) -> Iterator[np.ndarray]:
-    for key, value in run:
-        yield key
-        yield value
+def _arrays(run: KVRun) -> list[np.ndarray]:
+    return [array for pair in run for array in pair]
 
 
-def _behind_sinks(array: np.ndarray, slot: ArraySlot) -> np.ndarray:
-    return array[:, slot.num_sinks :] if slot.num_sinks else array
+def _behind_sinks(
+    arrays: list[np.ndarray], plan: PayloadPlan, group: SlotGroup
+) -> list[np.ndarray]:
+    if not plan.num_sinks:
+        return [arrays[number] for number in group.numbers]
+    return [arrays[number][:, plan.num_sinks :] for number in group.numbers]
+
+
+def _unpacked_rows(scales: np.ndarray) -> np.ndarray:
+    """Numbers of the rows whose scale is zero: hardly ever is there one."""
+    if np.count_nonzero(scales) == len(scales):
+        return np.empty(0, np.intp)
+    return np.flatnonzero(scales == 0)
 
 
 def _positions(rows: np.ndarray, slot: ArraySlot) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +108,7 @@ def _keep_rows(
     arrays: list[np.ndarray], plan: PayloadPlan, payload: np.ndarray, dtype: DType
 ) -> Iterator[memoryview]:
     """Rows that could not be packed, as they are; their packed bytes become zero."""
-    unpacked = np.flatnonzero(plan.scales(payload) == 0)
+    unpacked = _unpacked_rows(plan.scales(payload))
     for number, rows in plan.split_rows(unpacked):
         slot = plan.slots[number]
         slot.packed(payload)[rows] = 0

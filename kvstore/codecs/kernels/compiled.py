@@ -7,7 +7,7 @@ threads enter at once. The functions release the GIL; the store's own threads sh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -20,13 +20,14 @@ from kvstore.codecs import floats, lloyd_max, rotated_rows, rotation
 from kvstore.codecs.kernels import rows
 from kvstore.codecs.kernels.emitter import Emitter
 from kvstore.codecs.kernels.rows import has_kernel as has_kernel
-from kvstore.codecs.payload import ArraySlot
+from kvstore.codecs.payload import SlotGroup
 from kvstore.shapes import NUMPY_DTYPES, DType
 
 DTYPES: tuple[DType, ...] = get_args(DType)
 # fp16 travels as bit patterns: numba cannot compute with it on a CPU, and need not.
 ELEMENTS = {"float32": types.float32, "bfloat16": types.uint16, "float16": types.uint16}
 BLOCK_ROWS = 64
+BATCH = 8  # arrays per call: entering numba and giving up the GIL cost as much as 100 rows
 SCALE_NBYTES = 2
 
 
@@ -77,64 +78,76 @@ _scales: Any = intrinsic(prefer_literal=True)(_typed_scales)
 def _pack_function(bits: int, dim: int, dtype: int) -> Any:
     sources, row_nbytes, value_nbytes = SOURCES, bits * dim // 8, _value_nbytes(dtype)
 
-    def pack(source: Any, payload: Any, packed_at: int, scales_at: int) -> None:
-        if source.size and source.strides[2] != value_nbytes:
-            raise ValueError("the values of a row have to lie side by side in memory")
+    def pack(
+        payload: Any, offsets: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any
+    ) -> None:
+        arrays = (a, b, c, d, e, f, g, h)
         scratch = np.empty((2, BLOCK_ROWS), np.float32)
         norms, energies = scratch.ctypes.data, scratch[1].ctypes.data
-        packed, scales = payload.ctypes.data + packed_at, payload.ctypes.data + scales_at
-        for head in range(source.shape[0]):
-            row = source.ctypes.data + head * source.strides[0]
-            for first in range(0, source.shape[1], BLOCK_ROWS):
-                count = min(source.shape[1] - first, BLOCK_ROWS)
-                for i in range(count):
-                    target = packed + i * row_nbytes
-                    _pack_row(bits, dim, dtype, sources, (row, target, norms + 4 * i))
-                    row += source.strides[1]
-                for i in range(count):
-                    target = packed + i * row_nbytes
-                    _row_energy(bits, dim, dtype, sources, (target, energies + 4 * i))
-                whole = count - count % 16
-                for i in range(0, whole, 16):
-                    target = scales + i * SCALE_NBYTES
-                    _scales(16, sources, (norms + 4 * i, energies + 4 * i, target))
-                for i in range(whole, count):
-                    target = scales + i * SCALE_NBYTES
-                    _scales(1, sources, (norms + 4 * i, energies + 4 * i, target))
-                packed += count * row_nbytes
-                scales += count * SCALE_NBYTES
+        for number in range(len(offsets)):
+            array = arrays[number]
+            if array.size and array.strides[2] != value_nbytes:
+                raise ValueError("the values of a row have to lie side by side in memory")
+            packed = payload.ctypes.data + offsets[number, 0]
+            scales = payload.ctypes.data + offsets[number, 1]
+            for head in range(array.shape[0]):
+                row = array.ctypes.data + head * array.strides[0]
+                for first in range(0, array.shape[1], BLOCK_ROWS):
+                    count = min(array.shape[1] - first, BLOCK_ROWS)
+                    for i in range(count):
+                        target = packed + i * row_nbytes
+                        _pack_row(bits, dim, dtype, sources, (row, target, norms + 4 * i))
+                        row += array.strides[1]
+                    for i in range(count):
+                        target = packed + i * row_nbytes
+                        _row_energy(bits, dim, dtype, sources, (target, energies + 4 * i))
+                    whole = count - count % 16
+                    for i in range(0, whole, 16):
+                        target = scales + i * SCALE_NBYTES
+                        _scales(16, sources, (norms + 4 * i, energies + 4 * i, target))
+                    for i in range(whole, count):
+                        target = scales + i * SCALE_NBYTES
+                        _scales(1, sources, (norms + 4 * i, energies + 4 * i, target))
+                    packed += count * row_nbytes
+                    scales += count * SCALE_NBYTES
 
-    return _compile(pack, types.void(_array(dtype, True), _bytes(False), types.intp, types.intp))
+    return _compile(pack, _signature(dtype, payload_is_input=False))
 
 
 def _unpack_function(bits: int, dim: int, dtype: int) -> Any:
     sources, row_nbytes, value_nbytes = SOURCES, bits * dim // 8, _value_nbytes(dtype)
 
-    def unpack(payload: Any, packed_at: int, scales_at: int, out: Any) -> None:
-        if out.size and out.strides[2] != value_nbytes:
-            raise ValueError("the values of a row have to lie side by side in memory")
-        packed, scale = payload.ctypes.data + packed_at, payload.ctypes.data + scales_at
-        for head in range(out.shape[0]):
-            row = out.ctypes.data + head * out.strides[0]
-            for _ in range(out.shape[1]):
-                _unpack_row(bits, dim, dtype, sources, (packed, scale, row))
-                row += out.strides[1]
-                packed += row_nbytes
-                scale += SCALE_NBYTES
+    def unpack(
+        payload: Any, offsets: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any
+    ) -> None:
+        arrays = (a, b, c, d, e, f, g, h)
+        for number in range(len(offsets)):
+            array = arrays[number]
+            if array.size and array.strides[2] != value_nbytes:
+                raise ValueError("the values of a row have to lie side by side in memory")
+            packed = payload.ctypes.data + offsets[number, 0]
+            scale = payload.ctypes.data + offsets[number, 1]
+            for head in range(array.shape[0]):
+                row = array.ctypes.data + head * array.strides[0]
+                for _ in range(array.shape[1]):
+                    _unpack_row(bits, dim, dtype, sources, (packed, scale, row))
+                    row += array.strides[1]
+                    packed += row_nbytes
+                    scale += SCALE_NBYTES
 
-    return _compile(unpack, types.void(_bytes(True), types.intp, types.intp, _array(dtype, False)))
+    return _compile(unpack, _signature(dtype, payload_is_input=True))
+
+
+def _signature(dtype: int, payload_is_input: bool) -> Any:
+    payload = types.Array(types.uint8, 1, "C", readonly=payload_is_input)
+    offsets = types.Array(types.int64, 2, "C")
+    element = ELEMENTS[DTYPES[dtype]]
+    array = types.Array(element, 3, "A", readonly=not payload_is_input)
+    return types.void(payload, offsets, *[array] * BATCH)
 
 
 def _value_nbytes(dtype: int) -> int:
     return NUMPY_DTYPES[DTYPES[dtype]].itemsize
-
-
-def _array(dtype: int, readonly: bool) -> Any:
-    return types.Array(ELEMENTS[DTYPES[dtype]], 3, "A", readonly=readonly)
-
-
-def _bytes(readonly: bool) -> Any:
-    return types.Array(types.uint8, 1, "C", readonly=readonly)
 
 
 def _compile(function: Callable[..., None], signature: Any) -> Any:
@@ -149,21 +162,31 @@ def _compile(function: Callable[..., None], signature: Any) -> Any:
 class NumbaKernel:
     """Implements ``kvstore.codecs.backend.ArrayKernel``."""
 
-    pack_rows: Any
-    unpack_rows: Any
+    pack_batch: Any
+    unpack_batch: Any
+    as_bits: bool  # the arrays are fp16
 
-    def pack(self, source: np.ndarray, payload: np.ndarray, slot: ArraySlot) -> None:
-        self.pack_rows(_bit_patterns(source), payload, slot.packed_at, slot.scales_at)
+    def pack(self, sources: Sequence[np.ndarray], payload: np.ndarray, group: SlotGroup) -> None:
+        for offsets, batch in self._batches(sources, group):
+            self.pack_batch(payload, offsets, *batch)
 
-    def unpack(self, payload: np.ndarray, slot: ArraySlot, out: np.ndarray) -> None:
-        self.unpack_rows(payload, slot.packed_at, slot.scales_at, _bit_patterns(out))
+    def unpack(self, payload: np.ndarray, group: SlotGroup, outs: Sequence[np.ndarray]) -> None:
+        for offsets, batch in self._batches(outs, group):
+            self.unpack_batch(payload, offsets, *batch)
+
+    def _batches(
+        self, arrays: Sequence[np.ndarray], group: SlotGroup
+    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """``BATCH`` arrays at a time, the last ones repeated; as many offsets as count."""
+        if self.as_bits:
+            arrays = [array.view(np.uint16) for array in arrays]
+        for first in range(0, len(arrays), BATCH):
+            batch = list(arrays[first : first + BATCH])
+            offsets = group.offsets[first : first + BATCH]
+            yield offsets, batch + batch[:1] * (BATCH - len(batch))
 
 
 def compile_kernel(num_bits: int, dim: int, dtype: DType) -> NumbaKernel:
     """Seconds the first time on a machine, milliseconds from numba's cache."""
     shape = (num_bits, dim, DTYPES.index(dtype))
-    return NumbaKernel(_pack_function(*shape), _unpack_function(*shape))
-
-
-def _bit_patterns(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint16) if array.dtype == np.float16 else array
+    return NumbaKernel(_pack_function(*shape), _unpack_function(*shape), dtype == "float16")

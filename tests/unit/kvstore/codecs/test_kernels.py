@@ -53,26 +53,37 @@ def awkward(dim, dtype, num_tokens=150):
         return values if dtype == "float32" else narrow(values, dtype)
 
 
+def plan_for(rows, dim, dtype, source, num_layers=1):
+    layout = layout_of(dim, dtype, num_layers, num_heads=source.shape[0])
+    return plan_payload(rows, layout, source.shape[1], 1000)
+
+
 def pack_with(kernel, source, plan):
+    """Every array of the payload is ``source``, every other one with its heads reversed."""
     payload = np.zeros(plan.nbytes, np.uint8)
-    kernel.pack(source, payload, plan.slots[0])
+    sources = [source, source[::-1]] * (len(plan.slots) // 2)
+    kernel.pack(sources, payload, plan.groups[0])
     # The packed bytes of a row without a scale mean nothing; ``RowCodec`` clears them.
-    slot = plan.slots[0]
-    slot.packed(payload)[slot.scales(payload) == 0] = 0
+    for slot in plan.slots:
+        slot.packed(payload)[slot.scales(payload) == 0] = 0
     return payload
 
 
-def assert_same(num_bits, dim, dtype, source):
-    rows, layout = RotatedRows(num_bits), layout_of(dim, dtype, num_heads=source.shape[0])
+def unpack_with(kernel, payload, plan, like):
+    outs = [np.zeros(like.shape, like.dtype) for _ in plan.slots]
+    kernel.unpack(payload, plan.groups[0], outs)
+    return b"".join(out.tobytes() for out in outs)
+
+
+def assert_same(num_bits, dim, dtype, source, num_layers=1):
+    rows = RotatedRows(num_bits)
     kernel, reference = best_kernel(rows, dim, dtype), ReferenceKernel(rows, dtype)
     assert not isinstance(kernel, ReferenceKernel)
-    plan = plan_payload(rows, layout, source.shape[1], 1000)
+    plan = plan_for(rows, dim, dtype, source, num_layers)
     payload = pack_with(kernel, source, plan)
     assert np.array_equal(payload, pack_with(reference, source, plan))
-    outs = [np.zeros(source.shape, source.dtype) for _ in range(2)]
-    for each, out in zip((kernel, reference), outs, strict=True):
-        each.unpack(payload, plan.slots[0], out)
-    assert outs[0].tobytes() == outs[1].tobytes()
+    expected = unpack_with(reference, payload, plan, source)
+    assert unpack_with(kernel, payload, plan, source) == expected
 
 
 @pytest.mark.parametrize(("num_bits", "dim", "dtype"), SHAPES)
@@ -113,36 +124,42 @@ def test_any_strides(how, dtype):
     source = strided(awkward(64, dtype), how)
     source.setflags(write=False)
     assert_same(3, 64, dtype, source)
-    rows, layout = RotatedRows(3), layout_of(64, dtype, num_heads=4)
-    kernel, plan = best_kernel(rows, 64, dtype), plan_payload(rows, layout, 150, 1000)
+    kernel, plan = (
+        best_kernel(RotatedRows(3), 64, dtype),
+        plan_for(RotatedRows(3), 64, dtype, source),
+    )
     payload = pack_with(kernel, source, plan)
-    plain = np.empty(source.shape, source.dtype)
-    out = strided(np.zeros(source.shape, source.dtype), how)
-    kernel.unpack(payload, plan.slots[0], plain)
-    kernel.unpack(payload, plan.slots[0], out)
-    assert np.array_equal(plain.view(np.uint8), np.ascontiguousarray(out).view(np.uint8))
+    outs = [strided(np.zeros(source.shape, source.dtype), how) for _ in range(2)]
+    kernel.unpack(payload, plan.groups[0], outs)
+    expected = unpack_with(kernel, payload, plan, source)
+    assert b"".join(out.tobytes() for out in outs) == expected
+
+
+@pytest.mark.parametrize("num_layers", [3, 4, 5])
+def test_any_number_of_arrays(num_layers):
+    assert_same(3, 64, "float32", awkward(64, "float32", 10), num_layers)
 
 
 def test_scattered_values_are_refused():
-    kernel = best_kernel(RotatedRows(3), 64, "float32")
-    plan = plan_payload(RotatedRows(3), layout_of(64, "float32"), 8, 1000)
-    payload, scattered = np.zeros(plan.nbytes, np.uint8), np.zeros((2, 8, 128), np.float32)
+    scattered = np.zeros((2, 8, 128), np.float32)[:, :, ::2]
+    rows = RotatedRows(3)
+    kernel, plan = best_kernel(rows, 64, "float32"), plan_for(rows, 64, "float32", scattered)
+    payload = np.zeros(plan.nbytes, np.uint8)
     with pytest.raises(ValueError, match="side by side"):
-        kernel.pack(scattered[:, :, ::2], payload, plan.slots[0])
+        kernel.pack((scattered, scattered), payload, plan.groups[0])
     with pytest.raises(ValueError, match="side by side"):
-        kernel.unpack(payload, plan.slots[0], scattered[:, :, ::2])
+        kernel.unpack(payload, plan.groups[0], (scattered, scattered))
 
 
 def test_random_scales_and_planes_unpack_alike():
-    rows, layout = RotatedRows(3), layout_of(64, "float16")
-    plan = plan_payload(rows, layout, 500, 1000)
+    """Not only what was packed: bits as they come from a damaged disk, were they let through."""
+    rows, like = RotatedRows(3), np.zeros((2, 500, 64), np.uint16)
+    plan = plan_for(rows, 64, "bfloat16", like)
     payload = np.random.default_rng(0).integers(0, 256, plan.nbytes, np.uint8)
-    outs = [layout.empty(500)[0][0] for _ in range(2)]
-    best_kernel(rows, 64, "float16").unpack(payload, plan.slots[0], outs[0])
-    with np.errstate(all="ignore"):
-        ReferenceKernel(rows, "float16").unpack(payload, plan.slots[0], outs[1])
-    sound = np.isfinite(outs[1])
-    assert np.array_equal(outs[0][sound], outs[1][sound])
+    for slot in plan.slots:
+        slot.scales(payload)[:] = slot.scales(payload) % 0x7C00
+    got = unpack_with(best_kernel(rows, 64, "bfloat16"), payload, plan, like)
+    assert got == unpack_with(ReferenceKernel(rows, "bfloat16"), payload, plan, like)
 
 
 def test_threads_that_flush_denormals_get_the_same_bytes():
@@ -150,7 +167,7 @@ def test_threads_that_flush_denormals_get_the_same_bytes():
     flushing = pytest.importorskip("tests.unit.kvstore.codecs.flushing", exc_type=ImportError)
     source, results = awkward(64, "float32"), []
     rows = RotatedRows(3)
-    plan = plan_payload(rows, layout_of(64, "float32", num_heads=4), 150, 1000)
+    plan = plan_for(rows, 64, "float32", source)
     kernels = best_kernel(rows, 64, "float32"), ReferenceKernel(rows, "float32")
 
     def pack_all():
@@ -167,9 +184,9 @@ def test_threads_that_flush_denormals_get_the_same_bytes():
 
 def test_a_kernel_that_is_wrong_is_found_out():
     class OffByOne(ReferenceKernel):
-        def unpack(self, payload, slot, out):
-            super().unpack(payload, slot, out)
-            out[-1, -1, -1] += 1
+        def unpack(self, payload, group, outs):
+            super().unpack(payload, group, outs)
+            outs[-1][-1, -1, -1] += 1
 
     rows = RotatedRows(3)
     good, bad = ReferenceKernel(rows, "float32"), OffByOne(rows, "float32")

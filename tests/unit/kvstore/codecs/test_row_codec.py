@@ -164,7 +164,7 @@ def test_a_run_that_is_not_of_the_layout_is_a_defect_of_the_caller():
     codec, layout = tq3(), layout_of(64)
     wrong_dtype = [tuple(x.astype(np.float32) for x in pair) for pair in run_of(layout, 8)]
     for run in (run_of(layout_of(32), 8), run_of(layout, 8) * 2, wrong_dtype):
-        with pytest.raises(ValueError, match="instead of|where the layout"):
+        with pytest.raises(ValueError, match="where the layout"):
             codec.encode(run, layout, 0)
 
 

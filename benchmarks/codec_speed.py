@@ -1,0 +1,253 @@
+"""Rows per second of a codec beside memcpy of the same bf16 bytes, in one process.
+
+    python benchmarks/codec_speed.py [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
+
+*kernel* is two long arrays; *chunk* is what the store asks for: 128 tokens of all layers of a small
+model with that head dimension, payload and all. *seed* is the obvious numpy (normalise, search the
+nearest of eight levels, pack bits). The candidates take turns on data that is cold in the cache,
+and the best round of each counts: on a shared machine only ratios within one run mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.codecs.backend import best_kernel
+from kvstore.codecs.floats import round_to_bf16, widen
+from kvstore.codecs.payload import plan_payload
+from kvstore.codecs.presets import PRESETS, codec_by_name, warm
+from kvstore.codecs.row_codec import RowCodec
+from kvstore.shapes import KVLayer, KVLayout, KVRun, slice_tokens
+
+# KV heads and layers of SmolLM2-135M, Qwen2.5-1.5B and Gemma-3-1B.
+MODELS = {64: (3, 30), 128: (2, 28), 256: (1, 26)}
+CHUNK_TOKENS = 128
+PAST_SINKS = 1 << 20
+WORKING_SET_BYTES = 200 << 20  # far beyond any last-level cache share
+SEED_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Rate:
+    dim: int
+    threads: int
+    what: str
+    mrows_per_s: float
+    x_memcpy: float
+    x_seed: float | None
+
+
+@dataclass
+class Candidate:
+    what: str
+    num_rows: int  # of one call
+    work: Callable[[int], None]  # on slice number
+    best_s: float = field(default=float("inf"))
+
+    def run(self, slices: range, pool: Executor | None) -> None:
+        begun = time.perf_counter()
+        if pool is None:
+            for number in slices:
+                self.work(number)
+        else:
+            list(pool.map(self.work, slices))
+        self.best_s = min(self.best_s, (time.perf_counter() - begun) / len(slices))
+
+    @property
+    def rate(self) -> float:
+        return self.num_rows / self.best_s / 1e6
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """uint16, at a multiple of a cache line as engines allocate."""
+    nbytes = 2 * int(np.prod(shape))
+    raw = np.ones(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(np.uint16).reshape(shape)
+
+
+def uneven_rows(num_rows: int, dim: int) -> np.ndarray:
+    """bf16 rows whose channels differ in size; a short sample, repeated."""
+    rng = np.random.default_rng(0)
+    sample = rng.standard_normal((4096, dim)) * rng.lognormal(0, 1, dim)
+    rows = aligned((num_rows, dim))
+    rows[:] = np.resize(round_to_bf16(sample.astype(np.float32)), rows.shape)
+    return rows
+
+
+class Slices:
+    """Many slices of one chunk's rows each: bf16 source, target, payloads."""
+
+    def __init__(self, codec: RowCodec, dim: int):
+        num_heads, num_layers = MODELS[dim]
+        self.codec, self.dim = codec, dim
+        self.layout = KVLayout("bfloat16", (KVLayer(num_heads, dim, dim),) * num_layers)
+        self.num_rows = 2 * num_heads * num_layers * CHUNK_TOKENS
+        self.count = WORKING_SET_BYTES // (self.num_rows * dim * 2) // 4 * 4
+        self.source = uneven_rows(self.count * self.num_rows, dim)
+        self.target = aligned(self.source.shape)
+        self._prepare_kernel()
+        self._prepare_chunks()
+
+    def _prepare_kernel(self) -> None:
+        flat = KVLayout("bfloat16", (KVLayer(1, self.dim, self.dim),))
+        plan = plan_payload(self.codec.rows, flat, self.num_rows // 2, PAST_SINKS)
+        self.group = plan.groups[0]
+        self.kernel = best_kernel(self.codec.rows, self.dim, "bfloat16")
+        self.packed = np.ones((self.count, plan.nbytes), np.uint8)
+
+    def _prepare_chunks(self) -> None:
+        warm(self.codec, self.layout)
+        self.whole, self.restored = self._as_run(self.source), self._as_run(self.target)
+        self.payloads = [b""] * self.count
+        for number in range(self.count):
+            self.encode_chunk(number)
+
+    def _as_run(self, rows: np.ndarray) -> KVRun:
+        shape = (-1, 2, self.layout.layers[0].num_kv_heads, self.count * CHUNK_TOKENS, self.dim)
+        return [(pair[0], pair[1]) for pair in rows.reshape(shape)]
+
+    def _part(self, rows: np.ndarray, number: int) -> np.ndarray:
+        return rows[number * self.num_rows : (number + 1) * self.num_rows]
+
+    def _halves(self, rows: np.ndarray, number: int) -> list[np.ndarray]:
+        """As one long K and one long V, each (1, num_tokens, dim)."""
+        return list(self._part(rows, number).reshape(2, 1, -1, self.dim))
+
+    def copy(self, number: int) -> None:
+        source, target = self._part(self.source, number), self._part(self.target, number)
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
+
+    def encode(self, number: int) -> None:
+        self.kernel.pack(self._halves(self.source, number), self.packed[number], self.group)
+
+    def decode(self, number: int) -> None:
+        self.kernel.unpack(self.packed[number], self.group, self._halves(self.target, number))
+
+    def encode_chunk(self, number: int) -> None:
+        run = slice_tokens(self.whole, number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+        self.payloads[number] = self.codec.encode(run, self.layout, PAST_SINKS)
+
+    def decode_chunk(self, number: int) -> None:
+        out = slice_tokens(self.restored, number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+        self.codec.decode(memoryview(self.payloads[number]), self.layout, PAST_SINKS, out)
+
+
+def seed_encode(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    x = widen(rows, "bfloat16")
+    norms = np.linalg.norm(x, axis=1, keepdims=True)
+    z = x * np.sqrt(x.shape[1]) / np.maximum(norms, 1e-12)
+    codes = np.searchsorted(SEED_BOUNDS, z).astype(np.uint8)
+    bits = (codes[:, :, None] >> np.arange(3, dtype=np.uint8)) & 1
+    return np.packbits(bits.reshape(len(rows), -1), axis=1, bitorder="little"), norms
+
+
+def seed_decode(packed: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    bits = np.unpackbits(packed, axis=1, bitorder="little").reshape(len(packed), -1, 3)
+    z = SEED_LEVELS[(bits * np.array([1, 2, 4], np.uint8)).sum(-1)]
+    return round_to_bf16((z * norms / np.sqrt(z.shape[1])).astype(np.float32))
+
+
+SEED_LEVELS = np.array([-2.152, -1.344, -0.756, -0.245, 0.245, 0.756, 1.344, 2.152])
+SEED_BOUNDS = (SEED_LEVELS[1:] + SEED_LEVELS[:-1]) / 2
+
+
+def candidates(slices: Slices) -> list[Candidate]:
+    rows = slices.num_rows
+    return [
+        Candidate("memcpy", rows, slices.copy),
+        Candidate("encode, kernel", rows, slices.encode),
+        Candidate("decode, kernel", rows, slices.decode),
+        Candidate("encode, chunk", rows, slices.encode_chunk),
+        Candidate("decode, chunk", rows, slices.decode_chunk),
+    ]
+
+
+def seed_candidates(slices: Slices) -> list[Candidate]:
+    sample = slices.source[:SEED_ROWS]
+    encoded = seed_encode(sample)
+    return [
+        Candidate("seed encode", SEED_ROWS, lambda _: void(seed_encode(sample))),
+        Candidate("seed decode", SEED_ROWS, lambda _: void(seed_decode(*encoded))),
+    ]
+
+
+def void(_: object) -> None:
+    """A candidate returns nothing."""
+
+
+def measure(slices: Slices, threads: int, seconds: float) -> Iterator[Rate]:
+    """All candidates take turns until the time is up; each turn takes the next slices."""
+    fast, seed = candidates(slices), seed_candidates(slices)
+    deadline, number = time.perf_counter() + seconds, 0
+    with ThreadPoolExecutor(threads) as executor:
+        pool = executor if threads > 1 else None
+        while time.perf_counter() < deadline:
+            turn = range(number, number + 2 * threads)
+            for candidate in fast:
+                candidate.run(turn, pool)
+            number = (number + 2 * threads) % slices.count
+            for candidate in seed:
+                candidate.run(range(1), None)
+    per_verb = {c.what.removeprefix("seed "): c.rate for c in seed}
+    for c in (*fast, *seed):
+        seed_rate = per_verb.get(c.what.split(",")[0])
+        x_seed = c.rate / seed_rate if seed_rate else None
+        yield Rate(slices.dim, threads, c.what, c.rate, c.rate / fast[0].rate, x_seed)
+
+
+def show(rates: list[Rate]) -> None:
+    print(
+        f"{'D':>4} {'threads':>7}  {'':16}"
+        f"{'Mrow/s':>8}{'GB/s bf16':>11}{'x memcpy':>10}{'x seed':>8}"
+    )
+    for r in rates:
+        gb_per_s = r.mrows_per_s * r.dim * 2 / 1e3
+        x_seed = f"{r.x_seed:8.0f}" if r.x_seed else ""
+        print(
+            f"{r.dim:4} {r.threads:7}  {r.what:16}{r.mrows_per_s:8.2f}{gb_per_s:11.2f}"
+            f"{r.x_memcpy:10.2f}{x_seed}"
+        )
+
+
+def show_scaling(rates: list[Rate]) -> None:
+    single = {(r.dim, r.what): r.mrows_per_s for r in rates if r.threads == 1}
+    for r in rates:
+        if r.threads > 1 and not r.what.startswith("seed"):
+            scaling = r.mrows_per_s / single[r.dim, r.what]
+            print(f"D={r.dim}: {r.what} on {r.threads} threads is {scaling:.2f} of one")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = [name for name in PRESETS if isinstance(codec_by_name(name), RowCodec)]
+    parser.add_argument("--codec", default="tq3", choices=names)
+    parser.add_argument("--dims", type=int, nargs="+", default=sorted(MODELS), choices=MODELS)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seconds", type=float, default=3.0, help="per dimension and thread count")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    codec = codec_by_name(args.codec)
+    assert isinstance(codec, RowCodec)
+    rates: list[Rate] = []
+    for dim in args.dims:
+        slices = Slices(codec, dim)
+        for threads in args.threads:
+            rates += measure(slices, threads, args.seconds)
+    show(rates)
+    show_scaling(rates)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(rate) for rate in rates], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
