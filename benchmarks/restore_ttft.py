@@ -19,7 +19,7 @@ from stack import MIB, Client, Stack, client_of, prose, write_json
 async def one_length(client: Client, tokens: int, rounds: int) -> dict[str, Any]:
     words = int(tokens / 1.32)
     prefills, restores, cached, prompts = [], [], [], []
-    for i in range(max(1, rounds // 2)):
+    for i in range(max(1, rounds // 3)):
         name = f"t{tokens}-{i}"
         first = [{"role": "user", "content": f"{i}. {prose(name, words)}\nOne word, please."}]
         reply = await client.chat(first, session=name, max_tokens=4)

@@ -51,6 +51,7 @@ class SessionIndex:
         self._records: OrderedDict[bytes, SessionRecord] = OrderedDict()  # longest unused first
         self._expired: OrderedDict[bytes, None] = OrderedDict()
         self._nbytes = 0
+        self._num_drops = 0
 
     @property
     def space(self) -> KeySpace:
@@ -73,6 +74,7 @@ class SessionIndex:
 
     def drop(self, key: bytes) -> None:
         with self._lock:
+            self._num_drops += 1
             self._remove(key)
 
     def use(self, key: bytes) -> None:
@@ -115,10 +117,12 @@ class SessionIndex:
     def find(self, session: SessionRef) -> SessionRecord | None:
         """From memory, else from the local tiers."""
         key = self.space.record_key(session.tenant, session.id)
-        known = self.get(key)
+        with self._lock:
+            known, num_drops = self._records.get(key), self._num_drops
         if known is None and (known := self._newest(key, self._stack.local)) is not None:
             with self._lock:
-                if key not in self._records:  # a save may have been faster
+                # A save may have been faster; or the session was forgotten while it was read.
+                if key not in self._records and num_drops == self._num_drops:
                     self._insert(key, known)
         return known
 

@@ -104,6 +104,7 @@ class Upkeep:
             # The record goes last: whoever is interrupted here can begin again.
             for keys in (sorted(doomed), [key]):
                 self._delete_everywhere(keys)
+            self._index.drop(key)  # a reader may have found the record before it was deleted
         for on_done in dropped.on_done if dropped else ():
             on_done(None)
         return bool(copies) or dropped is not None
