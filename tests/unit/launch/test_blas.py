@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
 
-from launch.blas import find_blas, preload_environment, probe, usable_cores
+from launch.blas import blas_threads, find_blas, preload_environment, probe, usable_cores
 from launch.openblas import PACKAGE, NoBlas, plain_openblas
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
@@ -93,3 +93,7 @@ def test_a_containers_quota_counts(tmp_path):
     assert usable_cores(quota) == 1
     quota.write_text("max 100000\n")
     assert usable_cores(quota) == everything
+
+
+def test_one_core_is_left_to_the_rest_of_the_product():
+    assert [blas_threads(n) for n in (1, 2, 20)] == [1, 1, 19]
