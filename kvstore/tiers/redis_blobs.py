@@ -18,8 +18,8 @@ from kvstore.tiers.redis_pieces import (
     all_names,
     checked,
     head_name,
-    head_of,
     key_in,
+    new_head,
     parse_head,
     piece_names,
     pieces,
@@ -134,7 +134,7 @@ class RedisBlobs:
     def write(self, blobs: Mapping[bytes, bytes]) -> Iterator[dict[bytes, Head]]:
         """Write groups of blobs, in order, over whatever is there; each group's written ones."""
         for group in _groups({key: len(blob) for key, blob in blobs.items()}):
-            heads = {key: head_of(blobs[key]) for key in group}
+            heads = {key: new_head(blobs[key]) for key in group}
             refused = self._write_pieces(heads, blobs)
             refused |= self._write_heads([x for x in group if x not in refused], heads, blobs)
             if refused:
@@ -170,7 +170,7 @@ class RedisBlobs:
         for key, old in zip(keys, replies, strict=True):
             if self._is_refusal(old):
                 refused.add(key)
-            elif names := _names_left_behind(key, _value(old), heads[key]):
+            elif names := _names_left_behind(key, _value(old)):
                 replaced.append(("UNLINK", *names))
         if replaced:
             self._link.run(replaced)
@@ -238,13 +238,13 @@ def _value(reply: Reply) -> bytes:
     return reply if isinstance(reply, bytes) else b""
 
 
-def _names_left_behind(key: bytes, old: bytes, head: Head) -> list[bytes]:
+def _names_left_behind(key: bytes, old: bytes) -> list[bytes]:
     """Pieces of the blob whose head was just replaced."""
     try:
         before = parse_head(old)
     except Corrupt:
         return []
-    return [] if before == head else piece_names(key, before)
+    return piece_names(key, before)
 
 
 def _groups(lengths: Mapping[bytes, int]) -> Iterable[list[bytes]]:

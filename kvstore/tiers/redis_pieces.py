@@ -1,13 +1,13 @@
 """How a blob lies in Redis.
 
-    thermocline:{<key>}                   head: magic, crc32c, length, number of pieces
-    thermocline:{<key>}:<crc>-<length>:0  its pieces, 256 KB each
-    thermocline:{<key>}:<crc>-<length>:1  ...
+    thermocline:{<key>}            head: magic, crc32c, length, number of pieces, generation
+    thermocline:{<key>}:<gen..>:0  its pieces, 256 KB each
+    thermocline:{<key>}:<gen..>:1  ...
 
 * ``<key>`` is the blob's key in hex. The braces are Redis Cluster's hash tag: head and pieces of a
   blob live in one slot.
-* The pieces are named after what is in them, so two writers of different blobs under one key
-  (session records) never mix theirs, and whoever writes the head last wins with a whole blob.
+* Each write draws a random generation, so the pieces of two writers never mix, and whoever writes
+  the head last wins with a whole blob.
 * The head is written last and says what to expect. Redis may evict any piece at any time: a blob
   counts only if every piece, the length and the checksum are right.
 * A blob of one piece at most lies inside its head.
@@ -19,6 +19,7 @@ server's allocator would round each piece up to the next size, 25 % more.
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -31,7 +32,7 @@ PIECE_BYTES = (256 << 10) - 64
 MAX_BLOB_BYTES = 1 << 30  # a head that claims more is damaged
 NAME_BYTES = 200  # what an entry costs the server besides its value, about
 
-_HEAD = struct.Struct("<4sIQI")
+_HEAD = struct.Struct("<4sIQIQ")
 _MAGIC = b"TCR1"
 HEAD_BYTES = _HEAD.size
 
@@ -40,13 +41,16 @@ class Head(NamedTuple):
     crc: int
     length: int
     num_pieces: int  # 0: the blob follows the head in the same entry
+    generation: int
 
     def pack(self) -> bytes:
         return _HEAD.pack(_MAGIC, *self)
 
 
-def head_of(blob: bytes) -> Head:
-    return Head(google_crc32c.value(blob), len(blob), _num_pieces(len(blob)))
+def new_head(blob: bytes) -> Head:
+    """A head for one write of ``blob``."""
+    crc = google_crc32c.value(blob)
+    return Head(crc, len(blob), _num_pieces(len(blob)), secrets.randbits(64))
 
 
 def _num_pieces(length: int) -> int:
@@ -66,10 +70,10 @@ def parse_head(raw: bytes) -> Head:
     """
     if len(raw) < HEAD_BYTES:
         raise Corrupt(f"a head of {len(raw)} bytes")
-    magic, crc, length, num_pieces = _HEAD.unpack_from(raw)
+    magic, crc, length, num_pieces, generation = _HEAD.unpack_from(raw)
     if magic != _MAGIC or length > MAX_BLOB_BYTES or num_pieces != _num_pieces(length):
         raise Corrupt("not a head of ours")
-    return Head(crc, length, num_pieces)
+    return Head(crc, length, num_pieces, generation)
 
 
 def checked(blob: bytes, head: Head) -> bytes:
@@ -88,7 +92,7 @@ def head_name(key: bytes) -> bytes:
 
 
 def piece_names(key: bytes, head: Head) -> list[bytes]:
-    stem = b"%s:%08x-%d" % (head_name(key), head.crc, head.length)
+    stem = b"%s:%016x" % (head_name(key), head.generation)
     return [b"%s:%d" % (stem, i) for i in range(head.num_pieces)]
 
 
