@@ -280,3 +280,36 @@ for seed in range(150):
 def test_flipped_bits_never_end_the_process(folder: Path, tmp_path: Path) -> None:
     fill(folder, length=70_000)
     run_child(FLIPS, str(folder), str(tmp_path / "flipped"))
+
+
+def flip_in_file(folder: Path, name: bytes, offset: int) -> None:
+    """Flip a bit ``offset`` bytes behind the start of every occurrence of ``name``."""
+    content = (folder / "data.mdb").read_bytes()
+    place = content.find(name)
+    assert place > 0
+    with (folder / "data.mdb").open("r+b") as file:
+        while place >= 0:
+            file.seek(place + offset)
+            file.write(bytes([content[place + offset] ^ 1]))
+            place = content.find(name, place + 1)
+
+
+def test_a_damaged_index_entry_is_noticed_at_the_start(folder: Path) -> None:
+    blobs = fill(folder)
+    flip_in_file(folder, b"c%032d" % 5, offset=33 + 8)  # its length
+    assert check_usable(folder, blobs) == 0
+    assert (folder / "data.damaged").exists()
+
+
+def test_damage_under_an_open_tier_makes_it_unavailable_until_the_next_start(folder: Path) -> None:
+    blobs = fill(folder)
+    tier = DiskTier(folder, 64 * MB)
+    flip_in_file(folder, b"c%032d\0\0" % 5, offset=30)  # the name of a piece
+    with pytest.raises(TierUnavailable):
+        tier.get_many(list(blobs))
+    with pytest.raises(TierUnavailable, match="next start"):
+        tier.put_many([(b"new", b"blob")])
+    assert not tier.stats().available
+    tier.close()
+    assert check_usable(folder, blobs) == 0
+    assert (folder / "data.damaged").exists()

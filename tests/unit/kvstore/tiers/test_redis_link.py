@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from kvstore.tiers.redis_link import RedisLink, masked
@@ -36,3 +39,10 @@ def test_the_password_is_in_no_repr() -> None:
     tier = RedisTier("redis://:secret@127.0.0.1:1/0", 1 << 20, deadline_s=0.1)
     assert "secret" not in repr(tier)
     tier.close()
+
+
+def test_without_redis_py_the_error_says_what_to_install() -> None:
+    code = "import sys; sys.modules['redis'] = None; import kvstore.tiers.redis_tier"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'thermocline[redis]'" in done.stderr
