@@ -14,7 +14,7 @@ import argparse
 import asyncio
 from typing import Any
 
-from stack import MIB, Client, Reply, Stack, client_of, prose, rss_mib, write_json
+from stack import MIB, WORD_TOKENS, Client, Reply, Stack, client_of, prose, rss_mib, write_json
 
 # SmolLM2-135M on CPU: 30 layers x 3 heads x (64 + 64) values of four bytes.
 BYTES_PER_TOKEN = 30 * 3 * 128 * 4
@@ -56,7 +56,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         async with client_of(stack) as client:
             await client.chat([{"role": "user", "content": "Hello"}], session="warm")
             before, peaks = rss_mib(stack.engine), {"rss_mib": 0.0}
-            histories = await first_turns(client, args.sessions, int(args.tokens / 1.32))
+            histories = await first_turns(client, args.sessions, int(args.tokens / WORD_TOKENS))
             reusable = [x["tokens"] for x in (await client.get("/v1/sessions"))["data"]]
             replies = await second_turns(client, stack, histories, peaks)
     failed = [x for x in replies if x.status != 200 or x.error]

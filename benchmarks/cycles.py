@@ -17,7 +17,7 @@ from typing import Any
 
 from kvstore.config import StoreConfig
 from kvstore.tiers.registry import open_tiers
-from stack import MIB, Stack, client_of, prose, write_json
+from stack import MIB, WORD_TOKENS, Stack, client_of, prose, write_json
 
 NAME = "sleeper"
 
@@ -50,7 +50,7 @@ async def cycle(stack: Stack, messages: list[dict[str, str]], count: int) -> lis
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    text = f"{prose('cycles', int(args.tokens / 1.32))}\nWhat is the capital of France?"
+    text = f"{prose('cycles', int(args.tokens / WORD_TOKENS))}\nWhat is the capital of France?"
     messages = [{"role": "user", "content": text}]
     settings = {"store": {"codec": args.codec, "ram_bytes": 256 * MIB}}
     with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:

@@ -15,12 +15,12 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
-from stack import Client, Stack, client_of, prose, write_json
+from stack import WORD_TOKENS, Client, Stack, client_of, prose, write_json
 
 
 async def one_round(client: Client, label: str, args: argparse.Namespace) -> float:
     start = time.perf_counter()
-    words = int(args.tokens / 1.32)
+    words = int(args.tokens / WORD_TOKENS)
     replies = await asyncio.gather(
         *(
             client.chat(

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stack import MIB, Client, Stack, client_of, prose, write_json
+from stack import MIB, WORD_TOKENS, Client, Stack, client_of, prose, write_json
 
 History = list[dict[str, str]]
 
@@ -48,7 +48,7 @@ async def with_stack(stack: Stack, histories: dict[str, History], text: str) -> 
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    words = int(args.tokens / 1.32)
+    words = int(args.tokens / WORD_TOKENS)
     histories: dict[str, History] = {
         f"s{i}": [{"role": "system", "content": f"Notes {i}: {prose(i, words)}"}]
         for i in range(args.sessions)

@@ -13,11 +13,11 @@ import asyncio
 import statistics
 from typing import Any
 
-from stack import MIB, Client, Stack, client_of, prose, write_json
+from stack import MIB, WORD_TOKENS, Client, Stack, client_of, prose, write_json
 
 
 async def one_length(client: Client, tokens: int, rounds: int) -> dict[str, Any]:
-    words = int(tokens / 1.32)
+    words = int(tokens / WORD_TOKENS)
     prefills, restores, cached, prompts = [], [], [], []
     for i in range(max(1, rounds // 3)):
         name = f"t{tokens}-{i}"
