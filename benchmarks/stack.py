@@ -257,6 +257,12 @@ async def client_of(stack: Stack, key: str = "") -> AsyncIterator[Client]:
 
 
 def rss_mib(process: psutil.Process) -> float:
+    """Memory of its own: the disk tier's mapped file is page cache, and Linux counts it apart."""
+    status = Path(f"/proc/{process.pid}/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) / 1024
     return float(process.memory_info().rss / MIB)
 
 
