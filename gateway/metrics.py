@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,6 +20,7 @@ from engines.wire import EngineReport
 log = logging.getLogger("thermocline.sessions")
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.5, 41, 82)
+_EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much
 _CACHE = re.compile(
     r"(?P<source>hot|cold-(?:ram|disk|redis)|miss)"
     r"(?:; tokens=\d+)?(?:; reason=(?P<reason>[a-z-]+))?"
@@ -83,35 +85,36 @@ class Metrics:
     # ---- scheduler.observer.Observer
 
     def transition(self, session_id: str, before: str, event: str, after: str) -> None:
-        log.info("session %s: %s -> %s (%s)", session_id, before, after, event)
-        self._transitions.labels(before, event, after).inc()
+        level = logging.DEBUG if event in _EVERY_TURN else logging.INFO
+        log.log(level, "session %s: %s -> %s (%s)", session_id, before, after, event)
+        self._transitions(before, event, after).inc()
 
     def turn_waited(self, seconds: float) -> None:
-        self._waited.observe(seconds)
+        self._waited().observe(seconds)
 
     def decision(self, name: str) -> None:
-        self._decisions.labels(name).inc()
+        self._decisions(name).inc()
 
     # ---- requests
 
     def answered(self, route: str, status: int) -> None:
-        self._http.labels(route, str(status)).inc()
+        self._http(route, str(status)).inc()
 
     def turn_ended(self, operation: str, seconds: float, error: str) -> None:
         """``error`` is a short word, "" for a good end."""
-        self._duration.labels(operation, error).observe(seconds)
+        self._duration(operation, error).observe(seconds)
 
     def first_token(self, operation: str, seconds: float, cache_header: str) -> None:
-        self._first_token.labels(operation, _source_and_reason(cache_header)[0]).observe(seconds)
+        self._first_token(operation, _source_and_reason(cache_header)[0]).observe(seconds)
 
     def cache_outcome(self, cache_header: str) -> None:
-        self._outcomes.labels(*_source_and_reason(cache_header)).inc()
+        self._outcomes(*_source_and_reason(cache_header)).inc()
 
     def used(self, usage: Usage) -> None:
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-        self._tokens.labels("cached").inc(cached)
-        self._tokens.labels("prefilled").inc(max(0, usage.prompt_tokens - cached))
-        self._tokens.labels("answered").inc(usage.completion_tokens)
+        self._tokens("cached").inc(cached)
+        self._tokens("prefilled").inc(max(0, usage.prompt_tokens - cached))
+        self._tokens("answered").inc(usage.completion_tokens)
 
     def render(self, gauges: Gauges) -> bytes:
         """Prometheus' text format."""
@@ -119,11 +122,15 @@ class Metrics:
         moment.register(_Moment(gauges))
         return generate_latest(self._registry) + generate_latest(moment)
 
-    def _histogram(self, name: str, words: str, labels: tuple[str, ...]) -> Histogram:
-        return Histogram(name, words, labels, registry=self._registry, buckets=_SECONDS)
+    def _histogram(
+        self, name: str, words: str, labels: tuple[str, ...]
+    ) -> Callable[..., Histogram]:
+        histogram = Histogram(name, words, labels, registry=self._registry, buckets=_SECONDS)
+        return cache(histogram.labels) if labels else lambda: histogram
 
-    def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(name, words, labels, registry=self._registry)
+    def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Callable[..., Counter]:
+        """By label values. The lookup is cached: the library's own takes a lock, every time."""
+        return cache(Counter(name, words, labels, registry=self._registry).labels)
 
 
 class _Moment:
