@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
 from fake_stack import MODEL, FakeStack
 
 TARGET_US_PER_CHUNK = 15.0

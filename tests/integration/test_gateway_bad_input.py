@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+
 from fake_stack import MODEL, FakeStack
 
 CHAT = "/v1/chat/completions"

@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from fake_stack import MODEL, FakeStack
 
+from fake_stack import MODEL, FakeStack
 from gateway.keys import generate_key
 
 HELLO: list[Any] = [{"role": "user", "content": "hello big world"}]

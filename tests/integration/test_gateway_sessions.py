@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
-from fake_stack import MODEL, FakeStack
 
+from fake_stack import MODEL, FakeStack
 from gateway.keys import generate_key
 
 KEYS = {tenant: generate_key(tenant) for tenant in ("alice", "bob")}

@@ -15,6 +15,7 @@ from kvstore.codecs.payload import plan_payload
 from kvstore.codecs.plain_rows import PlainRows
 from kvstore.codecs.reference import ReferenceKernel
 from kvstore.codecs.rotated_rows import RotatedRows
+from kvstore.codecs.rotation import sign_masks
 from tests.unit.kvstore.codecs.samples import layout_of, uneven
 
 pytest.importorskip("numba", reason="without numba there are no kernels")
@@ -160,6 +161,21 @@ def test_random_scales_and_planes_unpack_alike():
         slot.scales(payload)[:] = slot.scales(payload) % 0x7C00
     got = unpack_with(best_kernel(rows, 64, "bfloat16"), payload, plan, like)
     assert got == unpack_with(ReferenceKernel(rows, "bfloat16"), payload, plan, like)
+
+
+def test_small_values_are_cut_at_the_same_place():
+    """Where everything else cancels out, a small value alone decides the signs."""
+    rows, payloads = RotatedRows(3), {}
+    kernel, reference = best_kernel(rows, 64, "bfloat16"), ReferenceKernel(rows, "bfloat16")
+    for small in (0x0000, 0x1FFF, 0x2000, 0x9FFF, 0xA000):  # 0x2000 is 2^-63
+        source = np.zeros((1, 1, 64), np.uint16)
+        source[0, 0, :32] = (sign_masks(64)[:32] >> 16) | 0x3F80
+        source[0, 0, 40] = small
+        plan = plan_for(rows, 64, "bfloat16", source)
+        payloads[small] = pack_with(kernel, source, plan).tobytes()
+        assert payloads[small] == pack_with(reference, source, plan).tobytes()
+    assert payloads[0x1FFF] == payloads[0x9FFF] == payloads[0]
+    assert len({payloads[0x2000], payloads[0xA000], payloads[0]}) == 3
 
 
 def test_threads_that_flush_denormals_get_the_same_bytes():
