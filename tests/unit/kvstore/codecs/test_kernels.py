@@ -9,13 +9,14 @@ import threading
 import numpy as np
 import pytest
 
-from kvstore.codecs.backend import agree, best_kernel
-from kvstore.codecs.floats import narrow
+from kvstore.codecs.backend import agree, best_kernel, reference_kernel
+from kvstore.codecs.floats import from_stored, narrow
 from kvstore.codecs.payload import plan_payload
 from kvstore.codecs.plain_rows import PlainRows
 from kvstore.codecs.reference import ReferenceKernel
 from kvstore.codecs.rotated_rows import RotatedRows
 from kvstore.codecs.rotation import sign_masks
+from kvstore.codecs.row_codec import RowCodec
 from tests.unit.kvstore.codecs.samples import layout_of, uneven
 
 pytest.importorskip("numba", reason="without numba there are no kernels")
@@ -163,19 +164,31 @@ def test_random_scales_and_planes_unpack_alike():
     assert got == unpack_with(ReferenceKernel(rows, "bfloat16"), payload, plan, like)
 
 
-def test_small_values_are_cut_at_the_same_place():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_small_values_are_cut_at_the_same_place(dtype):
     """Where everything else cancels out, a small value alone decides the signs."""
     rows, payloads = RotatedRows(3), {}
-    kernel, reference = best_kernel(rows, 64, "bfloat16"), ReferenceKernel(rows, "bfloat16")
+    kernel, reference = best_kernel(rows, 64, dtype), ReferenceKernel(rows, dtype)
     for small in (0x0000, 0x1FFF, 0x2000, 0x9FFF, 0xA000):  # 0x2000 is 2^-63
-        source = np.zeros((1, 1, 64), np.uint16)
-        source[0, 0, :32] = (sign_masks(64)[:32] >> 16) | 0x3F80
-        source[0, 0, 40] = small
-        plan = plan_for(rows, 64, "bfloat16", source)
+        stored = np.zeros((1, 1, 64), np.uint16)
+        stored[0, 0, :32] = (sign_masks(64)[:32] >> 16) | 0x3F80
+        stored[0, 0, 40] = small
+        source = from_stored(stored, dtype)
+        plan = plan_for(rows, 64, dtype, source)
         payloads[small] = pack_with(kernel, source, plan).tobytes()
         assert payloads[small] == pack_with(reference, source, plan).tobytes()
     assert payloads[0x1FFF] == payloads[0x9FFF] == payloads[0]
     assert len({payloads[0x2000], payloads[0xA000], payloads[0]}) == 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_whole_payloads_are_the_same(dtype):
+    """Rows that are kept as they are included: what the kernels left of them is cleared."""
+    key = awkward(64, dtype)
+    run, layout = [(key, key[::-1])], layout_of(64, dtype, num_heads=4)
+    codecs = [RowCodec("tq3.1", RotatedRows(3), b) for b in (best_kernel, reference_kernel)]
+    fast, plain = (codec.encode(run, layout, 2) for codec in codecs)
+    assert fast == plain
 
 
 def test_threads_that_flush_denormals_get_the_same_bytes():
