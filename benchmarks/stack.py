@@ -217,10 +217,11 @@ class Client:
             reply.completion_tokens = usage["completion_tokens"]
             reply.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         for choice in event.get("choices", []):
-            if text := choice["delta"].get("content"):
-                if reply.ttft_s != reply.ttft_s:
-                    reply.ttft_s = time.perf_counter() - start
-                reply.text += text
+            text = choice["delta"].get("content") or ""
+            # An answer may be empty: then its end is what came first.
+            if (text or choice["finish_reason"]) and reply.ttft_s != reply.ttft_s:
+                reply.ttft_s = time.perf_counter() - start
+            reply.text += text
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         async with self._http.post(

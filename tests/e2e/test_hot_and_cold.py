@@ -9,7 +9,7 @@ import pytest
 
 from stack import Stack, client_of, prose
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def user(text: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
