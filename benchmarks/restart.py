@@ -71,8 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "reused_share_min": share(rows, args.new_tokens),
         }
         time.sleep(args.settle_s)
-        stack.engine.kill()
-        stack._wait_ready(300)
+        stack.kill_engine()
         rows = asyncio.run(with_stack(stack, histories, "And a fourth one?"))
         result["after_engine_kill"] = {
             "failed": sum(x["failed"] for x in rows),

@@ -151,6 +151,18 @@ class Stack:
         engine.wait(timeout=60)
         self._process = None
 
+    def kill_engine(self, timeout_s: float = 300.0) -> None:
+        """kill -9 of the engine; returns when the gateway has started another."""
+        dead = self.engine
+        dead.kill()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            engines = [x for x in self.gateway.children(recursive=True) if x.pid != dead.pid]
+            if any("worker" in " ".join(x.cmdline()) for x in engines):
+                break
+            time.sleep(0.1)
+        self._wait_ready(deadline - time.monotonic())
+
     def __enter__(self) -> Stack:
         return self.start()
 
