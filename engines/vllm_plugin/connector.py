@@ -1,0 +1,140 @@
+"""The plug-in as vLLM loads it: only wiring.
+
+    --kv-transfer-config '{"kv_connector": "ThermoclineConnector",
+        "kv_connector_module_path": "engines.vllm_plugin.connector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"settings": "/path/plugin.json"}}'
+
+vLLM makes one instance beside its scheduler and one in every worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from engines.vllm_plugin.config import settings_from
+from engines.vllm_plugin.metadata import SaveAcks, StepPlan
+from engines.vllm_plugin.orphans import die_with_parent
+from engines.vllm_plugin.plan import Step
+from engines.vllm_plugin.scheduling import Scheduling
+from engines.vllm_plugin.support import check, check_version
+from engines.vllm_plugin.worker import Worker
+
+
+class ThermoclineConnector(KVConnectorBase_V1):
+    """Raises ``Unsupported`` or ``BadSettings`` at start, with one sentence, and never later."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_version(vllm.__version__)
+        check(vllm_config, kv_cache_config)
+        self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
+        if self._settings.die_with_parent:
+            die_with_parent()
+        self._scheduling: Scheduling | None = None
+        self._worker: Worker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduling = Scheduling(self._settings, vllm_config, vllm.__version__)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a save that was dropped is a later miss, nothing more
+
+    # ---- beside the scheduler
+
+    @property
+    def _half(self) -> Scheduling:
+        assert self._scheduling is not None, "a method of the other role"
+        return self._scheduling
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._half.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        self._half.lookup.add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._half.lookup.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        ids = list(blocks.get_block_ids()[0])
+        self._half.lookup.allocated(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        new = scheduler_output.scheduled_new_reqs
+        admitted = [(x.req_id, x.num_computed_tokens) for x in new]
+        return StepPlan(self._half.lookup.take_step(admitted))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        self._half.lookup.absorb(
+            connector_output.invalid_block_ids or set(),
+            connector_output.finished_recving or (),
+            meta.ranks if isinstance(meta, SaveAcks) else {},
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._half.lookup.finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        return self._half.lookup.has_work
+
+    # ---- in a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        rank = int(self._vllm_config.parallel_config.rank)
+        self._worker = Worker(self._settings, self._vllm_config, rank, kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._step)
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.start_saves(self._step)
+
+    @property
+    def _step(self) -> Step:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan.step
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are never waited for inside a step."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Sessions are saved when their turn ends, not layer by layer."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, (self._worker.take_loaded() or None) if self._worker else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks() if self._worker else set()
+
+    def build_connector_worker_meta(self) -> SaveAcks | None:
+        acks = self._worker.take_acks() if self._worker else {}
+        return SaveAcks(acks) if acks else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduling is not None:
+            self._scheduling.close()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return False

@@ -1,0 +1,50 @@
+"""Which model computed the KV: vLLM's block hashes do not say.
+
+Two engines may exchange KV only if everything but the tokens is equal: weights, dtype, the way
+blocks are hashed, how the heads are spread over ranks. Of the weights a sample is read, so that a
+start does not read every file: sizes and three pieces of each. A folder whose files cannot be found
+is named by its hub id and revision.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+LAYOUT_VERSION: Final = "vllm-blocks-1"
+_SAMPLE_BYTES: Final = 64 << 10
+_NAMES: Final = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def fingerprint(vllm_config: Any, rank: int) -> str:
+    """Hex digest; equal only for KV that may be exchanged."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    digest = blake2b(digest_size=32)
+    for part in (
+        LAYOUT_VERSION,
+        model_digest(str(model.model), str(model.revision)),
+        str(model.dtype),
+        str(model.quantization),
+        str(model.hf_config.to_json_string(use_diff=False)),
+        str(vllm_config.cache_config.block_size),
+        str(vllm_config.cache_config.prefix_caching_hash_algo),
+        f"rank {rank} of {parallel.world_size}",
+    ):
+        digest.update(f"{len(part)}:{part}".encode())
+    return digest.hexdigest()
+
+
+def model_digest(path: str, revision: str) -> str:
+    folder = Path(path)
+    if not folder.is_dir():
+        return f"{path}@{revision}"
+    digest = blake2b(digest_size=32)
+    for file in sorted({x for name in _NAMES for x in folder.glob(name)}):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size};".encode())
+        with file.open("rb") as stream:
+            for offset in (0, size // 2, max(size - _SAMPLE_BYTES, 0)):
+                stream.seek(offset)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,167 @@
+"""What vLLM itself still holds of each session.
+
+vLLM keeps the blocks of finished requests until it needs the room, and tells nobody when it reuses
+one. So nothing is remembered here but the hashes of a session's blocks; whether they are there is
+looked up in vLLM's own table whenever somebody asks. The lookups are single dictionary reads, safe
+from any thread; changes are made on vLLM's thread only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from kvstore.records import SessionRef
+
+MAX_SESSIONS: Final = 4096
+
+
+class Block(Protocol):
+    block_id: int
+    ref_cnt: int
+
+
+class BlockPool(Protocol):
+    """As much of ``vllm.v1.core.block_pool.BlockPool`` as the plug-in uses."""
+
+    blocks: Sequence[Any]
+    num_gpu_blocks: int
+
+    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any: ...
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
+
+
+Name = tuple[str, str]  # tenant and session id
+
+
+def name_of(session: SessionRef) -> Name:
+    return session.tenant, session.id
+
+
+@dataclass
+class HotSession:
+    hashes: list[bytes] = field(default_factory=list)
+    num_requests: int = 0  # being served
+    last_used_s: float = 0.0  # monotonic
+    dropping: bool = False  # its blocks will go at vLLM's next step
+
+
+class HotSessions:
+    """Thread-safe."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[Name, HotSession] = OrderedDict()
+        self._users: Counter[bytes] = Counter()  # sessions per block hash
+        self._to_drop: list[Name] = []
+        self._pool: BlockPool | None = None
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    @property
+    def pool(self) -> BlockPool:
+        assert self._pool is not None, "vLLM binds its block pool before the first request"
+        return self._pool
+
+    # ---- turns
+
+    def begin(self, session: SessionRef) -> None:
+        with self._lock:
+            entry = self._sessions.setdefault(name_of(session), HotSession())
+            entry.num_requests += 1
+            entry.dropping = False
+            entry.last_used_s = self._monotonic()
+            self._sessions.move_to_end(name_of(session))
+            self._forget_oldest()
+
+    def end(self, session: SessionRef, hashes: Sequence[bytes]) -> None:
+        """The turn is over; the session is now these blocks (none: as before)."""
+        with self._lock:
+            entry = self._sessions.get(name_of(session))
+            if entry is None:
+                return
+            entry.num_requests -= 1
+            entry.last_used_s = self._monotonic()
+            if hashes:
+                self._users.subtract(entry.hashes)
+                entry.hashes = list(hashes)
+                self._users.update(entry.hashes)
+
+    def _forget_oldest(self) -> None:
+        while len(self._sessions) > MAX_SESSIONS:
+            name = next((n for n, x in self._sessions.items() if not x.num_requests), None)
+            if name is None:
+                return
+            self._users.subtract(self._sessions.pop(name).hashes)
+
+    # ---- looking
+
+    def names(self) -> list[Name]:
+        with self._lock:
+            return list(self._sessions)
+
+    def is_busy(self, name: Name) -> bool:
+        with self._lock:
+            entry = self._sessions.get(name)
+            return entry is not None and entry.num_requests > 0
+
+    def idle_s(self, name: Name) -> float | None:
+        with self._lock:
+            entry = self._sessions.get(name)
+            return None if entry is None else max(0.0, self._monotonic() - entry.last_used_s)
+
+    def num_resident(self, name: Name) -> int:
+        """Leading blocks of the session that vLLM still holds."""
+        with self._lock:
+            entry = self._sessions.get(name)
+            hashes = [] if entry is None or entry.dropping else entry.hashes
+        count = 0
+        for block_hash in hashes:
+            if self._cached(block_hash) is None:
+                break
+            count += 1
+        return count
+
+    def num_used_blocks(self) -> int:
+        """Held by running requests and by saves."""
+        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+
+    # ---- dropping
+
+    def ask_to_drop(self, name: Name) -> None:
+        """From any thread. It happens before vLLM next looks for a prefix, so it is as good as
+        done; an idle engine runs no code in between."""
+        with self._lock:
+            entry = self._sessions.get(name)
+            if entry is not None:
+                entry.dropping = True
+                self._to_drop.append(name)
+
+    def drop_asked(self) -> None:
+        """On vLLM's thread: take the blocks out of the prefix cache that no other session has."""
+        if not self._to_drop:
+            return
+        with self._lock:
+            names, self._to_drop = self._to_drop, []
+            entries = [self._sessions[x] for x in names if x in self._sessions]
+            idle = [x for x in entries if x.dropping and not x.num_requests]
+            hashes = [h for x in idle for h in x.hashes if self._users[h] <= 1]
+            for entry in idle:
+                self._users.subtract(entry.hashes)
+                entry.hashes = []
+                entry.dropping = False
+        blocks = [x for x in map(self._cached, hashes) if x is not None]
+        self.pool.evict_blocks({x.block_id for x in blocks if x.ref_cnt == 0})
+
+    def _cached(self, block_hash: bytes) -> Any:
+        found = self.pool.get_cached_block(block_hash, [0])
+        return found[0] if found else None

@@ -1,0 +1,214 @@
+"""Where the plug-in's parts meet: a thread beside vLLM's scheduler with a socket of its own.
+
+Workers ("ranks") and the HTTP server ("front") connect to it. vLLM's thread hands messages over and
+picks answers up without ever waiting; the control connection of the gateway is served by the same
+event loop, and works while the engine sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from engines.vllm_plugin.messages import (
+    Admitted,
+    Ask,
+    FrontHello,
+    Look,
+    Message,
+    RankAnswer,
+    RankHello,
+    RankSaved,
+    Release,
+    Stage,
+    Staged,
+    decode_from_peer,
+    frame,
+)
+from engines.wire import MAX_FRAME_BYTES, Verb, WireError
+from kvstore.records import TierName
+
+logger = logging.getLogger("thermocline.vllm")
+
+CLOSE_S: Final = 10.0
+T = TypeVar("T")
+_TIERS: Final[list[TierName | None]] = [None, "ram", "disk", "redis"]
+
+
+class Hub:
+    """``send`` and ``staged`` from any thread; everything else on the hub's own event loop."""
+
+    def __init__(self, path: str, num_ranks: int, on_saved: Callable[[RankSaved], None]) -> None:
+        self._path = path
+        self._num_ranks = num_ranks
+        self._on_saved = on_saved
+        self._lock = threading.Lock()
+        self._ranks: dict[int, asyncio.StreamWriter] = {}
+        self._hellos: dict[int, RankHello] = {}
+        self._fronts: set[asyncio.StreamWriter] = set()
+        self._partial: dict[int, list[Staged]] = {}  # answers to a ticket that is still wanted
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, list[RankAnswer]] = {}
+        self._complete: dict[int, asyncio.Future[list[RankAnswer]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="thermocline-hub", daemon=True)
+
+    def start(self, *services: Coroutine[Any, Any, asyncio.Server]) -> None:
+        """Open the socket (raises ``OSError`` if that fails); ``services`` listen beside it."""
+        Path(self._path).unlink(missing_ok=True)
+        self._thread.start()
+        self._servers.append(self._wait(asyncio.start_unix_server(self._converse, self._path)))
+        Path(self._path).chmod(0o600)
+        self._servers += [self._wait(service) for service in services]
+
+    def close(self) -> None:
+        """Ends every connection. Safe to call twice."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLOSE_S)
+        self._loop.close()
+        Path(self._path).unlink(missing_ok=True)
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=CLOSE_S)
+
+    def _run(self) -> None:
+        # This is vLLM's scheduling process: its thread comes first.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        self._loop.run_forever()
+
+    # ---- for vLLM's thread
+
+    @property
+    def ready(self) -> bool:
+        return len(self._ranks) == self._num_ranks
+
+    def send(self, message: Stage | Release) -> None:
+        with self._lock:
+            if isinstance(message, Stage):
+                self._partial[message.ticket] = []
+            else:
+                self._partial.pop(message.ticket, None)
+        self.soon(self._broadcast, message)
+
+    def staged(self, ticket: int) -> Staged | None:
+        with self._lock:
+            answers = self._partial.get(ticket, [])
+            if len(answers) < self._num_ranks:
+                return None
+            del self._partial[ticket]
+        shortest = min(answers, key=lambda x: x.end_block)
+        tier = max((x.tier for x in answers), key=_TIERS.index)
+        return Staged(ticket, shortest.end_block, tier, shortest.reason)
+
+    def admitted(self, mark: str, cache: str) -> None:
+        self.soon(self._tell_fronts, Admitted(mark, cache))
+
+    def soon(self, call: Callable[..., object], *args: object) -> None:
+        """Run ``call`` on the event loop."""
+        with suppress(RuntimeError):  # the loop is closed: the engine is on its way out
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``work()`` on the event loop; nobody waits for it."""
+        self.soon(self._begin, work)
+
+    # ---- on the event loop
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = self._loop.create_task(work())
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("no notice of a session: %s", error or type(error).__name__)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(x.bytes_per_token for x in self._hellos.values())
+
+    async def ask(self, verb: Verb | Look, deadline_s: float) -> list[RankAnswer]:
+        """Every rank's answer. Raises ``TimeoutError``, ``ConnectionError``."""
+        if not self.ready:
+            raise ConnectionError("not every worker of the engine is connected")
+        number = next(self._numbers)
+        complete: asyncio.Future[list[RankAnswer]] = asyncio.get_running_loop().create_future()
+        self._complete[number], self._answers[number] = complete, []
+        try:
+            async with asyncio.timeout(deadline_s):
+                self._broadcast(Ask(number, verb))
+                return await complete
+        finally:
+            del self._complete[number], self._answers[number]
+
+    def _broadcast(self, message: Message) -> None:
+        body = frame(message)
+        for writer in self._ranks.values():
+            writer.write(body)
+
+    def _tell_fronts(self, message: Admitted) -> None:
+        for writer in self._fronts:
+            writer.write(frame(message))
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(4), "big")
+                if length > MAX_FRAME_BYTES:
+                    raise WireError(f"a frame of {length} bytes")
+                self._hear(await reader.readexactly(length), writer)
+        except (EOFError, ConnectionError, WireError, ValueError) as error:
+            if writer in self._ranks.values():
+                logger.warning("a worker left the hub: %s", error or type(error).__name__)
+        finally:
+            self._fronts.discard(writer)
+            self._ranks = {n: x for n, x in self._ranks.items() if x is not writer}
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    def _hear(self, body: bytes, writer: asyncio.StreamWriter) -> None:
+        match decode_from_peer(body):
+            case RankHello() as hello:
+                self._hellos[hello.rank] = hello
+                self._ranks[hello.rank] = writer
+            case FrontHello():
+                self._fronts.add(writer)
+            case Staged() as staged:
+                with self._lock:
+                    if staged.ticket in self._partial:
+                        self._partial[staged.ticket].append(staged)
+            case RankAnswer() as answer:
+                self._answered(answer)
+            case RankSaved() as saved:
+                self._on_saved(saved)
+
+    def _answered(self, answer: RankAnswer) -> None:
+        answers = self._answers.get(answer.number)
+        if answers is None:
+            return
+        answers.append(answer)
+        if len(answers) == self._num_ranks and not self._complete[answer.number].done():
+            self._complete[answer.number].set_result(answers)

@@ -1,0 +1,289 @@
+"""The half beside vLLM's scheduler: which tokens of a request need not be prefilled.
+
+A request goes through here like this (``->`` are calls of vLLM's, on its own thread):
+
+    -> add                 whose turn it is
+    -> match  None         the ranks were asked to stage what is stored: read it, verify it
+    -> match  None         still reading (a disk, Redis); vLLM serves others meanwhile
+    -> match  n tokens     everything offered is in memory and verified on every rank
+    -> allocated           vLLM set blocks aside; the load is planned
+    -> absorb              loaded, or blocks that could not be decoded
+    -> finished            the turn is over; its full blocks are saved
+
+A failed load must not be offered again. With the policy ``recompute``, a request whose first block
+failed starts over from nothing, and vLLM asks ``match`` again; the same answer would fail the same
+way, for ever. So a request gets one load, and after a failure none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from engines.vllm_plugin.hot import HotSessions
+from engines.vllm_plugin.identity import mark_of, session_of
+from engines.vllm_plugin.messages import Release, Stage, Staged
+from engines.vllm_plugin.plan import Load, Save, Step
+from kvstore.records import MissReason, SessionRef, TierName
+from kvstore.stats import Counters
+
+# A rank answers within its own deadline; one that does not answer at all is not waited for.
+RANK_GRACE_S: Final = 2.0
+
+
+class Ranks(Protocol):
+    """The way to the worker halves, thread-safe and without waiting."""
+
+    @property
+    def ready(self) -> bool:
+        """Every rank is connected."""
+
+    def send(self, message: Stage | Release) -> None: ...
+    def staged(self, ticket: int) -> Staged | None:
+        """The answer of all ranks together, once; the shortest of them counts."""
+
+
+@dataclass
+class Restore:
+    """What a request asked its ranks to stage."""
+
+    ticket: int
+    first_block: int
+    asked_at: float
+    staged: Staged | None = None
+    loading: set[int] = field(default_factory=set)  # block ids
+
+
+@dataclass
+class Turn:
+    request: Any
+    session: SessionRef | None
+    restore: Restore | None = None
+    barred: bool = False  # no more restores for this request
+    failed: bool = False
+    restored_tokens: int = 0
+    tier: TierName | None = None
+    reason: MissReason | None = None
+    reported: bool = False
+
+    def cache_header(self, num_computed_tokens: int) -> str:
+        """The value of the cache header, as every engine of ours gives it."""
+        source = "hot" if num_computed_tokens else "miss"
+        if self.restored_tokens and self.tier and not self.failed:
+            source = f"cold-{self.tier}"
+        text = f"{source}; tokens={num_computed_tokens}"
+        return f"{text}; reason={self.reason}" if self.reason else text
+
+
+class Lookup:
+    """All methods on vLLM's thread."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        hot: HotSessions,
+        *,
+        block_tokens: int,
+        num_ranks: int,
+        deadline_s: float,
+        on_admitted: Callable[[str, str], None],
+        on_turn_end: Callable[[SessionRef], None],
+        counters: Counters,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``on_admitted`` gets a request's mark and the value of its cache header."""
+        self._ranks = ranks
+        self._hot = hot
+        self._block_tokens = block_tokens
+        self._num_ranks = num_ranks
+        self._deadline_s = deadline_s + RANK_GRACE_S
+        self._on_admitted = on_admitted
+        self._on_turn_end = on_turn_end
+        self._counters = counters
+        self._monotonic = monotonic
+        self._turns: dict[str, Turn] = {}
+        self._loading: dict[str, set[int]] = {}
+        self._tickets = itertools.count(1)
+        self._jobs = itertools.count(1)
+        self._unacked: dict[int, tuple[list[int], int]] = {}  # block ids and ranks left, by job
+        self._plan = Step()
+
+    # ---- a request comes
+
+    def add(self, request: Any) -> None:
+        self._hot.drop_asked()
+        session = session_of(request)
+        self._turns[request.request_id] = Turn(
+            request, session, barred=request.lora_request is not None
+        )
+        if session is not None:
+            self._hot.begin(session)
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See ``get_num_new_matched_tokens``. Asking twice changes nothing."""
+        turn = self._turns.get(request.request_id)
+        if turn is None or turn.barred or request.skip_reading_prefix_cache:
+            return 0, False
+        first = num_computed_tokens // self._block_tokens
+        # One token at least must be computed, or there would be nothing to sample from.
+        last = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+        if first >= last or not self._ranks.ready:
+            return 0, False
+        restore = turn.restore
+        if restore is None or first < restore.first_block:
+            self._release(turn)
+            self._stage(turn, first, request.block_hashes[:last])
+            return None, False
+        if restore.staged is None and not self._has_answer(turn, restore):
+            return None, False
+        return self._offer(turn, first)
+
+    def _stage(self, turn: Turn, first: int, hashes: Sequence[bytes]) -> None:
+        ticket = next(self._tickets)
+        turn.restore = Restore(ticket, first, self._monotonic())
+        joined = b"".join(map(bytes, hashes))
+        self._ranks.send(Stage(ticket, turn.session, first, joined))
+
+    def _has_answer(self, turn: Turn, restore: Restore) -> bool:
+        """True also once it is not waited for any longer."""
+        restore.staged = self._ranks.staged(restore.ticket)
+        if restore.staged is None and self._monotonic() - restore.asked_at < self._deadline_s:
+            return False
+        turn.reason = restore.staged.reason if restore.staged else "deadline"
+        return True
+
+    def _offer(self, turn: Turn, first: int) -> tuple[int, bool]:
+        staged = turn.restore.staged if turn.restore else None
+        if staged is None or staged.end_block <= first:
+            self._release(turn)
+            turn.barred = True
+            return 0, False
+        return (staged.end_block - first) * self._block_tokens, True
+
+    def _release(self, turn: Turn) -> None:
+        if turn.restore is not None and not turn.restore.loading:
+            self._ranks.send(Release(turn.restore.ticket))
+            self._ranks.staged(turn.restore.ticket)
+        turn.restore = None
+
+    def allocated(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
+        turn = self._turns.get(request.request_id)
+        if turn is None or turn.restore is None or turn.restore.loading:
+            return
+        if not num_external_tokens:
+            self._release(turn)
+            return
+        restore, staged = turn.restore, turn.restore.staged
+        assert staged is not None, "vLLM loads only what was offered"
+        first = staged.end_block - num_external_tokens // self._block_tokens
+        ids = block_ids[first : staged.end_block]
+        self._plan.loads.append(Load(restore.ticket, request.request_id, first, ids))
+        restore.loading = set(ids)
+        self._loading[request.request_id] = restore.loading
+        turn.restored_tokens, turn.tier = num_external_tokens, staged.tier
+
+    # ---- a step
+
+    def take_step(self, admitted: Iterable[tuple[str, int]]) -> Step:
+        """``admitted``: requests that begin to run with this step, and their computed tokens."""
+        self._hot.drop_asked()
+        for request_id, num_computed_tokens in admitted:
+            self._report(request_id, num_computed_tokens)
+        step, self._plan = self._plan, Step()
+        return step
+
+    def _report(self, request_id: str, num_computed_tokens: int) -> None:
+        turn = self._turns.get(request_id)
+        if turn is None or turn.reported:
+            return
+        turn.reported = True
+        mark = mark_of(request_id)
+        if mark is not None:
+            self._on_admitted(mark, turn.cache_header(num_computed_tokens))
+
+    def absorb(self, bad_block_ids: set[int], loaded: Iterable[str], acks: dict[int, int]) -> None:
+        for request_id, block_ids in self._loading.items():
+            if block_ids & bad_block_ids:
+                self._failed(request_id)
+        for request_id in loaded:
+            self._loaded(request_id)
+        for job, ranks in acks.items():
+            self._acked(job, ranks)
+
+    def _failed(self, request_id: str) -> None:
+        self._counters.add("loads_failed")
+        turn = self._turns.get(request_id)
+        if turn is not None:
+            turn.barred = turn.failed = True
+            turn.reason = "corrupt"
+
+    def _loaded(self, request_id: str) -> None:
+        self._loading.pop(request_id, None)
+        turn = self._turns.get(request_id)
+        if turn is None:
+            return
+        turn.restore = None
+        if not turn.failed:
+            self._counters.add("restores")
+            self._counters.add("restored_tokens", turn.restored_tokens)
+
+    # ---- the turn ends
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        """Plan the save. Returns what goes to the client's side with the answer."""
+        turn = self._turns.pop(request.request_id, None)
+        if turn is None:
+            return None
+        hashes: list[bytes] = []
+        # While a load runs, or before one was planned, the blocks may hold anything.
+        if request.request_id not in self._loading:
+            self._release(turn)
+            hashes = self._full_hashes(request, len(block_ids))
+        if turn.session is not None:
+            if hashes:
+                self._save(turn.session, hashes, list(block_ids[: len(hashes)]))
+            self._hot.end(turn.session, hashes)
+            self._on_turn_end(turn.session)
+        return {
+            "restored_tokens": 0 if turn.failed else turn.restored_tokens,
+            "tier": turn.tier,
+            "reason": turn.reason,
+        }
+
+    def _full_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
+        """Of blocks whose every token was computed; a step in flight does not count."""
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        full = min(computed // self._block_tokens, len(request.block_hashes), num_blocks)
+        return [bytes(x) for x in request.block_hashes[: max(full, 0)]]
+
+    def _save(self, session: SessionRef, hashes: list[bytes], block_ids: list[int]) -> None:
+        job = next(self._jobs)
+        self._hot.pool.touch([self._hot.pool.blocks[x] for x in block_ids])
+        self._unacked[job] = (block_ids, self._num_ranks)
+        self._plan.saves.append(Save(job, session, hashes, block_ids))
+
+    def _acked(self, job: int, ranks: int) -> None:
+        block_ids, left = self._unacked[job]
+        if left > ranks:
+            self._unacked[job] = (block_ids, left - ranks)
+            return
+        del self._unacked[job]
+        # Tail first: vLLM takes back what was freed first, and a prefix is of use to more requests.
+        self._hot.pool.free_blocks([self._hot.pool.blocks[x] for x in reversed(block_ids)])
+
+    @property
+    def has_work(self) -> bool:
+        """An idle engine runs no code of ours, so it must go on stepping until saves are done."""
+        return bool(self._unacked or self._plan.saves or self._plan.loads)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._turns)
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is held for anybody; for tests."""
+        return not (self._turns or self._loading or self.has_work)

@@ -1,0 +1,195 @@
+"""A worker's cold store at work: staging for loads, saving after turns, answering the hub."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from engines.vllm_plugin.messages import (
+    Ask,
+    Look,
+    Message,
+    RankAnswer,
+    RankHello,
+    RankSession,
+    Release,
+    Stage,
+    Staged,
+    ToRank,
+    decode_to_rank,
+    frame,
+    receive,
+)
+from engines.wire import Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
+from kvstore.block_records import BlockRecord, split_hashes
+from kvstore.block_store import BlockStore, Fetched
+from kvstore.stats import StoreStats
+
+logger = logging.getLogger("thermocline.vllm")
+
+RETRY_S: Final = 0.1
+# Restores that read at the same time; more wait in line, so that none starves.
+NUM_STAGERS: Final = 4
+
+
+class StagingArea:
+    """Verified blobs between the offer and the load. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: set[int] = set()
+        self._fetched: dict[int, Fetched] = {}
+
+    def expect(self, ticket: int) -> None:
+        with self._lock:
+            self._wanted.add(ticket)
+
+    def put(self, ticket: int, fetched: Fetched) -> None:
+        """Dropped if nobody wants it any more."""
+        with self._lock:
+            if ticket in self._wanted:
+                self._fetched[ticket] = fetched
+
+    def take(self, ticket: int) -> Fetched | None:
+        """For good: the ticket is done."""
+        with self._lock:
+            self._wanted.discard(ticket)
+            return self._fetched.pop(ticket, None)
+
+    def is_wanted(self, ticket: int) -> bool:
+        with self._lock:
+            return ticket in self._wanted
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._wanted)
+
+
+class RankLink:
+    """The connection to the hub: one thread that listens, a few that serve."""
+
+    def __init__(
+        self,
+        path: str,
+        hello: RankHello,
+        store: BlockStore,
+        staging: StagingArea,
+        stats: Callable[[], StoreStats],
+    ) -> None:
+        self._path = path
+        self._hello = hello
+        self._store = store
+        self._staging = staging
+        self._stats = stats
+        self._sending = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._closed = False
+        self._stagers = ThreadPoolExecutor(NUM_STAGERS, "thermocline-stage")
+        self._servants = ThreadPoolExecutor(2, "thermocline-verbs")
+        self._thread = threading.Thread(target=self._run, name="thermocline-rank", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Dropped while there is no connection: whoever waits for it gives up by its deadline."""
+        with self._sending, suppress(OSError):
+            if self._connection is not None:
+                self._connection.sendall(frame(message))
+
+    def close(self) -> None:
+        self._closed = True
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+        self._stagers.shutdown(wait=True, cancel_futures=True)
+        self._servants.shutdown(wait=True, cancel_futures=True)
+
+    def session(self, record: BlockRecord) -> RankSession:
+        tier = self._store.tier_of(record)
+        return RankSession(
+            record.tenant,
+            record.id,
+            tier,
+            record.num_tokens,
+            record.packed_bytes,
+            record.last_used_s,
+            record.pinned,
+        )
+
+    def _run(self) -> None:
+        """The hub starts later than the workers, and may come again."""
+        while not self._closed:
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                    connection.connect(self._path)
+                    self._listen(connection)
+            except (OSError, EOFError, msgspec.DecodeError):
+                time.sleep(RETRY_S)
+            finally:
+                self._connection = None
+
+    def _listen(self, connection: socket.socket) -> None:
+        with self._sending:
+            connection.sendall(frame(self._hello))
+            self._connection = connection
+        while True:
+            self._hear(decode_to_rank(receive(connection)))
+
+    def _hear(self, message: ToRank) -> None:
+        match message:
+            case Stage():
+                self._staging.expect(message.ticket)
+                self._stagers.submit(self._stage, message)
+            case Release():
+                self._staging.take(message.ticket)
+            case Ask():
+                self._servants.submit(self._answer, message)
+
+    def _stage(self, message: Stage) -> None:
+        try:
+            if not self._staging.is_wanted(message.ticket):
+                return
+            hashes = split_hashes(message.hashes)
+            fetched = self._store.fetch(message.session, hashes, message.first_block)
+        except Exception:  # the edge of this thread: a defect here costs a prefill, no more
+            logger.exception("a session could not be staged")
+            fetched = Fetched(message.first_block, [], None, "unavailable")
+        self._staging.put(message.ticket, fetched)
+        self.send(Staged(message.ticket, fetched.end_block, fetched.tier, fetched.reason))
+
+    def _answer(self, message: Ask) -> None:
+        try:
+            records = self._obey(message.verb)
+            stats = self._stats() if isinstance(message.verb, GetStats) else None
+            answer = RankAnswer(message.number, [self.session(x) for x in records], stats)
+        except Exception as error:  # the edge of this thread: whoever asks gets an answer
+            logger.exception("%s failed", type(message.verb).__name__)
+            answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
+        self.send(answer)
+
+    def _obey(self, verb: Verb | Look) -> list[BlockRecord]:
+        """Obeys; gives the records that the answer is about."""
+        match verb:
+            case ListSessions():
+                return self._store.records()
+            case Demote(session, tier) if tier is not None:
+                self._store.demote(session, tier)
+            case Prefetch(session):
+                self._store.warm(session)
+            case Pin(session) | Unpin(session):
+                self._store.pin(session, isinstance(verb, Pin))
+            case Forget(session):
+                self._store.forget(session)
+            case Look() | Demote():
+                pass
+            case _:
+                return []
+        record = self._store.record(verb.session)
+        return [record] if record else []

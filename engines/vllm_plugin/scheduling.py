@@ -1,0 +1,80 @@
+"""Puts the half beside vLLM's scheduler together: lookups, the hub, the control connection."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any, Literal
+
+from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.control import ControlServer
+from engines.vllm_plugin.hot import BlockPool, HotSessions
+from engines.vllm_plugin.hub import Hub
+from engines.vllm_plugin.lookup import Lookup
+from engines.vllm_plugin.messages import RankSaved
+from engines.vllm_plugin.verbs import Verbs
+from engines.wire import Notice, Welcome
+from kvstore.records import SessionRef
+from kvstore.stats import Counters
+
+
+class Scheduling:
+    """``lookup`` belongs to vLLM's thread; the rest runs on the hub's."""
+
+    def __init__(self, settings: PluginSettings, vllm_config: Any, version: str) -> None:
+        block_tokens = int(vllm_config.cache_config.block_size)
+        num_ranks = int(vllm_config.parallel_config.world_size)
+        counters = Counters()
+        self._hot = HotSessions()
+        self._saved: Counter[tuple[str, str]] = Counter()  # ranks that saved, per session
+        self._num_ranks = num_ranks
+        self._hub = Hub(settings.hub_path, num_ranks, self._rank_saved)
+        self.lookup = Lookup(
+            self._hub,
+            self._hot,
+            block_tokens=block_tokens,
+            num_ranks=num_ranks,
+            deadline_s=settings.store.restore_deadline_s,
+            on_admitted=self._hub.admitted,
+            on_turn_end=self._turn_ended,
+            counters=counters,
+        )
+        self._verbs = Verbs(
+            self._hub,
+            self._hot,
+            block_tokens=block_tokens,
+            counters=counters,
+            num_requests=lambda: self.lookup.num_requests,
+        )
+        welcome = Welcome(
+            engine="vllm",
+            engine_version=version,
+            model=settings.served_model_name or str(vllm_config.model_config.model),
+            max_context=int(vllm_config.model_config.max_model_len),
+            codec=settings.store.codec,
+            hibernation=True,
+        )
+        self._control = ControlServer(settings.token, welcome, self._verbs)
+        self._hub.start(self._control.serve(settings.control_address))
+
+    def bind(self, pool: BlockPool) -> None:
+        self._hot.bind(pool)
+
+    def close(self) -> None:
+        self._hub.close()
+
+    def _turn_ended(self, session: SessionRef) -> None:
+        self._hub.spawn(partial(self._tell, "turn", session))
+
+    def _rank_saved(self, saved: RankSaved) -> None:
+        """On the hub's loop. The last rank that saved passes it on; one that skipped is silent."""
+        name = (saved.session.tenant, saved.session.id)
+        self._saved[name] += 1
+        if self._saved[name] >= self._num_ranks:
+            del self._saved[name]
+            self._hub.spawn(partial(self._tell, "saved", SessionRef(*name, b"")))
+
+    async def _tell(self, cause: Literal["turn", "saved"], session: SessionRef) -> None:
+        report = await self._verbs.look(session)
+        if report is not None:
+            self._control.publish(Notice(cause, report))

@@ -1,0 +1,194 @@
+"""``RotatedRows`` as Triton kernels on vLLM's paged cache: gather and pack, unpack and scatter.
+
+One launch handles one side (K or V) of one layer for the tokens of one chunk. Rows come head by
+head, token by token, exactly as a payload wants them (``kvstore.codecs.payload``), so what a kernel
+writes *is* the middle of the payload; and the arithmetic is the one of
+``kvstore.codecs.rotated_rows``, operation by operation, so the bytes are the same as on a CPU.
+
+Habits that keep them the same in the interpreter, on a GPU and in numpy:
+
+- 16-bit values travel as integers and are widened and rounded by integer operations. Triton's
+  interpreter truncates fp32 to bf16, and multiplies bit patterns.
+- Sums are trees of reshapes and splits in a fixed order. The rotation is butterflies: ``tl.dot``
+  would sum in another order.
+- No multiply-add may be fused: launch with ``enable_fp_fusion=False``.
+- Stages are unrolled by hand. A loop that carries a tensor whose shape changes passes the
+  interpreter and is rejected by the compiler.
+
+Head dimensions are powers of two from 32 to 256; others are packed on the host.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _butterfly(z, R: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
+    pairs = tl.permute(tl.reshape(z, (R, D // (2 * H), 2, H)), (0, 1, 3, 2))
+    a, b = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, D))
+
+
+@triton.jit
+def _butterflies(z, R: tl.constexpr, D: tl.constexpr):
+    z = _butterfly(z, R, D, 1)
+    z = _butterfly(z, R, D, 2)
+    z = _butterfly(z, R, D, 4)
+    z = _butterfly(z, R, D, 8)
+    z = _butterfly(z, R, D, 16)
+    if D >= 64:
+        z = _butterfly(z, R, D, 32)
+    if D >= 128:
+        z = _butterfly(z, R, D, 64)
+    if D >= 256:
+        z = _butterfly(z, R, D, 128)
+    return z
+
+
+@triton.jit
+def _halve(a, R: tl.constexpr, W: tl.constexpr):
+    low, high = tl.split(tl.permute(tl.reshape(a, (R, 2, W // 2)), (0, 2, 1)))
+    return low + high
+
+
+@triton.jit
+def _norms(x, R: tl.constexpr, D: tl.constexpr):
+    a = x * x
+    if D >= 256:
+        a = _halve(a, R, 256)
+    if D >= 128:
+        a = _halve(a, R, 128)
+    if D >= 64:
+        a = _halve(a, R, 64)
+    a = _halve(a, R, 32)
+    a = _halve(a, R, 16)
+    a = _halve(a, R, 8)
+    a = _halve(a, R, 4)
+    a = _halve(a, R, 2)
+    return tl.sqrt_rn(tl.reshape(a, (R,)))
+
+
+@triton.jit
+def _offsets(row, ok, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token):
+    """Where each row begins in the cache: row = head * num_tokens + token."""
+    token = first_token + row % num_tokens
+    block = tl.load(blocks + token // block_tokens, mask=ok, other=0).to(tl.int64)
+    head = (row // num_tokens).to(tl.int64)
+    return block * s_block + head * s_head + (token % block_tokens).to(tl.int64) * s_token
+
+
+@triton.jit
+def _plane(mask, R: tl.constexpr, D: tl.constexpr):
+    weights = (1 << tl.arange(0, 8))[None, None, :]
+    bits = tl.reshape(mask.to(tl.int32), (R, D // 8, 8))
+    return tl.sum(bits * weights, 2).to(tl.uint8)
+
+
+@triton.jit
+def _above(size, norm, bounds, k: tl.constexpr):
+    return (size > (tl.load(bounds + k) * norm)[:, None]).to(tl.int32)
+
+
+@triton.jit
+def _energy(total, count, levels, level: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    times = tl.sum((count == level).to(tl.int32), 1).to(tl.float32)
+    value = tl.load(levels + level)
+    return total + times * (value * value)
+
+
+@triton.jit
+def _fp16_scale(scale):
+    """To nearest even by integers; zero for what is no normal fp16."""
+    bits = scale.to(tl.uint32, bitcast=True)
+    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - 114688
+    normal = (rounded - 1024).to(tl.uint32) < 30720
+    return tl.where(normal, rounded, 0).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def pack_kernel(
+    cache, blocks, planes, scales, signs, bounds, levels, num_rows, first_token, num_tokens,
+    block_tokens, s_block, s_head, s_token,
+    R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    ok = row < num_rows
+    d = tl.arange(0, D)
+    start = _offsets(
+        row, ok, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
+    )
+    raw = tl.load(cache + start[:, None] + d[None, :], mask=ok[:, None], other=0)
+    if FP16:
+        x = raw.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        x = (raw.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    x = tl.where(tl.abs(x) < 8.881784197001252e-16, 0.0, x)  # 2^-50
+    norm = _norms(x, R, D)
+    z = _butterflies(x * tl.load(signs + d)[None, :], R, D)
+    size = tl.abs(z)
+    count = _above(size, norm, bounds, 0) + _above(size, norm, bounds, 1)
+    count += _above(size, norm, bounds, 2)
+    if BITS == 4:
+        count += _above(size, norm, bounds, 3) + _above(size, norm, bounds, 4)
+        count += _above(size, norm, bounds, 5) + _above(size, norm, bounds, 6)
+    total = _energy(tl.zeros((R,), tl.float32), count, levels, 0, R, D)
+    total = _energy(total, count, levels, 1, R, D)
+    total = _energy(total, count, levels, 2, R, D)
+    total = _energy(total, count, levels, 3, R, D)
+    if BITS == 4:
+        total = _energy(total, count, levels, 4, R, D)
+        total = _energy(total, count, levels, 5, R, D)
+        total = _energy(total, count, levels, 6, R, D)
+        total = _energy(total, count, levels, 7, R, D)
+    scale = tl.div_rn(norm, tl.sqrt_rn(total))
+    P: tl.constexpr = D // 8
+    out = planes + row[:, None].to(tl.int64) * (BITS * P) + tl.arange(0, P)[None, :]
+    keep = ok[:, None] & (tl.arange(0, P)[None, :] >= 0)
+    negative = z.to(tl.uint32, bitcast=True) >> 31
+    tl.store(out, _plane(count & 1, R, D), mask=keep)
+    tl.store(out + P, _plane((count >> 1) & 1, R, D), mask=keep)
+    if BITS == 4:
+        tl.store(out + 2 * P, _plane((count >> 2) & 1, R, D), mask=keep)
+    tl.store(out + (BITS - 1) * P, _plane(negative, R, D), mask=keep)
+    tl.store(scales + row, _fp16_scale(scale), mask=ok)
+
+
+@triton.jit
+def _bits(source, keep, plane: tl.constexpr, P: tl.constexpr, shift):
+    return (tl.load(source + plane * P, mask=keep, other=0).to(tl.int32) >> shift) & 1
+
+
+@triton.jit
+def unpack_kernel(
+    cache, blocks, planes, scales, signs, levels, num_rows, first_token, num_tokens,
+    block_tokens, s_block, s_head, s_token, unit,
+    R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    ok = row < num_rows
+    d = tl.arange(0, D)
+    P: tl.constexpr = D // 8
+    source = planes + row[:, None].to(tl.int64) * (BITS * P) + (d // 8)[None, :]
+    keep = ok[:, None] & (d[None, :] >= 0)
+    shift = (d % 8)[None, :]
+    count = _bits(source, keep, 0, P, shift) + 2 * _bits(source, keep, 1, P, shift)
+    if BITS == 4:
+        count += 4 * _bits(source, keep, 2, P, shift)
+    negative = _bits(source, keep, BITS - 1, P, shift)
+    stored = tl.load(scales + row, mask=ok, other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
+    scale = ((stored + 114688) << 13).to(tl.float32, bitcast=True) * tl.load(unit)
+    size = tl.load(levels + count) * scale[:, None]
+    z = _butterflies(tl.where(negative != 0, -size, size), R, D) * tl.load(signs + d)[None, :]
+    if FP16:
+        clipped = tl.minimum(tl.maximum(z, -65504.0), 65504.0)
+        value = clipped.to(tl.float16).to(tl.int16, bitcast=True)
+    else:
+        bits = z.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        value = rounded.to(tl.uint16).to(tl.int16, bitcast=True)
+    start = _offsets(
+        row, ok, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
+    )
+    # A scale of zero marks a row that is kept as it is; somebody else writes it.
+    write = keep & (stored != 0)[:, None]
+    tl.store(cache + start[:, None] + d[None, :], value, mask=write)

@@ -1,0 +1,200 @@
+"""The control verbs, as vLLM can obey them.
+
+A session's live blocks and its stored blobs are in different processes. The blocks are looked up in
+vLLM's own tables; the blobs are asked for from every rank, and the worst answer counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from engines.vllm_plugin.hot import HotSessions, Name, name_of
+from engines.vllm_plugin.hub import Hub
+from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
+from engines.wire import (
+    Demote,
+    Done,
+    EngineReport,
+    Forget,
+    GetStats,
+    ListSessions,
+    Pin,
+    Prefetch,
+    SessionReport,
+    TierReport,
+    Unpin,
+    Verb,
+)
+from kvstore.records import SessionRef, TierName
+from kvstore.stats import Counters, StoreStats
+
+LOOK_S: Final = 10.0
+MOVE_S: Final = 80.0
+_ORDER: Final[list[TierName | None]] = ["ram", "disk", "redis", None]
+
+
+class Verbs:
+    """On the hub's event loop."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        hot: HotSessions,
+        *,
+        block_tokens: int,
+        counters: Counters,
+        num_requests: Callable[[], int],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._hub = hub
+        self._hot = hot
+        self._block_tokens = block_tokens
+        self._counters = counters
+        self._num_requests = num_requests
+        self._clock = clock
+
+    async def demote(self, verb: Demote) -> Done:
+        """vLLM reuses an idle session's blocks when it likes; this takes them away at once."""
+        name = name_of(verb.session)
+        found = await self._find(Look(verb.session), LOOK_S, name)
+        kept = self._why_kept(name, found)
+        if kept or found is None:
+            return Done(self._report(name, found), kept)
+        self._hot.ask_to_drop(name)
+        if verb.tier is not None and verb.tier != found.tier:
+            found = await self._find(verb, MOVE_S, name)
+        return Done(self._report(name, found))
+
+    def _why_kept(self, name: Name, found: RankSession | None) -> str:
+        if self._hot.is_busy(name):
+            return "busy"
+        if found is None:
+            return "no-cold-copy" if self._hot.num_resident(name) else ""
+        if found.pinned:
+            return "pinned"
+        return "" if found.tier else "no-cold-copy"
+
+    async def prefetch(self, verb: Prefetch) -> Done:
+        """Into the fastest tier: vLLM fills blocks only for a request that runs."""
+        return await self._done(verb, verb.session)
+
+    async def pin(self, verb: Pin | Unpin) -> Done:
+        return await self._done(verb, verb.session)
+
+    async def forget(self, verb: Forget) -> Done:
+        name = name_of(verb.session)
+        before = await self._find(Look(verb.session), LOOK_S, name)
+        report = self._report(name, before)
+        await self._hub.ask(verb, MOVE_S)
+        self._hot.ask_to_drop(name)
+        return Done(report)
+
+    async def _done(self, verb: Verb, session: SessionRef) -> Done:
+        name = name_of(session)
+        return Done(self._report(name, await self._find(verb, MOVE_S, name)))
+
+    async def sessions(self) -> list[SessionReport]:
+        cold = _merged(await self._hub.ask(ListSessions(), LOOK_S))
+        names = dict.fromkeys([*cold, *self._hot.names()])
+        reports = [self._report(name, cold.get(name)) for name in names]
+        return [x for x in reports if x is not None]
+
+    async def look(self, session: SessionRef) -> SessionReport | None:
+        name = name_of(session)
+        return self._report(name, await self._find(Look(session), LOOK_S, name))
+
+    async def stats(self) -> EngineReport:
+        answers = await self._hub.ask(GetStats(), LOOK_S)
+        stores = [x.stats for x in answers if x.stats is not None]
+        block_bytes = self._block_tokens * self._hub.bytes_per_token
+        pool = self._hot.pool
+        resident = sum(self._hot.num_resident(x) for x in self._hot.names())
+        used = self._hot.num_used_blocks()
+        return EngineReport(
+            hot_bytes=min(used + resident, pool.num_gpu_blocks) * block_bytes,
+            idle_hot_bytes=resident * block_bytes,
+            hot_capacity_bytes=pool.num_gpu_blocks * block_bytes,
+            active_bytes=0,
+            num_running=self._num_requests(),
+            num_waiting=0,
+            save_queue_bytes=sum(x.save_queue_bytes for x in stores),
+            tiers=_tiers(stores),
+            counters=self._all_counters(stores),
+        )
+
+    def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:
+        """Tokens and restores are counted once, per request; what ranks do each for themselves."""
+        counters = {f"store.{k}": v for k, v in _summed([x.counters for x in stores]).items()}
+        for name in ("saves", "saves_skipped"):
+            counters[name] = max((x.counters.get(name, 0) for x in stores), default=0)
+        return counters | self._counters.as_dict()
+
+    async def _find(self, verb: Verb | Look, deadline_s: float, name: Name) -> RankSession | None:
+        return _merged(await self._hub.ask(verb, deadline_s)).get(name)
+
+    def _report(self, name: Name, cold: RankSession | None) -> SessionReport | None:
+        resident = self._hot.num_resident(name)
+        idle_s = self._hot.idle_s(name)
+        if cold is None and not resident and not self._hot.is_busy(name):
+            return None
+        tokens = resident * self._block_tokens
+        if idle_s is None:
+            idle_s = max(0.0, self._clock() - (cold.last_used_s if cold else self._clock()))
+        return SessionReport(
+            tenant=name[0],
+            id=name[1],
+            hot=resident > 0,
+            tier=cold.tier if cold else None,
+            tokens=max(tokens, cold.tokens if cold else 0),
+            hot_bytes=tokens * self._hub.bytes_per_token,
+            cold_bytes=cold.cold_bytes if cold else 0,
+            idle_s=idle_s,
+            pinned=cold.pinned if cold else False,
+            busy=self._hot.is_busy(name),
+        )
+
+
+def _merged(answers: list[RankAnswer]) -> dict[Name, RankSession]:
+    """A session is cold only where every rank has it; sizes add up, the slowest tier counts."""
+    ranks = [{(x.tenant, x.id): x for x in answer.sessions} for answer in answers]
+    names = set(ranks[0]).intersection(*ranks[1:]) if ranks else set()
+    return {name: _one([rank[name] for rank in ranks]) for name in sorted(names)}
+
+
+def _one(parts: list[RankSession]) -> RankSession:
+    first = parts[0]
+    return RankSession(
+        first.tenant,
+        first.id,
+        max((x.tier for x in parts), key=_ORDER.index),
+        min(x.tokens for x in parts),
+        sum(x.cold_bytes for x in parts),
+        max(x.last_used_s for x in parts),
+        first.pinned,
+    )
+
+
+def _summed(counters: list[dict[str, int]]) -> dict[str, int]:
+    names = sorted({name for x in counters for name in x})
+    return {name: sum(x.get(name, 0) for x in counters) for name in names}
+
+
+def _tiers(stores: list[StoreStats]) -> list[TierReport]:
+    """The ranks' shares of each tier, added up."""
+    reports: list[TierReport] = []
+    for parts in zip(*(x.tiers for x in stores), strict=True):
+        name: TierName = parts[0].name
+        reports.append(
+            TierReport(
+                name,
+                sum(x.nbytes for x in parts),
+                sum(x.capacity_bytes for x in parts),
+                sum(x.num_blobs for x in parts),
+                sum(x.evictions for x in parts),
+                sum(x.errors for x in parts),
+                all(x.available for x in parts),
+            )
+        )
+    return reports

@@ -1,0 +1,126 @@
+"""Puts a worker's half together, once vLLM shows its KV caches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+
+from engines.vllm_plugin.arrangement import UnknownLayout, WriteBlock, probe
+from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.fingerprint import fingerprint
+from engines.vllm_plugin.messages import RankHello, RankSaved
+from engines.vllm_plugin.paging import paged_cache
+from engines.vllm_plugin.plan import Step
+from engines.vllm_plugin.rank import RankLink, StagingArea
+from engines.vllm_plugin.streams import SideStream
+from engines.vllm_plugin.transfer import Transfer
+from kvstore.block_keys import BlockKeys
+from kvstore.block_records import BlockRecord
+from kvstore.block_store import BlockStore
+from kvstore.codecs.presets import codec_by_name, warm
+from kvstore.config import StoreConfig
+from kvstore.packer import Packer
+from kvstore.stats import StoreStats
+from kvstore.tiers.registry import open_tiers
+
+logger = logging.getLogger("thermocline.vllm")
+
+
+class Worker:
+    """One rank: vLLM's blocks, the cold store, and the way to the hub.
+
+    Raises:
+        UnknownLayout, UnknownCodec, TierUnavailable: with a sentence that says what to do.
+    """
+
+    def __init__(
+        self,
+        settings: PluginSettings,
+        vllm_config: Any,
+        rank: int,
+        caches: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._cache = paged_cache(caches, probe(_first(caches), block_writer(vllm_config, caches)))
+        config = rank_share(settings.store, vllm_config.parallel_config.world_size)
+        codec = codec_by_name(config.codec)
+        identity = fingerprint(vllm_config, rank)
+        packer = Packer(codec, self._cache.layout, identity)
+        warm(codec, self._cache.layout)
+        chunk_blocks = max(config.chunk_tokens // self._cache.block_tokens, 1)
+        keys = BlockKeys(identity, codec.id, self._cache.block_tokens, chunk_blocks)
+        disk = Path(settings.disk_path) / f"vllm-rank-{rank}"
+        self._store = BlockStore(config, packer, keys, identity, open_tiers(config, disk))
+        self._staging = StagingArea()
+        stream = SideStream(self._cache.device)
+        self._transfer = Transfer(
+            self._cache, self._store, self._staging, stream, config.save_queue_bytes
+        )
+        hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token)
+        self._link = RankLink(settings.hub_path, hello, self._store, self._staging, self._stats)
+        logger.info("rank %d: %s, codec %s", rank, type(self._cache.sides[0][0]).__name__, codec.id)
+
+    def start_loads(self, step: Step) -> None:
+        for load in step.loads:
+            self._transfer.load(load)
+
+    def start_saves(self, step: Step) -> None:
+        for save in step.saves:
+            self._transfer.save(save, self._saved)
+
+    def take_loaded(self) -> set[str]:
+        return self._transfer.take_loaded()
+
+    def take_bad_blocks(self) -> set[int]:
+        return self._transfer.take_bad_blocks()
+
+    def take_acks(self) -> dict[int, int]:
+        return self._transfer.take_acks()
+
+    def close(self) -> None:
+        self._transfer.close()
+        self._link.close()
+        self._store.close()
+
+    def _saved(self, record: BlockRecord) -> None:
+        self._link.send(RankSaved(self._link.session(record)))
+
+    def _stats(self) -> StoreStats:
+        return self._store.stats(self._transfer.queued_bytes)
+
+
+def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
+    """The budgets are the engine's; its ranks share them."""
+    return msgspec.structs.replace(
+        store,
+        ram_bytes=store.ram_bytes // num_ranks,
+        disk_bytes=store.disk_bytes // num_ranks,
+        redis_bytes=store.redis_bytes // num_ranks,
+        save_queue_bytes=store.save_queue_bytes // num_ranks,
+        write_queue_bytes=store.write_queue_bytes // num_ranks,
+        index_bytes=store.index_bytes // num_ranks,
+    )
+
+
+def block_writer(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> WriteBlock:
+    """The backend's own way to write a block, for the probe."""
+    name, cache = next(iter(caches.items()))
+    layer: Any = get_layers_from_vllm_config(vllm_config, Attention, [name]).get(name)
+    if layer is None:
+        raise UnknownLayout(f"layer {name} is no attention layer that can be probed")
+    slots = torch.arange(cache.shape[2], device=cache.device)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
+        layer.impl.do_kv_cache_update(layer, keys, values, block, slots)
+
+    return write
+
+
+def _first(caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return next(iter(caches.values()))

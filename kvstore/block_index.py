@@ -1,0 +1,125 @@
+"""Which sessions of blocks this store knows, and which blobs they share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from kvstore import format as blobs
+from kvstore.block_keys import BlockKeys, Piece
+from kvstore.block_records import BlockRecord, decode_block_record, encode_block_record
+from kvstore.chain import RECORD
+from kvstore.errors import Mismatch, Unusable
+from kvstore.tier_stack import TierStack
+from kvstore.tiers.base import Blob
+
+_RECORD_CODEC = b"msgpack.1"
+_ENTRY_BYTES = 512  # what Python keeps per record besides its hashes
+
+_log = logging.getLogger(__name__)
+
+
+class BlockIndex:
+    """Thread-safe. Bounded in bytes: the longest unused sessions are no longer listed."""
+
+    def __init__(self, stack: TierStack, keys: BlockKeys, fingerprint: str, max_bytes: int) -> None:
+        self._stack = stack
+        self._keys = keys
+        self._fingerprint = blobs.fingerprint_digest(fingerprint)
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._records: OrderedDict[bytes, BlockRecord] = OrderedDict()
+        self._users: Counter[bytes] = Counter()  # sessions per blob
+        self._nbytes = 0
+
+    def load(self) -> None:
+        """What local tiers kept from an earlier life of this process."""
+        found: dict[bytes, BlockRecord] = {}
+        for place in self._stack.local:
+            for key, blob in self._stack.scan(place, RECORD):
+                record = self._read(key, blob)
+                if record is not None and key not in found:
+                    found[key] = record
+        for _, record in sorted(found.items(), key=lambda x: x[1].last_used_s):
+            self.put(record)
+
+    def key(self, record: BlockRecord) -> bytes:
+        return self._keys.record_key(record.tenant, record.id)
+
+    def pieces(self, record: BlockRecord) -> list[Piece]:
+        return self._keys.whole(record.block_hashes)
+
+    def find(self, tenant: str, session_id: str) -> BlockRecord | None:
+        with self._lock:
+            return self._records.get(self._keys.record_key(tenant, session_id))
+
+    def find_shared(self, tenant: str, session_id: str) -> BlockRecord | None:
+        """As another engine left it in a tier that engines share."""
+        key = self._keys.record_key(tenant, session_id)
+        for place in self._stack.shared:
+            blob = self._stack.find(place, [key])[0]
+            if blob is not None:
+                return self._read(key, blob)
+        return None
+
+    def all(self) -> list[BlockRecord]:
+        """The longest unused first."""
+        with self._lock:
+            return list(self._records.values())
+
+    def put(self, record: BlockRecord) -> None:
+        key = self.key(record)
+        with self._lock:
+            self._take_out(key)
+            self._records[key] = record
+            self._users.update(x.key for x in self.pieces(record))
+            self._nbytes += _nbytes(record)
+            while self._nbytes > self._max_bytes and len(self._records) > 1:
+                self._take_out(next(iter(self._records)))
+
+    def remove(self, record: BlockRecord) -> None:
+        with self._lock:
+            self._take_out(self.key(record))
+
+    def unshared(self, keys: list[bytes], record: BlockRecord) -> list[bytes]:
+        """Those of ``keys`` that no other listed session needs."""
+        own = {x.key for x in self.pieces(record)}
+        listed = self.key(record) in self._records
+        with self._lock:
+            return [x for x in keys if self._users[x] <= (listed and x in own)]
+
+    def change(self, record: BlockRecord, edit: Callable[[BlockRecord], BlockRecord]) -> None:
+        """In the index only; tiers get it with the next commit."""
+        self.put(edit(record))
+
+    def pack(self, record: BlockRecord) -> bytes:
+        key, size = self.key(record), len(record.hashes) // 32
+        header = blobs.Header(key, _RECORD_CODEC, self._fingerprint, bytes(16), 0, size)
+        return blobs.pack(header, encode_block_record(record))
+
+    def _read(self, key: bytes, blob: Blob) -> BlockRecord | None:
+        """None for what is damaged, or was written by another model, rank or release."""
+        try:
+            header, payload = blobs.parse(blob)
+            if (header.key, header.fingerprint) != (key, self._fingerprint):
+                return None
+            record = decode_block_record(payload)
+            if self.key(record) != key or record.block_tokens != self._keys.block_tokens:
+                raise Mismatch("the record is of another session or block size")
+            return record
+        except Unusable as error:
+            _log.warning("a session record cannot be used: %s", error)
+            return None
+
+    def _take_out(self, key: bytes) -> None:
+        record = self._records.pop(key, None)
+        if record is not None:
+            self._nbytes -= _nbytes(record)
+            self._users.subtract(x.key for x in self.pieces(record))
+            self._users += Counter()  # drops what nobody uses
+
+
+def _nbytes(record: BlockRecord) -> int:
+    return _ENTRY_BYTES + 2 * len(record.hashes) + 33 * len(record.left_behind)

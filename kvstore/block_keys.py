@@ -1,0 +1,98 @@
+"""Names of blobs for an engine that hashes its own blocks.
+
+vLLM cuts a request into blocks and gives each a hash over everything that its KV depends on: the
+hash before it, its token ids, the tenant's salt, adapters, images. Here ``chunk_blocks`` blocks in
+a row make one chunk, named by the hash of its *last* block, which by the chain stands for all
+tokens before it. What is left over behind the last full chunk is one tail.
+
+    key = kind, H(version, fingerprint, codec, tokens per block, number of blocks, last hash)
+
+The hash knows nothing of weights, dtype or ranks: they are in the fingerprint.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+from kvstore.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, RECORD, TAIL
+
+_BLOCKS: Final = b"thermoclineblock"
+_SESSION: Final = b"thermoclineblkss"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One blob of a chain of blocks: a full chunk, or the tail."""
+
+    key: bytes
+    first_block: int
+    num_blocks: int
+
+    @property
+    def end_block(self) -> int:
+        return self.first_block + self.num_blocks
+
+    @property
+    def is_tail(self) -> bool:
+        return self.key[:1] == TAIL
+
+
+class BlockKeys:
+    """The keys of one store: one model, one rank, one codec, one size of chunks.
+
+    Args:
+        fingerprint: of weights, dtype, rank and layout.
+        block_tokens: tokens per block of the engine.
+        chunk_blocks: blocks per chunk.
+    """
+
+    def __init__(
+        self, fingerprint: str, codec_id: str, block_tokens: int, chunk_blocks: int
+    ) -> None:
+        self._prefix = _joined(fingerprint.encode(), codec_id.encode())
+        self.block_tokens = block_tokens
+        self.chunk_blocks = chunk_blocks
+
+    def piece(self, hashes: Sequence[bytes], first_block: int, num_blocks: int) -> Piece:
+        """The blob of these blocks; ``first_block`` is a multiple of ``chunk_blocks``."""
+        kind = CHUNK if num_blocks == self.chunk_blocks else TAIL
+        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
+        last = hashes[first_block + num_blocks - 1]
+        digest = _digest(_BLOCKS, self._prefix, sizes, last)
+        return Piece(kind + digest, first_block, num_blocks)
+
+    def chunks(self, hashes: Sequence[bytes], first_block: int = 0) -> list[Piece]:
+        """All full chunks, from the one that holds ``first_block`` on."""
+        size = self.chunk_blocks
+        first = first_block - first_block % size
+        return [self.piece(hashes, i, size) for i in range(first, len(hashes) - size + 1, size)]
+
+    def tails(self, hashes: Sequence[bytes], first_block: int) -> list[Piece]:
+        """Every tail that may begin at ``first_block``, the longest first."""
+        longest = min(self.chunk_blocks - 1, len(hashes) - first_block)
+        return [self.piece(hashes, first_block, n) for n in range(longest, 0, -1)]
+
+    def whole(self, hashes: Sequence[bytes]) -> list[Piece]:
+        """The chain that covers all of these blocks."""
+        chunks = self.chunks(hashes)
+        return chunks + self.tails(hashes, len(chunks) * self.chunk_blocks)[:1]
+
+    def record_key(self, tenant: str, session_id: str) -> bytes:
+        """Apart from other engines' records, and from those of other models, ranks and codecs."""
+        names = (
+            tenant.encode("utf-8", "surrogatepass"),
+            session_id.encode("utf-8", "surrogatepass"),
+        )
+        return RECORD + _digest(_SESSION, self._prefix, *names)
+
+
+def _joined(*parts: bytes) -> bytes:
+    return b"".join(struct.pack("<Q", len(x)) + x for x in parts)
+
+
+def _digest(person: bytes, *parts: bytes) -> bytes:
+    return blake2b(_joined(*parts), digest_size=DIGEST_BYTES, person=person).digest()

@@ -1,0 +1,185 @@
+"""Finding and reading the stored blobs of a chain of blocks.
+
+Everything that is returned was read completely and verified, so that whoever offers it to an engine
+can keep the promise. Only then does the engine set blocks aside for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore import format as blobs
+from kvstore.block_index import BlockIndex
+from kvstore.block_keys import BlockKeys, Piece
+from kvstore.block_records import BlockRecord, common_blocks
+from kvstore.errors import Mismatch, TierUnavailable, Unusable
+from kvstore.records import MissReason, TierName
+from kvstore.stats import Counters
+from kvstore.tier_stack import TierStack
+from kvstore.tiers.base import Blob
+from kvstore.workers import Workers
+
+READ_BATCH: Final = 8  # blobs per call to a tier
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Verified blobs that cover blocks ``.. end_block`` of the prompt without a hole.
+
+    ``tier`` is the slowest that was read. ``reason``: why not all of what was once stored.
+    """
+
+    end_block: int
+    pieces: list[tuple[Piece, Blob]] = field(repr=False)
+    tier: TierName | None
+    reason: MissReason | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    pieces: list[Piece]
+    end_block: int
+    reason: MissReason | None
+
+
+class BlockReader:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        keys: BlockKeys,
+        index: BlockIndex,
+        workers: Workers,
+        counters: Counters,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stack = stack
+        self._keys = keys
+        self._index = index
+        self._workers = workers
+        self._counters = counters
+        self._monotonic = monotonic
+
+    def fetch(
+        self,
+        record: BlockRecord | None,
+        hashes: Sequence[bytes],
+        first_block: int,
+        deadline_s: float,
+    ) -> Fetched:
+        """Blobs for the blocks from ``first_block`` on; what comes before is not needed.
+
+        Args:
+            hashes: of all blocks of the prompt that may be restored, from its beginning.
+        """
+        plan = self._plan(record, hashes, first_block)
+        give_up_at = self._monotonic() + deadline_s
+        good: list[tuple[Piece, Blob]] = []
+        slowest, reason = -1, plan.reason
+        for i in range(0, len(plan.pieces), READ_BATCH):
+            batch = plan.pieces[i : i + READ_BATCH]
+            read = self._workers.read(self._read, batch)
+            try:
+                found = read.result(timeout=max(give_up_at - self._monotonic(), 0.0))
+            except TimeoutError:
+                return self._result(plan, good, first_block, slowest, "deadline")
+            for piece, (blob, place, why) in zip(batch, found, strict=True):
+                if blob is None:
+                    return self._result(plan, good, first_block, slowest, why)
+                good.append((piece, blob))
+                slowest = max(slowest, place)
+        return self._result(plan, good, first_block, slowest, reason)
+
+    def _result(
+        self,
+        plan: _Plan,
+        good: list[tuple[Piece, Blob]],
+        first_block: int,
+        slowest: int,
+        reason: MissReason | None,
+    ) -> Fetched:
+        end = min(good[-1][0].end_block, plan.end_block) if good else first_block
+        if end <= first_block:
+            good, end, slowest = [], first_block, -1
+        if reason is not None:
+            self._counters.add(f"misses.{reason}")
+        tier = self._stack.name(slowest) if slowest >= 0 else None
+        return Fetched(end, good, tier, reason)
+
+    # ---- which
+
+    def _plan(self, record: BlockRecord | None, hashes: Sequence[bytes], first_block: int) -> _Plan:
+        """By content and by the session's record, whichever reaches further."""
+        by_content = self._held(self._with_tail(hashes, first_block))
+        end = by_content[-1].end_block if by_content else first_block
+        reason: MissReason | None = "never-stored" if record is None else None
+        if record is None:
+            return _Plan(by_content, end, reason if end < len(hashes) else None)
+        stored = record.block_hashes
+        common = common_blocks(stored, hashes)
+        needed = [
+            x
+            for x in self._keys.whole(stored)
+            if x.first_block < common and x.end_block > first_block
+        ]
+        held = self._held(needed)
+        reach = min(held[-1].end_block, common) if held else first_block
+        if len(held) < len(needed):
+            reason = "evicted"
+        elif common < min(len(stored), len(hashes)):
+            reason = "diverged"
+        best = _Plan(held, reach, reason)
+        return best if reach >= end else _Plan(by_content, end, reason)
+
+    def _with_tail(self, hashes: Sequence[bytes], first_block: int) -> list[Piece]:
+        """Full chunks as far as they go without a hole, then the longest tail there is."""
+        chunks = self._held(self._keys.chunks(hashes, first_block))
+        size = self._keys.chunk_blocks
+        at = chunks[-1].end_block if chunks else first_block - first_block % size
+        tails = self._keys.tails(hashes, at)
+        places = self._stack.locate([x.key for x in tails]).places
+        held = [x for x, place in zip(tails, places, strict=True) if place is not None]
+        return chunks + held[:1]
+
+    def _held(self, pieces: list[Piece]) -> list[Piece]:
+        located = self._stack.locate([x.key for x in pieces])
+        return pieces[: located.num_leading]
+
+    # ---- reading
+
+    def _read(self, pieces: list[Piece]) -> list[tuple[Blob | None, int, MissReason]]:
+        """Each blob from the fastest tier that has a good one."""
+        keys = [x.key for x in pieces]
+        places = self._stack.locate(keys).places
+        return [self._good(key, place) for key, place in zip(keys, places, strict=True)]
+
+    def _good(self, key: bytes, place: int | None) -> tuple[Blob | None, int, MissReason]:
+        reason: MissReason = "evicted"
+        for i in range(place or 0, len(self._stack)):
+            try:
+                blob = self._stack.get(i, [key])[0]
+                if blob is not None:
+                    _verify(key, blob)
+                    return blob, i, reason
+            except TierUnavailable:
+                reason = "unavailable"
+            except Unusable as error:
+                reason = "corrupt"
+                _log.warning("dropped a bad blob from %s: %s", self._stack.name(i), error)
+                self._counters.add("corrupt")
+                self._stack.delete(i, [key])
+        return None, -1, reason
+
+
+def _verify(key: bytes, blob: Blob) -> None:
+    """The key names model, codec, rank and every token before, so equality of keys is enough."""
+    header, _ = blobs.parse(blob)
+    if header.key != key:
+        raise Mismatch("a blob under another blob's name")

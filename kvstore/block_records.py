@@ -1,0 +1,70 @@
+"""What the store remembers of a session that is a chain of an engine's own blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstore.errors import Corrupt
+
+HASH_BYTES = 32
+
+
+class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A session of an engine that hashes its blocks; kept in the tiers beside its blobs.
+
+    ``hashes`` are the engine's own, of all its full blocks, so that a returning prompt is matched
+    block by block, although blobs are larger than a block.
+    """
+
+    tenant: str
+    id: str
+    hashes: bytes  # HASH_BYTES each
+    block_tokens: int
+    last_used_s: float  # wall clock, for display and ttl only
+    # Keys of blobs that an edited history left behind: ``forget`` removes them with the rest.
+    left_behind: tuple[bytes, ...] = ()
+    pinned: bool = False
+    packed_bytes: int = 0  # of the whole chain, headers included
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return split_hashes(self.hashes)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.hashes) // HASH_BYTES * self.block_tokens
+
+
+def split_hashes(joined: bytes) -> list[bytes]:
+    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
+
+
+def common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
+    """How many leading blocks are the same."""
+    n = min(len(a), len(b))
+    # A hash stands for everything before it: equal there means equal up to there.
+    low, high = 0, n
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[middle - 1] == b[middle - 1] else (low, middle - 1)
+    return low
+
+
+_decoder = msgspec.msgpack.Decoder(BlockRecord)
+
+
+def encode_block_record(record: BlockRecord) -> bytes:
+    return msgspec.msgpack.encode(record)
+
+
+def decode_block_record(payload: memoryview) -> BlockRecord:
+    """Raises ``Corrupt`` for anything that is not a record that makes sense."""
+    try:
+        record = _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Corrupt(f"not a record of blocks: {error}") from error
+    if len(record.hashes) % HASH_BYTES or record.block_tokens <= 0:
+        raise Corrupt("a record of blocks contradicts itself")
+    return record

@@ -1,0 +1,301 @@
+"""The cold store of an engine that manages its own blocks and hashes (vLLM).
+
+``ColdStore`` works on tokens and on arrays that an engine lends it for as long as it takes. Here
+the engine cuts and names the blocks, and lends them only for moments. So the work is split: the
+caller copies blocks out and in, and encodes and decodes them with ``packer``; this class knows
+which blobs exist, where, and whose they are. Tiers, write-behind, format and codecs are the same.
+
+    missing -> (caller encodes) -> commit           at the end of a turn
+    fetch -> (caller decodes)                       on return
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore.block_index import BlockIndex
+from kvstore.block_keys import BlockKeys, Piece
+from kvstore.block_reader import BlockReader
+from kvstore.block_reader import Fetched as Fetched
+from kvstore.block_records import BlockRecord, common_blocks
+from kvstore.config import StoreConfig
+from kvstore.packer import Packer
+from kvstore.records import SessionRef, TierName
+from kvstore.stats import Counters, StoreStats
+from kvstore.tier_stack import TierStack
+from kvstore.tiers.base import Blob, Tier
+from kvstore.workers import Workers
+from kvstore.write_behind import Delivery, WriteBehind, deliver
+
+CLOSE_FLUSH_S: Final = 10.0
+MAX_LEFT_BEHIND: Final = 4096
+
+
+class BlockStore:
+    """Thread-safe; commits of one session must not overlap. Owns ``tiers`` and closes them."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        packer: Packer,
+        keys: BlockKeys,
+        fingerprint: str,
+        tiers: Sequence[Tier],
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.packer = packer
+        self.keys = keys
+        self.counters = Counters()
+        self.workers = Workers(config.num_threads)
+        self._config = config
+        self._clock = clock
+        self._monotonic = monotonic
+        self._closed = False
+        self._stack = TierStack(tiers, self.counters)
+        self._index = BlockIndex(self._stack, keys, fingerprint, config.index_bytes)
+        self._index.load()
+        for record in self._index.all():
+            if record.pinned:
+                self._stack.pin(self._chain(record))
+        self._slower = [
+            WriteBehind(self._stack, i, config.write_queue_bytes, self.counters)
+            for i in range(1, len(self._stack))
+        ]
+        self._reader = BlockReader(
+            self._stack, keys, self._index, self.workers, self.counters, monotonic
+        )
+
+    # ---- turn end
+
+    def missing(self, hashes: Sequence[bytes]) -> list[Piece]:
+        """Which blobs of the chain no tier holds yet."""
+        pieces = self.keys.whole(hashes)
+        places = self._stack.locate([x.key for x in pieces]).places
+        return [x for x, place in zip(pieces, places, strict=True) if place is None]
+
+    def commit(
+        self, session: SessionRef, hashes: Sequence[bytes], fresh: Mapping[bytes, Blob]
+    ) -> BlockRecord:
+        """The session is now this chain. Fast tier at once, slower ones behind."""
+        old = self._index.find(session.tenant, session.id)
+        record, obsolete = self._revised(session, hashes, old, fresh)
+        if record.pinned and old is not None:
+            self._stack.pin(self._chain(record))
+            self._stack.unpin(self._chain(old))
+        delivery = self._delivery(record, fresh, obsolete)
+        self._index.put(record)
+        if len(self._stack):
+            deliver(self._stack, 0, delivery, whole=False)
+        for tier in self._slower:
+            tier.offer(self._delivery(record, fresh, obsolete))
+        self.counters.add("saves")
+        return record
+
+    def _revised(
+        self,
+        session: SessionRef,
+        hashes: Sequence[bytes],
+        old: BlockRecord | None,
+        fresh: Mapping[bytes, Blob],
+    ) -> tuple[BlockRecord, list[bytes]]:
+        chain = self.keys.whole(hashes)
+        record = BlockRecord(
+            tenant=session.tenant,
+            id=session.id,
+            hashes=b"".join(hashes),
+            block_tokens=self.keys.block_tokens,
+            last_used_s=self._clock(),
+            pinned=old.pinned if old else False,
+            packed_bytes=self._chain_bytes(chain, fresh),
+        )
+        if old is None:
+            return record, []
+        current = {x.key for x in chain}
+        before = [x for x in self._index.pieces(old) if x.key not in current]
+        # A tail that grew is worth nothing any more; chunks of another branch may be asked for.
+        tails = [x.key for x in before if x.is_tail]
+        chunks = [x.key for x in before if not x.is_tail]
+        left = [x for x in dict.fromkeys([*old.left_behind, *chunks]) if x not in current]
+        record = msgspec.structs.replace(record, left_behind=tuple(left[-MAX_LEFT_BEHIND:]))
+        return record, self._index.unshared(tails, old)
+
+    def _chain_bytes(self, chain: list[Piece], fresh: Mapping[bytes, Blob]) -> int:
+        return sum(len(fresh[x.key]) if x.key in fresh else self._piece_bytes(x) for x in chain)
+
+    def _piece_bytes(self, piece: Piece) -> int:
+        tokens = piece.num_blocks * self.keys.block_tokens
+        if piece.is_tail:
+            return self.packer.tail_nbytes(tokens)
+        return self.packer.chunk_nbytes(piece.first_block * self.keys.block_tokens, tokens)
+
+    # ---- return
+
+    def fetch(
+        self,
+        session: SessionRef | None,
+        hashes: Sequence[bytes],
+        first_block: int,
+        deadline_s: float | None = None,
+    ) -> Fetched:
+        """Verified blobs for blocks ``first_block ..`` of a prompt. Blocks; never raises."""
+        record = self._record_for(session, hashes) if session else None
+        wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
+        fetched = self._reader.fetch(record, hashes, first_block, wait_s)
+        if fetched.pieces:
+            self.workers.later(self._used, record, fetched)
+        return fetched
+
+    def discard(self, key: bytes) -> None:
+        """A blob that could not be decoded must not be offered again."""
+        self.counters.add("corrupt")
+        for place in range(len(self._stack)):
+            self._stack.delete(place, [key])
+
+    def _record_for(self, session: SessionRef, hashes: Sequence[bytes]) -> BlockRecord | None:
+        """This store's record, or that of another engine if it went further with this session."""
+        local = self._index.find(session.tenant, session.id)
+        if not self._stack.shared:
+            return local
+        shared = self._index.find_shared(session.tenant, session.id)
+        if shared is None or shared.hashes == (local.hashes if local else b""):
+            return local
+        here = common_blocks(local.block_hashes, hashes) if local else -1
+        if common_blocks(shared.block_hashes, hashes) <= here:
+            return local
+        self._index.put(shared)
+        return shared
+
+    def _used(self, record: BlockRecord | None, fetched: Fetched) -> None:
+        """What was read is worth keeping near."""
+        held = self._stack.holds(0, [x.key for x, _ in fetched.pieces])
+        slow = [
+            (x.key, blob) for (x, blob), near in zip(fetched.pieces, held, strict=True) if not near
+        ]
+        if slow and self._stack.put(0, slow):
+            self.counters.add("promoted_blobs", len(slow))
+        known = record and self._index.find(record.tenant, record.id)
+        chain = [x.key for x, _ in fetched.pieces]
+        self._stack.touch([self._index.key(known), *self._chain(known)] if known else chain)
+
+    # ---- in between
+
+    def record(self, session: SessionRef) -> BlockRecord | None:
+        return self._index.find(session.tenant, session.id)
+
+    def records(self) -> list[BlockRecord]:
+        return self._index.all()
+
+    def tier_of(self, record: BlockRecord) -> TierName | None:
+        """The slowest tier that must be read; None if not even its beginning is held."""
+        located = self._stack.locate(self._chain(record))
+        places = [x for x in located.places[: located.num_leading] if x is not None]
+        return self._stack.name(max(places)) if places else None
+
+    def warm(self, session: SessionRef) -> None:
+        """Bring the whole session to the fastest tier. Blocks."""
+        record = self._index.find(session.tenant, session.id)
+        if record is not None:
+            self.fetch(session, record.block_hashes, 0)
+            self.workers.quiet(self._config.restore_deadline_s)
+
+    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
+        """Bring the session to ``tier``, then drop faster copies. Blocks; says where it rests."""
+        record = self._index.find(session.tenant, session.id)
+        if record is None:
+            return None
+        place = self._stack.place(tier)
+        if (
+            place
+            and not record.pinned
+            and deliver(self._stack, place, self._delivery(record, {}, ()), whole=True)
+        ):
+            own = self._index.unshared(self._chain(record), record)
+            for faster in range(place):
+                self._stack.delete(faster, own)
+        return self.tier_of(record)
+
+    def pin(self, session: SessionRef, pinned: bool) -> None:
+        record = self._index.find(session.tenant, session.id)
+        if record is None or record.pinned == pinned:
+            return
+        change = self._stack.pin if pinned else self._stack.unpin
+        change(self._chain(record))
+        record = msgspec.structs.replace(record, pinned=pinned)
+        self._index.put(record)
+        for place in range(len(self._stack)):
+            self._stack.replace(place, self._index.key(record), self._index.pack(record))
+
+    def forget(self, session: SessionRef) -> bool:
+        """Remove the session from every tier, except what another session here uses. Blocks."""
+        record = self._index.find(session.tenant, session.id)
+        if record is None:
+            return False
+        record_key = self._index.key(record)
+        for tier in self._slower:
+            tier.cancel(record_key)
+        if record.pinned:
+            self._stack.unpin(self._chain(record))
+        keys = self._index.unshared([*self._chain(record), *record.left_behind], record)
+        self._index.remove(record)
+        for place in range(len(self._stack)):
+            self._stack.delete(place, [record_key, *keys])
+        return True
+
+    def expire(self) -> None:
+        """Forget sessions that nobody came back to for ``ttl_s``."""
+        if not self._config.ttl_s:
+            return
+        oldest = self._clock() - self._config.ttl_s
+        for record in self._index.all():
+            if record.last_used_s < oldest and not record.pinned:
+                self.forget(SessionRef(record.tenant, record.id, b""))
+
+    # ---- the store itself
+
+    def stats(self, save_queue_bytes: int = 0) -> StoreStats:
+        return StoreStats(
+            counters=self.counters.as_dict(),
+            save_queue_bytes=save_queue_bytes,
+            write_queue_bytes={
+                self._stack.name(i): x.nbytes for i, x in enumerate(self._slower, 1)
+            },
+            num_sessions=len(self._index.all()),
+            tiers=self._stack.stats(),
+        )
+
+    def flush(self, deadline_s: float) -> bool:
+        give_up_at = self._monotonic() + deadline_s
+        quiet = self.workers.quiet(deadline_s)
+        idle = [x.wait_idle(max(give_up_at - self._monotonic(), 0.0)) for x in self._slower]
+        return quiet and all(idle) and self._stack.flush()
+
+    def close(self) -> None:
+        """Flush for a bounded time, stop all threads, close the tiers. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.flush(CLOSE_FLUSH_S)
+        for tier in self._slower:
+            tier.close()
+        self.workers.close()
+        self._stack.close()
+
+    def _chain(self, record: BlockRecord) -> list[bytes]:
+        return [x.key for x in self._index.pieces(record)]
+
+    def _delivery(
+        self, record: BlockRecord, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
+    ) -> Delivery:
+        return Delivery(
+            self._index.key(record),
+            self._index.pack(record),
+            self._chain(record),
+            fresh,
+            obsolete,
+        )

@@ -1,0 +1,93 @@
+"""Chains of blocks for tests: made-up hashes, and KV that can be told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.block_keys import BlockKeys, Piece
+from kvstore.block_store import BlockStore, Fetched
+from kvstore.codecs.presets import codec_by_name
+from kvstore.config import StoreConfig
+from kvstore.packer import Packer
+from kvstore.records import SessionRef
+from kvstore.shapes import KVLayer, KVLayout, KVPair
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.ram_tier import RamTier
+
+LAYOUT = KVLayout("float32", (KVLayer(2, 64, 64),) * 2)
+BLOCK = 4  # tokens
+PER_CHUNK = 4  # blocks
+FINGERPRINT = "f" * 64
+
+
+def hashes(tokens: Sequence[int], salt: str = "") -> list[bytes]:
+    """As vLLM makes them: over the one before and the block's tokens; the salt in the first."""
+    chain = [salt.encode()]
+    for i in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        chain.append(sha256(chain[-1] + repr(tokens[i : i + BLOCK]).encode()).digest())
+    return chain[1:]
+
+
+def rows_of(chain: Sequence[bytes], first: int, count: int) -> list[KVPair]:
+    """KV that follows from the hashes, as real KV follows from the tokens."""
+    run = LAYOUT.empty(count * BLOCK)
+    for j in range(count):
+        seed = np.random.default_rng(list(chain[first + j][:8]))
+        for k, v in run:
+            for side in (k, v):
+                side[:, j * BLOCK : (j + 1) * BLOCK] = seed.standard_normal((2, BLOCK, 64))
+    return run
+
+
+def ref(session: str = "s", tenant: str = "t") -> SessionRef:
+    return SessionRef(tenant, session, b"")
+
+
+def open_store(
+    tiers: Sequence[Tier] | None = None,
+    *,
+    codec: str = "raw",
+    fingerprint: str = FINGERPRINT,
+    **config,
+) -> BlockStore:
+    settings = StoreConfig(chunk_tokens=BLOCK * PER_CHUNK, num_threads=1, **config)
+    chosen = codec_by_name(codec)
+    keys = BlockKeys(fingerprint, chosen.id, BLOCK, PER_CHUNK)
+    packer = Packer(chosen, LAYOUT, fingerprint)
+    return BlockStore(settings, packer, keys, fingerprint, tiers or [RamTier(1 << 26)])
+
+
+def ram_and_disk(folder: Path) -> list[Tier]:
+    return [RamTier(1 << 26), DiskTier(folder, 1 << 26)]
+
+
+def save(store: BlockStore, session: SessionRef, chain: Sequence[bytes]) -> list[Piece]:
+    """What a worker does at the end of a turn; the pieces that were new."""
+    missing = store.missing(chain)
+    fresh = {x.key: pack(store, chain, x) for x in missing}
+    store.commit(session, chain, fresh)
+    return missing
+
+
+def pack(store: BlockStore, chain: Sequence[bytes], piece: Piece) -> bytes:
+    encode = store.packer.pack_tail if piece.is_tail else store.packer.pack_chunk
+    run = rows_of(chain, piece.first_block, piece.num_blocks)
+    return encode(piece.key, run, piece.first_block * BLOCK)
+
+
+def check_rows(store: BlockStore, chain: Sequence[bytes], fetched: Fetched) -> None:
+    """Every fetched blob holds exactly what belongs to the prompt's own hashes, as far as used."""
+    for piece, blob in fetched.pieces:
+        run = LAYOUT.empty(piece.num_blocks * BLOCK)
+        decode = store.packer.unpack_tail if piece.is_tail else store.packer.unpack_chunk
+        decode(blob, piece.key, piece.first_block * BLOCK, piece.num_blocks * BLOCK, run)
+        used = min(piece.end_block, fetched.end_block) - piece.first_block
+        wanted = rows_of(chain, piece.first_block, used)
+        for got, want in zip(run, wanted, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert np.array_equal(a[:, : used * BLOCK], b)

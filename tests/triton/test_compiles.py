@@ -1,0 +1,66 @@
+"""The kernels are accepted by the compiler for GPUs that are not here, without spilling.
+
+The interpreter takes code that the compiler rejects, so a build without a GPU needs both.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton")
+pytestmark = pytest.mark.triton
+
+# In a process of its own: with TRITON_INTERPRET set, nothing can be compiled.
+SCRIPT = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from engines.vllm_plugin import triton_kernels
+
+POINTERS = {"cache": "*i16", "blocks": "*i64", "planes": "*u8", "scales": "*i16",
+            "signs": "*fp32", "bounds": "*fp32", "levels": "*fp32", "unit": "*fp32"}
+STRIDES = {"s_block", "s_head", "s_token"}
+capability, dim, bits = map(int, sys.argv[1:])
+found = {}
+for kernel in (triton_kernels.pack_kernel, triton_kernels.unpack_kernel):
+    constants = {"R": 16, "D": dim, "BITS": bits, "FP16": 0}
+    names = kernel.arg_names
+    kinds = {n: POINTERS.get(n, "i64" if n in STRIDES else "i32") for n in names}
+    signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
+    aligned = [i for i, n in enumerate(names) if n in POINTERS or n in STRIDES]
+    hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=hints)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = built.asm["ptx"]
+    found[kernel.fn.__name__] = {
+        "cubin": len(built.asm["cubin"]),
+        "local": ".local" in ptx,
+        "fused": ptx.count("fma.rn.f32"),
+    }
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("capability", [90, 121])
+def test_compiles_without_fusing_or_spilling(capability, dim, tmp_path):
+    env = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": "."}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(capability), str(dim), "3"],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert set(found) == {"pack_kernel", "unpack_kernel"}
+    for kernel in found.values():
+        assert kernel["cubin"] > 0
+        assert not kernel["local"], "registers spill to local memory"
+        assert kernel["fused"] == 0, "a fused multiply-add would change the last bit"

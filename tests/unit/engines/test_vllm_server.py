@@ -1,0 +1,110 @@
+"""What starts vLLM: its command line, its environment, and the fields of a request."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.config import EngineConfig, VllmConfig, WorkerConfig
+from engines.registry import engine_factory
+from engines.vllm_env import inspect_environment
+from engines.vllm_fields import with_session
+from engines.vllm_plugin.command import command, environment, plugin_settings
+from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
+from engines.vllm_server import VllmServer
+from kvstore.config import StoreConfig
+from kvstore.records import SessionRef
+
+
+def worker(folder: Path, **engine) -> WorkerConfig:
+    return WorkerConfig(
+        engine=EngineConfig(kind="vllm", hot_bytes=1 << 28, **engine),
+        store=StoreConfig(codec="tq3"),
+        model_path=str(folder),
+        served_model_name="smol",
+        runtime_dir=str(folder),
+        token="very secret",
+    )
+
+
+def option(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_the_command_says_what_must_not_be_left_to_defaults(tmp_path):
+    argv = command(worker(tmp_path), tmp_path / "plugin.json", cpu=True)
+    transfer = json.loads(option(argv, "--kv-transfer-config"))
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert transfer["kv_role"] == "kv_both"
+    assert option(argv, "--kv-cache-memory-bytes") == str(1 << 28)
+    assert option(argv, "--prefix-caching-hash-algo") == "sha256_cbor"
+    assert option(argv, "--block-size") == "32"
+    assert option(argv, "--served-model-name") == "smol"
+    assert "--enable-prefix-caching" in argv
+    assert "--enforce-eager" in argv
+
+
+def test_on_a_gpu_block_size_and_compilation_are_vllms(tmp_path):
+    argv = command(worker(tmp_path), tmp_path / "p", cpu=False)
+    assert "--block-size" not in argv
+    assert "--enforce-eager" not in argv
+    assert "--gpu-memory-utilization" not in argv
+
+
+def test_own_wishes_are_passed_on_last(tmp_path):
+    wishes = VllmConfig(
+        block_tokens=64, tensor_parallel=2, gpu_memory_utilization=0.7, args=("--seed", "1")
+    )
+    argv = command(worker(tmp_path, vllm=wishes, max_context=4096), tmp_path / "p", cpu=False)
+    assert option(argv, "--tensor-parallel-size") == "2"
+    assert option(argv, "--gpu-memory-utilization") == "0.7"
+    assert option(argv, "--max-model-len") == "4096"
+    assert argv[-2:] == ["--seed", "1"]
+
+
+def test_no_secret_is_on_the_command_line(tmp_path):
+    settings = worker(tmp_path)
+    assert "very secret" not in " ".join(command(settings, tmp_path / "p", cpu=True))
+    assert environment(settings, "/elsewhere")["VLLM_API_KEY"] == "very secret"
+
+
+def test_settings_travel_in_a_private_file(tmp_path):
+    settings = plugin_settings(worker(tmp_path))
+    path = write_settings(settings)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert settings_from({"settings": str(path)}) == settings
+
+
+@pytest.mark.parametrize("extra", [{}, {"settings": "/nowhere/x"}, {"settings": 3}])
+def test_settings_that_are_not_there(extra):
+    with pytest.raises(BadSettings, match="settings"):
+        settings_from(extra)
+
+
+def test_settings_that_make_no_sense(tmp_path):
+    (tmp_path / "x").write_text('{"store": 1}')
+    with pytest.raises(BadSettings, match="make no sense"):
+        settings_from({"settings": str(tmp_path / "x")})
+
+
+def test_a_client_cannot_speak_for_another_session():
+    forged = {"model": "m", "cache_salt": "theirs", "kv_transfer_params": {"thermocline": {}}}
+    body = with_session(forged, SessionRef("tenant", "id", b"\x01\x02"))
+    assert body == {
+        "model": "m",
+        "cache_salt": "0102",
+        "kv_transfer_params": {"thermocline": {"tenant": "tenant", "session": "id"}},
+    }
+
+
+def test_it_is_in_the_registry():
+    assert engine_factory("vllm") is VllmServer
+
+
+def test_an_environment_without_vllm_is_told_apart(tmp_path):
+    assert "has no vLLM" in inspect_environment(sys.executable).problem
+    assert "cannot be run" in inspect_environment(str(tmp_path / "python")).problem

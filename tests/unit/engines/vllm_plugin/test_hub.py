@@ -1,0 +1,236 @@
+"""The plug-in's parts on real sockets: two ranks with real stores, a gateway, no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engines.vllm_plugin.control import ControlServer
+from engines.vllm_plugin.hot import HotSessions
+from engines.vllm_plugin.hub import Hub
+from engines.vllm_plugin.messages import RankHello, RankSaved, Release, Stage, Staged
+from engines.vllm_plugin.rank import RankLink, StagingArea
+from engines.vllm_plugin.verbs import Verbs
+from engines.wire import (
+    Answer,
+    Demote,
+    Done,
+    Forget,
+    GetStats,
+    Hello,
+    ListSessions,
+    Pin,
+    Prefetch,
+    Refused,
+    Reply,
+    Request,
+    Sessions,
+    Stats,
+    Unpin,
+    Verb,
+    Welcome,
+    frame,
+    read_from_engine,
+)
+from kvstore.block_store import BlockStore
+from kvstore.stats import Counters
+from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save
+from tests.unit.engines.vllm_plugin.test_lookup import Pool
+
+CHAIN = hashes(list(range(100)))
+WELCOME = Welcome(
+    engine="vllm", engine_version="0", model="m", max_context=1, codec="raw", hibernation=True
+)
+
+
+class Engine:
+    """Hub, control connection and two ranks, as in an engine with two workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.saved: list[RankSaved] = []
+        self.pool = Pool()
+        self.hot = HotSessions()
+        self.hot.bind(self.pool)
+        self.hub = Hub(str(folder / "hub.sock"), 2, self.saved.append)
+        self.verbs = Verbs(
+            self.hub, self.hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: 0
+        )
+        self.address = str(folder / "control.sock")
+        self.hub.start(ControlServer("secret", WELCOME, self.verbs).serve(f"unix:{self.address}"))
+        self.stores = [open_store(ram_and_disk(folder / f"disk{i}")) for i in range(2)]
+        self.staging = [StagingArea(), StagingArea()]
+        self.links = [self._link(i, folder) for i in range(2)]
+        wait(lambda: self.hub.ready)
+
+    def _link(self, i: int, folder: Path) -> RankLink:
+        store: BlockStore = self.stores[i]
+        hello = RankHello(i, "raw.1", 1000)
+        return RankLink(str(folder / "hub.sock"), hello, store, self.staging[i], store.stats)
+
+    def close(self) -> None:
+        for link, store in zip(self.links, self.stores, strict=True):
+            link.close()
+            store.close()
+        self.hub.close()
+
+    def save(self, session: str = "s", *, ranks: int = 2) -> None:
+        for store in self.stores[:ranks]:
+            save(store, ref(session), CHAIN)
+            assert store.flush(10)
+
+    def stage(self, ticket: int = 1, first: int = 0) -> Staged:
+        self.hub.send(Stage(ticket, ref(), first, b"".join(CHAIN)))
+        found: list[Staged] = []
+        wait(lambda: found.extend(x for x in [self.hub.staged(ticket)] if x) or bool(found))
+        return found[0]
+
+    def ask(self, verb: Verb, token: str = "secret") -> Answer:
+        async def conversation() -> Answer:
+            reader, writer = await asyncio.open_unix_connection(self.address)
+            writer.write(frame(Request(0, Hello(token))) + frame(Request(1, verb)))
+            while True:
+                message = await read_from_engine(reader)
+                if isinstance(message, Reply) and message.number == 1:
+                    writer.close()
+                    return message.answer
+
+        return asyncio.run(conversation())
+
+    def done(self, verb: Verb) -> Done:
+        answer = self.ask(verb)
+        assert isinstance(answer, Done), answer
+        return answer
+
+
+def wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not until():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path)
+    yield engine
+    engine.close()
+
+
+def test_all_ranks_stage_and_the_answer_is_theirs(engine):
+    engine.save()
+    staged = engine.stage()
+    assert (staged.end_block, staged.tier, staged.reason) == (25, "ram", None)
+    assert engine.hub.staged(1) is None  # told once
+    assert [len(x.take(1).pieces) for x in engine.staging] == [7, 7]
+
+
+def test_the_rank_that_has_least_counts(engine):
+    engine.save(ranks=1)
+    staged = engine.stage()
+    assert (staged.end_block, staged.reason) == (0, "never-stored")
+
+
+def test_the_slowest_tier_counts(engine):
+    engine.save()
+    engine.stores[1].demote(ref(), "disk")
+    assert engine.stage().tier == "disk"
+
+
+def test_what_is_released_is_dropped_everywhere(engine):
+    engine.save()
+    engine.stage()
+    engine.hub.send(Release(1))
+    wait(lambda: not len(engine.staging[0]) and not len(engine.staging[1]))
+
+
+def test_a_rank_that_went_away_makes_the_hub_unready(engine):
+    engine.links[0].close()
+    wait(lambda: not engine.hub.ready)
+    assert isinstance(engine.ask(ListSessions()), Refused)
+
+
+def test_a_session_is_cold_only_where_every_rank_has_it(engine):
+    engine.save(ranks=1)
+    assert engine.ask(ListSessions()) == Sessions([])
+    engine.save()
+    (report,) = engine.ask(ListSessions()).sessions
+    assert (report.id, report.hot, report.tier, report.tokens) == ("s", False, "ram", 100)
+    assert report.cold_bytes == sum(x.record(ref()).packed_bytes for x in engine.stores)
+
+
+def test_demote_moves_it_down_on_every_rank(engine):
+    engine.save()
+    done = engine.done(Demote(ref(), "disk"))
+    assert (done.report.tier, done.kept) == ("disk", "")
+    assert [x.tier_of(x.record(ref())) for x in engine.stores] == ["disk", "disk"]
+    assert engine.done(Prefetch(ref())).report.tier == "ram"
+
+
+def test_demote_drops_the_live_blocks(engine):
+    engine.save()
+    engine.hot.begin(ref())
+    engine.pool.fill(CHAIN)
+    assert engine.done(Demote(ref())).kept == "busy"
+    engine.hot.end(ref(), CHAIN)
+    assert engine.ask(ListSessions()).sessions[0].hot
+    assert not engine.done(Demote(ref())).report.hot
+    engine.hot.drop_asked()
+    assert not engine.pool.cached
+
+
+def test_without_a_cold_copy_the_live_one_is_kept(engine):
+    engine.hot.begin(ref())
+    engine.pool.fill(CHAIN)
+    engine.hot.end(ref(), CHAIN)
+    done = engine.done(Demote(ref()))
+    assert (done.kept, done.report.hot, done.report.tier) == ("no-cold-copy", True, None)
+
+
+def test_a_pinned_session_is_kept(engine):
+    engine.save()
+    assert engine.done(Pin(ref())).report.pinned
+    assert engine.done(Demote(ref(), "disk")).kept == "pinned"
+    assert not engine.done(Unpin(ref())).report.pinned
+
+
+def test_forget_tells_what_it_was(engine):
+    engine.save()
+    assert engine.done(Forget(ref())).report.tokens == 100
+    assert engine.done(Forget(ref())).report is None
+    assert engine.ask(ListSessions()) == Sessions([])
+
+
+def test_nobody_is_unknown(engine):
+    for verb in (Demote(ref("x")), Prefetch(ref("x")), Pin(ref("x")), Forget(ref("x"))):
+        assert engine.done(verb) == Done(None)
+
+
+def test_stats_add_the_ranks_up(engine):
+    engine.save()
+    answer = engine.ask(GetStats())
+    assert isinstance(answer, Stats)
+    assert answer.report.hot_capacity_bytes == 100 * BLOCK * 2000
+    ram = next(x for x in answer.report.tiers if x.name == "ram")
+    assert ram.num_blobs == 2 * 8  # seven blobs and a record on each rank
+    assert answer.report.counters["saves"] == 1  # of the engine, not of each rank
+
+
+def test_the_token_is_asked_for(engine):
+    assert isinstance(engine.ask(ListSessions(), token="wrong"), Refused)
+
+
+def test_ranks_may_come_before_the_hub(tmp_path):
+    store, staging = open_store(), StagingArea()
+    link = RankLink(
+        str(tmp_path / "hub.sock"), RankHello(0, "raw.1", 1), store, staging, store.stats
+    )
+    hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
+    hub.start()
+    wait(lambda: hub.ready)
+    link.close()
+    store.close()
+    hub.close()

@@ -1,0 +1,249 @@
+"""The cold store of an engine that hashes its own blocks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.block_records import common_blocks
+from kvstore.records import SessionRef
+from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.ram_tier import RamTier
+from tests.block_sessions import (
+    BLOCK,
+    PER_CHUNK,
+    check_rows,
+    hashes,
+    open_store,
+    ram_and_disk,
+    ref,
+    save,
+)
+
+LONG = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one
+
+
+@pytest.fixture
+def store():
+    store = open_store()
+    yield store
+    store.close()
+
+
+def test_a_saved_chain_comes_back_whole(store):
+    save(store, ref(), LONG)
+    fetched = store.fetch(ref(), LONG, 0)
+    assert (fetched.end_block, fetched.tier, fetched.reason) == (25, "ram", None)
+    check_rows(store, LONG, fetched)
+
+
+def test_blocks_that_the_engine_still_has_are_not_read(store):
+    save(store, ref(), LONG)
+    fetched = store.fetch(ref(), LONG, 10)
+    assert fetched.end_block == 25
+    assert fetched.pieces[0][0].first_block == 8  # the chunk that block 10 is in
+    assert store.fetch(ref(), LONG, 25).pieces == []
+
+
+def test_only_new_blobs_are_asked_for(store):
+    assert len(save(store, ref(), LONG)) == 7
+    longer = hashes(list(range(140)))
+    new = save(store, ref(), longer)
+    assert [x.first_block for x in new] == [24, 28, 32]
+    assert store.missing(longer) == []
+
+
+def test_a_tail_that_grew_is_deleted(store):
+    old_tail = save(store, ref(), LONG)[-1]
+    assert old_tail.is_tail
+    save(store, ref(), hashes(list(range(140))))
+    assert store.fetch(None, LONG, 24).end_block == 24
+
+
+def test_a_tail_that_another_session_needs_stays(store):
+    save(store, ref("a"), LONG)
+    save(store, ref("b"), LONG)
+    save(store, ref("a"), hashes(list(range(140))))
+    assert store.fetch(ref("b"), LONG, 0).end_block == 25
+
+
+def test_a_prompt_that_leaves_the_session_is_matched_block_by_block(store):
+    save(store, ref(), LONG)
+    prompt = hashes([*range(42), *range(900, 960)])
+    fetched = store.fetch(ref(), prompt, 0)
+    assert (fetched.end_block, fetched.reason) == (10, "diverged")
+    check_rows(store, prompt, fetched)
+
+
+def test_another_session_finds_shared_chunks_by_content(store):
+    save(store, ref("a"), LONG)
+    prompt = hashes([*range(42), *range(900, 960)])
+    fetched = store.fetch(ref("b"), prompt, 0)
+    assert (fetched.end_block, fetched.reason) == (8, "never-stored")
+    check_rows(store, prompt, fetched)
+
+
+def test_another_salt_finds_nothing(store):
+    save(store, ref(), LONG)
+    assert store.fetch(ref(), hashes(list(range(100)), "other"), 0).pieces == []
+
+
+def test_another_model_finds_nothing():
+    tier = RamTier(1 << 26)
+    with_one = open_store([tier])
+    save(with_one, ref(), LONG)
+    other = open_store([tier], fingerprint="e" * 64)
+    assert other.fetch(ref(), LONG, 0).pieces == []
+    assert other.records() == []
+
+
+def test_a_damaged_blob_ends_the_prefix_and_is_dropped(store):
+    save(store, ref(), LONG)
+    bad = store.keys.whole(LONG)[2].key
+    tier = store._stack._tiers[0]
+    blob = bytearray(tier.get_many([bad])[0])
+    blob[-1] ^= 1
+    tier.delete_many([bad])
+    tier.put_many([(bad, blob)])
+    fetched = store.fetch(ref(), LONG, 0)
+    assert (fetched.end_block, fetched.reason) == (2 * PER_CHUNK, "corrupt")
+    assert tier.get_many([bad]) == [None]
+    save(store, ref(), LONG)  # the next turn heals it
+    assert store.fetch(ref(), LONG, 0).end_block == 25
+
+
+def test_a_lower_tier_helps_out_for_a_damaged_blob(tmp_path):
+    store = open_store(ram_and_disk(tmp_path))
+    save(store, ref(), LONG)
+    assert store.flush(10)
+    bad = store.keys.whole(LONG)[2].key
+    near = store._stack._tiers[0]
+    near.delete_many([bad])
+    near.put_many([(bad, b"rubbish")])
+    fetched = store.fetch(ref(), LONG, 0)
+    assert (fetched.end_block, fetched.tier) == (25, "disk")
+    check_rows(store, LONG, fetched)
+    store.close()
+
+
+def test_sessions_survive_a_restart(tmp_path):
+    store = open_store(ram_and_disk(tmp_path))
+    save(store, ref(), LONG)
+    store.close()
+    again = open_store(ram_and_disk(tmp_path))
+    assert [(x.tenant, x.id, x.num_tokens) for x in again.records()] == [("t", "s", 100)]
+    fetched = again.fetch(ref(), LONG, 0)
+    assert (fetched.end_block, fetched.tier) == (25, "disk")
+    check_rows(again, LONG, fetched)
+    again.close()
+
+
+def test_demote_leaves_only_the_slower_copy(tmp_path):
+    store = open_store(ram_and_disk(tmp_path))
+    save(store, ref(), LONG)
+    assert store.demote(ref(), "disk") == "disk"
+    assert store.fetch(ref(), LONG, 0).tier == "disk"
+    assert store.workers.quiet(5)
+    assert store.tier_of(store.record(ref())) == "ram"  # promoted by the restore
+    store.close()
+
+
+def test_warming_brings_a_session_to_the_fastest_tier(tmp_path):
+    store = open_store(ram_and_disk(tmp_path))
+    save(store, ref(), LONG)
+    store.demote(ref(), "disk")
+    store.warm(ref())
+    assert store.tier_of(store.record(ref())) == "ram"
+    store.close()
+
+
+def test_a_pinned_session_is_not_demoted_and_outlives_pressure(tmp_path):
+    disk = DiskTier(tmp_path, 1 << 26)
+    store = open_store([RamTier(300_000), disk])
+    save(store, ref("kept"), LONG)
+    store.pin(ref("kept"), True)
+    assert store.demote(ref("kept"), "disk") == "ram"
+    for i in range(8):
+        save(store, ref(f"other{i}"), hashes(list(range(1000 * i + 1000, 1000 * i + 1100))))
+    assert store.tier_of(store.record(ref("kept"))) == "ram"
+    store.close()
+
+
+def test_forget_leaves_nothing_of_its_own(tmp_path):
+    store = open_store(ram_and_disk(tmp_path))
+    save(store, ref("a"), LONG)
+    save(store, ref("b"), hashes([*range(40), *range(500, 560)]))
+    assert store.flush(10)
+    assert store.forget(ref("a"))
+    assert not store.forget(ref("a"))
+    assert store.fetch(ref("a"), LONG, 0).end_block == 8  # what b shares
+    assert store.fetch(ref("b"), hashes([*range(40), *range(500, 560)]), 0).end_block == 25
+    store.close()
+    again = open_store(ram_and_disk(tmp_path))
+    assert [x.id for x in again.records()] == ["b"]
+    again.close()
+
+
+def test_forget_takes_abandoned_branches_along(store):
+    save(store, ref(), LONG)
+    save(store, ref(), hashes([*range(20), *range(700, 780)]))
+    assert store.fetch(None, LONG, 0).end_block == 24
+    store.forget(ref())
+    assert store.fetch(None, LONG, 0).pieces == []
+
+
+def test_eviction_takes_the_tail_first():
+    store = open_store([RamTier(230_000)])
+    save(store, ref("old"), LONG)
+    save(store, ref("new"), hashes(list(range(2000, 2040))))
+    fetched = store.fetch(ref("old"), LONG, 0)
+    assert 0 < fetched.end_block < 25
+    assert fetched.reason == "evicted"
+    check_rows(store, LONG, fetched)
+    store.close()
+
+
+def test_sessions_expire(tmp_path):
+    now = [1000.0]
+    store = open_store(ttl_s=60.0)
+    store._clock = lambda: now[0]
+    save(store, ref("old"), LONG)
+    now[0] += 61
+    save(store, ref("new"), hashes(list(range(5000, 5100))))
+    store.expire()
+    assert [x.id for x in store.records()] == ["new"]
+    store.close()
+
+
+def test_a_lossy_codec_keeps_the_tail_in_16_bits():
+    store = open_store(codec="tq3")
+    save(store, ref(), LONG)
+    record = store.record(ref())
+    assert record.packed_bytes < 100 * store.packer.layout.bytes_per_token / 4
+    assert store.fetch(ref(), LONG, 0).end_block == 25
+    store.close()
+
+
+def test_ids_of_any_kind_are_sessions(store):
+    odd = SessionRef("", "/\0\uffff" + "x" * 5000, b"")
+    save(store, odd, LONG)
+    assert store.fetch(odd, LONG, 0).end_block == 25
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), min_size=0, max_size=70),
+    st.lists(st.integers(0, 2), min_size=0, max_size=70),
+    st.integers(0, 12),
+)
+def test_whatever_is_fetched_belongs_to_the_prompt(stored, prompt, first):
+    store = open_store()
+    save(store, ref(), hashes(stored)) if len(stored) >= BLOCK else None
+    wanted = hashes(prompt)
+    first = min(first, len(wanted))
+    fetched = store.fetch(ref(), wanted, first)
+    assert first <= fetched.end_block <= len(wanted)
+    assert fetched.end_block == max(common_blocks(hashes(stored), wanted), first)
+    check_rows(store, wanted, fetched)
+    store.close()

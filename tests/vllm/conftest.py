@@ -1,0 +1,60 @@
+"""Real-engine tests: run with the Python of the environment that has vLLM."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import StoreConfig
+from tests.vllm.engine import RealEngine
+from tests.vllm.faulty_codec import Faults
+from tests.vllm.tiny_model import VOCAB, write_tiny_model
+
+pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
+
+MODEL_VARIABLE = "THERMOCLINE_TEST_MODEL"
+NUM_TOKENS = 600
+
+
+def model_path() -> str:
+    path = Path(os.environ.get(MODEL_VARIABLE, "")) if os.environ.get(MODEL_VARIABLE) else None
+    cached = Path.home() / ".cache/thermocline/models/SmolLM2-135M-Instruct"
+    return str(path or cached)
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="session")
+def shared_engine(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    store = StoreConfig(
+        codec="tests.vllm.faulty_codec:FaultyRaw", ram_bytes=1 << 30, disk_bytes=1 << 30
+    )
+    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    engine = RealEngine(
+        str(model), tmp_path_factory.mktemp("vllm"), store, skip_tokenizer_init=True
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: RealEngine, faults: Faults) -> Iterator[RealEngine]:
+    """With an empty prefix cache before, and with nothing held by anybody after."""
+    assert shared_engine.forget_local()
+    yield shared_engine
+    faults.clear()
+    assert shared_engine.forget_local(), "blocks are held after the test"
+
+
+@pytest.fixture(scope="session")
+def sessions() -> list[list[int]]:
+    """Six prompts that share nothing."""
+    generator = random.Random(0)
+    return [[generator.randrange(10, VOCAB) for _ in range(NUM_TOKENS)] for _ in range(6)]

@@ -1,0 +1,66 @@
+"""A load that fails costs a recompute. Never a wrong token, a lost request or a block."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.engine import BLOCK, RealEngine
+
+pytestmark = pytest.mark.vllm
+WHOLE = 599 // BLOCK * BLOCK
+
+
+def saved(engine: RealEngine, prompt: list[int], session: str) -> list[int]:
+    """The right answer; afterwards the session is cold only."""
+    answer = engine.ask(prompt, session).tokens
+    engine.wait_saved(session)
+    assert engine.forget_local()
+    return answer
+
+
+@pytest.mark.parametrize("first_token", [0, 256], ids=["first block", "middle block"])
+def test_a_chunk_that_cannot_be_decoded_is_computed_again(engine, faults, sessions, first_token):
+    """Of the first block: without the cure in ``lookup`` the request would be offered the same
+    chunk, fail and start over, for ever."""
+    name = f"failed{first_token}"
+    right = saved(engine, sessions[0], name)
+    faults.fail(first_token)
+    before = engine.counters().get("loads_failed", 0)
+    back = engine.ask(sessions[0], name)
+    assert (back.tokens, back.finish, back.reason) == (right, "length", "corrupt")
+    assert engine.counters()["loads_failed"] == before + 1
+    faults.clear()
+    engine.wait_saved(name)
+    assert engine.forget_local()
+    healed = engine.ask(sessions[0], name)
+    assert (healed.tokens, healed.restored) == (right, WHOLE)
+
+
+def test_an_abort_during_a_load_leaks_nothing(engine, faults, sessions):
+    right = saved(engine, sessions[1], "aborted")
+    faults.delay(0.5)
+    gone = engine.ask(sessions[1], "aborted", abort_after_s=0.4)
+    assert gone.tokens == []
+    assert gone.seconds < 2.0
+    other = engine.ask(sessions[2], "meanwhile", tokens=4)
+    assert len(other.tokens) == 4
+    faults.clear()
+    assert engine.forget_local()
+    back = engine.ask(sessions[1], "aborted")
+    assert (back.tokens, back.restored) == (right, WHOLE)
+
+
+def test_others_are_served_while_one_loads(engine, faults, sessions):
+    saved(engine, sessions[3], "slow")
+    faults.delay(0.3)
+    slow, quick = engine.ask_all([(sessions[3], "slow"), (sessions[4][:64], "quick")], tokens=4)
+    assert slow.restored == WHOLE
+    assert quick.first_s < slow.first_s
+
+
+def test_preemption_in_the_middle_of_an_answer(engine, sessions):
+    """Three sessions that need more blocks than there are: vLLM takes some back and starts over."""
+    prompts = [sessions[i][:320] for i in range(3)]
+    alone = [engine.ask(x, tokens=120).tokens for x in prompts]
+    together = engine.ask_all([(x, f"preempted{i}") for i, x in enumerate(prompts)], tokens=120)
+    assert [x.tokens for x in together] == alone
