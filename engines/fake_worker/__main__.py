@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from engines.config import WorkerConfig
-from engines.fake_worker.control import ControlServer
+from engines.control_server import ControlServer
 from engines.fake_worker.server import DataServer
 from engines.fake_worker.shelf import Shelf
 from engines.wire import Welcome
@@ -40,11 +40,12 @@ async def serve(config: WorkerConfig) -> None:
         codec=config.store.codec,
         hibernation=True,
     )
-    control = ControlServer(config.token, welcome)
-    shelf = Shelf(config.engine.hot_bytes, control.notify)
+    shelf = Shelf(config.engine.hot_bytes)
+    control = ControlServer(config.token, welcome, shelf)
+    shelf.listen(control.publish)
     data = DataServer(config.token, config.served_model_name, max_context, shelf)
     runner = await data.serve(f"{folder}/http.sock")
-    server = await control.serve(f"{folder}/control.sock", shelf)
+    server = await control.serve(f"unix:{folder}/control.sock")
     print(f"the fake engine serves {config.served_model_name}", flush=True)
     await _input_ended()
     server.close()

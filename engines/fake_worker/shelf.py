@@ -45,19 +45,20 @@ class FakeSession:
 
 
 class Shelf:
-    """``notify`` hears of every change, as the gateway would."""
+    """Also the engine's ``SessionVerbs``."""
 
     def __init__(
-        self,
-        hot_capacity_bytes: int,
-        notify: Callable[[Notice], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, hot_capacity_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._capacity_bytes = hot_capacity_bytes
-        self._notify = notify
+        self._notify: Callable[[Notice], None] = lambda notice: None
         self._clock = clock
         self._sessions: dict[Key, FakeSession] = {}
         self._counters = {"turns": 0, "saves": 0, "restores": 0, "misses": 0, "evictions": 0}
+
+    def listen(self, notify: Callable[[Notice], None]) -> None:
+        """``notify`` hears of every change, as the gateway would."""
+        self._notify = notify
 
     # ---- turns
 
@@ -100,9 +101,9 @@ class Shelf:
             self._counters["evictions"] += 1
             self._notify(Notice("dropped", self._report(session)))
 
-    # ---- verbs
+    # ---- verbs: see ``engines.control_server.SessionVerbs``
 
-    def demote(self, ref: SessionRef, tier: TierName | None) -> Done:
+    async def demote(self, ref: SessionRef, tier: TierName | None) -> Done:
         session = self._sessions.get(_key(ref))
         if session is None:
             return Done(None)
@@ -112,7 +113,7 @@ class Shelf:
         session.tier = tier or session.tier
         return Done(self._report(session))
 
-    def prefetch(self, ref: SessionRef) -> Done:
+    async def prefetch(self, ref: SessionRef) -> Done:
         session = self._sessions.get(_key(ref))
         if session is None:
             return Done(None)
@@ -120,14 +121,14 @@ class Shelf:
         session.hot = True
         return Done(self._report(session))
 
-    def pin(self, ref: SessionRef, pinned: bool) -> Done:
+    async def pin(self, ref: SessionRef, pinned: bool) -> Done:
         session = self._sessions.get(_key(ref))
         if session is None:
             return Done(None)
         session.pinned = pinned
         return Done(self._report(session))
 
-    def forget(self, ref: SessionRef) -> Done:
+    async def forget(self, ref: SessionRef) -> Done:
         session = self._sessions.get(_key(ref))
         if session is None:
             return Done(None)
@@ -136,22 +137,26 @@ class Shelf:
             del self._sessions[_key(ref)]
         return Done(self._report(session))
 
-    def reports(self) -> list[SessionReport]:
+    async def sessions(self) -> list[SessionReport]:
         return [self._report(x) for x in self._sessions.values()]
 
-    def stats(self) -> EngineReport:
+    async def stats(self) -> EngineReport:
         cold_bytes = sum(x.cold_bytes for x in self._sessions.values())
         return EngineReport(
             hot_bytes=self._hot_bytes(),
             idle_hot_bytes=sum(x.hot_bytes for x in self._sessions.values() if not x.num_turns),
             hot_capacity_bytes=self._capacity_bytes,
             active_bytes=self._hot_bytes(),
-            num_running=sum(x.num_turns for x in self._sessions.values()),
+            num_running=self.num_running,
             num_waiting=0,
             save_queue_bytes=0,
             tiers=[TierReport("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
             counters=dict(self._counters),
         )
+
+    @property
+    def num_running(self) -> int:
+        return sum(x.num_turns for x in self._sessions.values())
 
     def _hot_bytes(self) -> int:
         return sum(x.hot_bytes for x in self._sessions.values())

@@ -17,10 +17,11 @@ import msgspec
 import uvicorn
 
 from engines.config import WorkerConfig
-from engines.mlx_worker.control import ControlServer, Notifier
+from engines.control_server import ControlServer
 from engines.mlx_worker.http import create_app
 from engines.mlx_worker.layout import CannotServe
 from engines.mlx_worker.loading import describe_device, load_model
+from engines.mlx_worker.notices import Notifier
 from engines.mlx_worker.opening import store_opener
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.reports import Reports
@@ -83,7 +84,7 @@ async def _serve_until(
     serving = asyncio.create_task(http.serve([listener]), name="http")
     notifying = asyncio.create_task(notifier.run(), name="notices")
     # Last: once the gateway gets a welcome, everything else is there.
-    control_socket = await control.serve(str(folder / "control.sock"))
+    control_socket = await control.serve(f"unix:{folder}/control.sock")
     _say_ready(owner)
     await _first(stop, owner.ended)
     died = owner.ended.is_set()

@@ -6,8 +6,8 @@ from collections import Counter
 from functools import partial
 from typing import Any, Literal
 
+from engines.control_server import ControlServer
 from engines.vllm_plugin.config import PluginSettings
-from engines.vllm_plugin.control import ControlServer
 from engines.vllm_plugin.hot import BlockPool, HotSessions
 from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.lookup import Lookup

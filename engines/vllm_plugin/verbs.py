@@ -55,16 +55,16 @@ class Verbs:
         self._num_requests = num_requests
         self._clock = clock
 
-    async def demote(self, verb: Demote) -> Done:
+    async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         """vLLM reuses an idle session's blocks when it likes; this takes them away at once."""
-        name = name_of(verb.session)
-        found = await self._find(Look(verb.session), LOOK_S, name)
+        name = name_of(session)
+        found = await self._find(Look(session), LOOK_S, name)
         kept = self._why_kept(name, found)
         if kept or found is None:
             return Done(self._report(name, found), kept)
         self._hot.ask_to_drop(name)
-        if verb.tier is not None and verb.tier != found.tier:
-            found = await self._find(verb, MOVE_S, name)
+        if tier is not None and tier != found.tier:
+            found = await self._find(Demote(session, tier), MOVE_S, name)
         return Done(self._report(name, found))
 
     def _why_kept(self, name: Name, found: RankSession | None) -> str:
@@ -76,18 +76,18 @@ class Verbs:
             return "pinned"
         return "" if found.tier else "no-cold-copy"
 
-    async def prefetch(self, verb: Prefetch) -> Done:
+    async def prefetch(self, session: SessionRef) -> Done:
         """Into the fastest tier: vLLM fills blocks only for a request that runs."""
-        return await self._done(verb, verb.session)
+        return await self._done(Prefetch(session), session)
 
-    async def pin(self, verb: Pin | Unpin) -> Done:
-        return await self._done(verb, verb.session)
+    async def pin(self, session: SessionRef, pinned: bool) -> Done:
+        return await self._done(Pin(session) if pinned else Unpin(session), session)
 
-    async def forget(self, verb: Forget) -> Done:
-        name = name_of(verb.session)
-        before = await self._find(Look(verb.session), LOOK_S, name)
+    async def forget(self, session: SessionRef) -> Done:
+        name = name_of(session)
+        before = await self._find(Look(session), LOOK_S, name)
         report = self._report(name, before)
-        await self._hub.ask(verb, MOVE_S)
+        await self._hub.ask(Forget(session), MOVE_S)
         self._hot.ask_to_drop(name)
         return Done(report)
 

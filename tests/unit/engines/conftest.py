@@ -12,7 +12,7 @@ from aiohttp import web
 
 from engines.client import EngineClient
 from engines.config import EngineConfig, WorkerConfig
-from engines.fake_worker.control import ControlServer
+from engines.control_server import ControlServer
 from engines.fake_worker.server import DataServer
 from engines.fake_worker.shelf import Shelf
 from engines.wire import Welcome
@@ -28,15 +28,16 @@ class FakeProcess:
 
     def __init__(self, folder: Path, token: str = "right") -> None:
         self._folder = folder
-        self._control = ControlServer(token, WELCOME)
-        self.shelf = Shelf(1 << 30, self._control.notify)
+        self.shelf = Shelf(1 << 30)
+        self._control = ControlServer(token, WELCOME, self.shelf)
+        self.shelf.listen(self._control.publish)
         self._data = DataServer(token, "m", WELCOME.max_context, self.shelf)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         self._runner = await self._data.serve(f"{self._folder}/http.sock")
-        self._server = await self._control.serve(f"{self._folder}/control.sock", self.shelf)
+        self._server = await self._control.serve(f"unix:{self._folder}/control.sock")
 
     async def stop(self) -> None:
         assert self._server is not None and self._runner is not None

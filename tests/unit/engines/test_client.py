@@ -120,17 +120,17 @@ async def test_leaving_early_cancels_in_the_engine(client: EngineClient, fake: F
     body = scripted("chunks=1000 delay_s=0.01")
     async with client.open(PATH, body, client.session_headers(SESSION)) as upstream:
         await anext(upstream.chunks())
-        assert fake.shelf.stats().num_running == 1
-    await until(lambda: fake.shelf.stats().num_running == 0, 1.0)
+        assert fake.shelf.num_running == 1
+    await until(lambda: fake.shelf.num_running == 0, 1.0)
 
 
 async def test_cancelling_while_the_head_is_awaited(
     client: EngineClient, fake: FakeProcess
 ) -> None:
     task = asyncio.create_task(answer(client, scripted("delay_s=10", stream=False)))
-    await until(lambda: fake.shelf.stats().num_running == 1)
+    await until(lambda: fake.shelf.num_running == 1)
     task.cancel()
-    await until(lambda: fake.shelf.stats().num_running == 0, 1.0)
+    await until(lambda: fake.shelf.num_running == 0, 1.0)
     with pytest.raises(asyncio.CancelledError):
         await task
 
@@ -140,7 +140,7 @@ async def test_a_dead_engine_ends_requests_without_a_stream(
 ) -> None:
     """They have no stall clock; the end of the control link ends them."""
     waiting = asyncio.create_task(answer(client, scripted("delay_s=10", stream=False)))
-    await until(lambda: fake.shelf.stats().num_running == 1)
+    await until(lambda: fake.shelf.num_running == 1)
     await fake.stop()
     with pytest.raises(EngineUnavailable):
         await waiting

@@ -19,7 +19,9 @@ BOB = SessionRef(tenant="bob", id="s", salt=b"b")
 
 def shelf(capacity_bytes: int = 1 << 30) -> tuple[Shelf, list[Notice]]:
     heard: list[Notice] = []
-    return Shelf(capacity_bytes, heard.append, clock=lambda: 0.0), heard
+    made = Shelf(capacity_bytes, clock=lambda: 0.0)
+    made.listen(heard.append)
+    return made, heard
 
 
 def turn(shelf: Shelf, ref: SessionRef, text: str, answer: str = "yes") -> str:
@@ -94,38 +96,38 @@ def test_a_returning_prompt_reuses_its_prefix() -> None:
     assert turn(engine, ALICE, "Y") == "miss; tokens=0; reason=diverged"
 
 
-def test_demoted_sessions_come_back_from_their_tier() -> None:
+async def test_demoted_sessions_come_back_from_their_tier() -> None:
     engine, _ = shelf()
     turn(engine, ALICE, "a b c")
-    engine.demote(ALICE, "disk")
+    await engine.demote(ALICE, "disk")
     assert turn(engine, ALICE, "a b c yes d") == "cold-disk; tokens=4"
 
 
-def test_tenants_do_not_share() -> None:
+async def test_tenants_do_not_share() -> None:
     engine, _ = shelf()
     turn(engine, ALICE, "a b c")
     assert turn(engine, BOB, "a b c").startswith("miss")
-    assert engine.forget(BOB).report is not None
+    assert (await engine.forget(BOB)).report is not None
     assert turn(engine, ALICE, "a b c").startswith("hot")
 
 
-def test_a_busy_session_stays_hot() -> None:
+async def test_a_busy_session_stays_hot() -> None:
     engine, _ = shelf()
     engine.begin(ALICE, ["a"])
-    done = engine.demote(ALICE, None)
+    done = await engine.demote(ALICE, None)
     assert done.kept == "busy" and done.report is not None and done.report.busy
 
 
-def test_over_the_budget_the_longest_idle_is_dropped() -> None:
+async def test_over_the_budget_the_longest_idle_is_dropped() -> None:
     engine, heard = shelf(capacity_bytes=5 * HOT_BYTES_PER_TOKEN)
     turn(engine, ALICE, "a b c")
     turn(engine, BOB, "a b c")
     assert [x.cause for x in heard] == ["turn", "saved", "turn", "saved", "dropped"]
     assert heard[-1].session.tenant == "alice"
-    assert engine.stats().hot_bytes == 4 * HOT_BYTES_PER_TOKEN
+    assert (await engine.stats()).hot_bytes == 4 * HOT_BYTES_PER_TOKEN
 
 
-def test_unknown_sessions() -> None:
+async def test_unknown_sessions() -> None:
     engine, _ = shelf()
-    for done in (engine.demote(ALICE, None), engine.prefetch(ALICE), engine.forget(ALICE)):
-        assert done.report is None
+    for answer in (engine.demote(ALICE, None), engine.prefetch(ALICE), engine.forget(ALICE)):
+        assert (await answer).report is None

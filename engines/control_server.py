@@ -1,19 +1,25 @@
-"""The engine's end of the control connection: verbs in, replies and notices out."""
+"""The engine's end of the control connection: verbs in, replies and notices out.
+
+One server for every engine, which hands it its own ``SessionVerbs``. It runs inside the engine's
+process, for vLLM in an environment that holds little of ours, so it needs nothing but the standard
+library and ``engines.wire``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import socket
+from contextlib import suppress
 from hmac import compare_digest
-from typing import Final
+from pathlib import Path
+from typing import Final, Protocol
 
-from engines.mlx_worker.keeping import Cause
-from engines.mlx_worker.reports import Reports
-from engines.mlx_worker.verbs import Verbs
 from engines.wire import (
     Answer,
     Demote,
+    Done,
+    EngineReport,
     Forget,
     GetStats,
     Hello,
@@ -24,8 +30,11 @@ from engines.wire import (
     Refused,
     Reply,
     Request,
+    SessionRef,
+    SessionReport,
     Sessions,
     Stats,
+    TierName,
     Unpin,
     Verb,
     Welcome,
@@ -33,7 +42,6 @@ from engines.wire import (
     frame,
     read_request,
 )
-from kvstore.records import SessionRef
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +49,50 @@ logger = logging.getLogger(__name__)
 MAX_UNSENT_BYTES: Final = 16 << 20
 
 
+class SessionVerbs(Protocol):
+    """What an engine can be told. Called on the server's event loop, several at once.
+
+    Whatever they raise becomes a ``Refused`` with its words.
+    """
+
+    async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
+        """See ``engines.wire.Demote``; so for the others."""
+
+    async def prefetch(self, session: SessionRef) -> Done: ...
+
+    async def pin(self, session: SessionRef, pinned: bool) -> Done: ...
+
+    async def forget(self, session: SessionRef) -> Done: ...
+
+    async def sessions(self) -> list[SessionReport]: ...
+
+    async def stats(self) -> EngineReport: ...
+
+
 class ControlServer:
     """Every connection starts with a ``Hello`` that shows the token."""
 
-    def __init__(self, token: str, welcome: Welcome, verbs: Verbs) -> None:
-        self._token = token
+    def __init__(self, token: str, welcome: Welcome, verbs: SessionVerbs) -> None:
+        self._token = token.encode()
         self._welcome = welcome
         self._verbs = verbs
         self._greeted: set[asyncio.StreamWriter] = set()
 
-    async def serve(self, path: str) -> asyncio.Server:
-        return await asyncio.start_unix_server(self._converse, path)
+    async def serve(self, address: str) -> asyncio.Server:
+        """``unix:/path``, for this user only, or ``tcp://host:port``. Raises ``OSError``."""
+        scheme, _, rest = address.partition(":")
+        if scheme == "unix":
+            return await asyncio.start_unix_server(self._converse, sock=_private_socket(Path(rest)))
+        host, _, port = rest.removeprefix("//").rpartition(":")
+        return await asyncio.start_server(self._converse, host.strip("[]"), int(port))
 
     def publish(self, notice: Notice) -> None:
+        """To everybody who has said hello."""
         for writer in list(self._greeted):
             self._send(writer, notice)
 
     def close(self) -> None:
+        """End every connection."""
         for writer in list(self._greeted):
             writer.close()
 
@@ -73,6 +108,8 @@ class ControlServer:
         finally:
             self._greeted.discard(writer)
             writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
 
     async def _serve(self, request: Request, writer: asyncio.StreamWriter) -> None:
         try:
@@ -91,7 +128,7 @@ class ControlServer:
 
     async def _answer(self, verb: Verb, writer: asyncio.StreamWriter) -> Answer:
         if isinstance(verb, Hello):
-            if not compare_digest(verb.token.encode(), self._token.encode()):
+            if not compare_digest(verb.token.encode(), self._token):
                 return Refused("wrong token")
             self._greeted.add(writer)
             return self._welcome
@@ -117,43 +154,14 @@ class ControlServer:
                 return Refused(f"{type(verb).__name__} is not known here")
 
 
-class Notifier:
-    """Turns changes of sessions into notices. Changes that come close together share a look."""
-
-    def __init__(
-        self,
-        reports: Reports,
-        publish: Callable[[Notice], None],
-        saved: Callable[[SessionRef], Awaitable[None]],
-    ) -> None:
-        """``saved`` is awaited for every session that has just been saved."""
-        self._reports = reports
-        self._publish = publish
-        self._saved = saved
-        self._changes: dict[tuple[str, str, Cause], SessionRef] = {}
-        self._changed = asyncio.Event()
-
-    def hear(self, cause: Cause, session: SessionRef) -> None:
-        """On the event loop."""
-        change = (session.tenant, session.id, cause)
-        self._changes.pop(change, None)  # the latest of its kind, in its place in time
-        self._changes[change] = session
-        self._changed.set()
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            changes, self._changes = self._changes, {}
-            try:
-                await self._tell(changes)
-            except Exception:  # the edge of this task: later notices matter more than this one
-                logger.exception("a notice could not be written")
-
-    async def _tell(self, changes: dict[tuple[str, str, Cause], SessionRef]) -> None:
-        for (_, _, cause), session in changes.items():
-            if cause == "saved":
-                await self._saved(session)
-            report = await asyncio.to_thread(self._reports.session, session)
-            self._publish(Notice(cause, report or self._reports.absent(session)))
+def _private_socket(path: Path) -> socket.socket:
+    """Bound, and closed to other users before anybody can connect to it."""
+    path.unlink(missing_ok=True)  # of a process that was killed
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.bind(str(path))
+        path.chmod(0o600)
+    except OSError:
+        bound.close()
+        raise
+    return bound
