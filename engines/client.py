@@ -16,6 +16,7 @@ from engines.base import Demoted, EngineError, EngineStalled, EngineUnavailable
 from engines.config import WorkerConfig
 from engines.control import SILENCE_S, ControlLink
 from engines.exchange import Exchange
+from engines.vllm_fields import with_session
 from engines.wire import (
     SALT_HEADER,
     SESSION_HEADER,
@@ -177,6 +178,11 @@ class AttachedEngine(EngineClient):
                 " and engine.control (unix:/path or tcp://host:port)"
             )
         super().__init__(worker, env)
+
+    def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
+        """vLLM has fields of its own for whose turn it is."""
+        is_vllm = self.welcome is not None and self.welcome.engine == "vllm"
+        return with_session(body, session) if is_vllm else body
 
 
 def _odd_answer(verb: Verb, answer: object) -> EngineError:

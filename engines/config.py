@@ -14,7 +14,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What only vLLM needs to know. It lives in an environment of its own."""
 
-    python: str = ""  # interpreter of that environment; "" = ours
+    python: str = ""  # interpreter of that environment; "" = the gateway's own
     block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # 0 = 32 on CPU, else vLLM's own
     tensor_parallel: Positive = 1
     # Admission check only, since the pool's size is given in bytes. 0 = vLLM's own.
@@ -31,7 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     served_model_name: str = ""  # what clients call it; "" = the folder's or hub id's last part
     url: str = ""  # attach to an engine started elsewhere instead of starting one
     control: str = ""  # its control address: unix:/path or tcp://host:port
-    # Live KV: running requests and idle sessions that are still hot.
+    token: str = ""  # bearer token of both, chosen where it was started
+    # Live KV: running requests and idle sessions that are still hot; on all GPUs together.
     hot_bytes: Positive = 2 << 30
     max_batch: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
     max_context: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0 = what the model's config says

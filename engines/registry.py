@@ -14,7 +14,6 @@ ENGINES: Mapping[str, str] = {
     "vllm": "engines.vllm_server:VllmServer",
     "fake": "engines.fake:FakeServer",
     "attached": "engines.client:AttachedEngine",
-    "attached-vllm": "engines.vllm_server:AttachedVllm",
 }
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 import engines
 
+PACKAGES: Final = Path(engines.__file__).resolve().parent.parent
 SUPPORTED: Final = "0.32."
 LOOK_S: Final = 30.0
 
@@ -43,16 +44,24 @@ class VllmEnvironment:
     problem: str
 
 
+def import_path(packages: Path = PACKAGES) -> str:
+    """What vLLM's environment needs on PYTHONPATH to import our plug-in.
+
+    "" if we are installed: our neighbours there, made for another Python, would hide vLLM's own.
+    Then the plug-in has to be installed beside vLLM, too.
+    """
+    return "" if packages.name in ("site-packages", "dist-packages") else str(packages)
+
+
 def inspect_environment(python: str) -> VllmEnvironment:
     """Ask another interpreter. Never raises."""
-    root = str(Path(engines.__file__).resolve().parent.parent)
     try:
         run = subprocess.run(
             [python, "-c", _SCRIPT],
             capture_output=True,
             text=True,
             timeout=LOOK_S,
-            env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"},
+            env={"PYTHONPATH": import_path(), "PATH": "/usr/bin:/bin"},
         )
         found = json.loads(run.stdout)
     except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
@@ -71,4 +80,6 @@ def _problem(python: str, version: str, found: dict[str, object]) -> str:
     missing = found["missing"]
     if isinstance(missing, list) and missing:
         return f"{python} lacks {', '.join(map(str, missing))}; install them beside vLLM"
-    return "" if found["plugin"] else f"{python} cannot import thermocline's engines package"
+    if not found["plugin"]:
+        return f"our plug-in is missing; run: {python} -m pip install --no-deps thermocline"
+    return ""

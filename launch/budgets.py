@@ -3,6 +3,9 @@
 Of the memory that is left beside the weights, live KV gets the larger part (running turns need
 it), the packed sessions in RAM about a third of that (packed they are a fifth of the size), and
 half stays free for prefill, the codec and everybody else.
+
+A GPU with memory of its own changes that: it holds weights and live KV and nothing else, and the
+machine's memory is there for packed sessions.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from launch.units import show_bytes
 HOT_SHARE = 0.35
 RAM_SHARE = 0.12
 DISK_SHARE = 0.5
+GPU_HOT_SHARE = 0.8  # the rest: activations, graphs, the driver's own
+GPU_RAM_SHARE = 0.35
 SMALLEST = 128 << 20
 DISK_MOST = StoreConfig().disk_bytes
 
@@ -31,20 +36,26 @@ def weights_bytes(folder: Path, widened: bool) -> int | None:
     return stored * (2 if widened else 1) or None
 
 
-def budgets(available: int, weights: int | None, disk_free: int) -> Layer:
+def budgets(available: int, weights: int | None, disk_free: int, gpu_bytes: int = 0) -> Layer:
     """Defaults for ``engine.hot_bytes``, ``store.ram_bytes`` and ``store.disk_bytes``.
 
     Args:
         available: bytes of memory that can be allocated now.
         weights: bytes the model will take of them; None if unknown: half is then set aside.
         disk_free: bytes free where the cold sessions will lie.
+        gpu_bytes: free on GPUs with memory of their own, where the model will be; 0 = none.
     """
-    left = available // 2 if weights is None else max(0, available - weights)
+    room = gpu_bytes or available
+    left = room // 2 if weights is None else max(0, room - weights)
     beside = "an unknown model" if weights is None else f"{show_bytes(weights)} of weights"
-    memory = f"{show_bytes(available)} of memory available, beside {beside}"
+    where = "on the GPU" if gpu_bytes else "of memory available"
+    memory = f"{show_bytes(room)} {where}, beside {beside}"
+    own = f"{show_bytes(available)} of memory available"
     return {
-        "engine.hot_bytes": _share(left, HOT_SHARE, memory),
-        "store.ram_bytes": _share(left, RAM_SHARE, memory),
+        "engine.hot_bytes": _share(left, GPU_HOT_SHARE if gpu_bytes else HOT_SHARE, memory),
+        "store.ram_bytes": (
+            _share(available, GPU_RAM_SHARE, own) if gpu_bytes else _share(left, RAM_SHARE, memory)
+        ),
         "store.disk_bytes": Value(
             min(DISK_MOST, _round(disk_free * DISK_SHARE)),
             f"derived: {DISK_SHARE:.0%} of {show_bytes(disk_free)} free on disk, at most"

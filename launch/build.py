@@ -65,7 +65,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     tenants = _tenants(settings, effective.folders.data)
     _check_reach(settings, tenants)
     _codec(settings.store.codec)
-    require_installed(kind)
+    require_installed(effective)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
     model = _model(effective)
     with _runtime_dir(environ) as runtime_dir:
@@ -75,7 +75,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
             model_path=model.path,
             served_model_name=model.name,
             runtime_dir=str(runtime_dir),
-            token=secrets.token_urlsafe(32),
+            token=settings.engine.token or secrets.token_urlsafe(32),
             log_level=settings.log_level,
         )
         engine = _engine(kind, worker, {**CHILD_ENV, **(blas.env if blas else {})})

@@ -39,7 +39,8 @@ app.add_typer(keys_app, name="keys", no_args_is_help=True)
 def serve(
     model: options.Model = None,
     engine: Annotated[
-        str | None, typer.Option(help="mlx, fake, attached or module:Attr; default: by hardware.")
+        str | None,
+        typer.Option(help="mlx, vllm, fake, attached or module:Attr; default: by hardware."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[str | None, typer.Option(help="Port to listen on; 0 = any.")] = None,

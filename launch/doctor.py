@@ -31,6 +31,7 @@ from launch.sample_model import folder_in as sample_folder
 from launch.serve import listen
 from launch.settings import masked
 from launch.units import show_bytes
+from launch.vllm_home import require_vllm
 
 DISTRIBUTION = "thermocline"
 ROOMS = ("gateway", "engines", "kvstore", "scheduler", "launch")
@@ -87,7 +88,9 @@ def _names(effective: Effective, environ: Mapping[str, str]) -> Answer:
 
 def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
     kind = effective.engine_kind
-    require_installed(kind)
+    if kind == "vllm":
+        return _vllm(effective.settings.engine.vllm.python)
+    require_installed(effective)
     if kind != "mlx":
         return "ok", kind
     installed = {name: importlib.metadata.version(name) for name in PINNED}
@@ -99,6 +102,11 @@ def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
     if wrong:
         return "failure", f"{', '.join(wrong)}; run: pip install '{DISTRIBUTION}[mlx]'"
     return "ok", ", ".join(f"{name} {version}" for name, version in installed.items())
+
+
+def _vllm(python: str) -> Answer:
+    found = require_vllm(python)
+    return "ok", f"vLLM {found.version}{' for CPUs' if found.cpu else ''}, plug-in found, {python}"
 
 
 def pinned_versions(requirements: Sequence[str]) -> dict[str, str]:
@@ -117,8 +125,10 @@ def _blas(effective: Effective, environ: Mapping[str, str]) -> Answer:
 def _memory(effective: Effective, environ: Mapping[str, str]) -> Answer:
     available = available_memory()
     settings = effective.settings
-    wanted = settings.engine.hot_bytes + settings.store.ram_bytes
-    words = f"{show_bytes(available)} available; hot and ram together may take {show_bytes(wanted)}"
+    hot_bytes = 0 if effective.hot_on_gpu else settings.engine.hot_bytes
+    wanted = hot_bytes + settings.store.ram_bytes
+    what = "ram" if effective.hot_on_gpu else "hot and ram together"
+    words = f"{show_bytes(available)} available; {what} may take {show_bytes(wanted)}"
     if wanted > available:
         return "failure", f"{words}; lower engine.hot_bytes or store.ram_bytes"
     return ("ok" if wanted < 0.8 * available else "warning"), words

@@ -12,12 +12,15 @@ from engines.config import EngineConfig
 from launch.budgets import budgets, weights_bytes
 from launch.errors import LaunchError
 from launch.fields import Value
+from launch.gpus import Gpu, find_gpus
 from launch.machine import available_memory, free_disk
 from launch.paths import Folders, folders
 from launch.sample_model import WEIGHTS_BYTES
 from launch.settings import Resolved, Settings, resolve
 from launch.sources import Layer
+from launch.vllm_home import find_python, require_vllm
 
+ATTACHABLE = ("auto", "mlx", "vllm", "attached")
 INSTALL_MLX = "pip install 'thermocline[mlx]' (or bash launch/install.sh in a checkout)"
 
 
@@ -26,6 +29,7 @@ class Effective:
     resolved: Resolved
     folders: Folders
     engine_kind: str  # a name in engines.registry, or module:Attr; never "auto"
+    hot_on_gpu: bool = False  # live KV takes nothing of this machine's own memory
 
     @property
     def settings(self) -> Settings:
@@ -40,32 +44,52 @@ def effective(layers: Sequence[Layer], environ: Mapping[str, str]) -> Effective:
     """
     chosen = resolve(layers).settings
     where = folders(chosen.data_dir, chosen.cache_dir, environ)
-    kind = engine_kind(chosen.engine)
+    gpus = find_gpus()
+    kind = engine_kind(chosen.engine, gpus)
+    gpus = gpus[: chosen.engine.vllm.tensor_parallel] if kind == "vllm" else []
     fitted: Layer = {
         "data_dir": Value(str(where.data), "this system"),
         "cache_dir": Value(str(where.cache), "this system"),
     }
-    fitted |= budgets(available_memory(), _weights(chosen.engine, kind), free_disk(where.data))
-    return Effective(resolve([fitted, *layers]), where, kind)
+    if kind == "vllm":
+        fitted["engine.vllm.python"] = Value(find_python(chosen.engine.vllm.python), "found here")
+    fitted |= budgets(
+        available_memory(),
+        _weights(chosen.engine, kind, on_gpu=bool(gpus)),
+        free_disk(where.data),
+        gpu_bytes=_own_memory(gpus),
+    )
+    return Effective(resolve([fitted, *layers]), where, kind, _own_memory(gpus) > 0)
 
 
-def engine_kind(engine: EngineConfig) -> str:
+def engine_kind(engine: EngineConfig, gpus: Sequence[Gpu]) -> str:
+    if engine.url and engine.kind in ATTACHABLE:
+        return "attached"
     if engine.kind != "auto":
         return engine.kind
-    return "attached" if engine.url else "mlx"
+    return "vllm" if gpus and find_python(engine.vllm.python) else "mlx"
 
 
-def require_installed(kind: str) -> None:
-    """Raises ``LaunchError`` with the command that installs what ``kind`` needs."""
+def require_installed(effective: Effective) -> None:
+    """Raises ``LaunchError`` with the command that installs what the engine needs."""
+    kind = effective.engine_kind
     if kind == "mlx" and importlib.util.find_spec("mlx_lm") is None:
         raise LaunchError(f"the mlx engine is not installed; run: {INSTALL_MLX}")
+    if kind == "vllm":
+        require_vllm(effective.settings.engine.vllm.python)
 
 
-def _weights(engine: EngineConfig, kind: str) -> int | None:
+def _own_memory(gpus: Sequence[Gpu]) -> int:
+    """Bytes free on GPUs that have memory of their own; 0 if they share ours, or there are none."""
+    return sum(x.free_bytes or 0 for x in gpus)
+
+
+def _weights(engine: EngineConfig, kind: str, *, on_gpu: bool) -> int | None:
     """What the model will take of this machine's memory, without loading or converting it."""
     if kind in ("attached", "fake"):
         return 0
-    widened = engine.dtype == "float32" or (engine.dtype == "auto" and sys.platform == "linux")
+    on_cpu = sys.platform == "linux" and not on_gpu
+    widened = engine.dtype == "float32" or (engine.dtype == "auto" and on_cpu)
     if not engine.model:
         return WEIGHTS_BYTES * (2 if widened else 1)
     return weights_bytes(Path(engine.model).expanduser(), widened)

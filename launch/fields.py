@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.inspect import BoolType, FloatType, IntType, StructType, Type, VarTupleType
+from msgspec.inspect import (
+    BoolType,
+    FloatType,
+    IntType,
+    NoneType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+)
 
 from launch.errors import UsageError
 from launch.units import parse_bytes, parse_duration
@@ -23,19 +32,26 @@ class Value(NamedTuple):
 
 
 class Fields:
-    """Dotted names, such as ``engine.hot_bytes``, of a struct of structs."""
+    """Dotted names, such as ``engine.hot_bytes``, of a struct of structs.
+
+    ``rooms`` are the names that hold other names, such as ``engine`` and ``engine.vllm``.
+    """
 
     def __init__(self, settings: type[msgspec.Struct]) -> None:
         info = msgspec.inspect.type_info(settings)
         assert isinstance(info, StructType)
         self.types: dict[str, Type] = {}
         self.rooms: list[str] = []
+        self._add(info, "")
+
+    def _add(self, info: StructType, prefix: str) -> None:
         for field in info.fields:
+            name = prefix + field.name
             if isinstance(field.type, StructType):
-                self.rooms.append(field.name)
-                self.types |= {f"{field.name}.{x.name}": x.type for x in field.type.fields}
+                self.rooms.append(name)
+                self._add(field.type, f"{name}.")
             else:
-                self.types[field.name] = field.type
+                self.types[name] = field.type
 
     def value(self, name: str, given: Any, origin: str, *, is_text: bool) -> Value:
         """``given`` for a known name; sizes and durations may have a unit.
@@ -70,6 +86,8 @@ def _parser(name: str, kind: Type, is_text: bool) -> Callable[[str], Any] | None
     if not is_text:
         return None
     match kind:
+        case UnionType(types) if some := [x for x in types if not isinstance(x, NoneType)]:
+            return _parser(name, some[0], is_text)
         case BoolType():
             return _parse_bool
         case IntType():

@@ -79,10 +79,14 @@ def _explain(message: str, origins: Mapping[str, str]) -> str:
 
 def flat(settings: Settings) -> dict[str, Any]:
     """Dotted name -> value, in the order of the definition."""
+    return _flat(msgspec.to_builtins(settings), "")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     rows: dict[str, Any] = {}
-    for key, value in msgspec.to_builtins(settings).items():
-        inner = value if isinstance(value, dict) else None
-        rows.update({f"{key}.{x}": y for x, y in inner.items()} if inner else {key: value})
+    for key, value in tree.items():
+        name = prefix + key
+        rows |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return rows
 
 
@@ -90,6 +94,8 @@ def masked(name: str, value: Any) -> Any:
     """``value`` as it may be shown: without passwords and key hashes."""
     if name == "gateway.api_keys":
         return [f"{line.partition(':')[0]}:***" for line in value]
+    if name == "engine.token" and value:
+        return "***"
     if isinstance(value, str) and "://" in value:
         return _without_password(value)
     return value

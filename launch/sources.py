@@ -27,8 +27,11 @@ def nested(layer: Mapping[str, Value]) -> dict[str, Any]:
     """``engine.max_batch`` -> ``{"engine": {"max_batch": ...}}``."""
     tree: dict[str, Any] = {}
     for name, value in layer.items():
-        room, _, field = name.rpartition(".")
-        (tree.setdefault(room, {}) if room else tree)[field] = value.value
+        *rooms, field = name.split(".")
+        inner = tree
+        for room in rooms:
+            inner = inner.setdefault(room, {})
+        inner[field] = value.value
     return tree
 
 
@@ -63,12 +66,13 @@ def from_toml(fields: Fields, text: str, origin: str) -> Layer:
     return layer
 
 
-def _flat(fields: Fields, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(fields: Fields, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if key in fields.rooms and isinstance(value, dict):
-            yield from ((f"{key}.{field}", inner) for field, inner in value.items())
+        name = prefix + key
+        if name in fields.rooms and isinstance(value, dict):
+            yield from _flat(fields, value, f"{name}.")
         else:
-            yield key, value
+            yield name, value
 
 
 def from_environment(fields: Fields, environ: Mapping[str, str]) -> Layer:

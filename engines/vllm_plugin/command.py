@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-import engines
 from engines.config import WorkerConfig
+from engines.vllm_env import import_path
 from engines.vllm_plugin.config import PluginSettings
 
 SERVER: Final = "vllm.entrypoints.openai.api_server"
@@ -43,6 +42,7 @@ def plugin_settings(worker: WorkerConfig) -> PluginSettings:
         token=worker.token,
         served_model_name=worker.served_model_name,
         die_with_parent=True,
+        wait_for_front=True,
     )
 
 
@@ -66,8 +66,8 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--model", worker.model_path),
         *("--served-model-name", worker.served_model_name),
         *("--uds", str(Path(worker.runtime_dir) / HTTP_SOCKET)),
-        *("--dtype", engine.dtype),
-        *("--kv-cache-memory-bytes", str(engine.hot_bytes)),
+        *("--dtype", _dtype(engine.dtype, cpu)),
+        *("--kv-cache-memory-bytes", str(engine.hot_bytes // own.tensor_parallel)),
         *("--max-num-seqs", str(engine.max_batch)),
         *("--tensor-parallel-size", str(own.tensor_parallel)),
         "--enable-prefix-caching",
@@ -88,11 +88,16 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
     return [*argv, *own.args]
 
 
+def _dtype(given: str, cpu: bool) -> str:
+    """Most CPUs multiply float32 several times faster than bfloat16."""
+    return "float32" if given == "auto" and cpu else given
+
+
 def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
     """Added to the child's environment; ``inherited`` is its PYTHONPATH so far."""
-    ours = str(Path(engines.__file__).resolve().parent.parent)
+    ours = import_path()
     env = {
-        "PYTHONPATH": ":".join([ours, *_without(inherited, ours)]),
+        "PYTHONPATH": ":".join([x for x in (ours, *inherited.split(":")) if x]),
         "VLLM_API_KEY": worker.token,  # a command line is public
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -101,7 +106,3 @@ def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
     if Path(worker.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env
-
-
-def _without(path: str, entry: str) -> Sequence[str]:
-    return [x for x in path.split(":") if x and x != entry]

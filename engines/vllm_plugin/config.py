@@ -32,6 +32,8 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     served_model_name: str = ""
     control: str = ""
     die_with_parent: bool = False  # set by who starts vLLM as a child and never reparents it
+    # Answer the gateway only once vLLM's HTTP server (with our middleware) can take requests.
+    wait_for_front: bool = False
 
     @property
     def hub_path(self) -> str:

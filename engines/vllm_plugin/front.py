@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from engines.vllm_plugin.config import BadSettings, settings_from
@@ -33,6 +34,8 @@ KEEP_ALIVE_S: Final = 10.0
 # A report travels by another socket than the answer; it may be a moment late.
 LATE_S: Final = 0.25
 RETRY_S: Final = 0.5
+# The server opens its socket right after it has heard that the application started.
+LISTEN_S: Final = 0.2
 
 
 class Reports:
@@ -42,9 +45,13 @@ class Reports:
         self._waiting: dict[str, asyncio.Future[str]] = {}
         self._listening: asyncio.Task[None] | None = None
 
-    def expect(self, mark: str, hub_path: str) -> asyncio.Future[str]:
+    def start(self, hub_path: str, delay_s: float = 0.0) -> None:
+        """Connect to the hub, which also tells it that this server runs. Again: no effect."""
         if self._listening is None:
-            self._listening = asyncio.create_task(self._listen(hub_path), name="cold-reports")
+            listening = self._listen(hub_path, delay_s)
+            self._listening = asyncio.create_task(listening, name="cold-reports")
+
+    def expect(self, mark: str) -> asyncio.Future[str]:
         report: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[mark] = report
         return report
@@ -52,8 +59,9 @@ class Reports:
     def forget(self, mark: str) -> None:
         self._waiting.pop(mark, None)
 
-    async def _listen(self, hub_path: str) -> None:
+    async def _listen(self, hub_path: str, delay_s: float) -> None:
         """For as long as the server lives; without the hub answers just lack the header."""
+        await asyncio.sleep(delay_s)
         while True:
             try:
                 await self._converse(*await asyncio.open_unix_connection(hub_path))
@@ -86,21 +94,32 @@ class Front:
         self._hub_path: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, partial(self._send_started, scope, send))
+            return
         if self._hub_path is None and scope["type"] == "http":
             self._hub_path = _hub_path(scope)
         hub_path = self._hub_path
         if scope["type"] != "http" or scope["path"] not in PATHS or not hub_path:
             await self._app(scope, receive, send)
             return
+        self._reports.start(hub_path)
         mark = MARK_PREFIX + secrets.token_hex(12)
         others = [(k, v) for k, v in scope["headers"] if k != b"x-request-id"]
         marked = {**scope, "headers": [*others, (b"x-request-id", mark.encode())]}
-        answer = _Answer(send, self._reports.expect(mark, hub_path))
+        answer = _Answer(send, self._reports.expect(mark))
         try:
             await self._app(marked, receive, answer.send)
         finally:
             self._reports.forget(mark)
             await answer.end()
+
+    async def _send_started(
+        self, scope: Scope, send: Send, message: MutableMapping[str, Any]
+    ) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete" and (hub_path := _hub_path(scope)):
+            self._reports.start(hub_path, LISTEN_S)
 
 
 class _Answer:

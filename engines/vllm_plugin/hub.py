@@ -53,6 +53,7 @@ class Hub:
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._hellos: dict[int, RankHello] = {}
         self._fronts: set[asyncio.StreamWriter] = set()
+        self._front_came = asyncio.Event()
         self._partial: dict[int, list[Staged]] = {}  # answers to a ticket that is still wanted
         self._numbers = itertools.count(1)
         self._answers: dict[int, list[RankAnswer]] = {}
@@ -69,6 +70,18 @@ class Hub:
         self._servers.append(self._wait(asyncio.start_unix_server(self._converse, self._path)))
         Path(self._path).chmod(0o600)
         self._servers += [self._wait(service) for service in services]
+
+    def start_behind_front(self, service: Coroutine[Any, Any, asyncio.Server]) -> None:
+        """Open ``service`` when the HTTP server has come: then the engine can take requests."""
+
+        async def opened() -> None:
+            try:
+                await self._front_came.wait()
+                self._servers.append(await service)
+            finally:
+                service.close()
+
+        self.spawn(opened)
 
     def close(self) -> None:
         """Ends every connection. Safe to call twice."""
@@ -143,7 +156,7 @@ class Hub:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("no notice of a session: %s", error or type(error).__name__)
+            logger.warning("a task of the hub failed: %s", error or type(error).__name__)
 
     @property
     def bytes_per_token(self) -> int:
@@ -196,6 +209,7 @@ class Hub:
                 self._ranks[hello.rank] = writer
             case FrontHello():
                 self._fronts.add(writer)
+                self._front_came.set()
             case Staged() as staged:
                 with self._lock:
                     if staged.ticket in self._partial:

@@ -55,7 +55,12 @@ class Scheduling:
             hibernation=True,
         )
         self._control = ControlServer(settings.token, welcome, self._verbs)
-        self._hub.start(self._control.serve(settings.control_address))
+        control = self._control.serve(settings.control_address)
+        if settings.wait_for_front:
+            self._hub.start()
+            self._hub.start_behind_front(control)
+        else:
+            self._hub.start(control)
 
     def bind(self, pool: BlockPool) -> None:
         self._hot.bind(pool)

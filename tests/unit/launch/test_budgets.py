@@ -60,3 +60,12 @@ def test_a_containers_limit_counts(tmp_path):
 
 def test_free_space_of_a_folder_to_be(tmp_path):
     assert abs(free_disk(tmp_path / "a" / "b") - free_disk(tmp_path)) < GIB
+
+
+def test_a_gpu_with_its_own_memory_holds_weights_and_live_kv():
+    found = budgets(64 * GIB, 16 * GIB, GIB, gpu_bytes=80 * GIB)
+    assert found["engine.hot_bytes"].value == int(64 * 0.8 * 1024) << 20
+    assert found["engine.hot_bytes"].origin == (
+        "derived: 80% of 80 GiB on the GPU, beside 16 GiB of weights"
+    )
+    assert 22 * GIB < found["store.ram_bytes"].value < 23 * GIB

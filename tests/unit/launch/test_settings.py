@@ -73,6 +73,19 @@ def test_text_becomes_the_type_of_the_field():
     assert found.cache_dir == "/elsewhere"
 
 
+def test_what_only_one_engine_needs_is_one_level_deeper(tmp_path):
+    toml = "[engine.vllm]\npython = '/opt/vllm/bin/python'\nargs = ['--seed', '1']\n"
+    found = settings_of(
+        {"THERMOCLINE_ENGINE__VLLM__COMPILE": "no"},
+        toml,
+        tmp_path,
+        assignments=["engine.vllm.tensor_parallel=2"],
+    )
+    vllm = found.settings.engine.vllm
+    assert (vllm.python, vllm.args) == ("/opt/vllm/bin/python", ("--seed", "1"))
+    assert (vllm.compile, vllm.tensor_parallel) == (False, 2)
+
+
 def test_units_may_be_written_in_a_file(tmp_path):
     toml = "[store]\nram_bytes = '2 GiB'\ndisk_bytes = 4096\nrestore_deadline_s = '1m'\n"
     store = settings_of({}, toml, tmp_path).settings.store
@@ -111,6 +124,7 @@ def test_mistakes_in_the_environment(environ, words):
         ("[engine]\nmax_bach = 1", "engine.max_bach in x.toml is not a setting; did you mean"),
         ("[engin]\nmax_batch = 1", "engin in x.toml is not a setting"),
         ("engine = 3", "engine in x.toml is not a setting"),
+        ("[engine.vllm]\npyton = 1", "engine.vllm.pyton in x.toml is not a setting; did you mean"),
         ("[engine", "x.toml is not TOML"),
         ("[store]\nram_bytes = '4G'", "store.ram_bytes (from x.toml): '4G' is not a size"),
     ],
@@ -159,6 +173,8 @@ def test_profiles_are_valid(name):
         ("store.redis_url", "redis://[bad", "***"),
         ("gateway.api_keys", ("bob:" + "a" * 64,), ["bob:***"]),
         ("engine.model", "org/name", "org/name"),
+        ("engine.token", "very secret", "***"),
+        ("engine.token", "", ""),
     ],
 )
 def test_secrets_are_masked(name, value, expected):

@@ -1,0 +1,44 @@
+"""Where vLLM is: an environment of its own, since it pins hundreds of packages.
+
+``launch/install.sh vllm`` makes one beside the gateway's, in ``.venv-vllm`` of a checkout.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Final
+
+from engines.vllm_env import VllmEnvironment, inspect_environment
+from launch.errors import LaunchError
+
+FOLDER: Final = ".venv-vllm"
+CHECKOUT: Final = Path(__file__).resolve().parent.parent
+INSTALL: Final = (
+    "bash launch/install.sh vllm (in a checkout), or set engine.vllm.python to the interpreter"
+    " of an environment that has vLLM"
+)
+
+
+def find_python(given: str, checkout: Path = CHECKOUT) -> str:
+    """The interpreter to start vLLM with; "" if there is none.
+
+    What the user named, else the environment that the installer makes, else our own.
+    """
+    if given:
+        return str(Path(given).expanduser())
+    python = checkout / FOLDER / "bin" / "python"
+    if python.exists():
+        return str(python)
+    return sys.executable if importlib.util.find_spec("vllm") is not None else ""
+
+
+def require_vllm(python: str) -> VllmEnvironment:
+    """Raises ``LaunchError``: vLLM is not there, or not one that we can work with."""
+    if not python:
+        raise LaunchError(f"vLLM is not installed; run: {INSTALL}")
+    found = inspect_environment(python)
+    if found.problem:
+        raise LaunchError(found.problem)
+    return found

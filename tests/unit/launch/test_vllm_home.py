@@ -1,0 +1,70 @@
+"""Where vLLM is found, when it is chosen, and what a GPU changes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.config import EngineConfig, VllmConfig
+from engines.vllm_env import import_path
+from launch.effective import effective, engine_kind
+from launch.errors import LaunchError
+from launch.gpus import Gpu, parse_gpus
+from launch.options import layers
+from launch.vllm_home import FOLDER, find_python, require_vllm
+
+
+def test_the_users_interpreter_comes_before_the_installers(tmp_path):
+    assert find_python("", tmp_path) == ""
+    made = tmp_path / FOLDER / "bin" / "python"
+    made.parent.mkdir(parents=True)
+    made.touch()
+    assert find_python("", tmp_path) == str(made)
+    assert find_python("/opt/vllm/bin/python", tmp_path) == "/opt/vllm/bin/python"
+
+
+def test_without_vllm_the_cure_is_named():
+    with pytest.raises(LaunchError, match=r"install\.sh vllm"):
+        require_vllm("")
+    with pytest.raises(LaunchError, match="has no vLLM"):
+        require_vllm(sys.executable)
+
+
+def test_gpus_with_memory_of_their_own_and_without():
+    text = "NVIDIA H200, 142000\nNVIDIA GB10, [N/A]\n\n"
+    assert parse_gpus(text) == [Gpu("NVIDIA H200", 142000 << 20), Gpu("NVIDIA GB10", None)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "expected"),
+    [
+        (EngineConfig(), [], "mlx"),
+        (EngineConfig(kind="vllm"), [], "vllm"),
+        (EngineConfig(kind="vllm", url="http://there:8000"), [], "attached"),
+        (EngineConfig(kind="fake", url="http://there:8000"), [], "fake"),
+        (EngineConfig(url="http://there:8000"), [Gpu("x", 1)], "attached"),
+    ],
+)
+def test_which_engine(engine, gpus, expected):
+    assert engine_kind(engine, gpus) == expected
+
+
+def test_on_nvidia_vllm_is_chosen_where_it_is_installed():
+    engine = EngineConfig(vllm=VllmConfig(python="/opt/vllm/bin/python"))
+    assert engine_kind(engine, [Gpu("x", 1)]) == "vllm"
+    assert engine_kind(engine, []) == "mlx"
+
+
+def test_our_own_packages_do_not_hide_vllms(tmp_path):
+    assert import_path(tmp_path) == str(tmp_path)
+    assert import_path(Path("/usr/lib/python3.11/site-packages")) == ""
+
+
+def test_the_interpreter_is_part_of_the_settings(tmp_path):
+    sources = layers({}, assignments=["engine.kind=vllm", "engine.vllm.python=/opt/vllm/python"])
+    found = effective(sources, {"HOME": str(tmp_path)})
+    assert found.engine_kind == "vllm"
+    assert found.settings.engine.vllm.python == "/opt/vllm/python"
+    assert found.resolved.origin("engine.vllm.python") == "--set"
