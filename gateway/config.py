@@ -18,7 +18,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     host: str = "127.0.0.1"
     port: Port = 8080  # 0 = any free one
-    # Who may come. Lines "tenant:sha256 of the key in hex"; ``thermocline keys`` makes them.
+    # Who may come. Lines "tenant:sha256 of the key in hex"; ``thermocline keys new`` makes them.
     # No line at all: everybody is the one tenant "local".
     api_keys: tuple[str, ...] = ()
     api_keys_file: str = ""

@@ -139,7 +139,9 @@ def _tenants(settings: Settings, data_dir: Path) -> Tenants:
     except BadKeyLine as error:
         raise UsageError(str(error)) from error
     if file and tenants.open_to_all:
-        raise UsageError(f"{file} holds no API key; add one: thermocline keys new NAME --append")
+        raise UsageError(
+            f"{file} holds no API key; add one: thermocline keys new TENANT --append {file}"
+        )
     return tenants
 
 

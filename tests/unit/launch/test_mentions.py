@@ -1,0 +1,78 @@
+"""Every ``thermocline ...`` that a message, a help text or a document mentions is real."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from typer import BadParameter
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from launch.cli import app
+
+# What the command line raises; typer brings a click of its own, so the name is not click's.
+UsageError = BadParameter.__mro__[1]
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("launch", "gateway", "scheduler", "engines", "docs", "benchmarks")
+SUFFIXES = (".py", ".md", ".sh", ".toml")
+# Where a command begins: in back quotes, behind a colon or a prompt, at the start of a line.
+MENTION = re.compile(r"(?:`|: |\$ |^ *)thermocline (?P<words>[a-z][^`\"\n]*)", re.MULTILINE)
+
+
+def mentions(text: str) -> Iterator[list[str]]:
+    """The words behind ``thermocline``; ``a | b`` stands for two commands."""
+    for found in MENTION.finditer(text):
+        command = found["words"].partition("  #")[0]
+        for alternative in command.split(" | "):
+            yield alternative.split()
+
+
+def check(words: list[str]) -> None:
+    """Raises ``UsageError`` for what the command line would refuse."""
+    command = get_command(app)
+    while words and isinstance(command, TyperGroup):
+        name, *words = words
+        if name not in command.commands:
+            raise BadParameter(f"there is no command {name!r}")
+        command = command.commands[name]
+    if words:  # without any, only the command is meant
+        command.make_context("thermocline", words)
+
+
+def test_every_mentioned_command_parses():
+    files = chain(
+        ROOT.glob("*.md"), *((ROOT / folder).rglob("*") for folder in FOLDERS), [ROOT / "Makefile"]
+    )
+    num_mentions = 0
+    for file in files:
+        if file.suffix not in SUFFIXES and file.name != "Makefile":
+            continue
+        for words in mentions(file.read_text("utf-8")):
+            num_mentions += 1
+            try:
+                check(words)
+            except UsageError as error:
+                message = error.format_message()
+                pytest.fail(f"{file.name}: thermocline {' '.join(words)}: {message}")
+    assert num_mentions > 10
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "made by: thermocline keys add TENANT",
+        "run `thermocline serv`",
+        "`thermocline serve --keys FILE`",
+        "thermocline keys new NAME --append",
+        "`thermocline serve | bake`",
+    ],
+)
+def test_a_wrong_mention_is_found(wrong):
+    with pytest.raises(UsageError):
+        for words in mentions(wrong):
+            check(words)
