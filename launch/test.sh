@@ -1,18 +1,39 @@
 #!/usr/bin/env bash
-# Installs what is missing and runs every check. Arguments go to pytest:
+# Installs what is missing and runs every check. Arguments go to pytest, which then leaves out the
+# tests that run inside vLLM's own environment; with --vllm in front they go to those:
 #
-#   bash launch/test.sh -m "not slow"
+#   bash launch/test.sh                           everything
+#   bash launch/test.sh -m "not slow"             some of it, without vLLM
+#   bash launch/test.sh --vllm -k restore         some of the tests with a real vLLM
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
-
-bash "$root/launch/install.sh" test
-export PATH="$venv/bin:$PATH"
 cd "$root"
 
+run_vllm_tests() {
+    bash launch/install.sh vllm
+    # They need the sample model, which the gateway's environment makes.
+    THERMOCLINE_TEST_MODEL=$("$venv/bin/python" -m launch.sample_model) \
+        .venv-vllm/bin/python -m pytest tests/vllm -o addopts=--import-mode=importlib \
+        -o filterwarnings=default --timeout 900 "$@"
+}
+
+bash launch/install.sh test
+if [ "${1:-}" = --vllm ]; then
+    shift
+    run_vllm_tests "$@"
+    exit
+fi
+
+export PATH="$venv/bin:$PATH"
 ruff check .
 ruff format --check .
 mypy
 lint-imports
-exec pytest "$@"
+if [ $# -gt 0 ] || [ "$(uname -s)" != Linux ]; then
+    exec pytest "$@"
+fi
+bash launch/install.sh vllm # before pytest: one test starts gateway and vLLM together
+pytest
+run_vllm_tests
