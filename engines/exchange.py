@@ -55,7 +55,7 @@ class Exchange:
 
     @property
     def is_stream(self) -> bool:
-        return self._answer.headers.get("content-type", "").startswith("text/event-stream")
+        return self._answer.is_stream
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See ``engines.base.Upstream``."""

@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.address import HttpAddress
-from engines.answer import MAX_HELD_BYTES, Answer
+from engines.answer import FAST_S, GATHER_S, MAX_HELD_BYTES, Answer
 from engines.base import EngineError, EngineStalled, EngineUnavailable
 
 BODY = "data: größer 思考\n\n".encode() * 3
-CHUNKED = (
+STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+CHUNKED = (
+    STREAM_HEAD
     + b"".join(b"%x\r\n%b\r\n" % (len(x), x) for x in (BODY[:7], BODY[7:8], BODY[8:]))
     + b"0\r\n\r\n"
 )
@@ -37,6 +40,9 @@ class Wire(asyncio.Transport):
 
     def abort(self) -> None:
         self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
 
 
 def connected() -> tuple[Answer, Wire]:
@@ -159,3 +165,35 @@ async def test_a_tcp_engine() -> None:
     assert answer.headers["CONTENT-type"] == "text/event-stream"
     assert await body_of(answer) == BODY
     server.close()
+
+
+async def test_a_slow_stream_is_read_at_once_and_a_burst_is_gathered() -> None:
+    answer, wire = connected()
+    answer.data_received(STREAM_HEAD)
+    assert not wire.paused
+    answer.data_received(b"1\r\na\r\n")
+    assert not wire.paused  # the first piece after a pause
+    await asyncio.sleep(2 * FAST_S)
+    answer.data_received(b"1\r\nb\r\n")
+    assert not wire.paused
+    answer.data_received(b"1\r\nc\r\n")
+    assert wire.paused  # two within the time that counts as fast
+    assert await answer.piece() == b"abc"  # nothing that was read is kept back
+    async with asyncio.timeout(10):
+        while wire.paused:
+            await asyncio.sleep(GATHER_S)
+    answer.data_received(b"1\r\nd\r\n0\r\n\r\n")
+    assert await body_of(answer) == b"d"
+
+
+async def test_a_burst_never_resumes_a_stream_whose_reader_is_behind() -> None:
+    answer, wire = connected()
+    answer.data_received(STREAM_HEAD)
+    for _ in range(2):
+        answer.data_received(b"%x\r\n%b\r\n" % (MAX_HELD_BYTES, bytes(MAX_HELD_BYTES)))
+    await asyncio.sleep(3 * GATHER_S)
+    assert wire.paused
+    assert len(await answer.piece()) == 2 * MAX_HELD_BYTES
+    async with asyncio.timeout(10):
+        while wire.paused:
+            await asyncio.sleep(GATHER_S)
