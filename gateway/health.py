@@ -28,6 +28,9 @@ async def readyz(request: Request) -> Response:
         return Failure(503, "This server is shutting down.", None, "draining").response()
     if not gateway.engine.ready:
         return Failure(503, gateway.engine.trouble, None, "engine_unavailable").response()
+    if not gateway.sessions.settled:
+        message = "The engine has just started and is being asked for its sessions."
+        return Failure(503, message, None, "engine_unavailable").response()
     served = gateway.served
     return _json(
         {

@@ -22,6 +22,7 @@ from engines.base import (
     SessionRef,
     SessionReport,
     TierName,
+    Welcome,
 )
 from scheduler.admission import Draining as Draining
 from scheduler.admission import Overloaded as Overloaded
@@ -82,6 +83,7 @@ class SessionManager:
         self._hibernations = asyncio.Semaphore(config.max_hibernations)
         self._prefetches = asyncio.Semaphore(config.max_prefetches)
         self._wanted = asyncio.Event()  # a sweep before its time
+        self._followed: Welcome | None = None  # whose sessions the table tells
 
     # ---- turns
 
@@ -193,6 +195,11 @@ class SessionManager:
         self._line.close()
 
     @property
+    def settled(self) -> bool:
+        """The engine that is there now was asked what it holds."""
+        return self._followed is not None and self._followed is self._engine.welcome
+
+    @property
     def num_running(self) -> int:
         return self._line.num_running
 
@@ -293,10 +300,13 @@ class SessionManager:
 
     async def _adopt_all(self) -> None:
         """The engine is new, or we are: believe what it has, forget what it has not."""
+        welcome = self._engine.welcome
         try:
             reports = {(x.tenant, x.id): x for x in await self._engine.sessions()}
         except EngineError:
-            return
+            return  # it is gone again, or will be asked again when the next one says hello
+        finally:
+            self._followed = welcome
         for key, session in list(self._table.items()):
             self._take(session, reports.pop(key, None))
         for report in reports.values():

@@ -111,8 +111,8 @@ class RecordingEngine:
         raise EngineUnavailable("no figures")
 
     async def notices(self) -> AsyncIterator[Notice | None]:
-        await asyncio.Event().wait()
         yield None
+        await asyncio.Event().wait()
 
 
 @dataclass
@@ -140,10 +140,10 @@ class App:
         config = GatewayConfig(**settings)
         tenants = Tenants(b"a secret of the tests", config.api_keys)
         metrics = Metrics()
-        sessions = SessionManager(
+        self.sessions = SessionManager(
             self.engine, SchedulerConfig(), salt_of=tenants.salt_of, observer=metrics
         )
-        self.app: ASGIApp = create_app(config, self.engine, sessions, tenants, metrics)
+        self.app: ASGIApp = create_app(config, self.engine, self.sessions, tenants, metrics)
 
     async def get(self, path: str, **headers: str) -> Reply:
         return await self.call("GET", path, b"", headers)

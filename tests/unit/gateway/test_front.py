@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 
@@ -102,6 +103,13 @@ async def test_health() -> None:
     engine = RecordingEngine()
     app = App(engine)
     assert (await app.get("/livez")).status == 200
+    early = await app.get("/readyz")
+    assert (early.status, early.error["code"]) == (503, "engine_unavailable")
+    following = asyncio.create_task(app.sessions.run())
+    async with asyncio.timeout(10):
+        while not app.sessions.settled:
+            await asyncio.sleep(0.01)
+    following.cancel()
     ready = await app.get("/readyz")
     assert (ready.status, ready.json["model"]) == (200, MODEL)
     engine.welcome = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,6 +196,25 @@ async def test_the_loop_survives_an_engine_that_is_away(manager_with, engine, cl
     engine.down = False
     async with asyncio.timeout(2):
         while manager.get(ref("a")).state != "cold":
+            await asyncio.sleep(0.01)
+    loop.cancel()
+    with suppress(asyncio.CancelledError):
+        await loop
+
+
+async def test_settled_once_the_engine_that_is_there_was_asked(manager, engine, ref):
+    assert not manager.settled
+    engine.held[("alice", "old")] = Held()
+    async with asyncio.timeout(10):
+        loop = asyncio.create_task(manager.run())
+        engine.queue.put_nowait(None)
+        while not manager.settled:
+            await asyncio.sleep(0.01)
+        assert manager.get(ref("old")) is not None
+        engine.welcome = msgspec.structs.replace(engine.welcome)  # another process
+        assert not manager.settled
+        engine.queue.put_nowait(None)
+        while not manager.settled:
             await asyncio.sleep(0.01)
     loop.cancel()
     with suppress(asyncio.CancelledError):
