@@ -8,6 +8,7 @@ are done or ``drain_s`` is over. The second signal ends it at once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from types import FrameType
@@ -62,6 +63,9 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        # What is here now stays; the collector need not look at it again after every few turns.
+        gc.collect()
+        gc.freeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """In a signal handler: only hands the signal to the event loop.
