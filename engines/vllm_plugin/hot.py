@@ -50,6 +50,7 @@ class HotSession:
     hashes: list[bytes] = field(default_factory=list)
     num_requests: int = 0  # being served
     last_used_s: float = 0.0  # monotonic
+    num_saves: int = 0  # planned, and not yet in the hands of every rank
     dropping: bool = False  # its blocks will go at vLLM's next step
 
 
@@ -96,6 +97,13 @@ class HotSessions:
                 entry.hashes = list(hashes)
                 self._users.update(entry.hashes)
 
+    def count_save(self, session: SessionRef, change: int) -> None:
+        """+1 when a save is planned, -1 when every rank has the rows."""
+        with self._lock:
+            entry = self._sessions.get(name_of(session))
+            if entry is not None:
+                entry.num_saves = max(0, entry.num_saves + change)
+
     def _forget_oldest(self) -> None:
         while len(self._sessions) > MAX_SESSIONS:
             name = next((n for n, x in self._sessions.items() if not x.num_requests), None)
@@ -113,6 +121,11 @@ class HotSessions:
         with self._lock:
             entry = self._sessions.get(name)
             return entry is not None and entry.num_requests > 0
+
+    def is_saving(self, name: Name) -> bool:
+        with self._lock:
+            entry = self._sessions.get(name)
+            return entry is not None and entry.num_saves > 0
 
     def idle_s(self, name: Name) -> float | None:
         with self._lock:

@@ -58,6 +58,15 @@ class Restore:
 
 
 @dataclass
+class Unacked:
+    """Blocks that are held until ``num_ranks`` more ranks have copied them out."""
+
+    session: SessionRef
+    block_ids: list[int]
+    num_ranks: int
+
+
+@dataclass
 class Turn:
     request: Any
     session: SessionRef | None
@@ -108,7 +117,7 @@ class Lookup:
         self._loading: dict[str, set[int]] = {}
         self._tickets = itertools.count(1)
         self._jobs = itertools.count(1)
-        self._unacked: dict[int, tuple[list[int], int]] = {}  # block ids and ranks left, by job
+        self._unacked: dict[int, Unacked] = {}  # by job
         self._plan = Step()
 
     # ---- a request comes
@@ -262,17 +271,19 @@ class Lookup:
     def _save(self, session: SessionRef, hashes: list[bytes], block_ids: list[int]) -> None:
         job = next(self._jobs)
         self._hot.pool.touch([self._hot.pool.blocks[x] for x in block_ids])
-        self._unacked[job] = (block_ids, self._num_ranks)
+        self._unacked[job] = Unacked(session, block_ids, self._num_ranks)
+        self._hot.count_save(session, +1)
         self._plan.saves.append(Save(job, session, hashes, block_ids))
 
     def _acked(self, job: int, ranks: int) -> None:
-        block_ids, left = self._unacked[job]
-        if left > ranks:
-            self._unacked[job] = (block_ids, left - ranks)
+        save = self._unacked[job]
+        save.num_ranks -= ranks
+        if save.num_ranks > 0:
             return
         del self._unacked[job]
+        self._hot.count_save(save.session, -1)
         # Tail first: vLLM takes back what was freed first, and a prefix is of use to more requests.
-        self._hot.pool.free_blocks([self._hot.pool.blocks[x] for x in reversed(block_ids)])
+        self._hot.pool.free_blocks([self._hot.pool.blocks[x] for x in reversed(save.block_ids)])
 
     @property
     def has_work(self) -> bool:

@@ -51,9 +51,10 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """What is stored of one session; changes nothing."""
+    """What is stored of one session; changes nothing. ``settled``: after the saves under way."""
 
     session: SessionRef
+    settled: bool = False
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):

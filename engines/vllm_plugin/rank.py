@@ -31,6 +31,7 @@ from engines.vllm_plugin.messages import (
 from engines.wire import Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
 from kvstore.block_records import BlockRecord, split_hashes
 from kvstore.block_store import BlockStore, Fetched
+from kvstore.records import SessionRef
 from kvstore.stats import StoreStats
 
 logger = logging.getLogger("thermocline.vllm")
@@ -38,6 +39,8 @@ logger = logging.getLogger("thermocline.vllm")
 RETRY_S: Final = 0.1
 # Restores that read at the same time; more wait in line, so that none starves.
 NUM_STAGERS: Final = 4
+NUM_SERVANTS: Final = 4
+SETTLE_S: Final = 5.0  # what a look may wait for a save to end; below the asker's patience
 
 
 class StagingArea:
@@ -83,17 +86,19 @@ class RankLink:
         store: BlockStore,
         staging: StagingArea,
         stats: Callable[[], StoreStats],
+        wait_saved: Callable[[SessionRef, float], None],
     ) -> None:
         self._path = path
         self._hello = hello
         self._store = store
         self._staging = staging
         self._stats = stats
+        self._wait_saved = wait_saved
         self._sending = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
         self._stagers = ThreadPoolExecutor(NUM_STAGERS, "thermocline-stage")
-        self._servants = ThreadPoolExecutor(2, "thermocline-verbs")
+        self._servants = ThreadPoolExecutor(NUM_SERVANTS, "thermocline-verbs")
         self._thread = threading.Thread(target=self._run, name="thermocline-rank", daemon=True)
         self._thread.start()
 
@@ -187,6 +192,8 @@ class RankLink:
                 self._store.pin(session, isinstance(verb, Pin))
             case Forget(session):
                 self._store.forget(session)
+            case Look(session, settled=True):
+                self._wait_saved(session, SETTLE_S)
             case Look() | Demote():
                 pass
             case _:

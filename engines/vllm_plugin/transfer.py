@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ from kvstore.block_keys import Piece
 from kvstore.block_records import BlockRecord
 from kvstore.block_store import BlockStore
 from kvstore.errors import Unusable
+from kvstore.records import SessionRef
 from kvstore.shapes import KVLayout, KVPair
 from kvstore.tiers.base import Blob
 
@@ -72,6 +74,8 @@ class Transfer:
         self._block_bytes = cache.block_tokens * cache.layout.bytes_per_token
         self._lock = threading.Lock()
         self._queued_bytes = 0
+        self._settled = threading.Condition(self._lock)
+        self._saving: Counter[tuple[str, str]] = Counter()  # saves that have begun, per session
         self._acks: dict[int, int] = {}
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -94,6 +98,7 @@ class Transfer:
                 self._acks[save.job] = 1
             else:
                 self._queued_bytes += nbytes
+                self._saving[_name(save.session)] += 1
         if full:
             self._store.counters.add("saves_skipped")
         else:
@@ -118,8 +123,16 @@ class Transfer:
         finally:
             if not acknowledged:  # or its blocks would be held for ever
                 self._acknowledge(save.job)
-            with self._lock:
+            with self._settled:
                 self._queued_bytes -= nbytes
+                self._saving -= Counter([_name(save.session)])
+                self._settled.notify_all()
+
+    def wait_saved(self, session: SessionRef, within_s: float) -> None:
+        """Until every save of this session that has begun is done. From any other thread."""
+        name = _name(session)
+        with self._settled:
+            self._settled.wait_for(lambda: not self._saving[name], within_s)
 
     def _acknowledge(self, job: int) -> None:
         with self._lock:
@@ -211,3 +224,7 @@ class Transfer:
         """Saves that have begun are finished."""
         self._loaders.shutdown(wait=True)
         self._saver.shutdown(wait=True)
+
+
+def _name(session: SessionRef) -> tuple[str, str]:
+    return session.tenant, session.id

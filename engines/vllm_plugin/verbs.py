@@ -6,8 +6,10 @@ vLLM's own tables; the blobs are asked for from every rank, and the worst answer
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from engines.vllm_plugin.hot import HotSessions, Name, name_of
@@ -32,6 +34,8 @@ from kvstore.stats import Counters, StoreStats
 
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
+HAND_OVER_S: Final = 5.0
+POLL_S: Final = 0.01
 _ORDER: Final[list[TierName | None]] = ["ram", "disk", "redis", None]
 
 
@@ -56,9 +60,13 @@ class Verbs:
         self._clock = clock
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
-        """vLLM reuses an idle session's blocks when it likes; this takes them away at once."""
+        """vLLM reuses an idle session's blocks when it likes; this takes them away at once.
+
+        A turn that has just ended is still being saved: demoted is what is saved by then.
+        """
         name = name_of(session)
-        found = await self._find(Look(session), LOOK_S, name)
+        await self._until_handed_over(name)
+        found = await self._find(Look(session, settled=True), LOOK_S, name)
         kept = self._why_kept(name, found)
         if kept or found is None:
             return Done(self._report(name, found), kept)
@@ -66,6 +74,12 @@ class Verbs:
         if tier is not None and tier != found.tier:
             found = await self._find(Demote(session, tier), MOVE_S, name)
         return Done(self._report(name, found))
+
+    async def _until_handed_over(self, name: Name) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_S):
+                while self._hot.is_saving(name):
+                    await asyncio.sleep(POLL_S)
 
     def _why_kept(self, name: Name, found: RankSession | None) -> str:
         if self._hot.is_busy(name):

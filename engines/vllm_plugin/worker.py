@@ -63,7 +63,14 @@ class Worker:
             self._cache, self._store, self._staging, stream, config.save_queue_bytes
         )
         hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token)
-        self._link = RankLink(settings.hub_path, hello, self._store, self._staging, self._stats)
+        self._link = RankLink(
+            settings.hub_path,
+            hello,
+            self._store,
+            self._staging,
+            self._stats,
+            self._transfer.wait_saved,
+        )
         logger.info("rank %d: %s, codec %s", rank, type(self._cache.sides[0][0]).__name__, codec.id)
 
     def start_loads(self, step: Step) -> None:

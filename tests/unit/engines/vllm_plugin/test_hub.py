@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from engines.wire import (
     read_from_engine,
 )
 from kvstore.block_store import BlockStore
+from kvstore.records import SessionRef
 from kvstore.stats import Counters
 from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save
 from tests.unit.engines.vllm_plugin.test_lookup import Pool
@@ -52,6 +54,9 @@ class Engine:
 
     def __init__(self, folder: Path) -> None:
         self.saved: list[RankSaved] = []
+        self.waited: list[str] = []
+        self.unsaved = ""
+        self.settled = threading.Event()
         self.pool = Pool()
         self.hot = HotSessions()
         self.hot.bind(self.pool)
@@ -69,7 +74,16 @@ class Engine:
     def _link(self, i: int, folder: Path) -> RankLink:
         store: BlockStore = self.stores[i]
         hello = RankHello(i, "raw.1", 1000)
-        return RankLink(str(folder / "hub.sock"), hello, store, self.staging[i], store.stats)
+        path = str(folder / "hub.sock")
+        return RankLink(path, hello, store, self.staging[i], store.stats, self._wait_saved)
+
+    def _wait_saved(self, session: SessionRef, within_s: float) -> None:
+        """A save of this session ends, as it were, while somebody waits for it."""
+        self.waited.append(session.id)
+        if self.unsaved and len(self.waited) == 2:
+            self.save(self.unsaved)
+            self.settled.set()
+        assert not self.unsaved or self.settled.wait(within_s)
 
     def close(self) -> None:
         for link, store in zip(self.links, self.stores, strict=True):
@@ -162,6 +176,23 @@ def test_a_session_is_cold_only_where_every_rank_has_it(engine):
     assert report.cold_bytes == sum(x.record(ref()).packed_bytes for x in engine.stores)
 
 
+def test_demote_waits_for_a_save_that_is_under_way(engine):
+    engine.unsaved = "s"
+    done = engine.done(Demote(ref(), "disk"))
+    assert (done.report.tier, done.kept) == ("disk", "")
+    assert engine.waited == ["s", "s"]
+
+
+def test_demote_waits_until_the_blocks_are_handed_over(engine):
+    engine.save()
+    engine.hot.begin(ref())
+    engine.hot.count_save(ref(), +1)
+    engine.hot.end(ref(), CHAIN)
+    threading.Timer(0.1, engine.hot.count_save, (ref(), -1)).start()
+    assert engine.done(Demote(ref())).kept == ""
+    assert not engine.hot.is_saving(("t", "s"))
+
+
 def test_demote_moves_it_down_on_every_rank(engine):
     engine.save()
     done = engine.done(Demote(ref(), "disk"))
@@ -221,8 +252,9 @@ def test_stats_add_the_ranks_up(engine):
 
 def test_ranks_may_come_before_the_hub(tmp_path):
     store, staging = open_store(), StagingArea()
+    hello = RankHello(0, "raw.1", 1)
     link = RankLink(
-        str(tmp_path / "hub.sock"), RankHello(0, "raw.1", 1), store, staging, store.stats
+        str(tmp_path / "hub.sock"), hello, store, staging, store.stats, lambda session, s: None
     )
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()

@@ -108,6 +108,19 @@ def test_a_save_too_many_is_skipped_but_acknowledged(rank):
     assert rank.store.counters.as_dict()["saves_skipped"] == 1
 
 
+def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
+    gate = threading.Event()
+    read = rank.blocks.read
+    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.saved.append)
+    rank.transfer.wait_saved(ref("other"), 10)
+    rank.transfer.wait_saved(ref(), 0.01)
+    assert rank.saved == []
+    gate.set()
+    rank.transfer.wait_saved(ref(), 10)
+    assert len(rank.saved) == 1
+
+
 def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
     def broken(block_ids):
         raise RuntimeError("the device is gone")
