@@ -19,6 +19,7 @@ from typing import TypeAlias, TypeVar
 import mlx.core as mx
 
 from engines.config import EngineConfig
+from engines.mlx_worker.allocator import return_large_blocks
 from engines.mlx_worker.assembly import Parts, Surroundings, assemble
 from engines.mlx_worker.budget import longest_context
 from engines.mlx_worker.cold import Cold
@@ -233,6 +234,7 @@ class Owner:
         mx.clear_streams()
 
     def _open(self) -> None:
+        return_large_blocks()
         self._loaded = self._load()
         model = self._loaded.model
         self._plan = probe(model)
