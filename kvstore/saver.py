@@ -67,6 +67,7 @@ class Saver:
             job = self._queue.take(HOUSEKEEPING_S)
             if job is not None:
                 self._serve(job)
+            job = None  # while waiting for the next: its listeners may hold a session's KV
             if time.monotonic() >= due and not self._queue.closed:
                 self._housekeep()
                 due = time.monotonic() + HOUSEKEEPING_S

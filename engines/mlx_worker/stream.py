@@ -13,7 +13,12 @@ class EventStream:
     """The reader's end. Everything but the constructor is called on the event loop."""
 
     def __init__(self, num_rows: int, stop: Callable[[int | None], None]) -> None:
-        """``stop(row)`` tells the owner to end a row, ``stop(None)`` all of them."""
+        """``stop(row)`` tells the owner to end a row, ``stop(None)`` all of them.
+
+        It is let go of as soon as there is nothing to stop: it holds the request, and the request
+        this stream. In that ring every prompt would stay until Python's next full collection,
+        which a process with many long-lived objects puts off for thousands of requests.
+        """
         self._open_rows = num_rows
         self._stop = stop
         self._events: deque[Event] = deque()
@@ -34,6 +39,8 @@ class EventStream:
                     self._open_rows -= 1
                 elif isinstance(event, Failed):
                     self._open_rows = 0
+                if not self._open_rows:
+                    self._stop = _nothing
                 yield event
 
     def stop_row(self, row: int) -> None:
@@ -41,6 +48,11 @@ class EventStream:
 
     def cancel(self) -> None:
         self._stop(None)
+        self._stop = _nothing
+
+
+def _nothing(row: int | None) -> None:
+    pass
 
 
 class Outbox:

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
+from collections.abc import Awaitable, Callable
+
+import pytest
 
 from engines.mlx_worker.generation import Event, Failed, Finished, Token
 from engines.mlx_worker.stream import EventStream, Outbox
@@ -25,6 +29,39 @@ async def test_a_failure_ends_all_rows() -> None:
     stream = EventStream(3, lambda row: None)
     stream.deliver(Failed("no"))
     assert await asyncio.wait_for(everything(stream), 5) == [Failed("no")]
+
+
+async def read_to_the_end(stream: EventStream) -> None:
+    stream.deliver(Finished(0, "stop"))
+    await everything(stream)
+
+
+async def read_a_failure(stream: EventStream) -> None:
+    stream.deliver(Failed("no"))
+    await everything(stream)
+
+
+async def cancel(stream: EventStream) -> None:
+    stream.cancel()
+
+
+@pytest.mark.parametrize("end", [read_to_the_end, read_a_failure, cancel])
+async def test_a_stream_that_is_over_does_not_hold_its_request(
+    end: Callable[[EventStream], Awaitable[None]],
+) -> None:
+    asked: list[int | None] = []
+
+    def stop(row: int | None) -> None:
+        asked.append(row)
+
+    held = weakref.ref(stop)
+    stream = EventStream(1, stop)
+    del stop
+    stream.stop_row(0)
+    assert asked == [0]
+    await end(stream)
+    assert held() is None
+    stream.stop_row(0)  # too late, and harmless
 
 
 async def test_events_of_another_thread_arrive_in_order() -> None:

@@ -1,0 +1,104 @@
+"""New sessions for ever: of those that are over, nothing but their cold copy is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engines.mlx_worker.allocator import LARGE_BLOCK_BYTES
+from engines.mlx_worker.hot import HotSession
+from engines.mlx_worker.stream import EventStream
+from engines.mlx_worker.turn import LiveRow, Prompt, Turn
+from tests.integration.mlx_harness import engine, read, session, text
+
+pytestmark = pytest.mark.mlx
+
+MIB = 1 << 20
+OF_A_TURN = (EventStream, HotSession, LiveRow, Prompt, Turn)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is found alive is held by somebody, and not just not collected yet, or is in a ring."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def alive() -> Counter[str]:
+    return Counter(type(x).__name__ for x in gc.get_objects() if isinstance(x, OF_A_TURN))
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_turns_that_are_over_are_freed_at_once(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path) as it:
+        for number in range(4):
+            name = session(f"s{number}")
+            answer = await it.turn(text(number, 150), name)
+            await it.turn(text(number, 150) + answer.tokens + [7, 8], name)
+        cancelled = it.submit(text(9, 150), session("cancelled"), max_tokens=4000)
+        cancelled.cancel()
+        await asyncio.wait_for(read(cancelled), 10)
+        del cancelled
+        await it.settled()
+        await it.demote_all()
+        for _ in range(50):  # the restoring threads let go of their last piece of work
+            if not alive():
+                break
+            await asyncio.sleep(0.1)
+        assert not alive()
+        hot = it.owner.parts.keeper.hot
+        assert not (hot.all() or hot.busy() or it.owner.parts.keeper._tried_twice)
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",  # bytes in blocks with a mapping of their own
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+async def test_a_large_block_that_is_freed_goes_back_to_the_system() -> None:
+    """Else the engine's memory would be what it once used, plus holes that grow for minutes."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("not glibc 2.33 or newer")
+    libc.mallinfo2.restype = _Mallinfo2
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+
+    def mapped() -> int:
+        return int(libc.mallinfo2().hblkhd)
+
+    def look() -> list[int]:
+        libc.free(libc.malloc(24 * MIB))  # teaches glibc, if it may learn, to map only larger ones
+        seen = [mapped()]
+        blocks = [libc.malloc(MIB) for _ in range(16)]
+        seen.append(mapped())
+        for block in blocks:
+            libc.free(block)
+        return [*seen, mapped()]
+
+    async with engine("llama") as it:
+        before, held, after = await it.owner.call(look)
+    assert LARGE_BLOCK_BYTES < MIB
+    assert held - before >= 16 * MIB
+    assert after == before
