@@ -94,12 +94,17 @@ class Keeper:
         self.hot.take(hot.key)
         hot.caches.clear()
         mx.clear_cache()
+        self._tried_twice.discard(hot.key)
+        lost = hot.saved.done() and not hot.is_saved
+        if lost and not self.hot.is_busy(hot.key):
+            self.hot.pin(hot.key, False)  # nothing is left that could be kept
         self._tell("dropped" if hot.is_saved else "lost", hot.session)
 
     def forget(self, key: SessionKey) -> None:
         if (hot := self.hot.take(key)) is not None:
             hot.caches.clear()
             mx.clear_cache()
+        self._tried_twice.discard(key)
         self.hot.pin(key, False)
 
     def make_room(self, nbytes: int, spare: SessionKey | None) -> bool:
