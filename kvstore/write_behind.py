@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -22,6 +22,9 @@ from kvstore.tier_stack import TierStack
 from kvstore.tiers.base import Blob
 
 WRITE_BATCH: Final = 16  # blobs per call to a tier
+# A tier that is down for days would else be owed every session there ever was. Of the one longest
+# behind it is forgotten; its next save brings all that is missing, as any save does.
+MAX_BEHIND: Final = 65_536
 
 _log = logging.getLogger(__name__)
 
@@ -98,16 +101,25 @@ def _write_batch(
 class WriteBehind:
     """The queue and the thread of one slower tier."""
 
-    def __init__(self, stack: TierStack, place: int, max_bytes: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        stack: TierStack,
+        place: int,
+        max_bytes: int,
+        counters: Counters,
+        *,
+        max_behind: int = MAX_BEHIND,
+    ) -> None:
         self._stack = stack
         self._place = place
         self._max_bytes = max_bytes
+        self._max_behind = max_behind
         self._counters = counters
         self._changed = threading.Condition()
         self._waiting: deque[Delivery] = deque()
         self._nbytes = 0  # waiting and being written
         self._current: bytes | None = None
-        self._behind: set[bytes] = set()
+        self._behind: dict[bytes, None] = {}  # longest behind first
         self._closed = False
         name = f"kvstore-write-{stack.name(place)}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -131,8 +143,8 @@ class WriteBehind:
     def take_behind(self) -> set[bytes]:
         """Record keys of sessions whose newest save is not here; whoever asks makes it good."""
         with self._changed:
-            behind, self._behind = self._behind, set()
-            return behind
+            behind, self._behind = self._behind, {}
+            return set(behind)
 
     def cancel(self, record_key: bytes) -> None:
         """Forget what waits for this session; returns when none of it is being written."""
@@ -140,7 +152,7 @@ class WriteBehind:
             dropped = [x for x in self._waiting if x.record_key == record_key]
             self._waiting = deque(x for x in self._waiting if x.record_key != record_key)
             self._nbytes -= sum(x.nbytes for x in dropped)
-            self._behind.discard(record_key)
+            self._behind.pop(record_key, None)
             self._changed.wait_for(lambda: self._current != record_key)
         for delivery in dropped:
             delivery.done.set_result(False)
@@ -162,12 +174,20 @@ class WriteBehind:
         self._thread.join()
 
     def _run(self) -> None:
-        while (delivery := self._next()) is not None:
-            self._settle(delivery, self._delivered(delivery))
-            with self._changed:
-                self._nbytes -= delivery.nbytes
-                self._current = None
-                self._changed.notify_all()
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """False once closed. By itself, so that nothing holds blobs while the next is awaited."""
+        delivery = self._next()
+        if delivery is None:
+            return False
+        self._settle(delivery, self._delivered(delivery))
+        with self._changed:
+            self._nbytes -= delivery.nbytes
+            self._current = None
+            self._changed.notify_all()
+        return True
 
     def _delivered(self, delivery: Delivery) -> bool:
         try:
@@ -189,6 +209,9 @@ class WriteBehind:
         if not complete:
             self._counters.add(f"behind.{self._stack.name(self._place)}")
         with self._changed:
-            change: Callable[[bytes], None] = self._behind.discard if complete else self._behind.add
-            change(delivery.record_key)
+            self._behind.pop(delivery.record_key, None)
+            if not complete:
+                self._behind[delivery.record_key] = None
+            if len(self._behind) > self._max_behind:
+                del self._behind[next(iter(self._behind))]
         delivery.done.set_result(complete)

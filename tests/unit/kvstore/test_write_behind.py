@@ -101,6 +101,18 @@ def test_the_queue_is_bounded_and_says_who_is_behind():
     queue.close()
 
 
+def test_of_a_tier_that_stays_away_only_so_many_sessions_are_remembered():
+    stack = stack_of(ram(), slow())
+    stack._tiers[1].fails = lambda number, method: True
+    queue = WriteBehind(stack, 1, 1000, Counters(), max_behind=3)
+    for name in (b"r1", b"r2", b"r3", b"r1", b"r4"):
+        late = Delivery(name, b"record", KEYS, {})
+        queue.offer(late)
+        assert late.done.result(5) is False
+    assert queue.take_behind() == {b"r1", b"r3", b"r4"}
+    queue.close()
+
+
 def test_closing_drops_what_waits():
     stack = stack_of(ram(), slow())
     queue = WriteBehind(stack, 1, 1000, Counters())
