@@ -76,6 +76,7 @@ class Stack:
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     folder: Path | None = None  # data survives if given
     port: int = field(default_factory=free_port)
+    start_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         self._own = None if self.folder else tempfile.TemporaryDirectory(prefix="thermocline-")
@@ -88,7 +89,7 @@ class Stack:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, timeout_s: float = 300.0) -> Stack:
+    def start(self) -> Stack:
         config = self.root / "bench.toml"
         tables = {key: dict(rows) for key, rows in self.settings.items()}
         tables.setdefault("gateway", {}).update(host="127.0.0.1", port=self.port)
@@ -101,7 +102,7 @@ class Stack:
                 stderr=log,
                 env=environment,
             )
-        self._wait_ready(timeout_s)
+        self._wait_ready(self.start_timeout_s)
         return self
 
     def _wait_ready(self, timeout_s: float) -> None:
@@ -130,7 +131,7 @@ class Stack:
     @property
     def engine(self) -> psutil.Process:
         for child in self.gateway.children(recursive=True):
-            if "worker" in " ".join(child.cmdline()):
+            if _is_engine(child):
                 return child
         raise RuntimeError("no engine process")
 
@@ -158,7 +159,7 @@ class Stack:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             engines = [x for x in self.gateway.children(recursive=True) if x.pid != dead.pid]
-            if any("worker" in " ".join(x.cmdline()) for x in engines):
+            if any(_is_engine(x) for x in engines):
                 break
             time.sleep(0.1)
         self._wait_ready(deadline - time.monotonic())
@@ -227,7 +228,8 @@ class Client:
         if usage := event.get("usage"):
             reply.prompt_tokens = usage["prompt_tokens"]
             reply.completion_tokens = usage["completion_tokens"]
-            reply.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+            details = usage.get("prompt_tokens_details") or {}  # vLLM: none if nothing was cached
+            reply.cached_tokens = details.get("cached_tokens", 0)
         for choice in event.get("choices", []):
             text = choice["delta"].get("content") or ""
             # An answer may be empty: then its end is what came first.
@@ -267,6 +269,12 @@ async def client_of(stack: Stack, key: str = "") -> AsyncIterator[Client]:
         client = Client(stack, http, key)
         client.model = (await client.get("/v1/models"))["data"][0]["id"]
         yield client
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """One of our engine programs; of vLLM the one that started all its others."""
+    words = " ".join(process.cmdline())
+    return "_worker" in words or "-m engines.vllm_plugin" in words
 
 
 def rss_mib(process: psutil.Process) -> float:

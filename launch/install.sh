@@ -108,9 +108,8 @@ install_gateway() {
     install --no-deps "$sample"
 }
 
-# vLLM's start is mostly imports, in three processes: compiled once, they take half the time.
 install_vllm() {
-    set -- --compile-bytecode --group "$root/pyproject.toml:vllm" "$@"
+    set -- --group "$root/pyproject.toml:vllm" "$@"
     if has_gpu; then
         install "$@" --torch-backend auto "$vllm"
         return

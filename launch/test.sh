@@ -10,6 +10,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
 cd "$root"
+# A start of vLLM imports thousands of modules, in each of three processes.
+unset PYTHONDONTWRITEBYTECODE
 
 run_vllm_tests() {
     bash launch/install.sh vllm

@@ -53,8 +53,8 @@ def engine(shared_engine: RealEngine, faults: Faults) -> Iterator[RealEngine]:
     assert shared_engine.forget_local(), "blocks are held after the test"
 
 
-@pytest.fixture(scope="session")
-def sessions() -> list[list[int]]:
-    """Six prompts that share nothing."""
-    generator = random.Random(0)
+@pytest.fixture(scope="module")
+def sessions(request: pytest.FixtureRequest) -> list[list[int]]:
+    """Six prompts that share nothing, also not with those of another file."""
+    generator = random.Random(request.module.__name__)
     return [[generator.randrange(10, VOCAB) for _ in range(NUM_TOKENS)] for _ in range(6)]

@@ -1,0 +1,101 @@
+"""Gateway and vLLM as a user starts them, through OpenAI's official SDK."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from engines.vllm_env import inspect_environment
+from launch.vllm_home import find_python
+from stack import MIB, Stack, prose
+
+pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
+if not PYTHON or inspect_environment(PYTHON).problem:
+    pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
+
+SETTINGS = {
+    "engine": {
+        "kind": "vllm",
+        "vllm.python": PYTHON,
+        "hot_bytes": 256 * MIB,
+        "max_context": 2048,
+        "dtype": "float32",
+    },
+    "store": {"codec": "raw", "ram_bytes": 512 * MIB, "disk_bytes": 1024 * MIB},
+    "scheduler": {"idle_after_s": 3600.0},
+}
+
+
+@pytest.fixture(scope="module")
+def sdk() -> Iterator[openai.OpenAI]:
+    with (
+        Stack(SETTINGS, start_timeout_s=900.0) as stack,
+        openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as sdk,
+    ):
+        yield sdk
+
+
+def ask(sdk: openai.OpenAI, messages: list[dict[str, str]], session: str, **fields):
+    return sdk.chat.completions.with_raw_response.create(
+        model=sdk.models.list().data[0].id,
+        messages=messages,
+        temperature=0,
+        max_tokens=8,
+        extra_headers={"X-Session-ID": session},
+        **fields,
+    )
+
+
+def state_of(sdk: openai.OpenAI, session: str) -> dict[str, object]:
+    return sdk.get(f"/sessions/{session}", cast_to=object)
+
+
+def wait_for(sdk: openai.OpenAI, session: str, state: str) -> None:
+    end = time.monotonic() + 60
+    while state_of(sdk, session)["state"] != state:
+        assert time.monotonic() < end, state_of(sdk, session)
+        time.sleep(0.05)
+
+
+def test_a_chat_goes_cold_and_comes_back(sdk):
+    history = [{"role": "user", "content": f"{prose('vllm', 400)}? In one word."}]
+    answer = ask(sdk, history, "chat")
+    first = answer.parse()
+    assert answer.headers["x-thermocline-cache"].startswith("miss; tokens=0")
+    assert first.usage.prompt_tokens > 400
+    wait_for(sdk, "chat", "idle")
+    sdk.post("/sessions/chat/demote", cast_to=object)
+    wait_for(sdk, "chat", "cold")
+    history.append({"role": "assistant", "content": first.choices[0].message.content})
+    history.append({"role": "user", "content": "And another?"})
+    answer = ask(sdk, history, "chat")
+    usage = answer.parse().usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert answer.headers["x-thermocline-cache"] == f"cold-ram; tokens={cached}"
+    assert cached >= (first.usage.total_tokens - 1) // 32 * 32
+    assert state_of(sdk, "chat")["state"] in ("active", "idle")
+
+
+def test_a_stream_wakes_a_session_with_the_very_same_text(sdk):
+    history = [{"role": "user", "content": f"{prose('stream', 300)}? Tell me more."}]
+    text = ask(sdk, history, "stream").parse().choices[0].message.content
+    wait_for(sdk, "stream", "idle")
+    sdk.post("/sessions/stream/demote", body={"tier": "disk"}, cast_to=object)
+    wait_for(sdk, "stream", "cold")
+    answer = ask(sdk, history, "stream", stream=True, stream_options={"include_usage": True})
+    assert answer.headers["x-thermocline-cache"].startswith("cold-disk; tokens=")
+    chunks = list(answer.parse())
+    assert "".join(x.choices[0].delta.content or "" for x in chunks if x.choices) == text
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= 288
+
+
+def test_a_bad_request_is_told_in_openais_shape(sdk):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(sdk, [{"role": "user", "content": "Hello"}], "bad", logit_bias={"x": 1})
+    assert caught.value.body["message"]
