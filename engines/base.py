@@ -83,6 +83,10 @@ class Engine(Protocol):
     def trouble(self) -> str:
         """Why it is not ready, in one sentence; "" while it is."""
 
+    @property
+    def gave_up(self) -> bool:
+        """It cannot serve with its settings and never will; its log says why."""
+
     async def start(self) -> None:
         """Start or attach; returns at once, ``ready`` turns true later."""
 

@@ -57,6 +57,10 @@ class ChildEngine(EngineClient):
             return super().trouble
         return self._supervisor.trouble or super().trouble
 
+    @property
+    def gave_up(self) -> bool:
+        return self._supervisor.gave_up
+
     async def start(self) -> None:
         await super().start()
         await self._supervisor.start()
@@ -82,6 +86,7 @@ class ChildEngine(EngineClient):
                 absent_since, pid, was_ready = now, self.pid, False
             if self.ready:
                 absent_since, was_ready = now, True
+                self._supervisor.has_served()
             limit_s = self._stall_timeout_s if was_ready else self._start_timeout_s
             if now - absent_since > limit_s:
                 self._supervisor.kill(f"no answer for {limit_s:.0f} s")

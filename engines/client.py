@@ -78,6 +78,10 @@ class EngineClient:
     def trouble(self) -> str:
         return "the gateway is shutting down" if self._stopping else self._link.trouble
 
+    @property
+    def gave_up(self) -> bool:
+        return False
+
     async def start(self) -> None:
         self._running_link = asyncio.create_task(self._link.run(), name="engine-control")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from kvstore.config import StoreConfig
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+# Exit code of an engine process that cannot serve what it was told to, and has logged why in one
+# line: to start it again would change nothing. (EX_CONFIG of sysexits.h.)
+WRONG_SETTINGS: Final = 78
 
 
 class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

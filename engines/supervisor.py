@@ -17,6 +17,8 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from engines.config import WRONG_SETTINGS
+from engines.log_lines import read_line
 from engines.restarts import RestartPolicy, RestartRules
 
 log = logging.getLogger("thermocline.engines")
@@ -51,10 +53,21 @@ class Supervisor:
         self._stopping = False
         self.num_starts = 0
         self._last_end = ""
+        self._has_served = False
+        self._gave_up = False
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def gave_up(self) -> bool:
+        """The child cannot serve with its settings, and is not started again."""
+        return self._gave_up
+
+    def has_served(self) -> None:
+        """Whatever ends the child from now on may pass: its settings were right once."""
+        self._has_served = True
 
     @property
     def trouble(self) -> str:
@@ -91,15 +104,16 @@ class Supervisor:
     async def _keep_running(self) -> None:
         while True:
             self._policy.started(self._clock())
-            self._last_end = await self._run_once()
-            if self._stopping:
+            code = await self._run_once()
+            self._gave_up = code == WRONG_SETTINGS and not self._has_served
+            if self._stopping or self._gave_up:
                 return
             delay_s = self._policy.ended(self._clock())
             log.error("the engine %s; starting it again in %.1f s", self._last_end, delay_s)
             await asyncio.sleep(delay_s)
 
-    async def _run_once(self) -> str:
-        """One life of the child. Returns how it ended."""
+    async def _run_once(self) -> int | None:
+        """One life of the child. Returns its exit code; None if there was no child."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._argv,
@@ -110,7 +124,8 @@ class Supervisor:
                 start_new_session=True,
             )
         except OSError as error:
-            return f"could not be started: {error}"
+            self._last_end = f"could not be started: {error}"
+            return None
         self._process = process
         self.num_starts += 1
         log.info("engine started, pid %d", process.pid)
@@ -125,7 +140,8 @@ class Supervisor:
             if process.returncode is None:  # we are cancelled
                 _kill_group(process)
             self._process = None
-        return _describe(code)
+        self._last_end = _describe(code)
+        return code
 
     async def _tell(self, process: Process) -> None:
         assert process.stdin is not None
@@ -134,7 +150,8 @@ class Supervisor:
             await process.stdin.drain()
 
     async def _relay_log(self, stream: asyncio.StreamReader | None) -> None:
-        """Every line becomes a log line of ours; long ones are cut, control characters replaced."""
+        """Every line becomes one of ours, of the level that it states; long ones are cut, control
+        characters replaced."""
         assert stream is not None
         rest = b""
         while piece := await stream.read(1 << 16):
@@ -149,7 +166,8 @@ class Supervisor:
     def _log_line(self, line: bytes) -> None:
         text = line[:MAX_LOG_LINE].decode("utf-8", "replace").rstrip()
         if text:
-            self._log.info("%s", text.translate(_CONTROL_CHARACTERS))
+            level, words = read_line(text)
+            self._log.log(level, "%s", words.translate(_CONTROL_CHARACTERS))
 
 
 async def _end(process: Process, grace_s: float, term_grace_s: float) -> None:

@@ -5,6 +5,7 @@
     |   +-- Corrupt       checksum, length or structure is wrong
     |   +-- Mismatch      whole, but for another model, layout, codec or version
     +-- TierUnavailable   the tier did not answer (down, deadline, breaker open)
+    |   +-- TierInUse     its folder is another process's
     +-- StoreClosed       the store is shutting down
     +-- UnknownCodec      no codec of that name, or it cannot take this layout
 
@@ -31,6 +32,10 @@ class Mismatch(Unusable):
 
 
 class TierUnavailable(ColdError):
+    pass
+
+
+class TierInUse(TierUnavailable):
     pass
 
 

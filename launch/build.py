@@ -32,6 +32,7 @@ from launch.effective import Effective, require_installed
 from launch.errors import LaunchError, UsageError
 from launch.families import cache_shape
 from launch.model import Model, find_model
+from launch.preflight import check_tiers
 from launch.secret import server_secret
 from launch.settings import Settings
 from scheduler.sessions import SessionManager
@@ -51,6 +52,7 @@ class Served:
     app: FastAPI
     engine: Engine
     model_name: str
+    needs_key: bool
     blas: Blas | None  # None: the engine is not one that needs it
 
 
@@ -68,10 +70,13 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     require_installed(effective)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
     model = _model(effective)
+    store = _store(settings.store, effective.folders.data, model)
+    if kind == "mlx":
+        check_tiers(store)
     with _runtime_dir(environ) as runtime_dir:
         worker = WorkerConfig(
             engine=settings.engine,
-            store=_store(settings.store, effective.folders.data, model),
+            store=store,
             model_path=model.path,
             served_model_name=model.name,
             runtime_dir=str(runtime_dir),
@@ -84,7 +89,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
             engine, settings.scheduler, salt_of=tenants.salt_of, observer=metrics
         )
         app = create_app(settings.gateway, engine, sessions, tenants, metrics)
-        yield Served(app, engine, model.name, blas)
+        yield Served(app, engine, model.name, not tenants.open_to_all, blas)
 
 
 def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:

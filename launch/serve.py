@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 import socket
 import time
 from collections.abc import Mapping
 
-from engines.base import Engine
+from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.server import DrainingServer, server_of
 from launch.build import Served, build
@@ -27,7 +28,7 @@ QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 
 def serve(effective: Effective, environ: Mapping[str, str]) -> int:
-    """Blocks; the exit code.
+    """Blocks; the exit code: 1 if it was no signal that ended it.
 
     Raises:
         UsageError, LaunchError: it cannot be started; says what to do.
@@ -38,9 +39,9 @@ def serve(effective: Effective, environ: Mapping[str, str]) -> int:
         url = _url(sock)
         _say_settings(effective, served, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            runner.run(_run(server, sock, served.engine, url))
+            runner.run(_run(server, sock, served, url))
     log.info("stopped")
-    return 0 if server.started else 1
+    return 0 if server.started and not served.engine.gave_up else 1
 
 
 def listen(config: GatewayConfig) -> socket.socket:
@@ -69,22 +70,31 @@ def listen(config: GatewayConfig) -> socket.socket:
     return sock
 
 
-async def _run(server: DrainingServer, sock: socket.socket, engine: Engine, url: str) -> None:
-    announcing = asyncio.create_task(_announce(engine, url), name="announce")
+async def _run(server: DrainingServer, sock: socket.socket, served: Served, url: str) -> None:
+    waiting = asyncio.create_task(_wait_for(served, server, url), name="wait-for-engine")
     try:
         await server.serve(sockets=[sock])
     finally:
-        announcing.cancel()
+        waiting.cancel()
 
 
-async def _announce(engine: Engine, url: str) -> None:
-    """Say once when the first turn can be taken, and how to take it."""
+async def _wait_for(served: Served, server: DrainingServer, url: str) -> None:
+    """Until the first turn can be taken, or it is certain that none ever can."""
+    engine = served.engine
     began = time.monotonic()
     while (welcome := engine.welcome) is None:
+        if engine.gave_up:
+            server.should_exit = True
+            return
         await asyncio.sleep(LOOK_EVERY_S)
+    _announce(welcome, time.monotonic() - began)
+    log.info("try: %s", example(welcome.model, url, needs_key=served.needs_key))
+
+
+def _announce(welcome: Welcome, took_s: float) -> None:
     log.info(
         "ready after %.1f s: %s by %s (%s), context %d, codec %s",
-        time.monotonic() - began,
+        took_s,
         welcome.model,
         welcome.engine,
         welcome.engine_version,
@@ -93,10 +103,15 @@ async def _announce(engine: Engine, url: str) -> None:
     )
     if not welcome.hibernation:
         log.warning("sessions will not hibernate: %s", welcome.hibernation_reason)
-    log.info(
-        "try: curl %s/v1/chat/completions -H content-type:application/json -d '%s'",
-        url,
-        json.dumps({"model": welcome.model, "messages": [QUESTION]}),
+
+
+def example(model: str, url: str, *, needs_key: bool) -> str:
+    """A command line that takes a turn, to be pasted into a shell."""
+    key = ["-H", "authorization: Bearer KEY"] if needs_key else []
+    body = json.dumps({"model": model, "messages": [QUESTION]})
+    return shlex.join(
+        ["curl", f"{url}/v1/chat/completions", "-H", "content-type: application/json", *key]
+        + ["-d", body]
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -14,7 +15,10 @@ from engines.config import WorkerConfig
 from engines.control_server import ControlServer
 from engines.fake_worker.server import DataServer
 from engines.fake_worker.shelf import Shelf
+from engines.log_lines import configure_logging
 from engines.wire import Welcome
+
+logger = logging.getLogger("engines.fake_worker")
 
 MAX_CONTEXT = 32_768
 
@@ -22,6 +26,7 @@ MAX_CONTEXT = 32_768
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    configure_logging(config.log_level)
     asyncio.run(serve(config))
 
 
@@ -46,7 +51,7 @@ async def serve(config: WorkerConfig) -> None:
     data = DataServer(config.token, config.served_model_name, max_context, shelf)
     runner = await data.serve(f"{folder}/http.sock")
     server = await control.serve(f"unix:{folder}/control.sock")
-    print(f"the fake engine serves {config.served_model_name}", flush=True)
+    logger.info("the fake engine serves %s", config.served_model_name)
     await _input_ended()
     server.close()
     control.close()

@@ -16,11 +16,12 @@ from typing import Final
 import msgspec
 import uvicorn
 
-from engines.config import WorkerConfig
+from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.control_server import ControlServer
+from engines.log_lines import configure_logging
 from engines.mlx_worker.http import create_app
 from engines.mlx_worker.layout import CannotServe
-from engines.mlx_worker.loading import describe_device, load_model
+from engines.mlx_worker.loading import LoadedModel, describe_device, load_model
 from engines.mlx_worker.notices import Notifier
 from engines.mlx_worker.opening import store_opener
 from engines.mlx_worker.owner import Owner
@@ -37,16 +38,38 @@ FLUSH_S: Final = 20.0
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(config))
     except (CannotServe, OSError, ValueError) as error:
-        # What the operator can change; anything else is a defect and shows its traceback.
-        logger.error("%s cannot be served: %s", config.served_model_name, error)
+        # What the operator can change.
+        logger.error("%s cannot be served: %s", config.served_model_name, _one_line(error))
+        raise SystemExit(WRONG_SETTINGS) from error
+    except Exception as error:  # the edge of this process: its log gets one line of it
+        logger.exception("a defect of the engine")
         raise SystemExit(1) from error
+
+
+def _load(config: WorkerConfig) -> LoadedModel:
+    """Raises ``CannotServe`` with what can be done about it."""
+    path = config.model_path
+    try:
+        return load_model(path, config.engine.dtype)
+    except Exception as error:  # files of somebody else can trip a loader in any way
+        if not Path(path).exists():
+            raise CannotServe(
+                f"{path} could not be fetched from the hub; check the name and the network, or"
+                f" give --model a local folder ({error})"
+            ) from error
+        raise CannotServe(
+            f"{path} cannot be loaded; is it whole, and of a kind that mlx_lm knows?"
+            f" ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 async def serve(config: WorkerConfig) -> None:
@@ -54,7 +77,7 @@ async def serve(config: WorkerConfig) -> None:
     stop = _stop_event()
     folder = _runtime_folder(config)
     owner = Owner(
-        lambda: load_model(config.model_path, config.engine.dtype),
+        lambda: _load(config),
         config.engine,
         config.served_model_name,
         store_opener(config.store, config.served_model_name),

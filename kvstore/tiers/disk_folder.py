@@ -26,7 +26,7 @@ import lmdb
 from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_pages
 
-from kvstore.errors import TierUnavailable
+from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.tiers.disk_pages import DATABASES
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class DiskFolder:
     """Exclusive ownership of one folder, from construction until ``release``.
 
     Raises:
-        TierUnavailable: another process owns it, or it cannot be created or written.
+        TierInUse: another process owns it.
+        TierUnavailable: it cannot be created or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +73,7 @@ class DiskFolder:
         except BlockingIOError as error:
             owner = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
             os.close(fd)
-            raise TierUnavailable(
+            raise TierInUse(
                 f"{self.path} is in use by another process (pid {owner}): two engines cannot "
                 "share one disk tier; stop that one, or give this one another disk_path"
             ) from error

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from engines.base import EngineUnavailable
-from engines.config import EngineConfig, WorkerConfig
+from engines.config import WRONG_SETTINGS, EngineConfig, WorkerConfig
 from engines.mlx_server import MlxServer
 from engines.wire import (
     CACHE_HEADER,
@@ -210,5 +210,5 @@ async def test_a_model_that_is_not_there_ends_the_process_with_a_sentence(
         stderr=asyncio.subprocess.PIPE,
     )
     _, err = await process.communicate(msgspec.json.encode(config) + b"\n")
-    assert process.returncode == 1
+    assert process.returncode == WRONG_SETTINGS
     assert b"tiny cannot be served" in err and b"Traceback" not in err

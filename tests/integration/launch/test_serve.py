@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,13 +26,13 @@ START_S = 90.0
 class Server:
     """A running server; ``log`` grows while it runs."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, engine: str = "fake") -> None:
         runtime = folder / "run"
         runtime.mkdir(exist_ok=True)
         self.runtime = runtime
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
         self.process = subprocess.Popen(
-            [*PROGRAM, "serve", "--engine", "fake", "--port", "0", *arguments],
+            [*PROGRAM, "serve", "--engine", engine, "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env={**environ, "THERMOCLINE_DATA_DIR": str(folder / "data")},
@@ -64,6 +65,16 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             assert answer.status == 200
+
+    def try_it(self) -> str:
+        """Do what the log says one can try; the answer's text."""
+        command = shlex.split(self.wait_for(r"try: (curl .*)")[1])
+        head = command.index("-H")
+        name, _, value = command[head + 1].partition(": ")
+        assert command[0] == "curl" and command[-2] == "-d" and len(command) == 6
+        request = urllib.request.Request(command[1], command[-1].encode(), {name: value})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
 
     def sessions(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [*PROGRAM, "sessions", *arguments, "--url", self.url]
@@ -102,6 +113,13 @@ def test_a_server_is_started_used_and_stopped(server, tmp_path):
     secret = (tmp_path / "data" / "secret").read_bytes()
     assert secret.hex() not in "".join(server.log)
     assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+: ", line) for line in server.log)
+
+
+def test_the_log_says_how_to_take_a_turn(server):
+    assert "capital of France" in server.try_it()
+    levels = [line.split()[1] for line in server.log]
+    assert set(levels) == {"info"}
+    assert "engine.fake: the fake engine serves fake\n" in "".join(server.log)  # its level is ours
 
 
 def test_with_keys_only_their_owners_see_their_sessions(tmp_path):

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
+from engines.config import WRONG_SETTINGS
 from engines.restarts import RestartPolicy, RestartRules
 from engines.supervisor import Supervisor
 
@@ -84,6 +85,29 @@ async def test_log_lines_are_cut_and_cleaned(caplog: pytest.LogCaptureFixture) -
     async with running(program):
         await until(lambda: "?[31mred?" in caplog.text)
     assert max(len(x.getMessage()) for x in caplog.records) < 5000
+
+
+async def test_a_line_keeps_its_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    program = "print('WARNING mind the gap', flush=True); import sys; sys.stdin.read()"
+    async with running(program):
+        await until(lambda: "mind the gap" in caplog.text)
+    assert ("thermocline.engine.test", logging.WARNING, "mind the gap") in caplog.record_tuples
+
+
+async def test_a_child_that_cannot_serve_is_not_started_again() -> None:
+    async with running(f"raise SystemExit({WRONG_SETTINGS})") as supervisor:
+        await until(lambda: supervisor.gave_up)
+        await asyncio.sleep(0.2)
+        assert (supervisor.num_starts, supervisor.pid) == (1, None)
+        assert f"code {WRONG_SETTINGS}" in supervisor.trouble
+
+
+async def test_settings_that_were_right_once_are_tried_again() -> None:
+    async with running(f"raise SystemExit({WRONG_SETTINGS})") as supervisor:
+        supervisor.has_served()
+        await until(lambda: supervisor.num_starts > 1)
+        assert not supervisor.gave_up
 
 
 async def test_a_killed_child_is_started_again() -> None:

@@ -1,0 +1,75 @@
+"""Looks at where cold sessions are to be kept before the engine is started.
+
+A wrong setting then ends the command with one sentence. Once the engine runs, a tier that fails is
+only a cache that is not there, and never ends anything. A Redis that does not answer is of that
+kind from the beginning: it may come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from kvstore.config import StoreConfig
+from kvstore.errors import TierInUse, TierUnavailable
+from kvstore.tiers.disk_folder import DiskFolder
+from launch.errors import LaunchError, UsageError
+
+log = logging.getLogger("thermocline.launch")
+
+# An engine whose gateway was killed saves what it holds before it leaves the folder.
+IN_USE_PATIENCE_S = 30.0
+LOOK_EVERY_S = 0.2
+
+
+def check_tiers(config: StoreConfig, in_use_patience_s: float = IN_USE_PATIENCE_S) -> None:
+    """Blocks while another process is leaving the disk folder.
+
+    Raises:
+        UsageError: ``store.redis_url`` is not a URL of a Redis server.
+        LaunchError: the disk folder cannot be used, or redis-py is not installed.
+    """
+    if config.disk_bytes:
+        _check_disk(Path(config.disk_path) / "cold", in_use_patience_s)
+    if config.redis_url and config.redis_bytes:
+        _check_redis(config)
+
+
+def _check_disk(folder: Path, patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    waiting = False
+    while True:
+        try:
+            DiskFolder(folder).release(clean=False)
+            return
+        except TierInUse as error:
+            if time.monotonic() >= end:
+                raise LaunchError(_with_options(error)) from error
+            if not waiting:
+                log.warning("waiting until another process leaves %s", folder)
+                waiting = True
+            time.sleep(LOOK_EVERY_S)
+        except TierUnavailable as error:
+            raise LaunchError(_with_options(error)) from error
+
+
+def _with_options(error: TierUnavailable) -> str:
+    return f"{error} (--data-dir FOLDER, or --disk 0)"
+
+
+def _check_redis(config: StoreConfig) -> None:
+    try:
+        from kvstore.tiers.redis_link import RedisLink  # redis-py is an extra
+    except ImportError as error:
+        raise LaunchError(f"store.redis_url is set, but {error}") from error
+    try:
+        link = RedisLink(config.redis_url, config.redis_deadline_s)
+    except ValueError as error:
+        raise UsageError(f"store.{error}") from error
+    try:
+        link.run([("PING",)])
+    except TierUnavailable:  # the link has logged why
+        log.warning("going on without redis until it answers")
+    finally:
+        link.close()
