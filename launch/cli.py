@@ -1,5 +1,6 @@
 """The command ``thermocline``.
 
+Options that choose settings are declared as parameters and read by ``options.chosen``, all at once.
 Mistakes of the user end in one sentence on standard error: exit code 2 for what was asked, 1 for
 what could not be done.
 """
@@ -14,9 +15,7 @@ from typing import Annotated
 import typer
 
 from launch import key_file, options, sessions_cli
-from launch.effective import effective
 from launch.errors import LaunchError, UsageError
-from launch.options import layers
 from launch.settings import flat, masked
 from launch.show import print_json, print_table
 from launch.units import shown
@@ -37,6 +36,7 @@ app.add_typer(keys_app, name="keys", no_args_is_help=True)
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: options.Model = None,
     engine: Annotated[
         str | None,
@@ -73,33 +73,12 @@ def serve(
     """Start the gateway and its engine; stop with Ctrl-C."""
     from launch.serve import serve as run
 
-    flags = {
-        "--model": model,
-        "--engine": engine,
-        "--host": host,
-        "--port": port,
-        "--hot": hot,
-        "--ram": ram,
-        "--disk": disk,
-        "--redis": redis,
-        "--codec": codec,
-        "--idle-after": idle_after,
-        "--api-keys": api_keys,
-        "--allow-anonymous": allow_anonymous,
-        "--served-model-name": served_model_name,
-        "--engine-url": engine_url,
-        "--engine-control": engine_control,
-        "--data-dir": data_dir,
-        "--log-level": log_level,
-    }
-    sources = layers(
-        os.environ, profile=profile, config=config, assignments=assignments, flags=flags
-    )
-    raise typer.Exit(run(effective(sources, os.environ), os.environ))
+    raise typer.Exit(run(options.chosen(context, os.environ), os.environ))
 
 
 @app.command("config")
 def show_config(
+    context: typer.Context,
     model: options.Model = None,
     profile: options.Profile = None,
     config: options.Config = None,
@@ -107,14 +86,7 @@ def show_config(
     as_json: options.Json = False,
 ) -> None:
     """Show the settings that would be used here, and where each comes from."""
-    sources = layers(
-        os.environ,
-        profile=profile,
-        config=config,
-        assignments=assignments,
-        flags={"--model": model},
-    )
-    resolved = effective(sources, os.environ).resolved
+    resolved = options.chosen(context, os.environ).resolved
     rows = {name: masked(name, value) for name, value in flat(resolved.settings).items()}
     if as_json:
         print_json({k: {"value": v, "from": resolved.origin(k)} for k, v in rows.items()})
@@ -127,9 +99,11 @@ def show_config(
 
 @app.command()
 def plan(
+    context: typer.Context,
     model: options.Model = None,
-    context: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Tokens per session, such as 2048,8192.")
+    lengths: Annotated[
+        str | None,
+        typer.Option("--context", metavar="N,N", help="Tokens per session, such as 2048,8192."),
     ] = None,
     hot: options.Hot = None,
     ram: options.Ram = None,
@@ -144,20 +118,7 @@ def plan(
     from launch.plan_view import print_plan
     from launch.planning import plan_of
 
-    sources = layers(
-        os.environ,
-        profile=profile,
-        config=config,
-        assignments=assignments,
-        flags={
-            "--model": model,
-            "--hot": hot,
-            "--ram": ram,
-            "--disk": disk,
-            "--codec": codec,
-        },
-    )
-    found = plan_of(effective(sources, os.environ), context)
+    found = plan_of(options.chosen(context, os.environ), lengths)
     if as_json:
         print_json(found)
     else:
@@ -166,6 +127,7 @@ def plan(
 
 @app.command()
 def doctor(
+    context: typer.Context,
     model: options.Model = None,
     profile: options.Profile = None,
     config: options.Config = None,
@@ -175,14 +137,7 @@ def doctor(
     """Look for what would keep a server from starting or from being fast."""
     from launch.doctor import examine
 
-    sources = layers(
-        os.environ,
-        profile=profile,
-        config=config,
-        assignments=assignments,
-        flags={"--model": model},
-    )
-    findings = examine(effective(sources, os.environ), os.environ)
+    findings = examine(options.chosen(context, os.environ), os.environ)
     if as_json:
         print_json(findings)
     else:

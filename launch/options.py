@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from launch.effective import Effective, effective
 from launch.fields import Fields
 from launch.settings import Settings
 from launch.sources import (
@@ -54,6 +55,28 @@ FLAGS: Mapping[str, str] = {
     "--log-level": "log_level",
     "--allow-anonymous": "allow_anonymous",
 }
+
+
+def chosen(context: typer.Context, environ: Mapping[str, str]) -> Effective:
+    """The settings that a command was called with, under whatever else sets some.
+
+    Raises:
+        UsageError: a setting is wrong.
+    """
+    given = context.params
+    flags = {x: given[name] for x in FLAGS if (name := _parameter(x)) in given}
+    sources = layers(
+        environ,
+        profile=given["profile"],
+        config=given["config"],
+        assignments=given["assignments"],
+        flags=flags,
+    )
+    return effective(sources, environ)
+
+
+def _parameter(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def layers(

@@ -9,8 +9,10 @@ import stat
 import sys
 
 import pytest
+from typer.main import get_command
 
-from launch.cli import main
+from launch.cli import app, main
+from launch.options import FLAGS
 
 
 @pytest.fixture
@@ -156,3 +158,10 @@ def test_doctor_finds_what_is_wrong(run, model):
     assert code == 1
     assert findings["redis"]["verdict"] == "failure"
     assert "lower engine.hot_bytes" in findings["memory"]["text"]
+
+
+def test_every_option_of_serve_sets_something():
+    """``options.chosen`` finds them by their names."""
+    serve = get_command(app).commands["serve"]
+    flags = {flag for parameter in serve.params for flag in parameter.opts}
+    assert flags == {*FLAGS, "--profile", "--config", "--set"}
