@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from engines.client import AttachedEngine
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
+from engines.control_server import ControlServer
+from engines.fake_worker.shelf import Shelf
 from engines.registry import engine_factory
 from engines.vllm_env import inspect_environment
 from engines.vllm_fields import with_session
 from engines.vllm_plugin.command import command, environment, plugin_settings
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_server import VllmServer
+from engines.wire import Welcome
 from kvstore.config import StoreConfig
 from kvstore.records import SessionRef
 
@@ -64,6 +70,38 @@ def test_own_wishes_are_passed_on_last(tmp_path):
     assert option(argv, "--gpu-memory-utilization") == "0.7"
     assert option(argv, "--max-model-len") == "4096"
     assert argv[-2:] == ["--seed", "1"]
+
+
+def test_the_pool_is_shared_by_the_gpus(tmp_path):
+    argv = command(worker(tmp_path, vllm=VllmConfig(tensor_parallel=2)), tmp_path / "p", cpu=False)
+    assert option(argv, "--kv-cache-memory-bytes") == str(1 << 27)
+
+
+def test_on_a_cpu_the_models_dtype_is_widened_unless_it_is_chosen(tmp_path):
+    assert option(command(worker(tmp_path), tmp_path / "p", cpu=True), "--dtype") == "float32"
+    assert option(command(worker(tmp_path), tmp_path / "p", cpu=False), "--dtype") == "auto"
+    chosen = worker(tmp_path, dtype="bfloat16")
+    assert option(command(chosen, tmp_path / "p", cpu=True), "--dtype") == "bfloat16"
+
+
+async def test_an_attached_engine_that_is_vllm_gets_vllms_fields(tmp_path):
+    welcome = Welcome(
+        engine="vllm", engine_version="0", model="m", max_context=1, codec="raw", hibernation=True
+    )
+    address = f"unix:{tmp_path / 'control.sock'}"
+    server = await ControlServer("its own", welcome, Shelf(1 << 20)).serve(address)
+    there = msgspec.structs.replace(
+        worker(tmp_path, url="http://127.0.0.1:1", control=address), token="its own"
+    )
+    attached = AttachedEngine(there)
+    await attached.start()
+    async with asyncio.timeout(10):
+        while not attached.ready:
+            await asyncio.sleep(0.01)
+    session = SessionRef("tenant", "id", b"\x01")
+    assert attached.prepare_body({"model": "m"}, session) == with_session({"model": "m"}, session)
+    await attached.stop(0)
+    server.close()
 
 
 def test_no_secret_is_on_the_command_line(tmp_path):

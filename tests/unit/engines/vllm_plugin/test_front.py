@@ -203,3 +203,22 @@ async def test_other_paths_pass_through_untouched(tmp_path):
         await send(body(b"ok"))
 
     assert await through(Front(app), scope_for(tmp_path, "/health")) == [head(), body(b"ok")]
+
+
+async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
+    """That is when the gateway may be told that the engine is ready."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "lifespan.startup.complete"})
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with hub_at(tmp_path) as hub:
+        await Front(app)({**scope_for(tmp_path), "type": "lifespan"}, never_read, send)
+        assert sent == [{"type": "lifespan.startup.complete"}]
+        async with asyncio.timeout(10):
+            await hub.connected.wait()
+        await stop_listening()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,15 @@ import pytest
 from engines.control_server import ControlServer
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.hub import Hub
-from engines.vllm_plugin.messages import RankHello, RankSaved, Release, Stage, Staged
+from engines.vllm_plugin.messages import (
+    FrontHello,
+    RankHello,
+    RankSaved,
+    Release,
+    Stage,
+    Staged,
+)
+from engines.vllm_plugin.messages import frame as message_frame
 from engines.vllm_plugin.rank import RankLink, StagingArea
 from engines.vllm_plugin.verbs import Verbs
 from engines.wire import (
@@ -248,6 +257,21 @@ def test_stats_add_the_ranks_up(engine):
     ram = next(x for x in answer.report.tiers if x.name == "ram")
     assert ram.num_blobs == 2 * 8  # seven blobs and a record on each rank
     assert answer.report.counters["saves"] == 1  # of the engine, not of each rank
+
+
+def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
+    hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
+    hub.start()
+    control = tmp_path / "control.sock"
+    verbs = Verbs(hub, HotSessions(), block_tokens=1, counters=Counters(), num_requests=lambda: 0)
+    hub.start_behind_front(ControlServer("secret", WELCOME, verbs).serve(f"unix:{control}"))
+    time.sleep(0.05)
+    assert not control.exists()
+    with socket.socket(socket.AF_UNIX) as front:
+        front.connect(str(tmp_path / "hub.sock"))
+        front.sendall(message_frame(FrontHello()))
+        wait(control.exists)
+    hub.close()
 
 
 def test_ranks_may_come_before_the_hub(tmp_path):
