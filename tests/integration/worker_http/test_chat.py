@@ -1,0 +1,64 @@
+"""Chat completions in one piece, spoken to by OpenAI's own client."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.mlx_worker.generation import CacheOutcome
+from engines.wire import CACHE_HEADER
+from tests.integration.worker_http.stage import HELLO, Open
+from tests.tiny_tokenizer import THINKING
+
+pytestmark = pytest.mark.mlx
+
+
+async def test_chat_in_one_piece(toy: Open) -> None:
+    outcome = CacheOutcome("cold-ram", 7, "diverged")
+    async with toy(outcome=outcome) as stage:
+        stage.script("Fine, naïve ☃.")
+        raw = await stage.client.chat.completions.with_raw_response.create(
+            model="toy", messages=HELLO
+        )
+        reply = raw.parse()
+    assert raw.headers[CACHE_HEADER] == "cold-ram; tokens=7; reason=diverged"
+    assert reply.object == "chat.completion"
+    assert reply.choices[0].message.content == "Fine, naïve ☃."
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage.prompt_tokens == len(stage.owner.submitted[0].prompt)
+    assert reply.usage.prompt_tokens_details.cached_tokens == 7
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+async def test_length_and_stop(toy: Open) -> None:
+    async with toy() as stage:
+        stage.script("one two three four")
+        short = await stage.chat(max_completion_tokens=3)
+        stopped = await stage.chat(stop=[" thr", "nothing"], n=2)
+    assert short.choices[0].finish_reason == "length"
+    assert short.usage.completion_tokens == 3
+    assert [x.message.content for x in stopped.choices] == ["one two"] * 2
+    assert [x.finish_reason for x in stopped.choices] == ["stop"] * 2
+    assert stage.owner.streams[-1].stopped_rows == [0, 1]
+
+
+async def test_zero_tokens_reads_the_prompt_only(toy: Open) -> None:
+    async with toy() as stage:
+        stage.script("never shown")
+        reply = await stage.chat(max_tokens=0)
+    assert reply.choices[0].message.content == ""
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.completion_tokens == 0
+
+
+async def test_reasoning(toy: Open) -> None:
+    async with toy(THINKING) as stage:
+        stage.script("two and two</think>\n\nfour")
+        reply = await stage.chat()
+        chunks = await stage.chunks()
+    message = reply.choices[0].message
+    assert (message.reasoning_content, message.content) == ("two and two", "four")
+    assert reply.usage.completion_tokens_details.reasoning_tokens > 0
+    deltas = [c.choices[0].delta for c in chunks]
+    thoughts = [getattr(x, "reasoning_content", None) or "" for x in deltas]
+    assert "".join(thoughts) == "two and two"
+    assert "".join(x.content or "" for x in deltas) == "four"

@@ -1,0 +1,115 @@
+"""Refusals and failures, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.integration.worker_http.stage import HELLO, TOKEN, Open, post
+
+pytestmark = pytest.mark.mlx
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "code"),
+    [
+        ({"model": "nope"}, openai.NotFoundError, "model_not_found"),
+        ({"temperature": 9}, openai.BadRequestError, None),
+        ({"logit_bias": {"410": 1}}, openai.BadRequestError, None),
+        (
+            {"messages": [{"role": "user", "content": "x" * 600}]},
+            openai.BadRequestError,
+            "context_length_exceeded",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}},
+            openai.BadRequestError,
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals(
+    toy: Open,
+    fields: dict[str, Any],
+    error: type[openai.APIStatusError],
+    code: str | None,
+    stream: bool,
+) -> None:
+    async with toy() as stage:
+        with pytest.raises(error) as refusal:
+            await stage.chat(**fields, stream=stream)
+    assert set(refusal.value.body) == {"message", "type", "param", "code"}
+    assert refusal.value.code == code
+    assert not stage.owner.submitted
+
+
+async def test_full_line(toy: Open) -> None:
+    async with toy(overloaded=True) as stage:
+        with pytest.raises(openai.RateLimitError) as refusal:
+            await stage.chat()
+    assert refusal.value.response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("depth", [450, 5000])
+async def test_schema_nested_deeply(toy: Open, depth: int) -> None:
+    schema = "{}"
+    for _ in range(depth):
+        schema = f'{{"anyOf":[{schema}]}}'
+    wanted = f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
+    messages = json.dumps(HELLO)
+    body = f'{{"model":"toy","messages":{messages},"response_format":{wanted}}}'
+    async with toy() as stage, aiohttp.ClientSession() as http:
+        url, headers = f"{stage.url}/v1/chat/completions", {"authorization": f"Bearer {TOKEN}"}
+        async with http.post(url, data=body, headers=headers) as refused:
+            assert refused.status == 400
+            assert (await refused.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_failure_before_and_in_mid_stream(toy: Open) -> None:
+    async with toy(fail_after=3) as stage:
+        stage.script("one two three four five")
+        with pytest.raises(openai.InternalServerError):
+            await stage.chat()
+        seen = []
+        with pytest.raises(openai.APIError, match="no room"):
+            async for chunk in await stage.chat(stream=True):
+                seen.append(chunk)
+        body = {"model": "toy", "messages": HELLO, "stream": True}
+        async with post(stage, body) as response:
+            raw = (await response.read()).decode()
+    assert len(seen) > 1
+    assert '"code":"generation_failed"' in raw
+    assert "[DONE]" not in raw
+
+
+async def test_engine_that_shuts_down_is_no_end_of_an_answer(toy: Open) -> None:
+    async with toy(step_s=0.01, max_context=10_000) as stage:
+        with pytest.raises(openai.APIError, match="shutting down"):
+            async for _ in await stage.chat(stream=True, extra_body={"ignore_eos": True}):
+                stage.owner.streams[0].cancel()
+
+
+async def test_only_who_knows_the_token(toy: Open) -> None:
+    async with toy() as stage, aiohttp.ClientSession() as http:
+        for headers in ({}, {"authorization": "Bearer secre"}, {"authorization": "Bearer sécret"}):
+            async with http.get(f"{stage.url}/v1/models", headers=headers) as refused:
+                assert refused.status == 401
+                assert (await refused.json())["error"]["type"] == "authentication_error"
+        async with http.get(f"{stage.url}/health") as healthy:
+            assert healthy.status == 200
+
+
+async def test_models_and_unknown_paths(toy: Open) -> None:
+    async with toy() as stage:
+        (listed,) = (await stage.client.models.list()).data
+        assert listed == await stage.client.models.retrieve("toy")
+        with pytest.raises(openai.NotFoundError):
+            await stage.client.models.retrieve("a/b")
+        with pytest.raises(openai.NotFoundError) as refusal:
+            await stage.client.embeddings.create(model="toy", input="x")
+    assert set(refusal.value.body) == {"message", "type", "param", "code"}

@@ -1,0 +1,44 @@
+"""The same face before the real owner thread and a real (random) model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.mlx_worker.owner import Owner
+from tests.integration.tiny_models import tiny_model
+from tests.integration.worker_http.stage import CITY, staged
+from tests.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = pytest.mark.mlx
+
+
+async def test_with_the_real_owner(tmp_path: Path) -> None:
+    owner = Owner(lambda: tiny_model("llama"), EngineConfig(max_batch=4), "toy")
+    await owner.start()
+    try:
+        async with staged(owner, tiny_tokenizer(tmp_path)) as stage:
+            options = {"max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+
+            async def tokens(**fields: Any) -> list[str]:
+                reply = await stage.chat(**options, **fields)
+                return [x.token for x in reply.choices[0].logprobs.content]
+
+            alone = await tokens(seed=5, presence_penalty=1)
+            beside = await asyncio.gather(
+                tokens(seed=5, presence_penalty=1),
+                tokens(seed=6, top_p=0.9, extra_body={"top_k": 20}),
+                tokens(temperature=0),
+            )
+            wanted = {"type": "json_schema", "json_schema": {"name": "p", "schema": CITY}}
+            shaped = await stage.chat(response_format=wanted, max_tokens=400, seed=2, n=2)
+    finally:
+        await owner.close()
+    assert beside[0] == alone
+    for choice in shaped.choices:
+        assert choice.finish_reason == "length" or list(json.loads(choice.message.content))
