@@ -1,0 +1,103 @@
+"""vLLM for the benchmarks: behind the gateway with the plug-in, and plain, with equal settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.vllm_plugin.command import CPU_BLOCK_TOKENS, SERVER
+from launch.sample_model import sample_model
+from launch.vllm_home import find_python
+from stack import MIB, Stack, free_port
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+START_S = 900.0
+# SmolLM2-135M in float32: 30 layers x 3 heads x (64 + 64) values of four bytes.
+BYTES_PER_TOKEN = 30 * 3 * 128 * 4
+
+
+def python_with_vllm() -> str:
+    python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
+    if not python:
+        raise SystemExit("vLLM is not installed; run: bash launch/install.sh vllm")
+    return python
+
+
+def with_plugin(
+    pool_bytes: int, codec: str = "tq3", ram_bytes: int = 1024 * MIB, max_context: int = 8192
+) -> Stack:
+    """Gateway and vLLM. Nobody hibernates by itself: the benchmark says when."""
+    settings: dict[str, dict[str, Any]] = {
+        "engine": {
+            "kind": "vllm",
+            "vllm.python": python_with_vllm(),
+            "hot_bytes": pool_bytes,
+            "max_context": max_context,
+            "dtype": "float32",
+        },
+        "store": {"codec": codec, "ram_bytes": ram_bytes, "disk_bytes": 0},
+        "scheduler": {"idle_after_s": 3600.0},
+    }
+    return Stack(settings, start_timeout_s=START_S)
+
+
+@dataclass
+class PlainVllm:
+    """``vllm serve`` as it comes, with the pool, blocks and dtype that the plug-in's vLLM has."""
+
+    pool_bytes: int
+    max_context: int = 8192
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        model = sample_model(Path.home() / ".cache" / "thermocline")
+        return [
+            *(python_with_vllm(), "-m", SERVER, "--model", str(model)),
+            *("--served-model-name", MODEL_NAME),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
+            *("--kv-cache-memory-bytes", str(self.pool_bytes)),
+            *("--max-model-len", str(self.max_context)),
+            *("--block-size", str(CPU_BLOCK_TOKENS)),
+            *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enforce-eager"),
+        ]
+
+    def __enter__(self) -> PlainVllm:
+        self._log = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            self.command(),
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()
+                raise RuntimeError("plain vLLM did not start")
+            time.sleep(0.2)
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def __exit__(self, *_: object) -> None:
+        """With all its processes, which do not always end with the first one."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
