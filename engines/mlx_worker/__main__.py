@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import socket
-import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.control_server import ControlServer
-from engines.log_lines import configure_logging
+from engines.lifeline import read_settings, runtime_folder, stop_event
 from engines.mlx_worker.http import create_app
 from engines.mlx_worker.layout import CannotServe
 from engines.mlx_worker.loading import LoadedModel, describe_device, load_model
@@ -36,9 +32,7 @@ FLUSH_S: Final = 20.0
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    configure_logging(config.log_level)
+    config = read_settings()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(config))
@@ -74,8 +68,8 @@ def _one_line(error: Exception) -> str:
 
 async def serve(config: WorkerConfig) -> None:
     """Until standard input ends or SIGTERM comes; then everything that is hot is saved."""
-    stop = _stop_event()
-    folder = _runtime_folder(config)
+    stop = stop_event()
+    folder = runtime_folder(config)
     owner = Owner(
         lambda: _load(config),
         config.engine,
@@ -132,7 +126,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 class _HttpServer(uvicorn.Server):
-    """Without uvicorn's own signal handlers: see ``_stop_event``."""
+    """Without uvicorn's own signal handlers: see ``lifeline``."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
@@ -156,30 +150,6 @@ def _listener(path: Path) -> socket.socket:
     listener.listen(1024)
     listener.setblocking(False)
     return listener
-
-
-def _runtime_folder(config: WorkerConfig) -> Path:
-    os.umask(0o077)
-    folder = Path(config.runtime_dir)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in ("http.sock", "control.sock"):
-        (folder / name).unlink(missing_ok=True)  # of a process that was killed
-    return folder
-
-
-def _stop_event() -> asyncio.Event:
-    """Set when standard input ends (the gateway is gone, or wants us to) or SIGTERM comes."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-
-    def readable() -> None:
-        if not os.read(sys.stdin.fileno(), 1 << 16):
-            loop.remove_reader(sys.stdin.fileno())
-            stop.set()
-
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_reader(sys.stdin.fileno(), readable)
-    return stop
 
 
 def _welcome(owner: Owner, config: WorkerConfig) -> Welcome:
