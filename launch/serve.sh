@@ -18,8 +18,14 @@ Darwin*)
     ;;
 *)
     profile=cpu
-    if command -v nvidia-smi >/dev/null 2>&1; then
-        printf 'There is an NVIDIA GPU, but no engine for it in this version: using the CPU.\n' >&2
+    if nvidia-smi -L >/dev/null 2>&1; then
+        if [ ! -x "$root/.venv-vllm/bin/python" ]; then
+            printf 'There is an NVIDIA GPU; to use it: bash launch/cuda.sh MODEL (or gb10.sh)\n' >&2
+        elif nvidia-smi -L | grep -q GB10; then
+            profile=gb10
+        else
+            profile=cuda
+        fi
     fi
     ;;
 esac

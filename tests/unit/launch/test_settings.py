@@ -108,7 +108,7 @@ def test_units_may_be_written_in_a_file(tmp_path):
         ),
         ({"THERMOCLINE_ENGINE__MAX_BATCH": "0"}, "engine.max_batch (from environment"),
         ({"THERMOCLINE_ALLOW_ANONYMOUS": "maybe"}, "neither true nor false"),
-        ({"THERMOCLINE_PROFILE": "gpu"}, "there is no profile 'gpu'; there are: apple, cpu"),
+        ({"THERMOCLINE_PROFILE": "gpu"}, "there is no profile 'gpu'; there are: apple, cpu, cuda,"),
         ({"THERMOCLINE_LOG_LEVEL": "loud"}, "log_level (from environment"),
     ],
 )
@@ -158,7 +158,7 @@ def test_every_setting_has_a_variable_and_every_flag_a_setting():
     assert set(flat(Settings())) == set(FIELDS.types)
 
 
-@pytest.mark.parametrize("name", ["cpu", "apple"])
+@pytest.mark.parametrize("name", ["cpu", "apple", "cuda", "gb10"])
 def test_profiles_are_valid(name):
     resolve([from_profile(FIELDS, name)])
 
