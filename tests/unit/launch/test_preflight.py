@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +50,12 @@ def test_a_folder_of_another_process_is_named_with_a_way_out(store, owner):
 
 
 def test_a_process_that_is_leaving_is_waited_for(store, owner, caplog):
-    leaving = threading.Timer(0.5, owner.stdin.close)
+    def leave() -> None:
+        while "waiting until another process leaves" not in caplog.text:
+            time.sleep(0.01)
+        owner.stdin.close()
+
+    leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
     check_tiers(store, in_use_patience_s=60)
     leaving.join()
