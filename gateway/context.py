@@ -53,6 +53,7 @@ class Gateway:
             num_running=self.sessions.num_running,
             num_waiting=self.sessions.num_waiting,
             engine=report,
+            memory_available_bytes=self.sessions.headroom.available_bytes,
         )
 
     async def drain(self) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.openai import InvalidRequest, error_body, error_type
-from scheduler.sessions import Draining, Overloaded
+from scheduler.sessions import Draining, MemoryScarce, Overloaded
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
 _HINTS = {
@@ -53,6 +53,9 @@ def failure_of(error: Exception) -> Failure:
     match error:
         case InvalidRequest():
             return Failure(error.status, error.message, error.param, error.code)
+        case MemoryScarce():
+            message = f"This server takes no new turns: {error}. Try again later."
+            return Failure(503, message, None, "memory_scarce", error.retry_after_s)
         case Overloaded():
             message = f"This server is busy: {error}. Try again later."
             return Failure(429, message, None, "rate_limit_exceeded", error.retry_after_s)

@@ -31,6 +31,7 @@ async def readyz(request: Request) -> Response:
     if not gateway.sessions.settled:
         message = "The engine has just started and is being asked for its sessions."
         return Failure(503, message, None, "engine_unavailable").response()
+    gateway.sessions.headroom.admit()
     served = gateway.served
     return _json(
         {

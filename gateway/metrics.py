@@ -46,6 +46,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     engine: EngineReport | None
+    memory_available_bytes: int | None = None  # of the whole machine; None: not watched
 
 
 class Metrics:
@@ -73,6 +74,11 @@ class Metrics:
         self._decisions = self._counter(
             "thermocline_decisions", "What the scheduler decided.", ("decision",)
         )
+        self._memory = self._counter(
+            "thermocline_memory_levels",
+            "How often the machine's memory became low, scarce, or enough again.",
+            ("level",),
+        )
         self._outcomes = self._counter(
             "thermocline_cache_outcomes",
             "Turns by where the reused KV came from, and why not more of it.",
@@ -94,6 +100,16 @@ class Metrics:
 
     def decision(self, name: str) -> None:
         self._decisions(name).inc()
+
+    def memory(self, level: str, available_bytes: int) -> None:
+        log.log(
+            logging.INFO if level == "enough" else logging.WARNING,
+            "memory is %s: %.1f GiB of the machine's are available%s",
+            level,
+            available_bytes / (1 << 30),
+            "; no turns are taken" if level == "scarce" else "",
+        )
+        self._memory(level).inc()
 
     # ---- requests
 
@@ -144,6 +160,9 @@ class _Moment:
         yield _gauge("engine_ready", "1 while the engine serves.", gauges.ready)
         yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
         yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
+        if gauges.memory_available_bytes is not None:
+            words = "Memory that the whole machine has left."
+            yield _gauge("memory_available_bytes", words, gauges.memory_available_bytes)
         if gauges.engine is not None:
             yield from _engine_metrics(gauges.engine)
 

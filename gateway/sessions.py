@@ -18,7 +18,7 @@ from engines.openai import InvalidRequest
 from gateway.body import read_body
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.identity import checked_id
-from scheduler.sessions import SessionView
+from scheduler.view import SessionView
 
 router = APIRouter()
 _ONE = "/v1/sessions/{session_id:path}"  # ids may have slashes

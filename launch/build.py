@@ -27,12 +27,14 @@ from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.blas import Blas, find_blas
+from launch.budgets import weights_bytes
 from launch.cache_shape import NotUnderstood
 from launch.effective import Effective, require_installed
 from launch.errors import LaunchError, UsageError
 from launch.families import cache_shape
+from launch.machine import machine_memory
 from launch.model import Model, find_model
-from launch.preflight import check_tiers
+from launch.preflight import check_memory, check_tiers
 from launch.secret import server_secret
 from launch.settings import Settings
 from scheduler.sessions import SessionManager
@@ -70,6 +72,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     require_installed(effective)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
     model = _model(effective)
+    _check_memory(effective, model)
     store = _store(settings.store, effective.folders.data, model)
     if kind == "mlx":
         check_tiers(store)
@@ -86,7 +89,11 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
         engine = _engine(kind, worker, {**CHILD_ENV, **(blas.env if blas else {})})
         metrics = Metrics()
         sessions = SessionManager(
-            engine, settings.scheduler, salt_of=tenants.salt_of, observer=metrics
+            engine,
+            settings.scheduler,
+            salt_of=tenants.salt_of,
+            observer=metrics,
+            memory=machine_memory,
         )
         app = create_app(settings.gateway, engine, sessions, tenants, metrics)
         yield Served(app, engine, model.name, not tenants.open_to_all, blas)
@@ -108,6 +115,19 @@ def _model(effective: Effective) -> Model:
         return Model(engine.model, engine.served_model_name or effective.engine_kind, None)
     model = find_model(engine.model, effective.folders.cache)
     return replace(model, name=engine.served_model_name or model.name)
+
+
+def _check_memory(effective: Effective, model: Model) -> None:
+    if effective.engine_kind in ("attached", "fake"):  # what it takes, it has taken already
+        return
+    settings, elsewhere = effective.settings, effective.hot_on_gpu
+    check_memory(
+        weights=None if elsewhere or model.folder is None else weights_bytes(model.folder, False),
+        hot_bytes=0 if elsewhere else settings.engine.hot_bytes,
+        ram_bytes=settings.store.ram_bytes,
+        free_bytes=settings.scheduler.memory_low_bytes,
+        available=machine_memory(),
+    )
 
 
 def _store(config: StoreConfig, data_dir: Path, model: Model) -> StoreConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:
@@ -19,6 +20,19 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     if limit is None or used is None:
         return available
     return max(0, min(available, limit - used))
+
+
+def machine_memory(meminfo: Path = MEMINFO) -> int | None:
+    """Bytes that the whole machine can still give away; None where the system does not say.
+
+    Not the container's: memory that a GPU shares with the CPU is charged to no container.
+    """
+    with contextlib.suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                return int(amount.split()[0]) << 10
+    return None
 
 
 def free_disk(folder: Path) -> int:

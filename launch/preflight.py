@@ -15,6 +15,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
+from launch.units import show_bytes
 
 log = logging.getLogger("thermocline.launch")
 
@@ -34,6 +35,36 @@ def check_tiers(config: StoreConfig, in_use_patience_s: float = IN_USE_PATIENCE_
         _check_disk(Path(config.disk_path) / "cold", in_use_patience_s)
     if config.redis_url and config.redis_bytes:
         _check_redis(config)
+
+
+def check_memory(
+    *, weights: int | None, hot_bytes: int, ram_bytes: int, free_bytes: int, available: int | None
+) -> None:
+    """Where a GPU shares the machine's memory, starting too much hangs it: see scheduler.headroom.
+
+    Args:
+        weights: bytes of them; None if the model is not here yet.
+        free_bytes: what is to stay free; 0 = nobody cares.
+        available: what there is now; None if this system does not say.
+
+    Raises:
+        LaunchError: it does not fit; with the numbers.
+    """
+    if not free_bytes:
+        return
+    if available is None:
+        log.warning("memory is not watched: this system does not say how much of it is left")
+        return
+    wanted = (weights or 0) + hot_bytes + ram_bytes + free_bytes
+    if wanted > available:
+        parts = f"{show_bytes(hot_bytes)} hot, {show_bytes(ram_bytes)} cold in RAM"
+        if weights is not None:
+            parts = f"{show_bytes(weights)} of weights, {parts}"
+        raise LaunchError(
+            f"{show_bytes(available)} of memory are available, and {show_bytes(wanted)} are needed:"
+            f" {parts}, {show_bytes(free_bytes)} to stay free; lower --hot or --ram, end other"
+            " programs, or take a smaller model"
+        )
 
 
 def _check_disk(folder: Path, patience_s: float) -> None:

@@ -10,6 +10,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,14 +25,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_hibernations: Positive = 4  # at once
     max_prefetches: Positive = 2  # at once
     max_running: Positive = 64  # turns inside the engine, batched or in its own waiting line
-    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 256
+    max_waiting: NonNegative = 256
     max_wait_s: PositiveSeconds = 120.0
     max_sessions: Positive = 100_000  # rows of the table; the longest idle is dropped from it first
     value_half_life_s: PositiveSeconds = 600.0  # idle time that halves a session's claim to be hot
+    # With less of the whole machine's memory available, quiet sessions leave it for the disk; and
+    # with less than the second, no turn is taken. 0 = not watched.
+    memory_low_bytes: NonNegative = 0
+    memory_stop_bytes: NonNegative = 0
 
     def __post_init__(self) -> None:
         if self.low_water >= self.high_water:
             raise ValueError(
                 f"scheduler.low_water ({self.low_water}) must be below "
                 f"scheduler.high_water ({self.high_water})"
+            )
+        if self.memory_stop_bytes and self.memory_stop_bytes >= self.memory_low_bytes:
+            raise ValueError(
+                f"scheduler.memory_stop_bytes ({self.memory_stop_bytes}) must be below "
+                f"scheduler.memory_low_bytes ({self.memory_low_bytes})"
             )

@@ -15,6 +15,9 @@ class Observer(Protocol):
     def decision(self, name: str) -> None:
         """Something was decided: hibernate-idle, hibernate-pressure, prefetch, refused-full, ..."""
 
+    def memory(self, level: str, available_bytes: int) -> None:
+        """The machine's memory became scarce, low, or enough again."""
+
 
 class NullObserver:
     def transition(self, session_id: str, before: str, event: str, after: str) -> None:
@@ -24,4 +27,7 @@ class NullObserver:
         pass
 
     def decision(self, name: str) -> None:
+        pass
+
+    def memory(self, level: str, available_bytes: int) -> None:
         pass

@@ -59,6 +59,27 @@ def victims(
     return chosen
 
 
+def may_leave_memory(session: Session, now: float) -> bool:
+    in_ram = session.state is State.COLD and session.tier == "ram" and not session.pinned
+    return may_sleep(session, now) or (in_ram and now >= session.keep_until)
+
+
+def leaving(sessions: Iterable[Session], need_bytes: int, now: float) -> list[Session]:
+    """Quiet sessions, hot ones and ones packed in memory, that together hold ``need_bytes``.
+
+    The longest quiet first: what they hold is worth the least and will be on the disk.
+    """
+    candidates = [x for x in sessions if may_leave_memory(x, now)]
+    candidates.sort(key=lambda x: x.last_used)
+    chosen: list[Session] = []
+    for session in candidates:
+        if need_bytes <= 0:
+            break
+        chosen.append(session)
+        need_bytes -= (session.hot_bytes if session.hot else 0) + session.cold_bytes
+    return chosen
+
+
 def bytes_over(hot_bytes: int, capacity_bytes: int, high_water: float, low_water: float) -> int:
     """How much must go: 0 below high water, else all above low water."""
     if hot_bytes <= capacity_bytes * high_water:

@@ -12,8 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 
-import msgspec
-
 from engines.base import (
     Engine,
     EngineError,
@@ -28,26 +26,17 @@ from scheduler.admission import Draining as Draining
 from scheduler.admission import Overloaded as Overloaded
 from scheduler.admission import WaitingLine
 from scheduler.config import SchedulerConfig
+from scheduler.headroom import Headroom
+from scheduler.headroom import MemoryScarce as MemoryScarce
 from scheduler.observer import NullObserver, Observer
-from scheduler.policy import bytes_over, long_idle, victims
+from scheduler.policy import bytes_over, leaving, long_idle, victims
 from scheduler.session import Event, Session, State
+from scheduler.view import SessionView, view_of
 
 TableKey = tuple[str, str]  # tenant, session id
 
 MIN_SWEEP_GAP_S = 0.05  # turns that end in a burst share a sweep
 KEPT_RETRY_S = 15.0  # when the engine would not let a session go, ask again after this long
-
-
-class SessionView(msgspec.Struct, frozen=True):
-    """One session as its owner may see it."""
-
-    id: str
-    state: str
-    tier: TierName | None  # fastest tier that holds a cold copy
-    tokens: int
-    bytes: int  # hot bytes while hot, packed bytes while cold
-    idle_s: float
-    pinned: bool
 
 
 class Turn:
@@ -72,12 +61,15 @@ class SessionManager:
         salt_of: Callable[[str], bytes],
         clock: Callable[[], float] = time.monotonic,
         observer: Observer | None = None,
+        memory: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """``memory`` gives the bytes that the machine has left, or None where nobody knows."""
         self._engine = engine
         self._config = config
         self._salt_of = salt_of
         self._clock = clock
         self._observer = observer or NullObserver()
+        self.headroom = Headroom(memory, config, clock=clock, observer=self._observer)
         self._table: dict[TableKey, Session] = {}
         self._line = WaitingLine(config.max_running, config.max_waiting, config.max_wait_s)
         self._hibernations = asyncio.Semaphore(config.max_hibernations)
@@ -92,20 +84,23 @@ class SessionManager:
         """Serve one request of a session.
 
         Raises (on entering):
-            Overloaded: the waiting line is full.
+            Overloaded: the waiting line is full, or (MemoryScarce) the machine's memory is.
             Draining: the gateway is shutting down.
         """
         came = self._clock()
         try:
+            self.headroom.admit()
             async with self._line.place(ref.tenant):
+                self.headroom.admit()
                 self._observer.turn_waited(self._clock() - came)
                 session = self._begin(ref)
                 try:
                     yield Turn(session)
                 finally:
                     await self._end(session)
-        except Overloaded:
-            self._observer.decision("refused-full")
+        except Overloaded as error:
+            scarce = isinstance(error, MemoryScarce)
+            self._observer.decision("refused-memory" if scarce else "refused-full")
             raise
 
     def _begin(self, ref: SessionRef) -> Session:
@@ -147,19 +142,20 @@ class SessionManager:
         session = self._known(ref)
         if session is None:
             return None
-        if session.state is State.IDLE:
-            await self._hibernate(session, tier)
-        elif session.state is State.COLD and tier is not None:
-            demoted = await self._engine.demote(ref, tier)
-            self._take(session, demoted.report)
+        await self._sink(session, tier)
         return self.get(ref)
 
     async def prefetch(self, ref: SessionRef) -> SessionView | None:
-        """Wake before the next turn comes. Nothing to do for a session that is hot."""
+        """Wake before the next turn comes. Nothing to do for a session that is hot.
+
+        Raises:
+            MemoryScarce: a waking session would need what the machine has not.
+        """
         session = self._known(ref)
         if session is None:
             return None
         if session.state is State.COLD:
+            self.headroom.admit()
             await self._wake(session)
         return self.get(ref)
 
@@ -208,12 +204,15 @@ class SessionManager:
         return self._line.num_waiting
 
     async def sweep(self) -> None:
-        """One look at the table: first who was quiet for too long, then memory pressure."""
+        """One look at the table: who was quiet for too long; then pressure, the machine's first."""
         welcome = self._engine.welcome
         if welcome is None or not welcome.hibernation:
             return
         due = long_idle(self._table.values(), self._clock(), self._config.idle_after_s)
         await self._hibernate_all(due, "hibernate-idle")
+        missing = self.headroom.missing_bytes()
+        gone = leaving(self._table.values(), missing, self._clock()) if missing else ()
+        await self._hibernate_all(gone, "hibernate-memory", "disk")
         report = await self._engine.stats()
         await self._hibernate_all(self._under_pressure(report), "hibernate-pressure")
 
@@ -234,15 +233,27 @@ class SessionManager:
         need = min(over, report.idle_hot_bytes)
         return victims(self._table.values(), need, self._clock(), config.value_half_life_s)
 
-    async def _hibernate_all(self, sessions: Iterable[Session], why: str) -> None:
+    async def _hibernate_all(
+        self, sessions: Iterable[Session], why: str, tier: TierName | None = None
+    ) -> None:
         async with asyncio.TaskGroup() as group:
             for session in sessions:
                 self._observer.decision(why)
-                group.create_task(self._hibernate_if_reachable(session))
+                group.create_task(self._sink_if_reachable(session, tier))
 
-    async def _hibernate_if_reachable(self, session: Session) -> None:
+    async def _sink_if_reachable(self, session: Session, tier: TierName | None) -> None:
         with suppress(EngineError):
-            await self._hibernate(session)
+            await self._sink(session, tier)
+
+    async def _sink(self, session: Session, tier: TierName | None) -> None:
+        if session.state is State.IDLE:
+            await self._hibernate(session, tier)
+        elif session.state is State.COLD and tier is not None:
+            async with self._hibernations:
+                demoted = await self._engine.demote(session.ref, tier)
+            self._take(session, demoted.report)
+            if session.tier != tier:  # that tier is full, or off
+                session.keep_until = self._clock() + KEPT_RETRY_S
 
     async def _hibernate(self, session: Session, tier: TierName | None = None) -> None:
         async with self._hibernations:
@@ -364,17 +375,7 @@ class SessionManager:
         self._observer.transition(session_id, before.value, event.value, after.value)
 
     def _view(self, session: Session) -> SessionView:
-        return SessionView(
-            id=session.ref.id,
-            state=session.state.value,
-            tier=session.tier,
-            tokens=session.tokens,
-            bytes=session.hot_bytes if session.hot else session.cold_bytes,
-            idle_s=0.0
-            if session.num_turns
-            else round(max(0.0, self._clock() - session.last_used), 3),
-            pinned=session.pinned,
-        )
+        return view_of(session, self._clock())
 
 
 def _key(ref: SessionRef) -> TableKey:

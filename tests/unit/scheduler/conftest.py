@@ -34,6 +34,7 @@ class Log:
         self.transitions: list[tuple[str, str, str, str]] = []
         self.decisions: list[str] = []
         self.waits: list[float] = []
+        self.levels: list[tuple[str, int]] = []
 
     def transition(self, session_id: str, before: str, event: str, after: str) -> None:
         self.transitions.append((session_id, before, event, after))
@@ -43,6 +44,9 @@ class Log:
 
     def decision(self, name: str) -> None:
         self.decisions.append(name)
+
+    def memory(self, level: str, available_bytes: int) -> None:
+        self.levels.append((level, available_bytes))
 
 
 @dataclass

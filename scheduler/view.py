@@ -1,0 +1,30 @@
+"""One session as its owner may see it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engines.base import TierName
+from scheduler.session import Session
+
+
+class SessionView(msgspec.Struct, frozen=True):
+    id: str
+    state: str
+    tier: TierName | None  # fastest tier that holds a cold copy
+    tokens: int
+    bytes: int  # hot bytes while hot, packed bytes while cold
+    idle_s: float
+    pinned: bool
+
+
+def view_of(session: Session, now: float) -> SessionView:
+    return SessionView(
+        id=session.ref.id,
+        state=session.state.value,
+        tier=session.tier,
+        tokens=session.tokens,
+        bytes=session.hot_bytes if session.hot else session.cold_bytes,
+        idle_s=0.0 if session.num_turns else round(max(0.0, now - session.last_used), 3),
+        pinned=session.pinned,
+    )
