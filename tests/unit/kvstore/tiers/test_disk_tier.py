@@ -99,7 +99,7 @@ def test_a_second_process_is_refused_with_the_first_ones_pid(opened: Open, tmp_p
     )
     command = [sys.executable, "-c", code, str(tmp_path / "cold")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said.startswith("TierUnavailable")
+    assert said.startswith("TierInUse")
     assert f"pid {os.getpid()}" in said
 
 
