@@ -24,9 +24,7 @@ NAME = "sleeper"
 
 def chunk_hashes(data: Path) -> dict[str, str]:
     """Key -> hash of every packed chunk in the stopped stack's disk tier."""
-    (place,) = data.rglob("data.mdb")
-    config = StoreConfig(ram_bytes=0)
-    (tier,) = open_tiers(config, place.parent)
+    (tier,) = open_tiers(StoreConfig(ram_bytes=0), data)
     try:
         return {
             key.hex(): hashlib.blake2b(bytes(blob)).hexdigest() for key, blob in tier.scan(b"c")
@@ -57,16 +55,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         stack = Stack(settings, folder=Path(folder)).start()
         texts = asyncio.run(cycle(stack, messages, 2))
         stack.stop()
-        early = chunk_hashes(Path(folder))
+        early = chunk_hashes(Path(folder) / "data")
         stack.start()
         texts += asyncio.run(cycle(stack, messages, args.cycles - 2))
         stack.stop()
-        late = chunk_hashes(Path(folder))
+        late = chunk_hashes(Path(folder) / "data")
     return {
         "codec": args.codec,
         "cycles": args.cycles,
         "chunks": len(early),
-        "same_bytes": early == {key: late.get(key) for key in early},
+        "same_bytes": bool(early) and early == {key: late.get(key) for key in early},
         "answers_after_wake": len(set(texts[1:])),
         "first_answer_same": texts[0] == texts[1],
     }
