@@ -93,6 +93,12 @@ class Engine(Protocol):
     async def stop(self, drain_s: float) -> None:
         """End it; running requests get ``drain_s`` seconds. Safe to call twice."""
 
+    def restart(self, why: str) -> None:
+        """End its process at once; what keeps engines running starts another.
+
+        Nothing happens to an engine that was started elsewhere.
+        """
+
     def open(
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AbstractAsyncContextManager[Upstream]:

@@ -75,6 +75,9 @@ class ChildEngine(EngineClient):
         await super().stop(drain_s)
         await self._supervisor.stop(SAVE_GRACE_S)
 
+    def restart(self, why: str) -> None:
+        self._supervisor.kill(why)
+
     async def _watch(self) -> None:
         """A process that runs but does not answer is as good as dead: end it, start another."""
         loop = asyncio.get_running_loop()

@@ -85,6 +85,9 @@ class EngineClient:
     async def start(self) -> None:
         self._running_link = asyncio.create_task(self._link.run(), name="engine-control")
 
+    def restart(self, why: str) -> None:
+        pass
+
     async def stop(self, drain_s: float) -> None:
         self._stopping = True
         await self._drain(drain_s)

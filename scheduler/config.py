@@ -29,10 +29,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_wait_s: PositiveSeconds = 120.0
     max_sessions: Positive = 100_000  # rows of the table; the longest idle is dropped from it first
     value_half_life_s: PositiveSeconds = 600.0  # idle time that halves a session's claim to be hot
-    # With less of the whole machine's memory available, quiet sessions leave it for the disk; and
-    # with less than the second, no turn is taken. 0 = not watched.
+    # With less of the whole machine's memory available, quiet sessions leave it for the disk; with
+    # less than the second, no turn is taken; with less than the third, the engine is ended and
+    # started again. 0 = never.
     memory_low_bytes: NonNegative = 0
     memory_stop_bytes: NonNegative = 0
+    memory_end_bytes: NonNegative = 0
 
     def __post_init__(self) -> None:
         if self.low_water >= self.high_water:
@@ -40,8 +42,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 f"scheduler.low_water ({self.low_water}) must be below "
                 f"scheduler.high_water ({self.high_water})"
             )
-        if self.memory_stop_bytes and self.memory_stop_bytes >= self.memory_low_bytes:
-            raise ValueError(
-                f"scheduler.memory_stop_bytes ({self.memory_stop_bytes}) must be below "
-                f"scheduler.memory_low_bytes ({self.memory_low_bytes})"
-            )
+        self._check_memory_marks()
+
+    def _check_memory_marks(self) -> None:
+        """Each mark that is set lies below the one that comes before it."""
+        upper, above = "memory_low_bytes", self.memory_low_bytes
+        for name in ("memory_stop_bytes", "memory_end_bytes"):
+            nbytes = getattr(self, name)
+            if nbytes and nbytes >= above:
+                raise ValueError(
+                    f"scheduler.{name} ({nbytes}) must be below scheduler.{upper} ({above})"
+                )
+            if nbytes:
+                upper, above = name, nbytes

@@ -4,15 +4,17 @@ Where the GPU shares the CPU's memory (GB10), an allocation too many does not en
 whole machine hangs. So the scheduler looks before it is too late. Below ``memory_low_bytes`` the
 longest quiet sessions leave memory for the disk; below ``memory_stop_bytes`` no turn is taken any
 more, until half of the way back to the upper mark is regained, so that one turn does not open and
-the next one close the door.
+the next one close the door. Below ``memory_end_bytes`` the engine is ended, which gives back all it
+had, and started again: what its sessions have on the disk stays, the machine does not hang.
 
 What is measured is the whole machine's, so other programs count: they would hang, too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from scheduler.admission import Overloaded
 from scheduler.config import SchedulerConfig
@@ -42,10 +44,13 @@ class Headroom:
         *,
         clock: Callable[[], float],
         observer: Observer,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self._sleep = sleep
         self._available = available
         self._low_bytes = config.memory_low_bytes
         self._stop_bytes = config.memory_stop_bytes
+        self._end_bytes = config.memory_end_bytes
         self._clock = clock
         self._observer = observer
         self._level = Level.ENOUGH
@@ -62,6 +67,21 @@ class Headroom:
     def scarce(self) -> bool:
         self._look()
         return self._level is Level.SCARCE
+
+    async def guard(self, restart: Callable[[str], None]) -> None:
+        """Until cancelled. A model that is being loaded takes gigabytes per second, so this looks
+        often; two looks in a row count, since a single one may be a moment's.
+        """
+        low = 0
+        while True:
+            await self._sleep(LOOK_EVERY_S)
+            left = self._available()
+            low = low + 1 if left is not None and left < self._end_bytes else 0
+            if low == 2:
+                self._observer.decision("restart-engine")
+                restart(f"only {(left or 0) >> 20} MiB of the machine's memory are left")
+                await self._sleep(RETRY_S)
+                low = 0
 
     def admit(self) -> None:
         """Raises ``MemoryScarce``."""

@@ -186,6 +186,8 @@ class SessionManager:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow(), name="session-notices")
             group.create_task(self._sweep_forever(), name="session-sweeps")
+            if self._config.memory_end_bytes:
+                group.create_task(self.headroom.guard(self._engine.restart), name="memory-guard")
 
     def stop_admitting(self) -> None:
         self._line.close()
