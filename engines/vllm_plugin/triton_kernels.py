@@ -46,6 +46,22 @@ def _butterflies(z, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _butterflies_back(z, R: tl.constexpr, D: tl.constexpr):
+    """The same stages the other way round: sums in another order are other sums."""
+    if D >= 256:
+        z = _butterfly(z, R, D, 128)
+    if D >= 128:
+        z = _butterfly(z, R, D, 64)
+    if D >= 64:
+        z = _butterfly(z, R, D, 32)
+    z = _butterfly(z, R, D, 16)
+    z = _butterfly(z, R, D, 8)
+    z = _butterfly(z, R, D, 4)
+    z = _butterfly(z, R, D, 2)
+    return _butterfly(z, R, D, 1)
+
+
+@triton.jit
 def _halve(a, R: tl.constexpr, W: tl.constexpr):
     low, high = tl.split(tl.permute(tl.reshape(a, (R, 2, W // 2)), (0, 2, 1)))
     return low + high
@@ -53,14 +69,14 @@ def _halve(a, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _norms(x, R: tl.constexpr, D: tl.constexpr):
-    a = x * x
+    even, odd = tl.split(tl.reshape(x * x, (R, D // 2, 2)))
+    a = even + odd
     if D >= 256:
-        a = _halve(a, R, 256)
-    if D >= 128:
         a = _halve(a, R, 128)
-    if D >= 64:
+    if D >= 128:
         a = _halve(a, R, 64)
-    a = _halve(a, R, 32)
+    if D >= 64:
+        a = _halve(a, R, 32)
     a = _halve(a, R, 16)
     a = _halve(a, R, 8)
     a = _halve(a, R, 4)
@@ -178,7 +194,8 @@ def unpack_kernel(
     stored = tl.load(scales + row, mask=ok, other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
     scale = ((stored + 114688) << 13).to(tl.float32, bitcast=True) * tl.load(unit)
     size = tl.load(levels + count) * scale[:, None]
-    z = _butterflies(tl.where(negative != 0, -size, size), R, D) * tl.load(signs + d)[None, :]
+    z = _butterflies_back(tl.where(negative != 0, -size, size), R, D)
+    z = z * tl.load(signs + d)[None, :]
     if FP16:
         clipped = tl.minimum(tl.maximum(z, -65504.0), 65504.0)
         value = clipped.to(tl.float16).to(tl.int16, bitcast=True)
