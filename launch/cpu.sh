@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# Serves a model with vLLM on the CPU of a Linux machine:
+# Serves a model on the CPUs of a Linux machine, with mlx_lm, or with vLLM if asked:
 #
-#   bash launch/cpu.sh MODEL [PORT] [options of thermocline serve]
+#   bash launch/cpu.sh MODEL [PORT] [more arguments of thermocline serve]
+#   bash launch/cpu.sh MODEL --engine vllm
 #
-# The settings are launch/profiles/cpu.toml; docs/hardware.md says why. mlx_lm, the other engine that
-# runs on CPUs, is smaller to install and several times slower: bash launch/serve.sh --model MODEL
+# Settings: launch/profiles/cpu.toml. docs/hardware.md explains them.
 set -euo pipefail
 
+# shellcheck source=launch/hardware.sh
 . "$(dirname "${BASH_SOURCE[0]}")/hardware.sh"
+
 read_arguments "$@"
-bash "$root/launch/install.sh" serve
-bash "$root/launch/install.sh" vllm
-serve --profile cpu --engine vllm
+[ "$(uname -s)" = Linux ] || die "this script is for Linux; on a Mac: bash launch/apple.sh MODEL"
+case " ${arguments[*]} " in
+*" --engine vllm "* | *" --engine=vllm "*)
+    [ -z "$(gpu_names)" ] || die "vLLM would use this machine's GPU: bash launch/cuda.sh MODEL"
+    install_and_serve cpu serve vllm
+    ;;
+*) install_and_serve cpu serve ;;
+esac

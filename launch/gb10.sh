@@ -1,66 +1,40 @@
 #!/usr/bin/env bash
-# Serves a model with vLLM on a GB10 (DGX Spark), whose GPU shares the machine's memory:
+# Serves a model with vLLM on a GB10 (DGX Spark and its like), whose GPU shares the CPU's memory:
 #
-#   bash launch/gb10.sh MODEL [PORT] [options of thermocline serve]
+#   bash launch/gb10.sh MODEL [PORT] [more arguments of thermocline serve]
 #
-# The settings are launch/profiles/gb10.toml; docs/hardware.md says why. A machine of this kind that
-# runs out of memory freezes instead of ending a process, so this script watches, and stops the
-# server in good order before that.
+# Settings: launch/profiles/gb10.toml. docs/hardware.md explains them; read it before changing sizes,
+# since such a machine hangs when its memory is used up.
 set -euo pipefail
 
+# shellcheck source=launch/hardware.sh
 . "$(dirname "${BASH_SOURCE[0]}")/hardware.sh"
 
-warn_below_gib=8
-stop_below_gib=4
-look_every_s=2
+cache_worth_dropping_gib=8
 
-available_gib() { awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo; }
-page_cache_gib() { awk '/^Cached:/ { print int($2 / 1048576) }' /proc/meminfo; }
-
-# watch_memory PID: until that process ends. Two looks in a row count, not one.
-watch_memory() {
-    local low=0 warned=0 gib
-    while sleep "$look_every_s" && kill -0 "$1" 2>/dev/null; do
-        gib=$(available_gib)
-        if [ "$gib" -ge "$warn_below_gib" ]; then
-            low=0 warned=0
-            continue
-        fi
-        [ "$warned" = 1 ] || say "warning: $gib GiB of memory left; lower --hot or --ram"
-        warned=1
-        [ "$gib" -lt "$stop_below_gib" ] && low=$((low + 1)) || low=0
-        if [ "$low" -ge 2 ]; then
-            say "error: $gib GiB of memory left; stopping before the machine freezes"
-            kill -TERM "$1"
-            return
-        fi
-    done
+# Advice only: dropping the cache needs root and slows everybody else's files down.
+advise_on_page_cache() {
+    local gib
+    gib=$(awk '/^Cached:/ { print int($2 / 1048576) }' "${1:-/proc/meminfo}" 2>/dev/null || true)
+    [ "${gib:-0}" -ge "$cache_worth_dropping_gib" ] || return 0
+    say "The page cache holds $gib GiB. The kernel gives them back when asked, but allocations of the"
+    say "GPU's driver have failed before it did. Before a large model is loaded, drop them:"
+    say "    sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'"
 }
 
 main() {
     read_arguments "$@"
-    is_gb10 || die "nvidia-smi finds no GB10; for other NVIDIA GPUs: bash launch/cuda.sh MODEL"
-    bash "$root/launch/install.sh" serve
-    bash "$root/launch/install.sh" vllm
-
-    # vLLM refuses this allocator setting together with any KV connector.
-    case ${PYTORCH_CUDA_ALLOC_CONF:-} in *expandable_segments:True*) unset PYTORCH_CUDA_ALLOC_CONF ;; esac
-    if [ "$(page_cache_gib)" -ge 8 ]; then
-        say "The page cache holds $(page_cache_gib) GiB, which vLLM counts as used. If it does not start:"
-        say "  sync && echo 1 | sudo tee /proc/sys/vm/drop_caches"
-    fi
-
-    serve --profile gb10 &
-    local server=$!
-    trap 'kill -TERM "$server" 2>/dev/null || true' INT TERM
-    watch_memory "$server" &
-    local watcher=$! code=0
-    wait "$server" || code=$?
-    # A signal ends the wait before the server has ended.
-    while kill -0 "$server" 2>/dev/null; do wait "$server" || code=$?; done
-    kill "$watcher" 2>/dev/null || true
-    exit "$code"
+    local names
+    names=$(gpu_names)
+    [ -n "$names" ] || die "nvidia-smi finds no GPU here; without one: bash launch/cpu.sh MODEL"
+    case $names in
+    *GB10*) ;;
+    *) say "warning: the GPU is ${names%%$'\n'*}, no GB10; if it has memory of its own," \
+        "bash launch/cuda.sh fits better" ;;
+    esac
+    drop_expandable_segments
+    advise_on_page_cache
+    install_and_serve gb10 serve vllm
 }
 
-# The test of the watch sources this file.
-[ "${BASH_SOURCE[0]}" != "$0" ] || main "$@"
+[ "${BASH_SOURCE[0]}" != "$0" ] || main "$@" # tests source this file

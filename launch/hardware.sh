@@ -1,7 +1,10 @@
-# Sourced by the scripts for one kind of machine each: cpu.sh, cuda.sh, gb10.sh, apple.sh.
+# Sourced by the scripts for one kind of machine each: gb10.sh, cuda.sh, cpu.sh, apple.sh.
+# shellcheck shell=bash
+set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
+script=$(basename "$0")
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -10,25 +13,86 @@ die() {
     exit 1
 }
 
-has_nvidia() { nvidia-smi -L >/dev/null 2>&1; }
+wrong() {
+    say "error: $*"
+    exit 2
+}
 
-is_gb10() { nvidia-smi -L 2>/dev/null | grep -q GB10; }
+usage() {
+    say "usage: bash launch/$script MODEL [PORT] [more arguments of thermocline serve]"
+    say "  MODEL  a folder in Hugging Face's layout, or a hub id such as Qwen/Qwen3-8B"
+    say "  PORT   where to listen, 1 to 65535; 0 = any free one; default 8080"
+}
 
-# read_arguments MODEL [PORT] [OPTION...]: sets model, port and options.
+# read_arguments MODEL [PORT] [ARGUMENT...]: sets `arguments`, what `thermocline serve` is to be told.
 read_arguments() {
-    [ $# -gt 0 ] || die "usage: bash launch/$(basename "$0") MODEL [PORT] [options of thermocline serve]"
-    model=$1 port=8080
-    shift
     case ${1:-} in
-    [0-9]*)
-        port=$1
+    -h | --help) usage && exit 0 ;;
+    "" | -*) usage && exit 2 ;;
+    esac
+    check_model "$1"
+    arguments=(--model "$1")
+    shift
+    case ${1--} in
+    -*) ;;
+    *)
+        check_port "$1"
+        arguments+=(--port "$1")
         shift
         ;;
     esac
-    options=("$@")
+    arguments+=("$@")
 }
 
-# serve OPTION...: with what read_arguments found. Takes this shell's place.
-serve() {
-    exec "$venv/bin/thermocline" serve --model "$model" --port "$port" "$@" ${options[@]+"${options[@]}"}
+# Before gigabytes are installed. What lies in the folder is looked at by `thermocline serve`.
+check_model() {
+    [ -d "$1" ] && return 0
+    case $1 in
+    [!A-Za-z0-9]* | */*/* | *[!A-Za-z0-9._/-]*) ;;
+    ?*/?*) return 0 ;;
+    esac
+    wrong "$1 is neither a folder nor a hub id such as Qwen/Qwen3-8B"
+}
+
+check_port() {
+    case $1 in
+    "" | *[!0-9]* | ??????*) ;;
+    *) [ "$1" -gt 65535 ] || return 0 ;;
+    esac
+    wrong "$1 is not a port; give 1 to 65535, or 0 for any free one"
+}
+
+# The names of the NVIDIA GPUs, one per line; nothing where there is none, or no driver. What is
+# wrong with a driver is told on standard output, so that counts only with a good exit code.
+gpu_names() {
+    local names
+    names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || return 0
+    case $names in
+    "" | "No devices"*) ;;
+    *) printf '%s\n' "$names" ;;
+    esac
+}
+
+# vLLM refuses to start with this allocator setting and any KV connector (vllm/config/vllm.py).
+drop_expandable_segments() {
+    local name
+    for name in PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF; do
+        case ${!name:-} in
+        *expandable_segments*)
+            say "$name=${!name} is not used: vLLM refuses expandable segments with a KV connector"
+            unset "$name"
+            ;;
+        esac
+    done
+}
+
+# install_and_serve PROFILE PURPOSE...: never comes back. Later arguments win over earlier ones, so
+# the user's own --profile does, too.
+install_and_serve() {
+    local profile=${THERMOCLINE_PROFILE:-$1} purpose
+    shift
+    for purpose in "$@"; do
+        bash "$root/launch/install.sh" "$purpose"
+    done
+    exec "$venv/bin/thermocline" serve --profile "$profile" "${arguments[@]}"
 }

@@ -1,76 +1,253 @@
-"""The shell scripts: what can be tried without installing anything."""
+"""The scripts for each kind of machine, on a machine that is made of stubs.
+
+Only the commands in one folder can be found; what the installer and ``thermocline`` are called with
+is written to standard output instead of being run.
+"""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 LAUNCH = Path(__file__).parents[3] / "launch"
-HARDWARE = ["apple.sh", "cpu.sh", "cuda.sh", "gb10.sh"]
+SCRIPTS = ["apple.sh", "cpu.sh", "cuda.sh", "gb10.sh"]
+REAL = ["awk", "basename", "bash", "dirname"]
+
+INSTALLER = 'echo "install $*"'
+THERMOCLINE = """#!/bin/sh
+echo "$*"
+echo "alloc=${PYTORCH_CUDA_ALLOC_CONF-unset},${PYTORCH_ALLOC_CONF-unset}"
+"""
 
 
-def bash(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=LAUNCH,
-        env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
-    )
+class Machine:
+    """A checkout without anything installed, and what its commands say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "checkout"
+        self.commands = folder / "bin"
+        self.env = {"PATH": str(self.commands)}
+        for made in (self.root / "launch", self.root / ".venv" / "bin", self.commands):
+            made.mkdir(parents=True)
+        for name in ("hardware.sh", *SCRIPTS):
+            shutil.copy(LAUNCH / name, self.root / "launch")
+        (self.root / "launch" / "install.sh").write_text(INSTALLER)
+        _program(self.root / ".venv" / "bin" / "thermocline", THERMOCLINE)
+        for name in REAL:
+            found = shutil.which(name)
+            assert found
+            (self.commands / name).symlink_to(found)
+
+    def says(self, command: str, words: str, code: int = 0) -> None:
+        _program(self.commands / command, f"#!/bin/sh\necho '{words}'\nexit {code}\n")
+
+    def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.bash(str(self.root / "launch" / script), *arguments)
+
+    def bash(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.commands / "bash", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=self.root,
+            env=self.env,
+        )
+
+
+def _program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def fitting(machine: Machine) -> Machine:
+    """A machine that is of every kind at once, so that each script gets as far as it can."""
+    machine.says("uname", "Linux")
+    machine.says("nvidia-smi", "NVIDIA H200")
+    return machine
 
 
 @pytest.mark.parametrize("name", sorted(x.name for x in LAUNCH.glob("*.sh")))
 def test_bash_understands_it(name):
-    assert bash(f"bash -n {name}").stderr == ""
+    done = subprocess.run(["bash", "-n", LAUNCH / name], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", HARDWARE)
-def test_without_a_model_the_usage_is_told(name):
-    found = bash(f"bash {name}")
-    assert found.returncode == 1
-    assert f"usage: bash launch/{name} MODEL [PORT]" in found.stderr
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("arguments", [[], [""], ["--port", "8080"]])
+def test_without_a_model_the_usage_is_told(fitting, name, arguments):
+    done = fitting.run(name, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"usage: bash launch/{name} MODEL [PORT] [more arguments of" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["cuda.sh", "gb10.sh"])
-def test_without_its_gpu_nothing_is_installed(name):
-    found = bash(f"nvidia-smi() {{ return 1; }}; export -f nvidia-smi; bash {name} some/model")
-    assert found.returncode == 1
-    assert "nvidia-smi finds no" in found.stderr
+def test_whoever_asks_for_help_made_no_mistake(fitting):
+    assert fitting.run("cuda.sh", "--help").returncode == 0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("port", ["65536", "80x", "123456789", "8080.", ""])
+def test_a_port_that_is_none(fitting, name, port):
+    done = fitting.run(name, "org/model", port)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is not a port; give 1 to 65535, or 0 for any free one" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "model", ["model", "./missing", "/missing", "a/b/c", "-a/b", "org/", "/model", "o rg/model"]
+)
+def test_a_model_that_is_none_costs_no_installation(fitting, model):
+    done = fitting.run("cpu.sh", model)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage" in done.stderr or f"{model} is neither a folder nor a hub id" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
     [
-        ("m", "m 8080"),
-        ("m 9000", "m 9000"),
-        ("m 9000 --codec raw", "m 9000 --codec raw"),
-        ("m --codec raw", "m 8080 --codec raw"),
+        (["org/model-1.5_b"], "--model org/model-1.5_b"),
+        (["."], "--model ."),
+        (["org/m", "9000"], "--model org/m --port 9000"),
+        (["org/m", "0", "--codec", "raw"], "--model org/m --port 0 --codec raw"),
+        (["org/m", "--hot", "1GiB"], "--model org/m --hot 1GiB"),
     ],
 )
-def test_model_port_and_options(arguments, expected):
-    script = f'. ./hardware.sh; read_arguments {arguments}; echo $model $port "${{options[@]}}"'
-    assert bash(script).stdout.strip() == expected
+def test_what_is_served(fitting, given, expected):
+    done = fitting.run("cpu.sh", *given)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == [
+        "install serve",
+        f"serve --profile cpu {expected}",
+    ]
 
 
-WATCH = """
-. ./gb10.sh; set +e; look_every_s=0.05; available_gib() { echo %d; }
-sleep 30 & server=$!
-watch_memory $server & watcher=$!
-if [ %d -lt 4 ]; then wait $server; echo "ended $?"; else sleep 0.5; kill $server && echo alive; fi
-wait $watcher
-"""
+def test_the_environment_may_name_another_profile(fitting):
+    fitting.env["THERMOCLINE_PROFILE"] = "mine"
+    assert "serve --profile mine --model org/m" in fitting.run("cpu.sh", "org/m").stdout
 
 
-def test_the_memory_watch_stops_the_server_before_the_machine_freezes():
-    found = bash(WATCH % (2, 2))
-    assert "ended 143" in found.stdout
-    assert "2 GiB of memory left; stopping" in found.stderr
+# ---- the hardware in question
 
 
-def test_the_memory_watch_warns_once_and_lets_it_run():
-    found = bash(WATCH % (6, 6))
-    assert "alive" in found.stdout
-    assert found.stderr.count("warning: 6 GiB") == 1
+@pytest.mark.parametrize("name", ["cuda.sh", "gb10.sh"])
+@pytest.mark.parametrize(
+    "driver", [None, ("", 0), ("No devices were found", 0), ("NVIDIA-SMI has failed", 9)]
+)
+def test_without_a_gpu_nothing_is_installed(machine, name, driver):
+    if driver:
+        machine.says("nvidia-smi", *driver)
+    done = machine.run(name, "org/m")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nvidia-smi finds no" in done.stderr and "bash launch/cpu.sh MODEL" in done.stderr
+
+
+def test_cuda_serves_on_gpus_with_memory_of_their_own(machine):
+    machine.says("nvidia-smi", "NVIDIA H200")
+    done = machine.run("cuda.sh", "org/m", "9000")
+    assert done.stdout.splitlines()[:3] == [
+        "install serve",
+        "install vllm",
+        "serve --profile cuda --model org/m --port 9000",
+    ]
+    assert done.stderr == ""
+
+
+def test_cuda_sends_a_gb10_to_its_own_script(machine):
+    machine.says("nvidia-smi", "NVIDIA GB10")
+    done = machine.run("cuda.sh", "org/m")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "bash launch/gb10.sh MODEL" in done.stderr
+
+
+def test_gb10_serves_on_a_gb10(machine):
+    machine.says("nvidia-smi", "NVIDIA GB10")
+    done = machine.run("gb10.sh", "org/m")
+    assert "serve --profile gb10 --model org/m" in done.stdout
+    assert "install vllm" in done.stdout
+    assert "warning" not in done.stderr
+
+
+def test_gb10_warns_of_another_gpu_and_goes_on(machine):
+    machine.says("nvidia-smi", "NVIDIA H200")
+    done = machine.run("gb10.sh", "org/m")
+    assert "warning: the GPU is NVIDIA H200, no GB10" in done.stderr
+    assert "serve --profile gb10" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["cuda.sh", "gb10.sh"])
+def test_expandable_segments_are_dropped_and_the_rest_is_kept(machine, name):
+    machine.says("nvidia-smi", "NVIDIA H200" if name == "cuda.sh" else "NVIDIA GB10")
+    machine.env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    machine.env["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:512"
+    done = machine.run(name, "org/m")
+    assert "alloc=unset,max_split_size_mb:512" in done.stdout
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is not used" in done.stderr
+
+
+@pytest.mark.parametrize("flag", [["--engine", "vllm"], ["--engine=vllm"]])
+def test_vllm_on_cpus_if_asked(machine, flag):
+    machine.says("uname", "Linux")
+    done = machine.run("cpu.sh", "org/m", *flag)
+    assert "install vllm" in done.stdout
+    machine.says("nvidia-smi", "NVIDIA H200")
+    done = machine.run("cpu.sh", "org/m", *flag)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "bash launch/cuda.sh MODEL" in done.stderr
+
+
+def test_cpu_is_for_linux(machine):
+    machine.says("uname", "Darwin")
+    done = machine.run("cpu.sh", "org/m")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "on a Mac: bash launch/apple.sh MODEL" in done.stderr
+
+
+UNAME = "#!/bin/sh\ncase $1 in -s) echo %s ;; *) echo %s ;; esac\n"
+
+
+@pytest.mark.parametrize(
+    ("system", "processor", "words"),
+    [
+        ("Linux", "aarch64", "this is no Mac; on Linux: bash launch/cpu.sh MODEL"),
+        ("Darwin", "x86_64", "mlx needs Apple silicon"),
+    ],
+)
+def test_apple_needs_apple_silicon(machine, system, processor, words):
+    _program(machine.commands / "uname", UNAME % (system, processor))
+    done = machine.run("apple.sh", "org/m")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert words in done.stderr
+
+
+def test_apple_serves_and_tells_of_the_wired_limit(machine):
+    _program(machine.commands / "uname", UNAME % ("Darwin", "arm64"))
+    done = machine.run("apple.sh", "org/m")
+    assert "serve --profile apple --model org/m" in done.stdout
+    assert "sudo sysctl iogpu.wired_limit_mb=" in done.stderr
+
+
+# ---- advice
+
+
+@pytest.mark.parametrize(("gib", "told"), [(7, False), (8, True), (90, True)])
+def test_a_large_page_cache_is_worth_a_word(machine, tmp_path, gib, told):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 127000000 kB\nCached: {gib << 20} kB\nSwapCached: 0 kB\n")
+    done = machine.bash("-c", f". launch/gb10.sh; advise_on_page_cache {meminfo}")
+    assert done.returncode == 0
+    assert ("drop_caches" in done.stderr) is told
+    assert (f"holds {gib} GiB" in done.stderr) is told
+
+
+def test_without_meminfo_there_is_no_advice(machine, tmp_path):
+    done = machine.bash("-c", f". launch/gb10.sh; advise_on_page_cache {tmp_path / 'missing'}")
+    assert (done.returncode, done.stderr) == (0, "")
