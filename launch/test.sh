@@ -17,8 +17,8 @@ run_vllm_tests() {
     bash launch/install.sh vllm
     # They need the sample model, which the gateway's environment makes.
     THERMOCLINE_TEST_MODEL=$("$venv/bin/python" -m launch.sample_model) \
-        .venv-vllm/bin/python -m pytest tests/vllm -o addopts=--import-mode=importlib \
-        -o filterwarnings=default --timeout 900 "$@"
+        .venv-vllm/bin/python -m pytest tests/vllm tests/triton \
+        -o addopts=--import-mode=importlib -o filterwarnings=default --timeout 900 "$@"
 }
 
 bash launch/install.sh test

@@ -106,10 +106,8 @@ def _above(size, norm, bounds, k: tl.constexpr):
 
 
 @triton.jit
-def _energy(total, count, levels, level: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
-    times = tl.sum((count == level).to(tl.int32), 1).to(tl.float32)
-    value = tl.load(levels + level)
-    return total + times * (value * value)
+def _energy(total, count, squares, level: tl.constexpr):
+    return total + tl.sum((count == level).to(tl.int32), 1) * tl.load(squares + level)
 
 
 @triton.jit
@@ -123,7 +121,7 @@ def _fp16_scale(scale):
 
 @triton.jit
 def pack_kernel(
-    cache, blocks, planes, scales, signs, bounds, levels, num_rows, first_token, num_tokens,
+    cache, blocks, planes, scales, signs, bounds, squares, num_rows, first_token, num_tokens,
     block_tokens, s_block, s_head, s_token,
     R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
@@ -138,25 +136,27 @@ def pack_kernel(
         x = raw.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         x = (raw.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    x = tl.where(tl.abs(x) < 8.881784197001252e-16, 0.0, x)  # 2^-50
+    x = x * tl.load(signs + d)[None, :]
+    x = tl.where(tl.abs(x) < 1.0842021724855044e-19, 0.0, x)  # 2^-63
     norm = _norms(x, R, D)
-    z = _butterflies(x * tl.load(signs + d)[None, :], R, D)
+    z = _butterflies(x, R, D)
     size = tl.abs(z)
     count = _above(size, norm, bounds, 0) + _above(size, norm, bounds, 1)
     count += _above(size, norm, bounds, 2)
     if BITS == 4:
         count += _above(size, norm, bounds, 3) + _above(size, norm, bounds, 4)
         count += _above(size, norm, bounds, 5) + _above(size, norm, bounds, 6)
-    total = _energy(tl.zeros((R,), tl.float32), count, levels, 0, R, D)
-    total = _energy(total, count, levels, 1, R, D)
-    total = _energy(total, count, levels, 2, R, D)
-    total = _energy(total, count, levels, 3, R, D)
+    total = _energy(tl.zeros((R,), tl.int32), count, squares, 0)
+    total = _energy(total, count, squares, 1)
+    total = _energy(total, count, squares, 2)
+    total = _energy(total, count, squares, 3)
     if BITS == 4:
-        total = _energy(total, count, levels, 4, R, D)
-        total = _energy(total, count, levels, 5, R, D)
-        total = _energy(total, count, levels, 6, R, D)
-        total = _energy(total, count, levels, 7, R, D)
-    scale = tl.div_rn(norm, tl.sqrt_rn(total))
+        total = _energy(total, count, squares, 4)
+        total = _energy(total, count, squares, 5)
+        total = _energy(total, count, squares, 6)
+        total = _energy(total, count, squares, 7)
+    length = tl.sqrt_rn(total.to(tl.float32)) * 0.00390625  # squares are integers of 2^-16
+    scale = tl.div_rn(norm, length)
     P: tl.constexpr = D // 8
     out = planes + row[:, None].to(tl.int64) * (BITS * P) + tl.arange(0, P)[None, :]
     keep = ok[:, None] & (tl.arange(0, P)[None, :] >= 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engines.vllm_plugin.triton_kernels import pack_kernel, unpack_kernel
 from kvstore.codecs import rotation
-from kvstore.codecs.rotated_rows import RotatedRows, inverse_root
+from kvstore.codecs.rotated_rows import RotatedRows, inverse_root, squared_levels
 
 ROWS: Final = 16  # per program
 DIMS: Final = (32, 64, 128, 256)
@@ -47,7 +47,7 @@ class TritonRows:
         sizes = _sizes(cache, first, count)
         pack_kernel[_grid(sizes[0])](
             cache.view(torch.int16), blocks, packed, scales, self._signs, self._bounds,
-            self._levels, *sizes, **self._constants(cache),
+            self._squares, *sizes, **self._constants(cache),
         )  # fmt: skip
 
     def unpack(
@@ -68,6 +68,10 @@ class TritonRows:
     @property
     def _bounds(self) -> Tensor:
         return self._floats(self.rows.table.bound_array)
+
+    @property
+    def _squares(self) -> Tensor:
+        return torch.tensor(squared_levels(self.rows.num_bits), dtype=torch.int32).to(self.device)
 
     @property
     def _levels(self) -> Tensor:

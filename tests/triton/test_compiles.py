@@ -23,7 +23,8 @@ from triton.compiler import ASTSource
 from engines.vllm_plugin import triton_kernels
 
 POINTERS = {"cache": "*i16", "blocks": "*i64", "planes": "*u8", "scales": "*i16",
-            "signs": "*fp32", "bounds": "*fp32", "levels": "*fp32", "unit": "*fp32"}
+            "signs": "*fp32", "bounds": "*fp32", "levels": "*fp32", "unit": "*fp32",
+            "squares": "*i32"}
 STRIDES = {"s_block", "s_head", "s_token"}
 capability, dim, bits = map(int, sys.argv[1:])
 found = {}
