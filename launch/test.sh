@@ -13,12 +13,19 @@ cd "$root"
 # A start of vLLM imports thousands of modules, in each of three processes.
 unset PYTHONDONTWRITEBYTECODE
 
+in_vllms_environment() {
+    .venv-vllm/bin/python -m pytest -o addopts=--import-mode=importlib \
+        -o filterwarnings=default --timeout 900 "$@"
+}
+
 run_vllm_tests() {
     bash launch/install.sh vllm
     # They need the sample model, which the gateway's environment makes.
-    THERMOCLINE_TEST_MODEL=$("$venv/bin/python" -m launch.sample_model) \
-        .venv-vllm/bin/python -m pytest tests/vllm tests/triton \
-        -o addopts=--import-mode=importlib -o filterwarnings=default --timeout 900 "$@"
+    THERMOCLINE_TEST_MODEL=$("$venv/bin/python" -m launch.sample_model)
+    export THERMOCLINE_TEST_MODEL
+    in_vllms_environment "$@" tests/vllm
+    # In a process of its own: Triton's interpreter is chosen when triton is imported.
+    [ $# -gt 0 ] || in_vllms_environment tests/triton
 }
 
 bash launch/install.sh test
