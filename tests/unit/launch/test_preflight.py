@@ -15,7 +15,8 @@ import pytest
 from kvstore.config import StoreConfig
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
-from launch.preflight import check_tiers
+from launch.machine import machine_memory
+from launch.preflight import check_memory, check_tiers
 
 OWNER = (
     "import sys; from pathlib import Path; from kvstore.tiers.disk_folder import DiskFolder;"
@@ -80,3 +81,46 @@ def test_a_redis_that_does_not_answer_is_only_warned_of(store, caplog):
     check_tiers(msgspec.structs.replace(store, redis_url="redis://:secret@127.0.0.1:1/0"))
     assert "going on without redis" in caplog.text
     assert "secret" not in caplog.text
+
+
+# ---- memory that a GPU shares
+
+GIB = 1 << 30
+
+
+def check(**given) -> None:
+    usual = {
+        "weights": 70 * GIB,
+        "hot_bytes": 20 * GIB,
+        "ram_bytes": 8 * GIB,
+        "free_bytes": 12 * GIB,
+        "available": 110 * GIB,
+    }
+    check_memory(**usual | given)
+
+
+def test_what_fits_is_started():
+    check()
+    check(weights=None, available=40 * GIB)  # not downloaded yet: nobody knows
+    check(free_bytes=0, available=1)  # nobody cares
+
+
+def test_what_would_hang_the_machine_is_not_started():
+    with pytest.raises(LaunchError) as caught:
+        check(available=110 * GIB - 1)
+    for words in ("110 GiB are needed", "70 GiB of weights", "12 GiB to stay free", "--hot"):
+        assert words in str(caught.value)
+
+
+def test_where_memory_is_unknown_that_is_said(caplog):
+    check(available=None)
+    assert "memory is not watched" in caplog.text
+
+
+def test_the_machines_memory_is_read_from_meminfo(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  128000000 kB\nMemFree: 1 kB\nMemAvailable:   2048 kB\n")
+    assert machine_memory(meminfo) == 2 << 20
+    meminfo.write_text("MemTotal:  128000000 kB\n")
+    assert machine_memory(meminfo) is None
+    assert machine_memory(tmp_path / "missing") is None

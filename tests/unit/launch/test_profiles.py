@@ -1,0 +1,113 @@
+"""The profiles that ship with us, up to the command line that each makes of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines.config import WorkerConfig
+from engines.vllm_plugin.command import command
+from launch.fields import Fields
+from launch.options import layers
+from launch.preflight import check_memory
+from launch.settings import Settings, flat, resolve
+from launch.sources import from_profile
+
+PROFILES = sorted(x.stem for x in (Path(__file__).parents[3] / "launch" / "profiles").iterdir())
+DOCS = Path(__file__).parents[3] / "docs"
+GIB = 1 << 30
+GB10_BYTES = 117 * GIB  # MemAvailable after a fresh start, as owners report it
+
+
+def settings_of(profile: str, **options) -> Settings:
+    return resolve(layers({}, profile=profile, **options)).settings
+
+
+def vllm_argv(settings: Settings) -> list[str]:
+    worker = WorkerConfig(
+        engine=settings.engine,
+        store=settings.store,
+        model_path="org/model",
+        served_model_name="model",
+        runtime_dir="/run/thermocline",
+        token="t",
+    )
+    return command(worker, Path("/run/thermocline/plugin.json"), cpu=False)
+
+
+def option(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_there_is_one_for_each_script():
+    assert PROFILES == ["apple", "cpu", "cuda", "gb10"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("apple", "mlx"), ("cpu", "mlx"), ("cuda", "vllm"), ("gb10", "vllm")]
+)
+def test_a_profile_names_its_engine_and_the_user_may_name_another(name, kind):
+    assert settings_of(name).engine.kind == kind
+    assert settings_of(name, flags={"--engine": "fake"}).engine.kind == "fake"
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_setting_of_a_profile_is_explained(name):
+    page = (DOCS / "hardware.md").read_text()
+    assert [x for x in from_profile(Fields(Settings), name) if f"`{x}" not in page] == []
+
+
+def test_gb10_fixes_all_memory_in_bytes():
+    given = from_profile(Fields(Settings), "gb10")
+    assert {"engine.hot_bytes", "store.ram_bytes", "store.save_queue_bytes"} <= set(given)
+    settings = settings_of("gb10")
+    argv = vllm_argv(settings)
+    assert option(argv, "--kv-cache-memory-bytes") == str(20 * GIB)
+    assert option(argv, "--gpu-memory-utilization") == "0.6"
+    assert option(argv, "--max-num-seqs") == "16"
+    assert option(argv, "--max-num-batched-tokens") == "2048"
+    assert "--enforce-eager" not in argv
+
+
+@pytest.mark.parametrize("name", ["gb10", "cuda"])
+def test_no_second_home_for_unpacked_kv(name):
+    """Packed blocks only; on a GB10 "CPU memory" would be the GPU's own once more."""
+    argv = vllm_argv(settings_of(name))
+    assert "ThermoclineConnector" in option(argv, "--kv-transfer-config")
+    assert not {"--kv-offloading-size", "--cpu-offload-gb", "--swap-space"} & set(argv)
+
+
+def test_gb10_leaves_room_for_weights_and_for_the_system():
+    settings = settings_of("gb10")
+    marks = settings.scheduler
+    assert (marks.memory_low_bytes, marks.memory_stop_bytes) == (12 * GIB, 9 * GIB)
+    assert marks.memory_end_bytes == 6 * GIB
+    check_memory(
+        weights=70 * GIB,
+        hot_bytes=settings.engine.hot_bytes,
+        ram_bytes=settings.store.ram_bytes,
+        free_bytes=marks.memory_low_bytes,
+        available=GB10_BYTES,
+    )
+
+
+def test_cuda_fits_its_pool_to_the_gpu():
+    assert "engine.hot_bytes" not in from_profile(Fields(Settings), "cuda")
+    argv = vllm_argv(settings_of("cuda", assignments=["engine.vllm.tensor_parallel=2"]))
+    assert option(argv, "--gpu-memory-utilization") == "0.8"
+    assert option(argv, "--max-num-seqs") == "64"
+    assert option(argv, "--tensor-parallel-size") == "2"
+    assert "--max-num-batched-tokens" not in argv
+
+
+@pytest.mark.parametrize("name", ["apple", "cpu", "cuda"])
+def test_elsewhere_memory_is_not_watched(name):
+    assert settings_of(name).scheduler.memory_low_bytes == 0
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_engine_never_gets_more_turns_than_it_computes_together_and_a_line(name):
+    settings = settings_of(name)
+    assert settings.engine.max_batch <= settings.scheduler.max_running
+    assert flat(settings)["gateway.host"] == "127.0.0.1"
