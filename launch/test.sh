@@ -21,9 +21,9 @@ in_vllms_environment() {
 run_vllm_tests() {
     bash launch/install.sh vllm
     # They need the sample model, which the gateway's environment makes.
-    THERMOCLINE_TEST_MODEL=$("$venv/bin/python" -m launch.sample_model)
-    export THERMOCLINE_TEST_MODEL
-    in_vllms_environment "$@" tests/vllm
+    SAMPLE_MODEL=$("$venv/bin/python" -m launch.sample_model)
+    export SAMPLE_MODEL
+    in_vllms_environment -o testpaths=tests/vllm "$@"
     # In a process of its own: Triton's interpreter is chosen when triton is imported.
     [ $# -gt 0 ] || in_vllms_environment tests/triton
 }

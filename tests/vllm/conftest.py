@@ -16,7 +16,7 @@ from tests.vllm.tiny_model import VOCAB, write_tiny_model
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
-MODEL_VARIABLE = "THERMOCLINE_TEST_MODEL"
+MODEL_VARIABLE = "SAMPLE_MODEL"
 NUM_TOKENS = 600
 
 
