@@ -5,29 +5,26 @@
 #   bash launch/serve.sh --model /path/to/model --hot 8GiB
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
+# shellcheck source=launch/hardware.sh
+. "$(dirname "${BASH_SOURCE[0]}")/hardware.sh"
 
-bash "$root/launch/install.sh" serve
-
+profile=cpu
 case "$(uname -s) $(uname -m)" in
 "Darwin arm64") profile=apple ;;
-Darwin*)
-    printf 'error: mlx needs Apple silicon; this Mac has an Intel processor\n' >&2
-    exit 1
-    ;;
+Darwin*) die "mlx needs Apple silicon; this Mac has an Intel processor" ;;
 *)
-    profile=cpu
-    if nvidia-smi -L >/dev/null 2>&1; then
-        if [ ! -x "$root/.venv-vllm/bin/python" ]; then
-            printf 'There is an NVIDIA GPU; to use it: bash launch/cuda.sh MODEL (or gb10.sh)\n' >&2
-        elif nvidia-smi -L | grep -q GB10; then
-            profile=gb10
-        else
-            profile=cuda
-        fi
+    case $(gpu_names) in
+    "") ;;
+    *GB10*) profile=gb10 ;;
+    *) profile=cuda ;;
+    esac
+    if [ "$profile" != cpu ] && [ ! -x "$root/.venv-vllm/bin/python" ]; then
+        say "There is an NVIDIA GPU; to use it: bash launch/$profile.sh MODEL"
+        profile=cpu
     fi
+    [ "$profile" = cpu ] || drop_expandable_segments
     ;;
 esac
 
+bash "$root/launch/install.sh" serve
 exec "$venv/bin/thermocline" serve --profile "${THERMOCLINE_PROFILE:-$profile}" "$@"

@@ -135,13 +135,23 @@ class Reply:
 class App:
     """The app around a ``RecordingEngine``; keyword arguments are the gateway's settings."""
 
-    def __init__(self, engine: RecordingEngine | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        engine: RecordingEngine | None = None,
+        scheduler: SchedulerConfig | None = None,
+        **settings: Any,
+    ) -> None:
         self.engine = engine or RecordingEngine()
+        self.memory: int | None = None  # what the machine has left
         config = GatewayConfig(**settings)
         tenants = Tenants(b"a secret of the tests", config.api_keys)
         metrics = Metrics()
         self.sessions = SessionManager(
-            self.engine, SchedulerConfig(), salt_of=tenants.salt_of, observer=metrics
+            self.engine,
+            scheduler or SchedulerConfig(),
+            salt_of=tenants.salt_of,
+            observer=metrics,
+            memory=lambda: self.memory,
         )
         self.app: ASGIApp = create_app(config, self.engine, self.sessions, tenants, metrics)
 

@@ -11,7 +11,7 @@ from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavai
 from engines.openai import InvalidRequest
 from gateway.errors import Failure, failure_of
 from gateway.relay import engine_failure
-from scheduler.sessions import Draining, Overloaded
+from scheduler.sessions import Draining, MemoryScarce, Overloaded
 
 KEYS = {"message", "type", "param", "code"}
 
@@ -21,6 +21,7 @@ KEYS = {"message", "type", "param", "code"}
     [
         (InvalidRequest("no", "model", "model_not_found", 404), 404),
         (Overloaded("9 requests are waiting already", 4.2), 429),
+        (MemoryScarce("the machine's memory is nearly used up", 5.0), 503),
         (Draining("over"), 503),
         (EngineStalled("silent"), 504),
         (EngineUnavailable("starting"), 503),

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from gateway.keys import generate_key
+from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine
 
 CHAT = "/v1/chat/completions"
@@ -116,6 +117,27 @@ async def test_health() -> None:
     assert (await app.get("/livez")).status == 200
     away = await app.get("/readyz")
     assert (away.status, away.error["message"]) == (503, "it is having a rest")
+
+
+async def test_scarce_memory_refuses_turns_and_says_so() -> None:
+    marks = SchedulerConfig(memory_low_bytes=1000, memory_stop_bytes=600)
+    app = App(scheduler=marks)
+    app.memory = 599
+    refused = await app.chat()
+    assert (refused.status, refused.error["code"]) == (503, "memory_scarce")
+    assert refused.headers["retry-after"] == "5"
+    assert app.engine.asked == []
+    following = asyncio.create_task(app.sessions.run())
+    async with asyncio.timeout(10):
+        while not app.sessions.settled:
+            await asyncio.sleep(0.01)
+    following.cancel()
+    ready = await app.get("/readyz")
+    assert (ready.status, ready.error["code"]) == (503, "memory_scarce")
+    assert (await app.get("/livez")).status == 200
+    metrics = (await app.get("/metrics")).body
+    assert b"thermocline_memory_available_bytes 599.0" in metrics
+    assert b'thermocline_decisions_total{decision="refused-memory"} 1.0' in metrics
 
 
 async def test_models() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engines.wire import EngineReport, TierReport
@@ -50,6 +51,16 @@ def test_cache_outcomes_by_source_and_reason() -> None:
     found = samples(metrics)
     for labels in ("diverged,cold-disk", ",hot", "never-stored,miss", ",unknown"):
         assert found[f"thermocline_cache_outcomes_total{{{labels}}}"] == 1
+
+
+def test_the_machines_memory(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics()
+    metrics.memory("scarce", 5 << 29)
+    assert "memory is scarce: 2.5 GiB of the machine's are available" in caplog.text
+    assert samples(metrics)["thermocline_memory_levels_total{scarce}"] == 1
+    gauges = Gauges(ready=True, num_running=0, num_waiting=0, engine=None, memory_available_bytes=7)
+    assert b"thermocline_memory_available_bytes 7.0" in metrics.render(gauges)
+    assert "thermocline_memory_available_bytes{}" not in samples(metrics)
 
 
 def test_engine_and_tiers_of_the_moment() -> None:

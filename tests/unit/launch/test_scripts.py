@@ -32,7 +32,7 @@ class Machine:
         self.env = {"PATH": str(self.commands)}
         for made in (self.root / "launch", self.root / ".venv" / "bin", self.commands):
             made.mkdir(parents=True)
-        for name in ("hardware.sh", *SCRIPTS):
+        for name in ("hardware.sh", "serve.sh", *SCRIPTS):
             shutil.copy(LAUNCH / name, self.root / "launch")
         (self.root / "launch" / "install.sh").write_text(INSTALLER)
         _program(self.root / ".venv" / "bin" / "thermocline", THERMOCLINE)
@@ -59,6 +59,7 @@ class Machine:
 
 
 def _program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
 
@@ -233,6 +234,30 @@ def test_apple_serves_and_tells_of_the_wired_limit(machine):
     done = machine.run("apple.sh", "org/m")
     assert "serve --profile apple --model org/m" in done.stdout
     assert "sudo sysctl iogpu.wired_limit_mb=" in done.stderr
+
+
+# ---- whatever machine it is
+
+
+@pytest.mark.parametrize(
+    ("gpu", "profile"), [("", "cpu"), ("NVIDIA H200", "cuda"), ("NVIDIA GB10", "gb10")]
+)
+def test_serve_finds_the_profile_and_needs_no_arguments(machine, gpu, profile):
+    _program(machine.commands / "uname", UNAME % ("Linux", "x86_64"))
+    machine.says("nvidia-smi", gpu)
+    done = machine.run("serve.sh", "--hot", "1GiB")
+    assert done.stdout.splitlines()[:2] == ["install serve", "serve --profile cpu --hot 1GiB"]
+    assert (f"bash launch/{profile}.sh MODEL" in done.stderr) is (profile != "cpu")
+    _program(machine.root / ".venv-vllm" / "bin" / "python", "")
+    done = machine.run("serve.sh")
+    assert (done.stdout.splitlines()[1], done.stderr) == (f"serve --profile {profile}", "")
+
+
+def test_serve_on_macs(machine):
+    _program(machine.commands / "uname", UNAME % ("Darwin", "arm64"))
+    assert "serve --profile apple" in machine.run("serve.sh").stdout
+    _program(machine.commands / "uname", UNAME % ("Darwin", "x86_64"))
+    assert machine.run("serve.sh").returncode == 1
 
 
 # ---- advice
