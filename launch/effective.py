@@ -30,6 +30,7 @@ class Effective:
     folders: Folders
     engine_kind: str  # a name in engines.registry, or module:Attr; never "auto"
     hot_on_gpu: bool = False  # live KV takes nothing of this machine's own memory
+    widens: bool = False  # dtype "auto" means float32: a CPU multiplies that fastest
 
     @property
     def settings(self) -> Settings:
@@ -47,6 +48,7 @@ def effective(layers: Sequence[Layer], environ: Mapping[str, str]) -> Effective:
     gpus = find_gpus()
     kind = engine_kind(chosen.engine, gpus)
     gpus = gpus[: chosen.engine.vllm.tensor_parallel] if kind == "vllm" else []
+    widens = sys.platform == "linux" and kind in ("mlx", "vllm") and not gpus
     fitted: Layer = {
         "data_dir": Value(str(where.data), "this system"),
         "cache_dir": Value(str(where.cache), "this system"),
@@ -55,11 +57,11 @@ def effective(layers: Sequence[Layer], environ: Mapping[str, str]) -> Effective:
         fitted["engine.vllm.python"] = Value(find_python(chosen.engine.vllm.python), "found here")
     fitted |= budgets(
         available_memory(),
-        _weights(chosen.engine, kind, on_gpu=bool(gpus)),
+        _weights(chosen.engine, kind, widens),
         free_disk(where.data),
         gpu_bytes=_own_memory(gpus),
     )
-    return Effective(resolve([fitted, *layers]), where, kind, _own_memory(gpus) > 0)
+    return Effective(resolve([fitted, *layers]), where, kind, _own_memory(gpus) > 0, widens)
 
 
 def engine_kind(engine: EngineConfig, gpus: Sequence[Gpu]) -> str:
@@ -84,12 +86,11 @@ def _own_memory(gpus: Sequence[Gpu]) -> int:
     return sum(x.free_bytes or 0 for x in gpus)
 
 
-def _weights(engine: EngineConfig, kind: str, *, on_gpu: bool) -> int | None:
+def _weights(engine: EngineConfig, kind: str, widens: bool) -> int | None:
     """What the model will take of this machine's memory, without loading or converting it."""
     if kind in ("attached", "fake"):
         return 0
-    on_cpu = sys.platform == "linux" and not on_gpu
-    widened = engine.dtype == "float32" or (engine.dtype == "auto" and on_cpu)
+    widened = engine.dtype == "float32" or (engine.dtype == "auto" and widens)
     if not engine.model:
         return WEIGHTS_BYTES * (2 if widened else 1)
     return weights_bytes(Path(engine.model).expanduser(), widened)

@@ -6,7 +6,6 @@ headers, exact first tokens, the raw tail and the session record are in them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -61,11 +60,11 @@ class Plan(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def live_dtype(engine: EngineConfig, content: Mapping[str, Any], kind: str) -> DType:
+def live_dtype(engine: EngineConfig, content: Mapping[str, Any], widens: bool) -> DType:
     """The dtype of the live cache: what was set, what the platform forces, what the model has."""
     if engine.dtype != "auto":
         return engine.dtype
-    if kind == "mlx" and sys.platform == "linux":
+    if widens:
         return "float32"
     text = content.get("text_config") or content
     stored = text.get("dtype") or text.get("torch_dtype") or content.get("torch_dtype")

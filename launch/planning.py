@@ -32,7 +32,7 @@ def plan_of(effective: Effective, contexts: str | None) -> Plan:
         settings.engine.served_model_name or model.name,
         content,
         shape,
-        live_dtype(settings.engine, content, effective.engine_kind),
+        live_dtype(settings.engine, content, effective.widens),
         lengths,
         settings.engine.hot_bytes,
         settings.store,

@@ -112,15 +112,16 @@ def test_what_does_not_grow_is_told(capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "engine", "kind", "expected"),
+    ("content", "engine", "widens", "expected"),
     [
-        ({"torch_dtype": "float16"}, EngineConfig(), "vllm", "float16"),
-        ({"dtype": "float32"}, EngineConfig(), "vllm", "float32"),
-        ({"text_config": {"dtype": "float16"}}, EngineConfig(), "vllm", "float16"),
-        ({"torch_dtype": "int8"}, EngineConfig(), "vllm", "bfloat16"),
-        ({}, EngineConfig(), "vllm", "bfloat16"),
-        ({"torch_dtype": "bfloat16"}, EngineConfig(dtype="float16"), "mlx", "float16"),
+        ({"torch_dtype": "float16"}, EngineConfig(), False, "float16"),
+        ({"dtype": "float32"}, EngineConfig(), False, "float32"),
+        ({"text_config": {"dtype": "float16"}}, EngineConfig(), False, "float16"),
+        ({"torch_dtype": "int8"}, EngineConfig(), False, "bfloat16"),
+        ({}, EngineConfig(), False, "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, EngineConfig(), True, "float32"),
+        ({"torch_dtype": "bfloat16"}, EngineConfig(dtype="float16"), True, "float16"),
     ],
 )
-def test_the_dtype_of_the_live_cache(content, engine, kind, expected):
-    assert live_dtype(engine, content, kind) == expected
+def test_the_dtype_of_the_live_cache(content, engine, widens, expected):
+    assert live_dtype(engine, content, widens) == expected
