@@ -89,7 +89,7 @@ def _names(effective: Effective, environ: Mapping[str, str]) -> Answer:
 def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
     kind = effective.engine_kind
     if kind == "vllm":
-        return _vllm(effective.settings.engine.vllm.python)
+        return _vllm(effective.settings.engine.vllm.python, environ)
     require_installed(effective)
     if kind != "mlx":
         return "ok", kind
@@ -104,8 +104,11 @@ def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return "ok", ", ".join(f"{name} {version}" for name, version in installed.items())
 
 
-def _vllm(python: str) -> Answer:
+def _vllm(python: str, environ: Mapping[str, str]) -> Answer:
     found = require_vllm(python)
+    if "expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        words = "vLLM refuses expandable segments with our plug-in"
+        return "failure", f"{words}; run: unset PYTORCH_CUDA_ALLOC_CONF"
     return "ok", f"vLLM {found.version}{' for CPUs' if found.cpu else ''}, plug-in found, {python}"
 
 
@@ -129,6 +132,9 @@ def _memory(effective: Effective, environ: Mapping[str, str]) -> Answer:
     wanted = hot_bytes + settings.store.ram_bytes
     what = "ram" if effective.hot_on_gpu else "hot and ram together"
     words = f"{show_bytes(available)} available; {what} may take {show_bytes(wanted)}"
+    if kept := settings.scheduler.memory_low_bytes:
+        words += f"; {show_bytes(kept)} are to stay free"
+        wanted += kept
     if wanted > available:
         return "failure", f"{words}; lower engine.hot_bytes or store.ram_bytes"
     return ("ok" if wanted < 0.8 * available else "warning"), words
