@@ -210,15 +210,15 @@ class BlockStore:
         if record is None:
             return None
         place = self._stack.place(tier)
-        if (
-            place
-            and not record.pinned
-            and deliver(self._stack, place, self._delivery(record, {}, ()), whole=True)
-        ):
+        if place and not record.pinned and self._brought(record, place):
             own = self._index.unshared(self._chain(record), record)
             for faster in range(place):
                 self._stack.delete(faster, own)
         return self.tier_of(record)
+
+    def _brought(self, record: BlockRecord, place: int) -> bool:
+        delivery = self._delivery(record, {}, ())
+        return deliver(self._stack, place, delivery, whole=True).complete
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
         record = self._index.find(session.tenant, session.id)

@@ -20,6 +20,7 @@ from tests.block_sessions import (
     ref,
     save,
 )
+from tests.faulty_tier import FaultyTier
 
 LONG = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one
 
@@ -146,6 +147,29 @@ def test_demote_leaves_only_the_slower_copy(tmp_path):
     assert store.fetch(ref(), LONG, 0).tier == "disk"
     assert store.workers.quiet(5)
     assert store.tier_of(store.record(ref())) == "ram"  # promoted by the restore
+    store.close()
+
+
+class SlowRam(RamTier):
+    name = "disk"
+
+
+def test_a_session_that_the_lower_tier_cannot_take_stays():
+    store = open_store([RamTier(1 << 26), SlowRam(20_000)])
+    save(store, ref(), LONG)
+    assert store.demote(ref(), "disk") == "ram"
+    check_rows(store, LONG, store.fetch(ref(), LONG, 0))
+    assert store.fetch(ref(), LONG, 0).end_block == 25
+    store.close()
+
+
+def test_a_session_stays_where_it_is_while_the_lower_tier_is_down():
+    below = FaultyTier(SlowRam(1 << 26))
+    store = open_store([RamTier(1 << 26), below])
+    below.fails = lambda number, method: True
+    save(store, ref(), LONG)
+    assert store.demote(ref(), "disk") == "ram"
+    assert store.fetch(ref(), LONG, 0).end_block == 25
     store.close()
 
 
