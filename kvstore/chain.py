@@ -50,6 +50,10 @@ def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
     return np.ascontiguousarray(token_ids, dtype="<i4")
 
 
+def no_tokens() -> Tokens:
+    return as_tokens(())
+
+
 def common_prefix(a: Tokens, b: Tokens) -> int:
     """How many leading tokens are equal."""
     n = min(len(a), len(b))

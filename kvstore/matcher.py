@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.chain import Chain, Tokens, as_tokens, common_prefix
+from kvstore.chain import Chain, Tokens, as_tokens, common_prefix, no_tokens
 from kvstore.records import MissReason, SessionRecord, SessionRef, TierName
 from kvstore.session_index import SessionIndex
 from kvstore.session_keys import KeyMaker
@@ -43,7 +43,8 @@ class Match:
     """What can be restored of a prompt. Cheap to make: no blob but a record was read.
 
     ``tier`` is the slowest that must be read, None for a miss. ``reason`` says why the rest of what
-    was once stored is not reusable; None where nothing was lost.
+    was once stored is not reusable; None where nothing was lost. ``tokens``, (num_tokens,) int32,
+    are those it is a match for: whoever loads it needs no other source to know what the KV is of.
     """
 
     num_tokens: int
@@ -51,6 +52,7 @@ class Match:
     reason: MissReason | None
     pieces: tuple[Piece, ...] = field(default=(), repr=False)
     record_key: bytes | None = field(default=None, repr=False)
+    tokens: Tokens = field(default_factory=no_tokens, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Matcher:
         key = self._keys.record_key(known.record) if known.record else None
         tier = self._stack.name(max(x.place for x in plan.pieces)) if plan.pieces else None
         reason = _reason(known, plan, num_tokens, len(prompt))
-        return Match(num_tokens, tier, reason, plan.pieces, key)
+        return Match(num_tokens, tier, reason, plan.pieces, key, prompt[:num_tokens])
 
     # ---- the session's own record
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
-from kvstore.chain import SNAPSHOT, TAIL
+from kvstore.chain import SNAPSHOT, TAIL, Tokens, no_tokens
 from kvstore.errors import TierUnavailable, Unusable
 from kvstore.matcher import Match, Piece
 from kvstore.packer import Packer
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """The first ``num_tokens`` tokens of the session, as the engine wants them.
+    """The KV of ``tokens``, (num_tokens,) int32, as the engine wants it.
 
     ``run``: per growing layer K and V, (num_kv_heads, num_tokens, head_dim), the engine's dtype
     (bf16 as uint16), C-contiguous, the receiver's to keep. ``state``: for a cache that cannot be
@@ -53,6 +53,7 @@ class Restored:
     state: StateTree = field(repr=False)
     tier: TierName | None
     reason: MissReason | None
+    tokens: Tokens = field(default_factory=no_tokens, repr=False)
 
 
 @dataclass(frozen=True)
@@ -205,4 +206,4 @@ class Restorer:
         places = [x.place for x in good if x.place is not None]
         tier = self._stack.name(max(places)) if places else None
         state = good[-1].state if good else None
-        return Restored(num_tokens, out, state, tier, reason)
+        return Restored(num_tokens, out, state, tier, reason, match.tokens[:num_tokens])

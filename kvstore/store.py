@@ -120,7 +120,7 @@ class ColdStore:
     def save(
         self,
         session: SessionRef,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tokens,
         run: KVRun,
         snapshots: Sequence[Snapshot] = (),
         on_done: OnDone | None = None,
@@ -165,7 +165,7 @@ class ColdStore:
         self,
         session: SessionRef | None,
         salt: bytes,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tokens,
         limit: int,
         boundaries: Sequence[int] = (),
     ) -> Match:

@@ -38,6 +38,7 @@ def test_a_prompt_that_leaves_the_history_keeps_what_is_common(store, cut):
     match, restored = come_back(store, ref(), [*HISTORY[:cut], 7, 7, 7])
     assert (match.num_tokens, match.reason) == (cut, "diverged")
     assert restored.num_tokens == cut
+    assert restored.tokens.tolist() == match.tokens.tolist() == list(HISTORY[:cut])
 
 
 def test_a_prompt_unlike_the_history_from_the_first_token_on(store):
