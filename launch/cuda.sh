@@ -15,5 +15,6 @@ case $(gpu_names) in
 "") die "nvidia-smi finds no NVIDIA GPU here; without one: bash launch/cpu.sh MODEL" ;;
 *GB10*) die "this GPU shares the CPU's memory; its settings are in: bash launch/gb10.sh MODEL" ;;
 esac
+require_compiler
 drop_expandable_segments
 install_and_serve cuda serve vllm

@@ -32,6 +32,7 @@ main() {
     *) say "warning: the GPU is ${names%%$'\n'*}, no GB10; if it has memory of its own," \
         "bash launch/cuda.sh fits better" ;;
     esac
+    require_compiler
     drop_expandable_segments
     advise_on_page_cache
     install_and_serve gb10 serve vllm

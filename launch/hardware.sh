@@ -73,6 +73,12 @@ gpu_names() {
     esac
 }
 
+# Triton, and so vLLM on a GPU, compiles the launchers of its kernels when they are first used.
+require_compiler() {
+    [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v clang >/dev/null ||
+        die "Triton needs a C compiler; on Debian, Ubuntu and DGX OS: sudo apt install build-essential"
+}
+
 # vLLM refuses to start with this allocator setting and any KV connector (vllm/config/vllm.py).
 drop_expandable_segments() {
     local name

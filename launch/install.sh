@@ -111,7 +111,9 @@ install_gateway() {
 install_vllm() {
     set -- --group "$root/pyproject.toml:vllm" "$@"
     if has_gpu; then
-        install "$@" --torch-backend auto "$vllm"
+        # The torch that fits the driver is in PyTorch's index. Where that cannot be reached, PyPI's
+        # will do: like vLLM's own wheels it is built for CUDA 13, on x86-64 and on ARM.
+        install "$@" --torch-backend auto "$vllm" || install "$@" "$vllm"
         return
     fi
     # Text models do without these, and the resolver would take builds for CUDA.

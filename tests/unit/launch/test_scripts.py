@@ -36,6 +36,7 @@ class Machine:
             shutil.copy(LAUNCH / name, self.root / "launch")
         (self.root / "launch" / "install.sh").write_text(INSTALLER)
         _program(self.root / ".venv" / "bin" / "thermocline", THERMOCLINE)
+        self.says("gcc", "")
         for name in REAL:
             found = shutil.which(name)
             assert found
@@ -192,6 +193,17 @@ def test_expandable_segments_are_dropped_and_the_rest_is_kept(machine, name):
     done = machine.run(name, "org/m")
     assert "alloc=unset,max_split_size_mb:512" in done.stdout
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is not used" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["cuda.sh", "gb10.sh"])
+def test_triton_needs_a_compiler(machine, name):
+    machine.says("nvidia-smi", "NVIDIA H200" if name == "cuda.sh" else "NVIDIA GB10")
+    (machine.commands / "gcc").unlink()
+    done = machine.run(name, "org/m")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "sudo apt install build-essential" in done.stderr
+    machine.env["CC"] = "/opt/cc"
+    assert "serve --profile" in machine.run(name, "org/m").stdout
 
 
 @pytest.mark.parametrize("flag", [["--engine", "vllm"], ["--engine=vllm"]])
