@@ -154,10 +154,20 @@ class EngineClient:
         return (await self._done(Forget(session), MOVE_S)).report
 
     async def sessions(self) -> list[SessionReport]:
-        answer = await self._link.ask(ListSessions(), ANSWER_S)
+        page = await self._page(None)
+        reports = page.sessions
+        while page.more and page.sessions:
+            last = page.sessions[-1]
+            page = await self._page((last.tenant, last.id))
+            reports += page.sessions
+        return reports
+
+    async def _page(self, after: tuple[str, str] | None) -> Sessions:
+        verb = ListSessions(after)
+        answer = await self._link.ask(verb, ANSWER_S)
         if not isinstance(answer, Sessions):
-            raise _odd_answer(ListSessions(), answer)
-        return answer.sessions
+            raise _odd_answer(verb, answer)
+        return answer
 
     async def stats(self) -> EngineReport:
         answer = await self._link.ask(GetStats(), ANSWER_S)

@@ -32,7 +32,6 @@ from engines.wire import (
     Request,
     SessionRef,
     SessionReport,
-    Sessions,
     Stats,
     TierName,
     Unpin,
@@ -40,6 +39,7 @@ from engines.wire import (
     Welcome,
     WireError,
     frame,
+    page_of,
     read_request,
 )
 
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 # A peer that lets so much pile up does not read; it is cut off and will connect again.
 MAX_UNSENT_BYTES: Final = 16 << 20
+MAX_WORDS: Final = 2000  # characters of an error
 
 
 class SessionVerbs(Protocol):
@@ -88,8 +89,9 @@ class ControlServer:
 
     def publish(self, notice: Notice) -> None:
         """To everybody who has said hello."""
+        body = frame(notice)
         for writer in list(self._greeted):
-            self._send(writer, notice)
+            self._send(writer, body)
 
     def close(self) -> None:
         """End every connection."""
@@ -113,16 +115,17 @@ class ControlServer:
 
     async def _serve(self, request: Request, writer: asyncio.StreamWriter) -> None:
         try:
-            answer = await self._answer(request.verb, writer)
+            # An answer that is too long for a frame is this verb's failure, not the connection's.
+            body = frame(Reply(request.number, await self._answer(request.verb, writer)))
         except Exception as error:  # the edge of this process: the gateway gets an answer
             logger.exception("%s failed", type(request.verb).__name__)
-            answer = Refused(f"{type(error).__name__}: {error}")
-        self._send(writer, Reply(request.number, answer))
+            body = frame(Reply(request.number, Refused(_words(error))))
+        self._send(writer, body)
 
-    def _send(self, writer: asyncio.StreamWriter, message: Reply | Notice) -> None:
+    def _send(self, writer: asyncio.StreamWriter, body: bytes) -> None:
         if writer.is_closing():
             return
-        writer.write(frame(message))
+        writer.write(body)
         if writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             writer.transport.abort()
 
@@ -147,11 +150,19 @@ class ControlServer:
             case Forget():
                 return await self._verbs.forget(verb.session)
             case ListSessions():
-                return Sessions(await self._verbs.sessions())
+                reports = await self._verbs.sessions()
+                # Thousands of them are sorted and measured, away from the event loop.
+                return await asyncio.to_thread(page_of, reports, verb.after)
             case GetStats():
                 return Stats(await self._verbs.stats())
             case _:
                 return Refused(f"{type(verb).__name__} is not known here")
+
+
+def _words(error: Exception) -> str:
+    """What went wrong, as a message can carry it: short, and without broken surrogates."""
+    said = f"{type(error).__name__}: {error}"[:MAX_WORDS]
+    return said.encode("utf-8", "replace").decode()
 
 
 def _private_socket(path: Path) -> socket.socket:

@@ -10,6 +10,7 @@ The same verbs serve every engine: demote, prefetch, pin, unpin, forget, session
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -17,8 +18,10 @@ import msgspec
 from kvstore.records import SessionRef as SessionRef
 from kvstore.records import TierName as TierName
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
+# Of sessions in one reply. Far below a frame's limit, and decoded on an event loop.
+PAGE_BYTES = 4 << 20
 
 # Request headers of the data plane that only the gateway may set.
 TENANT_HEADER = "x-thermocline-tenant"
@@ -102,7 +105,9 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
 
 
 class ListSessions(msgspec.Struct, frozen=True, tag="sessions"):
-    pass
+    """One page of all sessions, in the order of (tenant, id), that come behind ``after``."""
+
+    after: tuple[str, str] | None = None  # tenant and id; None = from the start
 
 
 class GetStats(msgspec.Struct, frozen=True, tag="stats"):
@@ -135,6 +140,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 class Sessions(msgspec.Struct, frozen=True, tag="session_list"):
     sessions: list[SessionReport]
+    more: bool = False  # ask again, ``after`` the last of these
 
 
 class Stats(msgspec.Struct, frozen=True, tag="engine_stats"):
@@ -181,6 +187,20 @@ def frame(message: Request | Reply | Notice) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a control message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
     return len(body).to_bytes(4, "big") + body
+
+
+def page_of(reports: Iterable[SessionReport], after: tuple[str, str] | None) -> Sessions:
+    """The page that ``ListSessions(after)`` asks for: at most ``PAGE_BYTES``, at least one."""
+    rest = sorted(
+        (x for x in reports if after is None or (x.tenant, x.id) > after),
+        key=lambda x: (x.tenant, x.id),
+    )
+    nbytes = 0
+    for i, report in enumerate(rest):
+        nbytes += len(_encoder.encode(report))
+        if i and nbytes > PAGE_BYTES:
+            return Sessions(rest[:i], more=True)
+    return Sessions(rest)
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:

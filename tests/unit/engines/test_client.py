@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.base import EngineError, EngineStalled, EngineUnavailable
@@ -62,6 +63,19 @@ async def test_the_session_arrives_as_it_is(client: EngineClient, fake: FakeProc
     await answer(client, asked())
     (report,) = await client.sessions()
     assert (report.tenant, report.id, report.hot) == ("t", SESSION.id, True)
+
+
+async def test_more_sessions_than_fit_in_one_message(folder: Path, fake: FakeProcess) -> None:
+    names = [f"{i:05d}" + "x" * 2000 for i in range(9000)]  # 18 MB
+    for name in names:
+        fake.shelf.begin(SessionRef(tenant="t", id=name, salt=b""), ["a"])
+    worker = worker_config(folder)
+    patient = msgspec.structs.replace(worker.engine, stall_timeout_s=60.0)
+    client = EngineClient(msgspec.structs.replace(worker, engine=patient))
+    await client.start()
+    await until(lambda: client.ready)
+    assert [x.id for x in await client.sessions()] == names
+    await client.stop(0)
 
 
 async def test_control_verbs(client: EngineClient) -> None:

@@ -55,13 +55,14 @@ class Verbs(Shelf):
     def __init__(self) -> None:
         super().__init__(1 << 30)
         self.release = asyncio.Event()
+        self.words = "the shelf fell down"
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         await self.release.wait()
         return await super().demote(session, tier)
 
     async def forget(self, session: SessionRef) -> Done:
-        raise ValueError("the shelf fell down")
+        raise ValueError(self.words)
 
 
 class Caller:
@@ -192,6 +193,30 @@ async def test_a_verb_that_fails_is_refused_with_its_words(
         assert await caller.ask(Forget(ONE)) == Refused("ValueError: the shelf fell down")
         assert isinstance(await caller.ask(GetStats()), Stats)
     assert "Forget failed" in caplog.text
+
+
+async def test_an_answer_too_long_for_a_frame_is_refused_and_the_link_goes_on(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    huge = SessionRef(tenant="alice", id="x" * MAX_FRAME_BYTES, salt=b"")
+    served.verbs.begin(huge, ["a"])
+    async with served.call() as caller:
+        refused = await caller.ask(ListSessions())
+        assert isinstance(refused, Refused) and "over" in refused.message
+        assert isinstance(await caller.ask(GetStats()), Stats)
+    assert "ListSessions failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "words", ["x" * MAX_FRAME_BYTES, "no such file: \udcff"], ids=["endless", "surrogate"]
+)
+async def test_whatever_an_error_says_the_link_goes_on(
+    served: Served, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.verbs.words = words
+    async with served.call() as caller:
+        assert isinstance(await caller.ask(Forget(ONE)), Refused)
+        assert isinstance(await caller.ask(GetStats()), Stats)
 
 
 @pytest.mark.parametrize(

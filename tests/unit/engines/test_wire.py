@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engines.wire import (
     MAX_FRAME_BYTES,
+    PAGE_BYTES,
     Demote,
     Forget,
     GetStats,
@@ -21,9 +22,12 @@ from engines.wire import (
     Reply,
     Request,
     SessionRef,
+    SessionReport,
+    Sessions,
     Unpin,
     WireError,
     frame,
+    page_of,
     read_from_engine,
     read_request,
 )
@@ -36,7 +40,7 @@ verbs = st.one_of(
     st.builds(Pin, session=refs),
     st.builds(Unpin, session=refs),
     st.builds(Forget, session=refs),
-    st.just(ListSessions()),
+    st.builds(ListSessions, after=st.none() | st.tuples(st.text(), st.text())),
     st.just(GetStats()),
 )
 
@@ -77,3 +81,49 @@ async def test_a_torn_frame_is_an_end() -> None:
     whole = frame(Request(1, GetStats()))
     with pytest.raises(asyncio.IncompleteReadError):
         await read_request(fed(whole[:-1]))
+
+
+# ---- lists of sessions
+
+
+def reports(ids: list[str]) -> list[SessionReport]:
+    return [
+        SessionReport(
+            tenant="t", id=x, hot=True, tier="disk", tokens=1, hot_bytes=1, cold_bytes=1,
+            idle_s=0.0, pinned=False, busy=False,
+        )
+        for x in ids
+    ]  # fmt: skip
+
+
+def pages_of(everything: list[SessionReport]) -> list[Sessions]:
+    pages = [page_of(everything, None)]
+    while pages[-1].more:
+        last = pages[-1].sessions[-1]
+        pages.append(page_of(everything, (last.tenant, last.id)))
+    return pages
+
+
+def test_a_list_of_sessions_too_long_for_a_frame_comes_in_pages() -> None:
+    everything = reports([f"{i:05d}" + "\U0001f9ca" * 251 for i in range(16_000)])
+    with pytest.raises(WireError):
+        frame(Reply(1, Sessions(everything)))
+    pages = pages_of(list(reversed(everything)))
+    assert len(pages) > 3
+    assert all(len(frame(Reply(1, x))) < PAGE_BYTES + 1000 for x in pages)
+    assert [x for page in pages for x in page.sessions] == everything
+
+
+def test_a_session_larger_than_a_page_is_a_page() -> None:
+    everything = reports(["a", "b" + "x" * PAGE_BYTES, "c"])
+    assert [[x.id[0] for x in page.sessions] for page in pages_of(everything)] == [
+        ["a"],
+        ["b"],
+        ["c"],
+    ]
+
+
+def test_a_list_goes_on_where_it_was_though_sessions_come_and_go() -> None:
+    assert [x.id for x in page_of(reports(["e", "a", "c"]), ("t", "b")).sessions] == ["c", "e"]
+    assert page_of(reports(["a"]), ("t", "a")) == Sessions([])
+    assert page_of([], None) == Sessions([])
