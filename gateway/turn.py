@@ -104,7 +104,8 @@ class TurnResponse(Response):
             engine.open(self._path, self._body, headers) as upstream,
         ):
             cache = upstream.headers.get(CACHE_HEADER, "")
-            turn.engine_answered(cache)
+            if upstream.status < 400:
+                turn.engine_answered(cache)
             if cache:
                 self._metrics.cache_outcome(cache)
             yield upstream

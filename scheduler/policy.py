@@ -12,7 +12,9 @@ all before it. Only the order of the values matters, so the rates are plain cons
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from scheduler.session import Session, State
 
@@ -39,24 +41,32 @@ def may_sleep(session: Session, now: float) -> bool:
 
 
 def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> list[Session]:
-    """Unpinned idle sessions whose time is up, the longest idle first."""
-    due = [x for x in sessions if may_sleep(x, now) and now - x.last_used >= idle_after_s]
-    return sorted(due, key=lambda x: x.last_used)
+    """Those whose time is up. ``sessions``: the longest idle first.
+
+
+    The very first that is too young ends it, so what a call costs does not depend on the table.
+    """
+    old = takewhile(lambda x: now - x.last_used >= idle_after_s, sessions)
+    return [x for x in old if may_sleep(x, now)]
 
 
 def victims(
-    sessions: Iterable[Session], need_bytes: int, now: float, half_life_s: float
+    sessions: Iterable[Session],
+    need_bytes: int,
+    now: float,
+    half_life_s: float,
+    idle_after_s: float = math.inf,
 ) -> list[Session]:
-    """Idle sessions that together free ``need_bytes``: least valuable first, pinned never."""
+    """Idle sessions that together free ``need_bytes``, pinned never.
+
+    Those that are idle for ``idle_after_s`` would go anyway, so they go first; then the least
+    valuable.
+    """
+    if need_bytes <= 0:
+        return []
     candidates = [x for x in sessions if may_sleep(x, now) and x.hot_bytes > 0]
-    candidates.sort(key=lambda x: value(x, now, half_life_s))
-    chosen: list[Session] = []
-    for session in candidates:
-        if need_bytes <= 0:
-            break
-        chosen.append(session)
-        need_bytes -= session.hot_bytes
-    return chosen
+    candidates.sort(key=lambda x: (now - x.last_used < idle_after_s, value(x, now, half_life_s)))
+    return _enough(candidates, need_bytes, lambda x: x.hot_bytes)
 
 
 def may_leave_memory(session: Session, now: float) -> bool:
@@ -67,16 +77,26 @@ def may_leave_memory(session: Session, now: float) -> bool:
 def leaving(sessions: Iterable[Session], need_bytes: int, now: float) -> list[Session]:
     """Quiet sessions, hot ones and ones packed in memory, that together hold ``need_bytes``.
 
-    The longest quiet first: what they hold is worth the least and will be on the disk.
+    ``sessions``: the longest quiet first; what they hold is worth the least.
     """
-    candidates = [x for x in sessions if may_leave_memory(x, now)]
-    candidates.sort(key=lambda x: x.last_used)
+    return _enough((x for x in sessions if may_leave_memory(x, now)), need_bytes, bytes_in_memory)
+
+
+def bytes_in_memory(session: Session) -> int:
+    """What the machine gets back when a session leaves for the disk."""
+    return (session.hot_bytes if session.hot else 0) + session.cold_bytes
+
+
+def _enough(
+    sessions: Iterable[Session], need_bytes: int, size: Callable[[Session], int]
+) -> list[Session]:
+    """As many of them, from the first on, as it takes."""
     chosen: list[Session] = []
-    for session in candidates:
+    for session in sessions:
         if need_bytes <= 0:
             break
         chosen.append(session)
-        need_bytes -= (session.hot_bytes if session.hot else 0) + session.cold_bytes
+        need_bytes -= size(session)
     return chosen
 
 

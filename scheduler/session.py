@@ -5,6 +5,7 @@
     hibernating  a job is dropping the hot copy (the cold copy was written when the turn ended)
     cold         only the packed copy exists; which tier holds it is an attribute, not a state
     waking       a turn has come and the packed copy is being restored
+    leaving      forgotten on request while a turn was served: what that turn saves must go as well
     gone         nothing is left; a new turn starts a new session under the same id
 
 "Hot" means active or idle. Two rules make the table safe:
@@ -32,6 +33,7 @@ class State(enum.Enum):
     HIBERNATING = "hibernating"
     COLD = "cold"
     WAKING = "waking"
+    LEAVING = "leaving"
     GONE = "gone"
 
 
@@ -41,7 +43,8 @@ class Event(enum.Enum):
     HIBERNATE = "hibernate"  # a job starts to drop the hot copy
     EVICTED = "evicted"  # the hot copy is gone, the cold one is there
     KEPT = "kept"  # the job left it hot
-    RESTORED = "restored"  # the turn found its KV
+    RESTORED = "restored"  # the KV is hot again
+    REFUSED = "refused"  # the engine never took the turn: all is as it was
     LOST = "lost"  # the copy that mattered is gone
     EXPIRE = "expire"  # forgotten on request
 
@@ -49,7 +52,7 @@ class Event(enum.Enum):
 S, E = State, Event
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
-    S.ACTIVE: {E.TURN: S.ACTIVE, E.QUIET: S.IDLE},
+    S.ACTIVE: {E.TURN: S.ACTIVE, E.QUIET: S.IDLE, E.EXPIRE: S.LEAVING},
     S.IDLE: {
         E.TURN: S.ACTIVE,
         E.HIBERNATE: S.HIBERNATING,
@@ -57,14 +60,31 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         E.LOST: S.GONE,
         E.EXPIRE: S.GONE,
     },
-    S.HIBERNATING: {E.TURN: S.ACTIVE, E.EVICTED: S.COLD, E.KEPT: S.IDLE, E.LOST: S.GONE},
-    S.COLD: {E.TURN: S.WAKING, E.LOST: S.GONE, E.EXPIRE: S.GONE},
-    # Lost while waking means "prefill again", so the session goes on.
-    S.WAKING: {E.TURN: S.WAKING, E.RESTORED: S.ACTIVE, E.LOST: S.ACTIVE},
+    S.HIBERNATING: {
+        E.TURN: S.ACTIVE,
+        E.EVICTED: S.COLD,
+        E.KEPT: S.IDLE,
+        E.LOST: S.GONE,
+        E.EXPIRE: S.GONE,
+    },
+    S.COLD: {
+        E.TURN: S.WAKING,
+        E.RESTORED: S.IDLE,  # for a turn that did not wait for it
+        E.LOST: S.GONE,
+        E.EXPIRE: S.GONE,
+    },
+    S.WAKING: {
+        E.TURN: S.WAKING,
+        E.RESTORED: S.ACTIVE,
+        E.REFUSED: S.COLD,
+        E.LOST: S.ACTIVE,  # "prefill again": the session goes on
+        E.EXPIRE: S.LEAVING,
+    },
+    S.LEAVING: {E.TURN: S.LEAVING, E.QUIET: S.LEAVING, E.LOST: S.GONE, E.EXPIRE: S.LEAVING},
     S.GONE: {},
 }
 
-Listener = Callable[[str, State, Event, State], None]
+Listener = Callable[["Session", State, Event], None]  # the row, the state before, what happened
 
 
 class IllegalTransition(Exception):
@@ -79,9 +99,10 @@ class Session:
     state: State
     last_used: float
     listener: Listener = field(repr=False)
+    number: int = 0  # no two rows of a table have the same
     hibernation: int = 0  # number of the newest hibernation job
     num_turns: int = 0  # being served right now
-    doomed: bool = False  # forgotten while a turn was running
+    known: bool = False  # the engine has answered a turn of it, or reported it
     tokens: int = 0
     hot_bytes: int = 0
     cold_bytes: int = 0
@@ -104,7 +125,7 @@ class Session:
         if event is E.HIBERNATE:
             self.hibernation += 1
         self.state = after
-        self.listener(self.ref.id, before, event, after)
+        self.listener(self, before, event)
         return after
 
     def complete(self, event: Event, hibernation: int) -> bool:
@@ -116,6 +137,7 @@ class Session:
 
     def learn(self, report: SessionReport) -> None:
         """Take over sizes and places from the engine. Never touches the state."""
+        self.known = True
         self.tokens = report.tokens
         self.hot_bytes = report.hot_bytes
         self.cold_bytes = report.cold_bytes

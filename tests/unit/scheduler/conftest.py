@@ -208,6 +208,6 @@ def talk(engine):
             engine.held.setdefault((ref.tenant, ref.id), Held()).hot = True
         report = engine._report(ref)
         await engine.queue.put(Notice(cause="saved", session=report))
-        manager._notice(await engine.queue.get())
+        manager.follower.hear(await engine.queue.get())
 
     return turn

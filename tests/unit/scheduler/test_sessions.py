@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.base import EngineUnavailable, Notice, SessionRef
 from scheduler.config import SchedulerConfig
+from scheduler.moves import KEPT_RETRY_S
 from scheduler.session import State
 from scheduler.sessions import SessionManager
 
@@ -30,7 +30,7 @@ async def test_a_quiet_session_hibernates_and_the_next_turn_wakes_it(
 ):
     await talk(manager, ref("a"))
     clock.now += 61
-    await manager.sweep()
+    await manager.sweeps.sweep()
     view = manager.get(ref("a"))
     assert (view.state, view.tier, view.bytes) == ("cold", "ram", 20)
     async with manager.turn(ref("a")) as turn:
@@ -41,35 +41,6 @@ async def test_a_quiet_session_hibernates_and_the_next_turn_wakes_it(
     assert [x[2] for x in log.transitions] == [
         "quiet", "hibernate", "evicted", "turn", "restored", "quiet",
     ]  # fmt: skip
-
-
-async def test_pressure_takes_the_least_valuable_down_to_low_water(
-    manager, engine, clock, ref, talk
-):
-    for i in range(9):
-        await talk(manager, ref(f"s{i}"))
-        clock.now += 1
-    await manager.sweep()  # 900 of 1000 bytes: over 850, down to 650
-    states = [manager.get(ref(f"s{i}")).state for i in range(9)]
-    assert states == ["cold"] * 3 + ["idle"] * 6
-
-
-async def test_below_high_water_nobody_is_disturbed(manager, engine, ref, talk):
-    for i in range(8):
-        await talk(manager, ref(f"s{i}"))
-    await manager.sweep()
-    assert engine.demoted == []
-
-
-async def test_pinned_sessions_stay_hot(manager, engine, clock, ref, talk):
-    await talk(manager, ref("a"))
-    assert (await manager.pin(ref("a"), True)).pinned
-    clock.now += 1e6
-    await manager.sweep()
-    assert manager.get(ref("a")).state == "idle"
-    await manager.pin(ref("a"), False)
-    await manager.sweep()
-    assert manager.get(ref("a")).state == "cold"
 
 
 async def test_a_turn_during_hibernation_keeps_the_session_going(manager, engine, clock, ref, talk):
@@ -95,30 +66,35 @@ async def test_concurrent_turns_of_one_session_are_quiet_only_together(manager, 
     assert manager.get(ref("a")).state == "idle"
 
 
-async def test_a_turn_that_dies_before_the_engine_answered_leaves_no_waking_row(
-    manager, engine, clock, ref, talk
-):
+async def test_a_turn_that_the_engine_never_took_changes_nothing(manager, engine, ref, talk):
     await talk(manager, ref("a"))
-    await manager.demote(ref("a"))
+    cold = await manager.demote(ref("a"))
     with pytest.raises(EngineUnavailable):
         async with manager.turn(ref("a")):
             raise EngineUnavailable("gone")
-    assert manager.get(ref("a")).state == "idle"
+    assert manager.get(ref("a")) == cold
+    assert (cold.state, cold.bytes) == ("cold", 20)
 
 
-async def test_a_session_the_engine_will_not_let_go_is_not_asked_every_second(
-    manager, engine, clock, ref, talk
-):
+async def test_a_prefetch_that_fails_changes_nothing(manager, engine, ref, talk):
     await talk(manager, ref("a"))
-    engine.kept = "no-cold-copy"
-    clock.now += 61
-    for _ in range(10):
-        await manager.sweep()
-        clock.now += 1
-    assert engine.demoted == ["a"]
-    clock.now += 15
-    await manager.sweep()
-    assert engine.demoted == ["a", "a"]
+    cold = await manager.demote(ref("a"))
+    engine.down = True
+    with pytest.raises(EngineUnavailable):
+        await manager.prefetch(ref("a"))
+    assert manager.get(ref("a")) == cold
+
+
+async def test_of_two_turns_the_refused_one_leaves_the_other_waking(manager, engine, ref, talk):
+    await talk(manager, ref("a"))
+    await manager.demote(ref("a"))
+    async with manager.turn(ref("a")) as turn:
+        with suppress(EngineUnavailable):
+            async with manager.turn(ref("a")):
+                raise EngineUnavailable("it is full")
+        assert manager.get(ref("a")).state == "waking"
+        turn.engine_answered("cold-ram; tokens=9")
+    assert manager.get(ref("a")).state == "idle"
 
 
 async def test_prefetch_wakes_without_a_turn(manager, engine, ref, talk):
@@ -150,9 +126,44 @@ async def test_forget_removes_now_and_again_after_the_running_turn(manager, engi
         assert await manager.forget(ref("a"))
         assert manager.get(ref("a")) is None
         engine.held["alice", "a"] = Held()  # the turn's own save
-    assert engine.held == {}
     assert manager.list("alice") == []
     assert not await manager.forget(ref("a"))
+    await manager.sweeps.sweep()
+    assert engine.held == {}
+    assert len(manager.table) == 0
+
+
+async def test_the_turn_of_a_forgotten_session_waits_for_no_engine(
+    manager, engine, clock, ref, talk
+):
+    """It has been answered: what has still to be removed is nobody's wait and nobody's error."""
+    await talk(manager, ref("a"))
+    async with manager.turn(ref("a")):
+        assert await manager.forget(ref("a"))
+        engine.held["alice", "a"] = Held()
+        engine.down = True
+    await manager.sweeps.sweep()  # the engine says no
+    assert manager.get(ref("a")) is None
+    engine.down = False
+    await manager.sweeps.sweep()  # not yet again
+    assert engine.held != {}
+    clock.now += KEPT_RETRY_S
+    await manager.sweeps.sweep()
+    assert engine.held == {}
+    await talk(manager, ref("a"))
+    assert manager.get(ref("a")).state == "idle"
+
+
+async def test_a_session_can_be_forgotten_while_it_falls_asleep(manager, engine, ref, talk):
+    await talk(manager, ref("a"))
+    engine.gate = asyncio.Event()
+    job = asyncio.create_task(manager.demote(ref("a")))
+    await asyncio.sleep(0)
+    assert await manager.forget(ref("a"))
+    assert manager.get(ref("a")) is None
+    engine.gate.set()
+    assert await job is None
+    assert len(manager.table) == 0
 
 
 async def test_tenants_see_their_own_sessions_only(manager, ref, talk):
@@ -161,86 +172,6 @@ async def test_tenants_see_their_own_sessions_only(manager, ref, talk):
     await manager.forget(ref("x", "bob"))
     assert [x.id for x in manager.list("alice")] == ["x"]
     assert manager.list("bob") == []
-
-
-async def test_a_restarted_gateway_adopts_what_the_engine_holds(manager, engine, ref):
-    engine.held["alice", "hot"] = Held()
-    engine.held["alice", "cold"] = Held(hot=False, tier="disk")
-    await manager._adopt_all()
-    assert {x.id: x.state for x in manager.list("alice")} == {"hot": "idle", "cold": "cold"}
-
-
-async def test_a_restarted_engine_takes_hot_sessions_with_it(manager, engine, ref, talk):
-    for name in ("saved", "unsaved"):
-        await talk(manager, ref(name))
-    engine.held = {("alice", "saved"): Held(hot=False, tier="disk")}
-    await manager._adopt_all()
-    assert {x.id: x.state for x in manager.list("alice")} == {"saved": "cold"}
-
-
-async def test_an_engine_that_evicts_on_its_own_is_believed(manager, engine, ref, talk):
-    await talk(manager, ref("a"))
-    dropped = Held(hot=False).report("alice", "a")
-    manager._notice(Notice(cause="dropped", session=dropped))
-    assert manager.get(ref("a")).state == "cold"
-
-
-async def test_the_loop_survives_an_engine_that_is_away(manager_with, engine, clock, ref, talk):
-    manager = manager_with(idle_after_s=1.0, sweep_every_s=0.01)
-    await talk(manager, ref("a"))
-    clock.now += 5
-    engine.down = True
-    loop = asyncio.create_task(manager.run())
-    await asyncio.sleep(0.1)
-    assert manager.get(ref("a")).state == "idle"
-    engine.down = False
-    async with asyncio.timeout(2):
-        while manager.get(ref("a")).state != "cold":
-            await asyncio.sleep(0.01)
-    loop.cancel()
-    with suppress(asyncio.CancelledError):
-        await loop
-
-
-async def test_settled_once_the_engine_that_is_there_was_asked(manager, engine, ref):
-    assert not manager.settled
-    engine.held[("alice", "old")] = Held()
-    async with asyncio.timeout(10):
-        loop = asyncio.create_task(manager.run())
-        engine.queue.put_nowait(None)
-        while not manager.settled:
-            await asyncio.sleep(0.01)
-        assert manager.get(ref("old")) is not None
-        engine.welcome = msgspec.structs.replace(engine.welcome)  # another process
-        assert not manager.settled
-        engine.queue.put_nowait(None)
-        while not manager.settled:
-            await asyncio.sleep(0.01)
-    loop.cancel()
-    with suppress(asyncio.CancelledError):
-        await loop
-
-
-async def test_without_hibernation_nobody_sleeps(manager, engine, clock, ref, talk):
-    await talk(manager, ref("a"))
-    engine.welcome = None
-    clock.now += 1e6
-    await manager.sweep()
-    assert engine.demoted == []
-
-
-async def test_the_table_is_bounded_and_drops_the_longest_idle_row(manager_with, clock, ref, talk):
-    manager = manager_with(max_sessions=3)
-    for i in range(5):
-        await talk(manager, ref(f"s{i}"))
-        await manager.demote(ref(f"s{i}"))
-        clock.now += 1
-    assert [x.id for x in manager.list("alice")] == ["s4", "s3", "s2"]
-
-
-def test_low_water_must_be_below_high_water():
-    with pytest.raises(ValueError, match=r"scheduler\.low_water"):
-        SchedulerConfig(low_water=0.9, high_water=0.8)
 
 
 STEPS = st.lists(
@@ -287,17 +218,19 @@ async def _live_through(steps) -> None:
         elif step == "pin":
             await manager.pin(ref, seconds % 2 == 0)
         elif step == "sweep":
-            await manager.sweep()
+            await manager.sweeps.sweep()
         elif step == "adopt":
-            await manager._adopt_all()
+            await manager.follower.ask()
         elif held and step == "evict":
             held.hot = False
-            manager._notice(Notice(cause="dropped", session=held.report("alice", ref.id)))
+            manager.follower.hear(Notice(cause="dropped", session=held.report("alice", ref.id)))
         elif step == "lose":
             engine.held.pop(("alice", ref.id), None)
     await asyncio.gather(*running)
-    await manager._adopt_all()
-    for session in manager._table.values():
+    clock.now += KEPT_RETRY_S
+    await manager.sweeps.sweep()  # removes what was forgotten in mid-turn
+    await manager.follower.ask()
+    for session in manager.table:
         assert session.num_turns == 0
         assert session.state in (State.IDLE, State.COLD)
         assert engine.held[session.ref.tenant, session.ref.id].hot == (session.state is State.IDLE)

@@ -1,0 +1,115 @@
+"""Following the engine: what it says of its sessions goes into the table.
+
+An engine that (re)connects is asked for all it holds, again and again until it has told; only then
+is the table worth believing. Changes come as notices at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from engines.base import Engine, EngineError, Notice, SessionRef, SessionReport, Welcome
+from scheduler.session import State
+from scheduler.table import SessionTable
+
+log = logging.getLogger("thermocline.sessions")
+
+ASK_AGAIN_FIRST_S = 0.5
+ASK_AGAIN_CAP_S = 30.0
+ROWS_AT_ONCE = 500  # then turns get their share of the event loop
+
+
+class Follower:
+    def __init__(
+        self,
+        engine: Engine,
+        table: SessionTable,
+        *,
+        salt_of: Callable[[str], bytes],
+        clock: Callable[[], float],
+        on_turn: Callable[[], None],
+        ask_again_first_s: float = ASK_AGAIN_FIRST_S,
+    ) -> None:
+        """``on_turn``: the engine holds more than before."""
+        self._engine = engine
+        self._table = table
+        self._salt_of = salt_of
+        self._clock = clock
+        self._on_turn = on_turn
+        self._ask_again_first_s = ask_again_first_s
+        self._to_ask = asyncio.Event()
+        self._followed: Welcome | None = None  # whose sessions the table tells
+
+    @property
+    def settled(self) -> bool:
+        """The engine that is there now has told what it holds."""
+        return self._followed is not None and self._followed is self._engine.welcome
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._listen(), name="session-notices")
+            group.create_task(self._ask_when_due(), name="session-list")
+
+    async def _listen(self) -> None:
+        async for notice in self._engine.notices():
+            if notice is None:
+                self._to_ask.set()
+            else:
+                self.hear(notice)
+
+    def hear(self, notice: Notice) -> None:
+        report = notice.session
+        session = self._table.row(report.tenant, report.id)
+        if session is not None:
+            self._table.take(session, report)
+        elif report.hot or report.tier is not None:
+            self._adopt(report)
+        if notice.cause in ("saved", "turn"):
+            self._on_turn()
+
+    async def _ask_when_due(self) -> None:
+        while True:
+            await self._to_ask.wait()
+            self._to_ask.clear()
+            await self._ask_until_told()
+
+    async def _ask_until_told(self) -> None:
+        """Or until the engine is gone; the next one says so when it comes."""
+        pause_s = self._ask_again_first_s
+        while self._engine.welcome is not None:
+            try:
+                await self.ask()
+                return
+            except EngineError as error:
+                log.warning("the engine does not list its sessions: %s; asking again", error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(ASK_AGAIN_CAP_S, pause_s * 2)
+
+    async def ask(self) -> None:
+        """Believe what the engine has, forget what it has not. Raises ``EngineError``."""
+        welcome, asked_at = self._engine.welcome, self._clock()
+        reports = {(x.tenant, x.id): x for x in await self._engine.sessions()}
+        known = list(self._table)
+        # The longest idle first: that is the table's own order, and who comes last may stay.
+        for i, report in enumerate(sorted(reports.values(), key=lambda x: -x.idle_s)):
+            if i % ROWS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            session = self._table.row(report.tenant, report.id)
+            if session is None:
+                self._adopt(report)
+            else:
+                self._table.take(session, report)
+        for session in known:
+            missing = (session.ref.tenant, session.ref.id) not in reports
+            if missing and session.last_used <= asked_at:  # of later ones it had not heard yet
+                self._table.take(session, None)
+        self._followed = welcome
+
+    def _adopt(self, report: SessionReport) -> None:
+        ref = SessionRef(tenant=report.tenant, id=report.id, salt=self._salt_of(report.tenant))
+        state = State.IDLE if report.hot else State.COLD
+        session = self._table.add(ref, state, self._clock() - report.idle_s)
+        self._table.learn(session, report)

@@ -1,0 +1,191 @@
+"""All sessions of one engine as rows: found by name, and the quiet ones by how long they are quiet.
+
+The table is what the gateway believes; the engine's blocks are the truth. It is bounded: a row that
+has to make room costs its session nothing but that nobody here puts it to sleep.
+
+Quiet rows stand in queues, one for each thing that can be done with them, in the order of their
+last use. A sweep looks at the heads of queues, so sessions that are not due cost it nothing,
+however many they are.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+
+from engines.base import SessionRef, SessionReport
+from scheduler.observer import Observer
+from scheduler.session import Event, Session, State
+
+
+class Queue(enum.Enum):
+    """In the order in which rows make room for new ones."""
+
+    STORED = "cold, below memory"
+    PACKED = "cold, in memory"
+    HOT = "hot and quiet"
+    LEAVING = "forgotten, to be removed from the engine once more"
+    PINNED = "quiet, and not to be moved"
+
+
+class ByLastUse:
+    """Rows, the longest unused first. ``last_used`` of a row must not change while it is here."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, int, Session]] = []
+
+    def __iter__(self) -> Iterator[Session]:
+        return (session for _, _, session in self._rows)
+
+    def add(self, session: Session) -> None:
+        insort(self._rows, (session.last_used, session.number, session))
+
+    def remove(self, session: Session) -> None:
+        at = bisect_left(self._rows, (session.last_used, session.number))
+        assert self._rows[at][2] is session, "last_used was changed in the queue"
+        del self._rows[at]
+
+
+class SessionTable:
+    """Rows by tenant and id. Their states change by ``Session.apply`` only, which is heard here."""
+
+    def __init__(self, max_rows: int, clock: Callable[[], float], observer: Observer) -> None:
+        self._max_rows = max_rows
+        self._clock = clock
+        self._observer = observer
+        self._rows: dict[str, dict[str, Session]] = {}
+        self._num_rows = 0
+        self._numbers = 0
+        self._queues = {queue: ByLastUse() for queue in Queue}
+        self._queue_of: dict[int, Queue] = {}  # by the number of the row
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __iter__(self) -> Iterator[Session]:
+        """Every row. The only look at the table that costs as much as it is long."""
+        return (session for rows in self._rows.values() for session in rows.values())
+
+    def row(self, tenant: str, id: str) -> Session | None:
+        return self._rows.get(tenant, {}).get(id)
+
+    def of(self, tenant: str) -> list[Session]:
+        return list(self._rows.get(tenant, {}).values())
+
+    def queue(self, queue: Queue) -> Iterator[Session]:
+        """The longest unused first. Nothing may be changed between two steps."""
+        return iter(self._queues[queue])
+
+    # ---- what happens to rows
+
+    def add(self, ref: SessionRef, state: State, last_used: float) -> Session:
+        if self._num_rows >= self._max_rows:
+            self._make_room()
+        self._numbers += 1
+        session = Session(
+            ref=ref,
+            state=state,
+            last_used=last_used,
+            listener=self._changed,
+            number=self._numbers,
+        )
+        self._rows.setdefault(ref.tenant, {})[ref.id] = session
+        self._num_rows += 1
+        self._file(session)
+        return session
+
+    def begin(self, ref: SessionRef) -> Session:
+        """A turn has come."""
+        session = self.row(ref.tenant, ref.id)
+        if session is None:
+            session = self.add(ref, State.ACTIVE, self._clock())
+            session.num_turns = 1
+        else:
+            session.num_turns += 1
+            session.apply(Event.TURN)
+        session.last_used = self._clock()  # it stands in no queue now
+        return session
+
+    def end(self, session: Session) -> None:
+        """A turn is over, whatever came of it."""
+        session.num_turns -= 1
+        session.last_used = self._clock()
+        if session.num_turns > 0:
+            return
+        # Still waking: the engine has told nothing of what became of the packed copy.
+        session.apply(Event.REFUSED if session.state is State.WAKING else Event.QUIET)
+        if not session.known and session.can(Event.LOST):  # refused turns leave no row
+            session.apply(Event.LOST)
+
+    def learn(self, session: Session, report: SessionReport) -> None:
+        """Sizes and places only."""
+        session.learn(report)
+        self._file(session)
+
+    def take(self, session: Session, report: SessionReport | None) -> None:
+        """Fold a report into the row; a quiet session follows what the engine really holds."""
+        if report is not None:
+            self.learn(session, report)
+        if session.state not in (State.IDLE, State.COLD):
+            return
+        if report is None or not (report.hot or report.tier):
+            session.apply(Event.LOST)
+        elif session.state is State.IDLE and not report.hot:
+            session.apply(Event.EVICTED)
+        elif session.state is State.COLD and report.hot:
+            session.apply(Event.RESTORED)
+
+    # ---- where they stand
+
+    def _changed(self, session: Session, before: State, event: Event) -> None:
+        after = session.state
+        self._observer.transition(session.ref.id, before.value, event.value, after.value)
+        if after is State.GONE:
+            self._drop(session)
+        self._file(session)
+
+    def _make_room(self) -> None:
+        for queue in Queue:
+            longest_unused = next(self.queue(queue), None)
+            if longest_unused is not None:
+                self._drop(longest_unused)
+                return
+
+    def _drop(self, session: Session) -> None:
+        if not self._holds(session):
+            return
+        rows = self._rows[session.ref.tenant]
+        del rows[session.ref.id]
+        if not rows:
+            del self._rows[session.ref.tenant]
+        self._num_rows -= 1
+        self._file(session)
+
+    def _holds(self, session: Session) -> bool:
+        return self.row(session.ref.tenant, session.ref.id) is session
+
+    def _file(self, session: Session) -> None:
+        """Put the row into the queue where it belongs now, if any."""
+        old = self._queue_of.get(session.number)
+        new = _queue_for(session) if self._holds(session) else None
+        if new is old:
+            return
+        if old is not None:
+            self._queues[old].remove(session)
+            del self._queue_of[session.number]
+        if new is not None:
+            self._queues[new].add(session)
+            self._queue_of[session.number] = new
+
+
+def _queue_for(session: Session) -> Queue | None:
+    if session.state is State.LEAVING:
+        return None if session.num_turns else Queue.LEAVING
+    if session.state not in (State.IDLE, State.COLD):
+        return None
+    if session.pinned:
+        return Queue.PINNED
+    if session.state is State.IDLE:
+        return Queue.HOT
+    return Queue.PACKED if session.tier == "ram" else Queue.STORED

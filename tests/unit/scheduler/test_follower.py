@@ -1,0 +1,147 @@
+"""What the engine says goes into the table, and it is asked until it has said all."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from engines.base import EngineRefused, Notice
+from scheduler.follower import Follower
+
+from .conftest import Held, RowsEngine, salt_of
+
+
+@asynccontextmanager
+async def running(job):
+    """Until the end of the block; longer than a busy machine needs for what is awaited inside."""
+    task = asyncio.create_task(job)
+    try:
+        async with asyncio.timeout(30):
+            yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+class Mute(RowsEngine):
+    """Lists nothing as long as it is mute."""
+
+    mute = True
+    num_asked = 0
+
+    async def sessions(self):
+        self.num_asked += 1
+        if self.mute:
+            raise EngineRefused("not now")
+        return await super().sessions()
+
+
+@pytest.fixture
+def engine(request) -> RowsEngine:
+    return Mute() if "mute" in request.node.name else RowsEngine()
+
+
+async def test_a_restarted_gateway_adopts_what_the_engine_holds(manager, engine, ref):
+    engine.held["alice", "hot"] = Held()
+    engine.held["alice", "cold"] = Held(hot=False, tier="disk")
+    await manager.follower.ask()
+    assert {x.id: x.state for x in manager.list("alice")} == {"hot": "idle", "cold": "cold"}
+
+
+async def test_a_restarted_engine_takes_hot_sessions_with_it(manager, engine, ref, talk):
+    for name in ("saved", "unsaved"):
+        await talk(manager, ref(name))
+    engine.held = {("alice", "saved"): Held(hot=False, tier="disk")}
+    await manager.follower.ask()
+    assert {x.id: x.state for x in manager.list("alice")} == {"saved": "cold"}
+
+
+async def test_an_engine_that_evicts_on_its_own_is_believed(manager, engine, ref, talk):
+    await talk(manager, ref("a"))
+    dropped = Held(hot=False).report("alice", "a")
+    manager.follower.hear(Notice(cause="dropped", session=dropped))
+    assert manager.get(ref("a")).state == "cold"
+
+
+async def test_settled_once_the_engine_that_is_there_was_asked(manager, engine, ref):
+    assert not manager.settled
+    engine.held["alice", "old"] = Held()
+    engine.queue.put_nowait(None)
+    async with running(manager.run()):
+        while not manager.settled:
+            await asyncio.sleep(0.001)
+        assert manager.get(ref("old")) is not None
+        engine.welcome = msgspec.structs.replace(engine.welcome)  # another process
+        assert not manager.settled
+        engine.queue.put_nowait(None)
+        while not manager.settled:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_mute_engine_is_asked_again_until_it_lists_its_sessions(manager, engine, clock):
+    engine.held["alice", "old"] = Held()
+    follower = Follower(
+        engine,
+        manager.table,
+        salt_of=salt_of,
+        clock=clock,
+        on_turn=lambda: None,
+        ask_again_first_s=0.001,
+    )
+    engine.queue.put_nowait(None)
+    async with running(follower.run()):
+        while engine.num_asked < 3:
+            await asyncio.sleep(0.001)
+        assert not follower.settled
+        engine.mute = False
+        while not follower.settled:
+            await asyncio.sleep(0.001)
+    assert manager.table.row("alice", "old") is not None
+
+
+async def test_notices_are_heard_while_a_mute_engine_is_asked_again(manager, engine, ref):
+    engine.queue.put_nowait(None)
+    engine.queue.put_nowait(Notice(cause="saved", session=Held().report("alice", "new")))
+    async with running(manager.follower.run()):
+        while manager.get(ref("new")) is None:
+            await asyncio.sleep(0.001)
+    assert not manager.settled
+
+
+async def test_a_session_younger_than_the_question_is_not_taken_for_lost(
+    manager, engine, clock, ref, talk
+):
+    class Slow(RowsEngine):
+        async def sessions(self):
+            listed = await super().sessions()
+            clock.now += 1
+            await talk(manager, ref("young"))
+            return listed
+
+    await talk(manager, ref("old"))
+    follower = Follower(Slow(), manager.table, salt_of=salt_of, clock=clock, on_turn=lambda: None)
+    await follower.ask()
+    assert [x.id for x in manager.list("alice")] == ["young"]
+
+
+async def test_a_session_that_the_engine_woke_is_hot(manager, ref, talk):
+    """Of a turn that nobody waited for: its client had gone while the KV was restored."""
+    await talk(manager, ref("a"))
+    await manager.demote(ref("a"))
+    manager.follower.hear(Notice(cause="restored", session=Held().report("alice", "a")))
+    assert manager.get(ref("a")).state == "idle"
+
+
+async def test_a_list_of_thousands_leaves_turns_their_share_of_the_loop(manager, engine, ref):
+    engine.held = {("alice", f"s{i}"): Held(hot=False) for i in range(3000)}
+    asking = asyncio.create_task(manager.follower.ask())
+    num_turns = 0
+    while not asking.done():
+        async with manager.turn(ref(f"t{num_turns}")):
+            await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns >= 3
+    assert len(manager.table) == 3000

@@ -1,0 +1,160 @@
+"""Rows are found by name and by how long they are quiet, and they are never too many."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.base import EngineRefused, SessionRef
+from scheduler.observer import NullObserver
+from scheduler.session import Event, State
+from scheduler.table import Queue, SessionTable
+
+from .conftest import Clock, Held
+
+
+async def test_the_table_is_bounded_and_drops_the_longest_idle_row(manager_with, clock, ref, talk):
+    manager = manager_with(max_sessions=3)
+    for i in range(5):
+        await talk(manager, ref(f"s{i}"))
+        await manager.demote(ref(f"s{i}"))
+        clock.now += 1
+    assert [x.id for x in manager.list("alice")] == ["s4", "s3", "s2"]
+
+
+async def test_refused_turns_leave_no_rows(manager, ref):
+    for i in range(5):
+        with suppress(EngineRefused):
+            async with manager.turn(ref(f"s{i}")):
+                raise EngineRefused("status 400")
+    assert len(manager.table) == 0
+
+
+async def test_a_table_of_sessions_that_never_sleep_is_bounded_as_well(
+    manager_with, engine, clock, ref
+):
+    """With hibernation off no session is ever cold, and an engine may report none of them."""
+    manager = manager_with(max_sessions=3)
+    for i in range(10):
+        async with manager.turn(ref(f"s{i}")) as turn:
+            turn.engine_answered("miss; tokens=0; reason=disabled")
+        clock.now += 1
+    assert [x.id for x in manager.list("alice")] == ["s9", "s8", "s7"]
+
+
+async def test_running_turns_keep_their_rows(manager_with, clock, ref):
+    manager = manager_with(max_sessions=1)
+    async with manager.turn(ref("a")) as first, manager.turn(ref("b")) as second:
+        first.engine_answered("miss")
+        second.engine_answered("miss")
+        assert len(manager.table) == 2
+    async with manager.turn(ref("c")):
+        assert len(manager.table) == 2  # one of those made room
+
+
+def make_table(max_rows: int = 100) -> tuple[SessionTable, Clock]:
+    clock = Clock()
+    return SessionTable(max_rows, clock, NullObserver()), clock
+
+
+def named(id: str) -> SessionRef:
+    return SessionRef(tenant="t", id=id, salt=b"")
+
+
+def ids(table: SessionTable, queue: Queue) -> list[str]:
+    return [x.ref.id for x in table.queue(queue)]
+
+
+@pytest.mark.parametrize(
+    ("state", "held", "queue"),
+    [
+        (State.IDLE, Held(), Queue.HOT),
+        (State.IDLE, Held(pinned=True), Queue.PINNED),
+        (State.COLD, Held(hot=False), Queue.PACKED),
+        (State.COLD, Held(hot=False, tier="disk"), Queue.STORED),
+        (State.COLD, Held(hot=False, tier="redis"), Queue.STORED),
+        (State.COLD, Held(hot=False, pinned=True), Queue.PINNED),
+        (State.ACTIVE, Held(), None),
+    ],
+)
+def test_where_a_row_stands(state, held, queue):
+    table, _ = make_table()
+    session = table.add(named("s"), state, 0.0)
+    table.learn(session, held.report("t", "s"))
+    assert [x for x in Queue if ids(table, x)] == ([queue] if queue else [])
+
+
+def test_a_row_that_came_back_to_its_queue_has_its_old_place():
+    """A job that was refused: the session is as long quiet as before."""
+    table, _ = make_table()
+    rows = [table.add(named(f"s{i}"), State.IDLE, float(i)) for i in range(3)]
+    rows[1].apply(Event.HIBERNATE)
+    assert ids(table, Queue.HOT) == ["s0", "s2"]
+    rows[1].apply(Event.KEPT)
+    assert ids(table, Queue.HOT) == ["s0", "s1", "s2"]
+
+
+def test_room_is_made_by_those_who_lose_least():
+    table, _ = make_table(max_rows=4)
+    for tier, pinned in (("disk", True), (None, False), ("ram", False), ("disk", False)):
+        state = State.COLD if tier else State.IDLE
+        session = table.add(named(f"{tier}{pinned}"), state, 0.0)
+        table.learn(session, Held(hot=not tier, tier=tier, pinned=pinned).report("t", "x"))
+    left = []
+    for i in range(4):
+        before = {x.ref.id for x in table}
+        table.begin(named(f"new{i}"))
+        left += before - {x.ref.id for x in table}
+    assert left == ["diskFalse", "ramFalse", "NoneFalse", "diskTrue"]
+
+
+def test_a_row_that_made_room_is_in_no_queue_whatever_becomes_of_it():
+    table, _ = make_table(max_rows=1)
+    dropped = table.add(named("old"), State.IDLE, 0.0)
+    table.add(named("new"), State.IDLE, 1.0)
+    dropped.apply(Event.HIBERNATE)
+    dropped.apply(Event.KEPT)
+    assert ids(table, Queue.HOT) == ["new"]
+    dropped.apply(Event.LOST)
+    assert len(table) == 1
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "end", "hot", "ram", "disk", "nothing", "pin", "expire"]),
+        st.integers(0, 5),
+    ),
+    max_size=80,
+)
+
+
+@given(STEPS)
+def test_every_quiet_row_stands_in_one_queue_in_order(steps):
+    table, clock = make_table(max_rows=4)
+    for step, number in steps:
+        clock.now += number
+        session = table.row("t", f"s{number}")
+        if step == "begin":
+            table.begin(named(f"s{number}")).known = True
+        elif session is None:
+            continue
+        elif step == "end" and session.num_turns:
+            table.end(session)
+        elif step == "expire" and session.can(Event.EXPIRE):
+            session.apply(Event.EXPIRE)
+        elif step in ("hot", "ram", "disk", "pin"):
+            tier = step if step in ("ram", "disk") else None
+            held = Held(hot=tier is None, tier=tier, pinned=step == "pin")
+            table.take(session, held.report("t", session.ref.id))
+        elif step == "nothing":
+            table.take(session, None)
+    filed = [x for queue in Queue for x in table.queue(queue)]
+    quiet = [x for x in table if not x.num_turns and x.state is not State.HIBERNATING]
+    assert sorted(x.number for x in filed) == sorted(x.number for x in quiet)
+    for queue in Queue:
+        times = [x.last_used for x in table.queue(queue)]
+        assert times == sorted(times)
+    assert len(table) == len(list(table)) <= 4 + sum(1 for x in table if x.num_turns)
