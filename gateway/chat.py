@@ -73,6 +73,7 @@ async def accept(request: Request, operation: Operation) -> Response:
     """Everything that can be said of a request before the engine is asked."""
     gateway = gateway_of(request)
     tenant = caller_of(request)
+    await gateway.served_soon()  # before the body is read: whoever waits here holds no memory
     raw = parse_json(await read_body(request, gateway.config))
     asked = operation.validate(raw)
     raw["model"] = _served_name(gateway, asked.model)

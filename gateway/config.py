@@ -38,6 +38,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     keep_alive_s: Positive = 65
     request_timeout_s: PositiveSeconds = 3600.0  # the whole answer
     client_stall_s: PositiveSeconds = 120.0  # a reader that takes nothing for this long is cut
+    # What a request waits for an engine that died and is being started again. 0 = 503 at once.
+    engine_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     # Chats without an id are recognised by their messages; so many per tenant are remembered.
     max_known_chats: Positive = 50_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -15,10 +16,12 @@ from gateway.keys import Tenant, Tenants
 from gateway.metrics import Gauges, Metrics
 from scheduler.sessions import SessionManager
 
+ENGINE_POLL_S = 0.05
+
 
 @dataclass
 class Gateway:
-    """One per app, at ``app.state.gateway``. ``draining`` is the only thing that changes."""
+    """One per app, at ``app.state.gateway``. Only ``draining`` and ``has_served`` ever change."""
 
     config: GatewayConfig
     engine: Engine
@@ -28,6 +31,7 @@ class Gateway:
     chats: KnownChats
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    has_served: bool = False  # the engine was there for a request
 
     @property
     def served(self) -> Welcome:
@@ -36,6 +40,24 @@ class Gateway:
         if welcome is None:
             raise EngineUnavailable(self.engine.trouble)
         return welcome
+
+    async def served_soon(self) -> Welcome:
+        """``served``, for a request: an engine that died gets ``engine_wait_s`` to come back.
+
+        One that was never there yet is still reading its weights; who asks for it too early is
+        told so at once.
+        """
+        if self.has_served:
+            await self._engine_back()
+        served = self.served
+        self.has_served = True
+        return served
+
+    async def _engine_back(self) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.config.engine_wait_s
+        while not self.engine.ready and not self.draining and loop.time() < until:
+            await asyncio.sleep(ENGINE_POLL_S)
 
     def knows(self, tenant: Tenant, session_id: str) -> bool:
         return self.sessions.get(self.session(tenant, session_id)) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -81,6 +82,27 @@ async def test_the_model_must_be_the_one_that_is_served() -> None:
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
     assert (await app.chat(model="gpt-x")).status == 200
     assert app.engine.asked[0].body["model"] == MODEL
+
+
+async def test_a_request_waits_for_an_engine_that_died() -> None:
+    engine = RecordingEngine()
+    app = App(engine)
+    assert (await app.chat()).status == 200
+    engine.welcome, gone = None, engine.welcome
+    waiting = asyncio.create_task(app.chat())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    engine.welcome = gone
+    async with asyncio.timeout(10):
+        assert (await waiting).status == 200
+
+
+async def test_a_request_does_not_wait_for_ever() -> None:
+    engine = RecordingEngine()
+    app = App(engine, engine_wait_s=0.05)
+    assert (await app.chat()).status == 200
+    engine.welcome = None
+    assert (await app.chat()).error["code"] == "engine_unavailable"
 
 
 async def test_while_the_engine_is_away_it_is_503_with_the_reason() -> None:
