@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,18 +90,18 @@ class RealEngine:
         *,
         tokens: int = 24,
         salt: str | None = None,
-        abort_after_s: float = 0.0,
+        abort_when: Callable[[], bool] | None = None,
         **sampling: Any,
     ) -> Result:
         """One request alone; ``session`` "" = anonymous: restored by content, never saved."""
-        return self.ask_all([(ids, session)], tokens, salt, abort_after_s, **sampling)[0]
+        return self.ask_all([(ids, session)], tokens, salt, abort_when, **sampling)[0]
 
     def ask_all(
         self,
         prompts: Sequence[tuple[Sequence[int], str]],
         tokens: int = 24,
         salt: str | None = None,
-        abort_after_s: float = 0.0,
+        abort_when: Callable[[], bool] | None = None,
         **sampling: Any,
     ) -> list[Result]:
         from vllm import SamplingParams
@@ -123,22 +123,24 @@ class RealEngine:
             if salt:
                 prompt["cache_salt"] = salt
             self.engine.add_request(names[-1], prompt, params)
-        return self._drain(names, started, abort_after_s)
+        return self._drain(names, started, abort_when)
 
-    def _drain(self, names: list[str], started: float, abort_after_s: float) -> list[Result]:
+    def _drain(
+        self, names: list[str], started: float, abort_when: Callable[[], bool] | None
+    ) -> list[Result]:
         last: dict[str, Any] = {}
         first_s: dict[str, float] = {}
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 last[output.request_id] = output
                 first_s.setdefault(output.request_id, time.perf_counter() - started)
-            if abort_after_s and time.perf_counter() - started > abort_after_s:
+            if abort_when is not None and abort_when():
                 self.engine.abort_request(names)
-                abort_after_s = 0.0
+                abort_when = None
         took = time.perf_counter() - started
         return [_result(last.get(x), first_s.get(x, took), took) for x in names]
 
-    def forget_local(self, within_s: float = 10.0) -> bool:
+    def forget_local(self, within_s: float = 60.0) -> bool:
         """Empty vLLM's own prefix cache; it refuses while a block is held by anybody."""
         end = time.monotonic() + within_s
         while not (done := self.engine.reset_prefix_cache()) and time.monotonic() < end:
@@ -150,7 +152,7 @@ class RealEngine:
     def control(self, verb: Verb) -> Answer:
         path = self.settings.control_address.removeprefix("unix:")
         with socket.socket(socket.AF_UNIX) as link:
-            link.settimeout(30)
+            link.settimeout(60)
             link.connect(path)
             link.sendall(frame(Request(0, Hello(TOKEN))) + frame(Request(1, verb)))
             while True:
@@ -169,7 +171,7 @@ class RealEngine:
         assert isinstance(answer, Stats)
         return answer.report.counters
 
-    def wait_saved(self, session: str, within_s: float = 20.0) -> SessionReport:
+    def wait_saved(self, session: str, within_s: float = 60.0) -> SessionReport:
         """Until the newest turn of the session is in the store."""
         end = time.monotonic() + within_s
         while time.monotonic() < end:

@@ -1,7 +1,8 @@
 """Codec ``raw`` with faults that a test in another process switches on, by files in a folder.
 
 ``fail``: first tokens, comma separated, of chunks that cannot be decoded. ``delay_s``: how long
-each decode takes. The real engine is then exercised with nothing of the product changed.
+each decode takes; it then says so in ``decoding``. The real engine is exercised with nothing of the
+product changed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ class FaultyRaw(RawCodec):
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
         if first_token in [int(x) for x in _read("fail").split(",") if x]:
             raise Corrupt("a fault that the test asked for")
-        time.sleep(float(_read("delay_s") or 0))
+        if delay := _read("delay_s"):
+            _file("decoding").touch()
+            time.sleep(float(delay))
         super().decode(payload, layout, first_token, out)
 
 
+def _file(name: str) -> Path:
+    return Path(os.environ[FOLDER]) / name
+
+
 def _read(name: str) -> str:
-    path = Path(os.environ[FOLDER]) / name
+    path = _file(name)
     return path.read_text() if path.exists() else ""
 
 
@@ -43,6 +50,10 @@ class Faults:
     def delay(self, seconds: float) -> None:
         (self._folder / "delay_s").write_text(str(seconds))
 
+    def is_decoding(self) -> bool:
+        """A delayed decode has begun since the last ``clear``."""
+        return (self._folder / "decoding").exists()
+
     def clear(self) -> None:
-        for name in ("fail", "delay_s"):
+        for name in ("fail", "delay_s", "decoding"):
             (self._folder / name).unlink(missing_ok=True)

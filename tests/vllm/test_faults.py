@@ -38,10 +38,10 @@ def test_a_chunk_that_cannot_be_decoded_is_computed_again(engine, faults, sessio
 
 def test_an_abort_during_a_load_leaks_nothing(engine, faults, sessions):
     right = saved(engine, sessions[1], "aborted")
-    faults.delay(0.5)
-    gone = engine.ask(sessions[1], "aborted", abort_after_s=0.4)
+    faults.delay(2.0)
+    gone = engine.ask(sessions[1], "aborted", abort_when=faults.is_decoding)
     assert gone.tokens == []
-    assert gone.seconds < 2.0
+    assert not engine.engine.reset_prefix_cache(), "the client waited for the load to end"
     other = engine.ask(sessions[2], "meanwhile", tokens=4)
     assert len(other.tokens) == 4
     faults.clear()
@@ -52,7 +52,7 @@ def test_an_abort_during_a_load_leaks_nothing(engine, faults, sessions):
 
 def test_others_are_served_while_one_loads(engine, faults, sessions):
     saved(engine, sessions[3], "slow")
-    faults.delay(0.3)
+    faults.delay(1.0)
     slow, quick = engine.ask_all([(sessions[3], "slow"), (sessions[4][:64], "quick")], tokens=4)
     assert slow.restored == WHOLE
     assert quick.first_s < slow.first_s

@@ -181,7 +181,7 @@ def test_after_a_kill_sessions_wake_from_disk(served, name):
     os.kill(victims[0].pid, signal.SIGKILL)
 
     async def restarted() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while served.server.pid == pid or served.server.pid is None:
                 await asyncio.sleep(0.2)
 
