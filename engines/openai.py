@@ -40,6 +40,7 @@ ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _MAX_TOKEN_ID = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _MAX_ANSWERS = 128
+_MAX_PARTS = 8192  # of all messages together
 # Set by the engine itself; a client's own template would be code that we run.
 _TEMPLATE_KEYS_OF_OURS = frozenset(
     {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict"}
@@ -127,7 +128,16 @@ class ChatRequest(Body, frozen=True, kw_only=True):
             raise FieldError("modalities", 'this engine is text only: send ["text"]')
         for key in _TEMPLATE_KEYS_OF_OURS.intersection(self.chat_template_kwargs or ()):
             raise FieldError("chat_template_kwargs", f"{key!r} cannot be set")
+        self._check_parts()
         self._check_tools()
+
+    def _check_parts(self) -> None:
+        num_parts = sum(len(x.content) for x in self.messages if isinstance(x.content, list))
+        if num_parts > _MAX_PARTS:
+            raise FieldError(
+                "messages",
+                f"{num_parts} content parts, more than {_MAX_PARTS}: join them",
+            )
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]

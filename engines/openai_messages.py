@@ -30,6 +30,10 @@ class Part(msgspec.Struct, frozen=True):
         return self.text if self.type == "text" else self.refusal
 
 
+# An engine joins them anyway; without a bound a body of megabytes is a million objects.
+Parts = Annotated[list[Part], msgspec.Meta(max_length=1024)]
+
+
 class CalledFunction(msgspec.Struct, frozen=True):
     name: str
     arguments: str = ""
@@ -45,7 +49,7 @@ class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | Parts | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None

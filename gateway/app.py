@@ -64,7 +64,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-thermocline-session", "x-thermocline-cache"],
         )
-    app.add_middleware(Front, config=config, metrics=metrics)
+    app.add_middleware(Front, config=config, metrics=metrics, open_to_all=tenants.open_to_all)
     return app
 
 

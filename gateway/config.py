@@ -22,8 +22,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # No line at all: everybody is the one tenant "local".
     api_keys: tuple[str, ...] = ()
     api_keys_file: str = ""
-    # Names that Host may have; () = loopback names while bound to loopback, else any.
-    # A page in a browser can reach a loopback server under a name of its own (DNS rebinding).
+    # Names that Host may have; () = loopback names while bound to loopback; elsewhere any where a
+    # key is needed, else addresses and names without a dot. A page in a browser can reach a server
+    # in its network under a name of the page's own (DNS rebinding).
     allowed_hosts: tuple[str, ...] = ()
     # Web origins that may call, besides pages that this server delivers itself.
     allowed_origins: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from gateway.metrics import Usage
 MAX_HELD_BYTES = 1 << 20
 # A stream ends with finish reason, usage and [DONE]; a chunk holds at least one event.
 KEPT_CHUNKS = 6
+KEPT_LINES = 4  # [DONE], the empty line behind it, and a comment perhaps
 
 
 class EventStream:
@@ -46,8 +47,8 @@ class EventStream:
 
     @property
     def complete(self) -> bool:
-        """The engine said that this was all."""
-        return b"data: [DONE]" in b"".join(self._last)[-64:]
+        """The engine said that this was all: on a line of its own, since answers may say so too."""
+        return b"data: [DONE]" in b"".join(self._last).splitlines()[-KEPT_LINES:]
 
     def usage(self) -> Usage | None:
         """What the last events say was used, if they do."""

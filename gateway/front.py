@@ -6,6 +6,7 @@ headers that every answer has, and is the last net below everything that nobody 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 import secrets
@@ -46,7 +47,11 @@ def request_id_of(scope: Scope) -> str:
 
 
 class Front:
-    def __init__(self, app: ASGIApp, config: GatewayConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, config: GatewayConfig, metrics: Metrics, open_to_all: bool
+    ) -> None:
+        """``open_to_all``: no key is asked for."""
+        self._open_to_all = open_to_all
         self._app = app
         self._config = config
         self._metrics = metrics
@@ -87,9 +92,16 @@ class Front:
         return None
 
     def _host_allowed(self, name: str) -> bool:
+        """Where no key protects the server, its name must: a page that a browser has from
+        ``evil.example`` may ask for an address of ours under that name (DNS rebinding).
+
+        Names without a dot and addresses are nobody's to point elsewhere.
+        """
         if self._config.allowed_hosts:
             return name in self._config.allowed_hosts
-        return not self._config.on_loopback or name in LOOPBACK
+        if self._config.on_loopback:
+            return name in LOOPBACK
+        return not self._open_to_all or "." not in name or _is_address(name)
 
     def _known(self, origin: str, host: str) -> bool:
         return origin in self._config.allowed_origins or urlsplit(origin).netloc == host
@@ -137,6 +149,14 @@ def _request_id(headers: Headers) -> str:
     """The client's own where it can stand in a log and a header, else a new one."""
     given = headers.get("x-request-id", "")
     return given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _host_name(host: str) -> str:

@@ -28,7 +28,7 @@ from engines.openai import InvalidRequest, Json
 from gateway.keys import Tenant
 
 SESSION_ID_HEADER = "x-session-id"
-MAX_ID_CHARS = 256
+MAX_ID_BYTES = 256  # of UTF-8
 DERIVED_PREFIX = "chat-"
 _PLAIN = "!#$&'()*+,-./:;<=>?@[]^_`{|}~ "  # not encoded in headers, like letters and digits
 
@@ -50,12 +50,14 @@ def named_session(headers: Mapping[str, str], raw: Json) -> str | None:
 
 
 def checked_id(value: object, where: str) -> str:
-    """Ids end up in headers, logs and file names' hashes: printable and short. Else 400."""
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS or not value.isprintable():
-        raise InvalidRequest(
-            f"{where} must be a string of 1 to {MAX_ID_CHARS} printable characters.", where
-        )
-    return value
+    """Ids end up in headers, logs and the engine's lists: printable and short. Else 400."""
+    # Printable first: a lone surrogate is not, and could not be encoded.
+    if isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_ID_BYTES:
+        return value
+    raise InvalidRequest(
+        f"{where} must be a string of printable characters, 1 to {MAX_ID_BYTES} bytes of UTF-8.",
+        where,
+    )
 
 
 def id_to_header(session_id: str) -> str:
@@ -78,15 +80,14 @@ class KnownChats:
         self._of: dict[str, _Heads] = {}
 
     def identify(
-        self, tenant: Tenant, messages: Sequence[object], exists: Callable[[str], bool]
+        self, tenant: Tenant, chain: Sequence[bytes], exists: Callable[[str], bool]
     ) -> str:
-        """The session id of a chat, known or new.
+        """The session id of a chat, known or new; ``chain`` is ``message_chain`` of its messages.
 
         ``exists`` tells whether the tenant has a session of that id: asked for chats of before a
         restart.
         """
         heads = self._of.setdefault(tenant.name, _Heads(self._capacity))
-        chain = _chain(tenant.salt, messages)
         session_id = heads.take(chain) or heads.inherited(chain, exists) or heads.unused(chain[-1])
         heads.put(chain[-1], session_id)
         return session_id
@@ -132,8 +133,8 @@ class _Heads:
             del self._head_of[oldest]
 
 
-def _chain(salt: bytes, messages: Sequence[object]) -> list[bytes]:
-    """One digest per message, of it and all before it."""
+def message_chain(salt: bytes, messages: Sequence[object]) -> list[bytes]:
+    """One digest per message, of it and all before it, under the tenant's ``salt``."""
     digests = []
     digest = b""
     for message in messages:

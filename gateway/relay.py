@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
 from engines.base import EngineUnavailable, Upstream
 from engines.openai import Json
@@ -23,6 +23,7 @@ from gateway.errors import Failure, failure_of
 from gateway.events import EventStream
 
 EVENT_STREAM = "text/event-stream"
+PIECE_BYTES = 64 << 10  # of a whole answer; about what a connection holds before it pushes back
 Headers = Iterable[tuple[bytes, bytes]]
 # Of the engine's own headers only these go on.
 _PASSED_ON = ("content-type", CACHE_HEADER)
@@ -137,10 +138,28 @@ async def send_end(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send_head(send, status, [*headers, length])
-    await send_end(send, body)
+async def send_whole(send: Send, headers: Headers, body: bytes, client_stall_s: float) -> None:
+    """An answer that is there, in pieces, so that its reader is seen to take it.
+
+    Raises:
+        ClientGone: the client took nothing for ``client_stall_s`` seconds.
+    """
+    await send_head(send, 200, [*headers, (b"content-length", str(len(body)).encode())])
+    view = memoryview(body)
+    while len(view) > PIECE_BYTES:
+        message = {"type": "http.response.body", "body": bytes(view[:PIECE_BYTES])}
+        await _taken(send, {**message, "more_body": True}, client_stall_s)
+        view = view[PIECE_BYTES:]
+    last = {"type": "http.response.body", "body": bytes(view), "more_body": False}
+    await _taken(send, last, client_stall_s)
+
+
+async def _taken(send: Send, message: Message, client_stall_s: float) -> None:
+    try:
+        async with asyncio.timeout(client_stall_s):
+            await send(message)
+    except TimeoutError:
+        raise ClientGone from None
 
 
 async def send_response(send: Send, response: Response) -> None:

@@ -56,7 +56,7 @@ class TurnResponse(Response):
         request_id: str,
     ) -> None:
         """``operation`` is OpenTelemetry's name of it; ``path`` and ``body`` are the engine's."""
-        self.background = None
+        super().__init__()
         self._gateway = gateway
         self._metrics = gateway.metrics
         self._operation = operation
@@ -69,8 +69,8 @@ class TurnResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._send_body = body_send_of(scope, send)
-            end = await while_client_stays(receive, partial(self._serve, send))
+            send_body = body_send_of(scope, send)
+            end = await while_client_stays(receive, partial(self._serve, send, send_body))
             await end(send)
         except ClientGone:
             self._error = "client_gone"
@@ -81,7 +81,7 @@ class TurnResponse(Response):
         finally:
             self._metrics.turn_ended(self._operation, self._seconds(), self._error)
 
-    async def _serve(self, send: Send) -> Ending:
+    async def _serve(self, send: Send, send_body: Send) -> Ending:
         deadline = asyncio.get_running_loop().time() + self._gateway.config.request_timeout_s
         async with asyncio.timeout_at(deadline) as limit, self._turn() as upstream:
             if upstream.status >= 400:
@@ -89,7 +89,7 @@ class TurnResponse(Response):
             if not is_event_stream(upstream):
                 return await self._whole(upstream)
             limit.reschedule(None)  # a stream has to be ended properly; it minds the deadline
-            return await self._stream(upstream, send, deadline)
+            return await self._stream(upstream, send, send_body, deadline)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[Upstream]:
@@ -121,13 +121,20 @@ class TurnResponse(Response):
         if usage is not None:
             self._metrics.used(usage)
         self._error = ""
-        return partial(send_whole, status=200, headers=self._head(upstream), body=body)
+        return partial(
+            send_whole,
+            headers=self._head(upstream),
+            body=body,
+            client_stall_s=self._gateway.config.client_stall_s,
+        )
 
-    async def _stream(self, upstream: Upstream, send: Send, deadline: float) -> Ending:
+    async def _stream(
+        self, upstream: Upstream, send: Send, send_body: Send, deadline: float
+    ) -> Ending:
         await send_head(send, 200, [*self._head(upstream), (b"cache-control", b"no-cache")])
         events, failure = await relay_events(
             upstream,
-            self._send_body,
+            send_body,
             deadline=deadline,
             client_stall_s=self._gateway.config.client_stall_s,
             on_first=partial(self._first_event, upstream),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engines.wire import CACHE_HEADER
+from gateway.chat import LARGE_BODY_BYTES
 from gateway.keys import generate_key
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
@@ -162,3 +163,24 @@ async def test_with_keys_nobody_comes_in_without_one() -> None:
     assert reply.status == 200
     assert app.engine.asked[0].headers["x-tenant"] == "alice"
     assert key not in str(app.engine.asked)
+
+
+async def test_a_large_body_is_the_same_request() -> None:
+    app = App()
+    text = "x" * LARGE_BODY_BYTES
+    for _ in range(2):
+        assert (await app.chat(text, temperature=0.5)).status == 200
+    first, second = app.engine.asked
+    assert first.body == second.body
+    assert first.body["messages"][0]["content"] == text
+    assert first.headers["x-session"] == second.headers["x-session"]
+    assert (await app.chat(text, temperature="hot")).error["param"] == "temperature"
+
+
+@pytest.mark.parametrize(("num_messages", "num_parts"), [(1, 1025), (9, 1000)])
+async def test_content_in_too_many_parts_is_refused(num_messages: int, num_parts: int) -> None:
+    content = [{"type": "text", "text": ""}] * num_parts
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}] * num_messages}
+    reply = await App().post("/v1/chat/completions", body)
+    assert reply.status == 400
+    assert reply.error["param"].startswith("messages")

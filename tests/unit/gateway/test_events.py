@@ -73,6 +73,22 @@ def test_the_word_done_inside_a_text_is_not_the_end() -> None:
     assert not events.complete
 
 
+def test_an_answer_that_says_done_has_not_ended() -> None:
+    for text in (b"data: [DONE]", b"x\\ndata: [DONE]", b"\\n\\ndata: [DONE]\\n\\n"):
+        events = EventStream()
+        events.feed(b'data: {"choices":[{"delta":{"content":"' + text + b'"}}]}\n\n')
+        assert not events.complete
+        events.feed(b"data: [DONE]\n\n")
+        assert events.complete
+
+
+def test_an_end_with_carriage_returns_or_a_comment_behind_it_is_one() -> None:
+    for end in (b"data: [DONE]\r\n\r\n", b"data: [DONE]\n\n: bye\n\n"):
+        events = EventStream()
+        events.feed(end)
+        assert events.complete
+
+
 def test_an_error_of_the_engine_is_noticed() -> None:
     events = EventStream()
     events.feed(b'data: {"choices":[]}\n\ndata: {"error":{"message":"x"}}\n\ndata: [DONE]\n\n')

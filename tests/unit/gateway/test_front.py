@@ -47,10 +47,27 @@ async def test_loopback_names_are_known(host: str) -> None:
 async def test_other_names_are_refused_on_loopback_only() -> None:
     assert (await App().get("/livez", host="evil.example")).status == 403
     assert (await App().get("/livez", host="")).status == 400
-    assert (await App(host="0.0.0.0").get("/livez", host="box.lan")).status == 200
+    with_keys = App(host="0.0.0.0", api_keys=(generate_key("alice")[1],))
+    assert (await with_keys.get("/livez", host="box.lan")).status == 200
     app = App(allowed_hosts=("box.lan",))
     assert (await app.get("/livez", host="box.lan:80")).status == 200
     assert (await app.get("/livez", host="localhost")).status == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("192.168.1.5:8080", 200),
+        ("[fd00::5]:8080", 200),
+        ("gpubox:8080", 200),
+        ("localhost", 200),
+        ("evil.example", 403),
+        ("192.168.1.5.evil.example:8080", 403),
+    ],
+)
+async def test_without_keys_a_foreign_name_is_refused_everywhere(host: str, status: int) -> None:
+    """A page may let its own name point to an address in the reader's network."""
+    assert (await App(host="0.0.0.0").get("/livez", host=host)).status == status
 
 
 async def test_pages_of_other_origins_cannot_post() -> None:

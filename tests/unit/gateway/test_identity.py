@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.openai import InvalidRequest
-from gateway.identity import KnownChats, checked_id, id_from_header, id_to_header, named_session
+from gateway.identity import (
+    KnownChats,
+    checked_id,
+    id_from_header,
+    id_to_header,
+    message_chain,
+    named_session,
+)
 from gateway.keys import Tenant
 
 ALICE = Tenant("alice", b"a" * 32)
@@ -18,6 +26,12 @@ BOB = Tenant("bob", b"b" * 32)
 
 def nobody(session_id: str) -> bool:
     return False
+
+
+def identify(
+    chats: KnownChats, tenant: Tenant, messages: Sequence[object], exists: Callable[[str], bool]
+) -> str:
+    return chats.identify(tenant, message_chain(tenant.salt, messages), exists)
 
 
 def said(*texts: str) -> list[dict[str, Any]]:
@@ -49,7 +63,9 @@ def test_null_names_count_as_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "a\nb", "a\r\nset-cookie: x", "x\x00", "\u202egnp", "y" * 257, 7, ["a"], {"a": 1}]
+    "value",
+    ["", "a\nb", "a\r\nset-cookie: x", "x\x00", "\u202egnp", "\ud800", 7, ["a"], {"a": 1}]
+    + ["y" * 257, "ü" * 129, "🙂" * 65],
 )
 def test_unfit_ids_are_refused(value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -58,7 +74,9 @@ def test_unfit_ids_are_refused(value: object) -> None:
     assert caught.value.param == "session_id"
 
 
-@pytest.mark.parametrize("value", ["../../etc/passwd", "a b", "ümlaut:@x", "x" * 256, "50%25"])
+@pytest.mark.parametrize(
+    "value", ["../../etc/passwd", "a b", "ümlaut:@x", "x" * 256, "🙂" * 64, "50%25"]
+)
 def test_odd_but_printable_ids_are_taken(value: str) -> None:
     assert checked_id(value, "session_id") == value
 
@@ -81,48 +99,48 @@ def test_header_with_broken_utf8_is_refused() -> None:
 
 def test_a_chat_keeps_its_id_from_turn_to_turn() -> None:
     chats = KnownChats(100)
-    first = chats.identify(ALICE, said("hi"), nobody)
-    second = chats.identify(ALICE, said("hi", "hello", "more"), nobody)
-    third = chats.identify(ALICE, said("hi", "hello", "more", "sure", "thanks"), nobody)
+    first = identify(chats, ALICE, said("hi"), nobody)
+    second = identify(chats, ALICE, said("hi", "hello", "more"), nobody)
+    third = identify(chats, ALICE, said("hi", "hello", "more", "sure", "thanks"), nobody)
     assert first == second == third
 
 
 def test_a_retry_finds_the_same_session() -> None:
     chats = KnownChats(100)
-    chats.identify(ALICE, said("hi"), nobody)
+    identify(chats, ALICE, said("hi"), nobody)
     turn = said("hi", "hello", "more")
-    assert chats.identify(ALICE, turn, nobody) == chats.identify(ALICE, turn, nobody)
+    assert identify(chats, ALICE, turn, nobody) == identify(chats, ALICE, turn, nobody)
 
 
 def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone() -> None:
     chats = KnownChats(100)
-    chat = chats.identify(ALICE, said("hi"), nobody)
-    assert chats.identify(ALICE, said("hi", "hello", "more"), nobody) == chat
-    fork = chats.identify(ALICE, said("hi", "hello", "something else"), nobody)
+    chat = identify(chats, ALICE, said("hi"), nobody)
+    assert identify(chats, ALICE, said("hi", "hello", "more"), nobody) == chat
+    fork = identify(chats, ALICE, said("hi", "hello", "something else"), nobody)
     assert fork != chat
-    assert chats.identify(ALICE, said("hi", "hello", "more", "yes", "go on"), nobody) == chat
-    assert chats.identify(ALICE, said("hi", "hello", "something else", "ok", "so"), nobody) == fork
+    assert identify(chats, ALICE, said("hi", "hello", "more", "yes", "go on"), nobody) == chat
+    assert identify(chats, ALICE, said("hi", "hello", "something else", "ok", "so"), nobody) == fork
 
 
 def test_chats_that_begin_alike_are_told_apart_once_they_differ() -> None:
     chats = KnownChats(100)
-    one = chats.identify(ALICE, said("hi"), nobody)
-    assert chats.identify(ALICE, said("hi", "hello", "about cats"), nobody) == one
-    two = chats.identify(ALICE, said("hi"), nobody)
+    one = identify(chats, ALICE, said("hi"), nobody)
+    assert identify(chats, ALICE, said("hi", "hello", "about cats"), nobody) == one
+    two = identify(chats, ALICE, said("hi"), nobody)
     assert two != one
-    assert chats.identify(ALICE, said("hi", "hey", "about dogs"), nobody) == two
+    assert identify(chats, ALICE, said("hi", "hey", "about dogs"), nobody) == two
 
 
 def test_a_shared_system_prompt_does_not_join_chats() -> None:
     chats = KnownChats(100)
     system = [{"role": "system", "content": "be brief"}]
-    one = chats.identify(ALICE, system + said("cats"), nobody)
-    assert chats.identify(ALICE, system + said("dogs"), nobody) != one
+    one = identify(chats, ALICE, system + said("cats"), nobody)
+    assert identify(chats, ALICE, system + said("dogs"), nobody) != one
 
 
 def test_tenants_never_share_a_session() -> None:
     chats = KnownChats(100)
-    assert chats.identify(ALICE, said("hi"), nobody) != chats.identify(BOB, said("hi"), nobody)
+    assert identify(chats, ALICE, said("hi"), nobody) != identify(chats, BOB, said("hi"), nobody)
 
 
 def test_empty_fields_and_key_order_do_not_matter() -> None:
@@ -133,29 +151,29 @@ def test_empty_fields_and_key_order_do_not_matter() -> None:
         {"content": "yo", "role": "assistant", "refusal": None},
     ]
     more = [{"role": "user", "content": "more"}]
-    chat = chats.identify(ALICE, sent, nobody)
-    assert chats.identify(ALICE, echoed + more, nobody) == chat
+    chat = identify(chats, ALICE, sent, nobody)
+    assert identify(chats, ALICE, echoed + more, nobody) == chat
 
 
 def test_after_a_restart_a_chat_is_found_by_its_derived_id() -> None:
     before = KnownChats(100)
-    chat = before.identify(ALICE, said("hi"), nobody)
-    before.identify(ALICE, said("hi", "hello", "more"), nobody)
+    chat = identify(before, ALICE, said("hi"), nobody)
+    identify(before, ALICE, said("hi", "hello", "more"), nobody)
     after = KnownChats(100)
     turn = said("hi", "hello", "more", "sure", "thanks")
-    assert after.identify(ALICE, turn, lambda x: x == chat) == chat
+    assert identify(after, ALICE, turn, lambda x: x == chat) == chat
     # Somebody else who begins alike does not get a session that is in use by now.
-    assert after.identify(ALICE, said("hi"), lambda x: x == chat) != chat
+    assert identify(after, ALICE, said("hi"), lambda x: x == chat) != chat
 
 
 def test_the_longest_unused_chat_is_forgotten_first() -> None:
     chats = KnownChats(2)
-    first = chats.identify(ALICE, said("a"), nobody)
-    second = chats.identify(ALICE, said("b"), nobody)
-    assert chats.identify(ALICE, said("a", "x", "y"), nobody) == first
-    chats.identify(ALICE, said("c"), nobody)
-    assert chats.identify(ALICE, said("a", "x", "y", "z", "w"), nobody) == first
-    assert chats.identify(ALICE, said("b", "x", "y"), nobody) != second
+    first = identify(chats, ALICE, said("a"), nobody)
+    second = identify(chats, ALICE, said("b"), nobody)
+    assert identify(chats, ALICE, said("a", "x", "y"), nobody) == first
+    identify(chats, ALICE, said("c"), nobody)
+    assert identify(chats, ALICE, said("a", "x", "y", "z", "w"), nobody) == first
+    assert identify(chats, ALICE, said("b", "x", "y"), nobody) != second
 
 
 @given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=40))
@@ -164,6 +182,6 @@ def test_a_request_and_its_retry_are_one_session_whatever_came_before(
 ) -> None:
     chats = KnownChats(5)
     for texts in requests:
-        session_id = chats.identify(ALICE, said(*texts), nobody)
+        session_id = identify(chats, ALICE, said(*texts), nobody)
         assert checked_id(session_id, "derived") == session_id
-        assert chats.identify(ALICE, said(*texts), nobody) == session_id
+        assert identify(chats, ALICE, said(*texts), nobody) == session_id

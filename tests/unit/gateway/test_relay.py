@@ -10,7 +10,14 @@ import pytest
 from starlette.types import Message
 
 from engines.base import EngineStalled, EngineUnavailable
-from gateway.relay import ClientGone, passed_on, relay_events, while_client_stays
+from gateway.relay import (
+    PIECE_BYTES,
+    ClientGone,
+    passed_on,
+    relay_events,
+    send_whole,
+    while_client_stays,
+)
 
 EVENT = b'data: {"choices":[]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -48,7 +55,7 @@ class Client:
         if self._takes == 0:
             await asyncio.Event().wait()
         self._takes -= 1
-        self.body += message["body"]
+        self.body += message.get("body", b"")
 
 
 async def relayed(
@@ -100,6 +107,18 @@ async def test_a_reader_that_takes_nothing_is_given_up() -> None:
     upstream = ScriptedUpstream([EVENT] * 10 + [DONE])
     with pytest.raises(ClientGone):
         await relayed(upstream, Client(takes=3), client_stall_s=0.05)
+
+
+async def test_a_whole_answer_goes_out_as_it_is() -> None:
+    for nbytes in (0, 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES):
+        client = Client()
+        await send_whole(client.send, [], bytes(nbytes), client_stall_s=10.0)
+        assert client.body == bytes(nbytes)
+
+
+async def test_a_reader_that_takes_no_more_of_a_whole_answer_is_given_up() -> None:
+    with pytest.raises(ClientGone):
+        await send_whole(Client(takes=2).send, [], bytes(3 * PIECE_BYTES), client_stall_s=0.05)
 
 
 async def test_a_slow_engine_is_not_the_readers_fault() -> None:
