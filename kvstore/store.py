@@ -22,6 +22,7 @@ from kvstore.chain import KeySpace, Tokens, as_tokens, common_prefix
 from kvstore.codecs.base import Codec
 from kvstore.committer import Committer
 from kvstore.config import StoreConfig
+from kvstore.departures import Departures, OnGone
 from kvstore.encoder import Encoder
 from kvstore.errors import StoreClosed
 from kvstore.matcher import Match as Match
@@ -107,7 +108,10 @@ class ColdStore:
         self._committer = committer = Committer(stack, self._slower, packer, keys, index, pins)
         self._matcher = Matcher(stack, index, keys)
         self._restorer = Restorer(stack, packer, workers, counters, monotonic)
-        self._upkeep = upkeep = Upkeep(stack, queue, committer, index, keys, pins, workers)
+        self._departures = Departures(stack, index, keys)
+        self._upkeep = upkeep = Upkeep(
+            stack, queue, committer, index, keys, pins, workers, self._departures
+        )
         encoder = Encoder(stack, packer, keys, workers, counters, config.max_snapshots)
         reviser = Reviser(keys, index, fingerprint, codec.id)
         self._saver = Saver(
@@ -248,6 +252,13 @@ class ColdStore:
         return measure(self._stack, self._packer, self._keys, record) if record else None
 
     # ---- the store itself
+
+    def listen(self, on_gone: OnGone) -> None:
+        """``on_gone`` hears, on a store thread, of each session that its ttl or eviction took.
+
+        It is told within a minute, and of a ``SessionRef`` without a salt.
+        """
+        self._departures.listen(on_gone)
 
     def stats(self) -> StoreStats:
         return StoreStats(

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from kvstore.committer import Committer
+from kvstore.departures import Departures
 from kvstore.pins import Pins
 from kvstore.records import SessionRecord, SessionRef, TierName
 from kvstore.save_queue import SaveQueue
@@ -33,6 +34,7 @@ class Upkeep:
         keys: KeyMaker,
         pins: Pins,
         workers: Workers,
+        departures: Departures,
     ) -> None:
         self._stack = stack
         self._queue = queue
@@ -41,6 +43,7 @@ class Upkeep:
         self._keys = keys
         self._pins = pins
         self._workers = workers
+        self._departures = departures
         # Deletions that a tier could not be asked to do, for when it is back.
         self._owed: deque[tuple[int, list[bytes]]] = deque(maxlen=MAX_OWED_DELETES)
 
@@ -110,11 +113,13 @@ class Upkeep:
         return bool(copies) or dropped is not None
 
     def expire(self) -> None:
-        """Forget what nobody came back to, and do deletions that are still owed."""
+        """Forget what nobody came back to, tell of what was evicted, do deletions still owed."""
         for record in self._index.all():
             if self._index.lapsed(record):
                 self.forget(SessionRef(record.tenant, record.id, b""))
                 self._index.expire(self._keys.record_key(record))
+                self._departures.tell(record)
+        self._departures.look()
         for _ in range(len(self._owed)):
             place, keys = self._owed.popleft()
             self._delete(place, keys)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -96,6 +97,8 @@ async def _serve_until(
     control = ControlServer(config.token, _welcome(owner, config), verbs)
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
     owner.listen(notifier.hear)
+    if store := owner.store:
+        store.listen(partial(owner.tell, "lost"))
     http = _HttpServer(_http_config(owner, config))
     listener = _listener(folder / "http.sock")
     serving = asyncio.create_task(http.serve([listener]), name="http")

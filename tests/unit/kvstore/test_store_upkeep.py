@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
+from kvstore.chain import KeySpace
 from kvstore.revision import MAX_LEFT_BEHIND
+from kvstore.session_keys import KeyMaker
 from kvstore.tiers.ram_tier import RamTier
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import CHUNK, MIB, come_back, disk, kv_of, open_store, ram, ref, save, tokens
@@ -273,6 +275,96 @@ def test_sessions_nobody_came_back_to_expire(tmp_path):
     assert store.match(ref("old"), ref().salt, HISTORY, 200).reason == "ttl"
     assert len(everything(tiers[1])) == (1 + 1 + 1) * 2
     store.close()
+
+
+def test_whoever_listens_hears_of_sessions_whose_time_ran_out():
+    clock = Clock()
+    store = open_store([ram()], clock=clock, ttl_s=100.0)
+    gone = []
+    store.listen(gone.append)
+    save(store, ref("old"), HISTORY)
+    store._upkeep.expire()
+    assert gone == []
+    clock.now += 110
+    for _ in range(3):
+        store._upkeep.expire()
+    assert gone == [ref("old", salt=b"")]
+    store.close()
+
+
+def test_whoever_listens_hears_once_of_sessions_that_were_evicted():
+    store = open_store([ram(100_000)])
+    gone = []
+    store.listen(gone.append)
+    for i in range(10):
+        save(store, ref(str(i)), tokens(100, i))
+    kept = {x.id for x in store.records() if store.tier_of(x)}
+    assert 0 < len(kept) < 10
+    for _ in range(4):
+        store._upkeep.expire()
+    assert sorted(x.id for x in gone) == sorted({str(i) for i in range(10)} - kept)
+    first = gone[0].id
+    save(store, ref(first), tokens(100, int(first)))
+    store._upkeep.expire()
+    assert [x.id for x in gone].count(first) == 1
+    store.close()
+
+
+def test_nobody_is_said_to_be_gone_while_a_tier_is_down():
+    below = FaultyTier(ram(), "disk")
+    store = open_store([ram(100_000), below])
+    gone = []
+    store.listen(gone.append)
+    for i in range(10):
+        save(store, ref(str(i)), tokens(100, i))
+    below.fails = lambda number, method: True
+    for _ in range(3):
+        store._upkeep.expire()
+    assert gone == []
+    store.close()
+
+
+def test_a_listener_that_fails_does_not_keep_others_from_expiring():
+    clock = Clock()
+    store = open_store([ram()], clock=clock, ttl_s=100.0)
+
+    def fails(session):
+        raise ValueError("the listener fell down")
+
+    store.listen(fails)
+    save(store, ref("a"), HISTORY)
+    save(store, ref("b"), HISTORY)
+    clock.now += 110
+    store._upkeep.expire()
+    assert store.records() == [] and everything(store._stack._tiers[0]) == {}
+    store.close()
+
+
+class CountingSpace(KeySpace):
+    num_chains = 0
+
+    def chain(self, root, tokens):
+        self.num_chains += 1
+        return super().chain(root, tokens)
+
+
+def test_keys_are_not_hashed_again_for_every_look(store):
+    save(store, ref(), HISTORY)
+    record = store.record(ref())
+    keys = KeyMaker(CountingSpace("f1", "raw", CHUNK, "model"), growing=True, needs_state=False)
+    assert len(keys.listed(record)) == 13
+    assert keys.listed(record) == keys.listed(record)
+    assert keys.space.num_chains == 1
+
+
+def test_another_session_or_history_has_other_keys(store):
+    save(store, ref(), HISTORY)
+    before = store.record(ref())
+    save(store, ref(), [*HISTORY[:150], 1, 2])
+    after = store.record(ref())
+    listed = store._keys.listed
+    assert listed(before) == store._keys.of(before).in_order(CHUNK) != listed(after)
+    assert listed(after) == store._keys.of(after).in_order(CHUNK)
 
 
 def test_coming_back_starts_the_time_again():
