@@ -26,7 +26,7 @@ class TierStats(msgspec.Struct, frozen=True):
     num_blobs: int
     evictions: int
     errors: int
-    available: bool  # False while a breaker is open
+    available: bool  # it answers; False until the first answer and while a breaker is open
 
 
 class Tier(Protocol):

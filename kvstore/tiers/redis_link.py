@@ -56,6 +56,7 @@ class RedisLink:
         self._breaker = Breaker(monotonic)
         self._counting = threading.Lock()
         self._num_errors = 0
+        self._answered = False  # ever
         try:
             self._pool: Any = redis.BlockingConnectionPool.from_url(
                 url,
@@ -75,7 +76,9 @@ class RedisLink:
 
     @property
     def available(self) -> bool:
-        return self._breaker.state is not BreakerState.OPEN
+        """The server has answered, and has not stopped to: false until the first answer, and from
+        the failure that opens the breaker to the probe that succeeds."""
+        return self._answered and self._breaker.state is BreakerState.CLOSED
 
     @property
     def num_errors(self) -> int:
@@ -97,7 +100,7 @@ class RedisLink:
         answered = False
         try:
             replies = self._exchange(commands, self.deadline() if until is None else until)
-            answered = True
+            answered = self._answered = True
             return replies
         except (redis.RedisError, OSError, _TooLate) as error:
             raise self._unavailable(error) from None

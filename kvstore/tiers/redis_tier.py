@@ -64,6 +64,11 @@ class RedisTier:
     def __repr__(self) -> str:
         return f"RedisTier({self._link.name})"
 
+    def greet(self) -> None:
+        """Ask for a sign of life, so that ``stats`` tells of the server before the first blob."""
+        with contextlib.suppress(TierUnavailable):  # the link has counted and logged it
+            self._link.run([("PING",)])
+
     # Reading
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from kvstore.config import StoreConfig
@@ -34,9 +35,12 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
 def _redis(config: StoreConfig) -> Tier:
     from kvstore.tiers.redis_tier import RedisTier  # redis-py is an extra
 
-    return RedisTier(
+    tier = RedisTier(
         config.redis_url,
         config.redis_bytes,
         deadline_s=config.redis_deadline_s,
         ttl_s=config.ttl_s,
     )
+    # Nobody waits for the answer: a server that hangs must not hold up the engine's start.
+    threading.Thread(target=tier.greet, name="kvstore-redis-greeting", daemon=True).start()
+    return tier

@@ -198,6 +198,7 @@ def test_two_keys_where_one_begins_like_the_other(tiers: TierRig) -> None:
 
 def test_stats_name_the_tier(tiers: TierRig) -> None:
     tier = tiers.open(12 << 20)
+    assert tier.get_many([b"k"]) == [None]  # a server is available once it answered
     stats = tier.stats()
     assert (stats.name, stats.capacity_bytes, stats.available) == (tiers.kind, 12 << 20, True)
     assert (stats.nbytes, stats.num_blobs, stats.errors) == (0, 0, 0)

@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import redis
 
+from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.breaker import FIRST_WAIT_S, THRESHOLD
 from kvstore.tiers.redis_blobs import UNFINISHED_S
 from kvstore.tiers.redis_pieces import PIECE_BYTES, head_name
 from kvstore.tiers.redis_tier import RedisTier
+from kvstore.tiers.registry import open_tiers
 from tests.redis_server import RedisServer, find_binary
 
 pytestmark = [
@@ -79,12 +82,40 @@ def took(call: Callable[[], object]) -> float:
 def test_a_server_that_is_not_there_is_noticed_when_used(server: RedisServer) -> None:
     server.kill()
     with tier_at(server.url) as (tier, _):
-        assert tier.stats().available
+        assert not tier.stats().available
         assert took(lambda: tier.get_many([b"c"])) < LONGEST_S
+        assert not tier.stats().available  # a closed breaker alone says nothing
         assert took(lambda: tier.put_many([(b"c", b"blob")])) < LONGEST_S
         tier.touch([b"c"])  # never raises
         assert tier.stats().errors == 2
         assert tier.stats().num_blobs == 0
+
+
+def test_a_listener_that_says_nothing_is_not_available() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        tier_at(f"redis://127.0.0.1:{mute.getsockname()[1]}/0") as (tier, _),
+    ):
+        tier.greet()
+        assert tier.stats().errors == 1
+        assert not tier.stats().available
+
+
+def test_a_server_is_available_from_its_first_answer_on(server: RedisServer) -> None:
+    with tier_at(server.url) as (tier, _):
+        assert not tier.stats().available
+        tier.greet()
+        assert tier.stats().available
+
+
+def test_a_server_is_greeted_when_the_tiers_are_opened(server: RedisServer, tmp_path: Path) -> None:
+    config = StoreConfig(ram_bytes=0, disk_bytes=0, redis_url=server.url)
+    (tier,) = open_tiers(config, tmp_path)
+    end = time.monotonic() + 20
+    while not tier.stats().available:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    tier.close()
 
 
 def test_a_killed_server_opens_the_breaker_and_a_new_one_closes_it(server: RedisServer) -> None:

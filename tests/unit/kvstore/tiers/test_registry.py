@@ -8,7 +8,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.registry import open_tiers
 
-LAZY_URL = "redis://127.0.0.1:1/0"  # nobody listens there, and nobody is asked
+LAZY_URL = "redis://127.0.0.1:1/0"  # nobody listens there, and nobody waits for an answer
 
 
 @pytest.mark.parametrize(
