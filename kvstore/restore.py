@@ -54,6 +54,7 @@ class Restored:
     tier: TierName | None
     reason: MissReason | None
     tokens: Tokens = field(default_factory=no_tokens, repr=False)
+    pinned: bool = False  # the session, in its record
 
 
 @dataclass(frozen=True)
@@ -206,4 +207,5 @@ class Restorer:
         places = [x.place for x in good if x.place is not None]
         tier = self._stack.name(max(places)) if places else None
         state = good[-1].state if good else None
-        return Restored(num_tokens, out, state, tier, reason, match.tokens[:num_tokens])
+        tokens = match.tokens[:num_tokens]
+        return Restored(num_tokens, out, state, tier, reason, tokens, match.pinned)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from engines.mlx_worker.cold import Cold, Found, Question, Woken
@@ -36,6 +36,14 @@ WORTH_A_RESTORE = 64
 SAVE_WAIT_S = 10.0
 # Snapshots of untrimmable state that one turn takes on its way through the prompt.
 MAX_CUTS = 4
+
+
+@dataclass
+class Waking:
+    """A prefetch that is under way."""
+
+    joining: list[Prompt] = field(default_factory=list)  # turns that wait for it
+    forgotten: bool = False  # the session was deleted meanwhile: what comes is not wanted
 
 
 class Arrivals:
@@ -70,7 +78,7 @@ class Arrivals:
         self._clock = clock
         self._line: FairLine[Prompt] = FairLine()
         self._looking: dict[Prompt, Candidate | None] = {}  # the cold store is being asked
-        self._waking: dict[SessionKey, list[Prompt]] = {}  # turns that wait for a prefetch
+        self._waking: dict[SessionKey, Waking] = {}
         self._blocked_since_s: float | None = None
         self.counters: Counter[str] = Counter()
 
@@ -82,13 +90,13 @@ class Arrivals:
     @property
     def prompts(self) -> list[Prompt]:
         """All that do not decode yet, wherever they are."""
-        joining = [x for prompts in self._waking.values() for x in prompts]
+        joining = [x for waking in self._waking.values() for x in waking.joining]
         return [*self._line.items(), *joining, *self._admitted]
 
     def arrive(self, prompt: Prompt) -> None:
         key = prompt.turn.key
         if key in self._waking:
-            self._waking[key].append(prompt)
+            self._waking[key].joining.append(prompt)
         else:
             tenant, session = key or ("", "")
             self._line.push(prompt, tenant, session)
@@ -101,9 +109,9 @@ class Arrivals:
         """Its rows are all gone."""
         self._leave_line(prompt.turn)
         self._line.remove(prompt)
-        for joining in self._waking.values():
-            if prompt in joining:
-                joining.remove(prompt)
+        for waking in self._waking.values():
+            if prompt in waking.joining:
+                waking.joining.remove(prompt)
         self._looking.pop(prompt, None)
         self._feeder.discard(prompt)
         self._admitted.pop(prompt, None)
@@ -184,7 +192,7 @@ class Arrivals:
         prompt.done = prompt.reused = found.num_tokens
         prompt.saved = resolved(True)
         if session := prompt.turn.generation.session:
-            self._tell("restored", session)
+            self._came_back(session, found.restored)
         return CacheOutcome(_COLD[found.tier], found.num_tokens, found.reason)
 
     def _start(self, prompt: Prompt, outcome: CacheOutcome) -> None:
@@ -214,31 +222,42 @@ class Arrivals:
         hot = self._keeper.hot
         if self._cold is None or key in self._waking or hot.get(key) or hot.is_busy(key):
             return False
-        self._waking[key] = []
+        self._waking[key] = Waking()
         self._cold.wake(
             session, lambda woken: self._post(lambda: self._woken(session, woken, done))
         )
         return True
 
+    def forget(self, key: SessionKey) -> None:
+        """What a prefetch of this session brings is not kept."""
+        if (waking := self._waking.get(key)) is not None:
+            waking.forgotten = True
+
     def _woken(self, session: SessionRef, woken: Woken, done: Callable[[], None]) -> None:
+        waking = self._waking.pop((session.tenant, session.id))
         try:
-            if woken is not None:
-                self._settle_woken(session, *woken)
+            if woken is not None and not waking.forgotten:
+                self._settle_woken(session, woken)
         finally:  # whatever happened, the turns that waited for it go on
-            for prompt in self._waking.pop((session.tenant, session.id), []):
+            for prompt in waking.joining:
                 self.arrive(prompt)
             done()
 
-    def _settle_woken(self, session: SessionRef, restored: Restored, tokens: np.ndarray) -> None:
-        missing = self._room.missing() + self._room.row_bytes(len(tokens))
+    def _settle_woken(self, session: SessionRef, restored: Restored) -> None:
+        missing = self._room.missing() + self._room.row_bytes(restored.num_tokens)
         if self._cold is None or (missing > 0 and not self._keeper.make_room(missing, None)):
             return
         try:
             caches = self._cold.rebuild(restored)
+            self._keeper.keep(session, restored.tokens, caches, saved=resolved(True))
         except Exception:  # as in _use_cold
             logger.exception("a restored session could not be used")
             return
-        self._keeper.keep(session, tokens, caches, saved=resolved(True))
+        self._came_back(session, restored)
+
+    def _came_back(self, session: SessionRef, restored: Restored) -> None:
+        if restored.pinned:  # perhaps by an engine before this one
+            self._keeper.hot.pin((session.tenant, session.id), True)
         self._tell("restored", session)
 
 

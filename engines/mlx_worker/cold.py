@@ -56,8 +56,8 @@ class Found:
         return self.restored.tier if self.restored else None
 
 
-# What a prefetch brings: the KV and the tokens it is of, int32.
-Woken: TypeAlias = tuple[Restored, np.ndarray] | None
+# What a prefetch brings.
+Woken: TypeAlias = Restored | None
 
 
 class Cold:
@@ -80,9 +80,11 @@ class Cold:
     def save(
         self, hot: HotSession, snapshots: Sequence[Snapshot], then: Callable[[bool], None]
     ) -> None:
-        """Start copying the session into the store; resolves ``hot.saved``, then calls ``then``."""
+        """Start copying the session into the store; resolves ``hot.saved``, then calls ``then``.
+
+        Raises whatever mlx or the store do; ``hot.saved`` is then as it was.
+        """
         saved: Future[bool] = Future()
-        hot.saved = saved
 
         def done(record: SessionRecord | None) -> None:
             saved.set_result(record is not None)
@@ -92,8 +94,10 @@ class Cold:
         if self._plan.needs_state:
             snapshots = [*snapshots, Snapshot(num_tokens, parking.state_tree(hot.caches))]
         run = parking.growing_run(hot.caches, num_tokens)
-        if not self.store.save(hot.session, hot.tokens.tolist(), run, snapshots, done):
+        if not self.store.save(hot.session, hot.tokens, run, snapshots, done):
             saved.set_result(False)
+        # Last: what raises above leaves no promise that nobody would keep.
+        hot.saved = saved
 
     def rebuild(self, restored: Restored) -> Caches:
         """Raises ``Mismatch``, or what mlx raises."""
@@ -117,10 +121,7 @@ class Cold:
     def _wake(self, session: SessionRef, then: Callable[[Woken], None]) -> None:
         woken = None
         try:
-            record = self.store.record(session)
-            found = self._load(self.store.prepare(session), at_least=1)
-            if record is not None and found.restored is not None:
-                woken = (found.restored, record.tokens[: found.num_tokens].copy())
+            woken = self._load(self.store.prepare(session), at_least=1).restored
         except Exception:  # as in _answer
             logger.exception("the cold store could not be read")
         then(woken)
@@ -129,7 +130,7 @@ class Cold:
         match = self.store.match(
             question.session,
             question.session.salt,
-            question.tokens.tolist(),
+            question.tokens,
             question.limit,
             question.boundaries,
         )

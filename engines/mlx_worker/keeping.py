@@ -59,20 +59,23 @@ class Keeper:
         """The session is idle now. ``caches`` hold ``tokens`` and are given away.
 
         ``saved``: of a session that has not changed since it was saved; it is not saved again.
+
+        Raises:
+            Mismatch: ``caches`` hold another number of tokens.
         """
         parking.settle(caches)
+        parking.check_length(caches, len(tokens))
         hot = HotSession(session, tokens, caches, parking.nbytes_of(caches))
+        hot.saved = saved or resolved(False)
         self.hot.put(hot)
         self._tried_twice.discard(hot.key)
-        if saved is not None:
-            hot.saved = saved
-        else:
+        if saved is None:
             self._save(hot, snapshots)
         return hot
 
     def _save(self, hot: HotSession, snapshots: Sequence[Snapshot] = ()) -> None:
+        """Never raises: a session that cannot be saved is one without a cold copy."""
         if self._cold is None:
-            hot.saved = resolved(False)
             return
 
         def then(stored: bool) -> None:
@@ -80,7 +83,10 @@ class Keeper:
                 self._tell("saved", hot.session)
             self._nudge()
 
-        self._cold.save(hot, snapshots, then)
+        try:
+            self._cold.save(hot, snapshots, then)
+        except Exception:  # mlx, the store: whatever it is, running requests must not feel it
+            logger.exception("a session could not be saved")
 
     def borrow(self, session: SessionRef, prompt: np.ndarray, limit: int) -> Candidate | None:
         """The hot session to start this prompt from; the session's own is taken out."""

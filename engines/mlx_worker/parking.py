@@ -43,6 +43,13 @@ def nbytes_of(caches: Caches) -> int:
     return int(sum(cache.nbytes for cache in caches))
 
 
+def check_length(caches: Caches, num_tokens: int) -> None:
+    """Raises ``Mismatch`` unless every cache that counts its tokens holds ``num_tokens``."""
+    held = {leaf.offset for leaf in leaves(caches) if hasattr(leaf, "offset")} - {num_tokens}
+    if held:
+        raise Mismatch(f"caches of {num_tokens} tokens hold {sorted(held)}")
+
+
 def settle(caches: Caches) -> None:
     """Evaluate, and give back what is not used: spare room of growing caches, and batches of which
     a finished row's state is still a slice."""

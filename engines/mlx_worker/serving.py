@@ -53,6 +53,9 @@ class Serving:
         self._outbox = outbox
         self._tell = tell
         self._entries = itertools.count()
+        # From arrival to the last event. A row is in a batch or on its way there, but in the midst
+        # of a step it may be in neither; whoever must miss nobody asks here.
+        self._live: dict[Turn, None] = {}
         self.counters: Counter[str] = Counter()
 
     @property
@@ -62,6 +65,7 @@ class Serving:
 
     def arrive(self, turn: Turn, prompts: list[Prompt]) -> None:
         self.counters["turns"] += 1
+        self._live[turn] = None
         if key := turn.key:
             self._keeper.hot.begin_turn(key, len(turn.generation.prompt))
         for prompt in prompts:
@@ -177,19 +181,15 @@ class Serving:
             self._withdraw(prompt, rows)
 
     def stop_all(self) -> None:
-        for turn in self._turns():
+        for turn in list(self._live):
             self.stop(turn, None)
 
     def forget(self, key: SessionKey) -> None:
         """Keep nothing of what this session has here, or is computing right now."""
-        for turn in self._turns():
+        for turn in self._live:
             turn.forgotten = turn.forgotten or turn.key == key
+        self._arrivals.forget(key)
         self._keeper.forget(key)
-
-    def _turns(self) -> list[Turn]:
-        rows = [row for bucket in self._batches.buckets for row in bucket.rows.values()]
-        rows += [row for prompt in self._arrivals.prompts for row in prompt.rows]
-        return list(dict.fromkeys(row.turn for row in rows))
 
     def fail(self, turn: Turn, error: Exception) -> None:
         """End the whole turn and keep nothing of it."""
@@ -204,10 +204,9 @@ class Serving:
 
     def fail_all(self, error: Exception) -> None:
         """After a defect of this very module: nothing that runs can be trusted."""
-        lost = self._turns()
         for bucket in self._batches.buckets:
             bucket.reset()
-        for turn in lost:
+        for turn in list(self._live):
             self.fail(turn, error)
 
     def _withdraw(self, prompt: Prompt, rows: list[LiveRow]) -> None:
@@ -248,10 +247,15 @@ class Serving:
         if session is None or row.index or turn.forgotten or not caches or not num_cached:
             return
         tokens = np.array(row.tokens[:num_cached], np.int32)
-        self._keeper.keep(session, tokens, caches, turn.snapshots, unchanged)
+        try:
+            self._keeper.keep(session, tokens, caches, turn.snapshots, unchanged)
+        except Exception:  # mlx, a defect: the answer is out, and its KV can be computed again
+            logger.exception("the KV of a turn could not be kept")
+            self.counters["keep_failures"] += 1
         turn.snapshots = []
 
     def _over(self, turn: Turn) -> None:
+        del self._live[turn]
         turn.snapshots = []
         if (key := turn.key) and (session := turn.generation.session):
             self._keeper.hot.end_turn(key, len(turn.generation.prompt))

@@ -91,9 +91,11 @@ class Verbs:
         known = await self.report(session)
         if known is None:
             return Done(None)
-        self._hot.pin((session.tenant, session.id), pinned)
-        if store := self._owner.store:
+        store, key = self._owner.store, (session.tenant, session.id)
+        self._hot.pin(key, pinned)
+        if store:
             await asyncio.to_thread(store.pin, session, pinned)
+        self._hot.pin(key, pinned)  # a restore may have brought the record's older pin
         return Done(await self.report(session))
 
     async def pin_saved(self, session: SessionRef) -> None:
@@ -107,4 +109,6 @@ class Verbs:
         await self._owner.call(lambda: self._owner.parts.serving.forget(key))
         if store := self._owner.store:
             await asyncio.to_thread(store.forget, session)
+            # A prefetch may have begun meanwhile, and read what the store had not removed yet.
+            await self._owner.call(lambda: self._owner.parts.serving.forget(key))
         return Done(await self.report(session))

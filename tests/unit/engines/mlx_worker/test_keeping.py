@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from engines.mlx_worker.cold import Cold
 from engines.mlx_worker.hot import HotSession, HotSessions
 from engines.mlx_worker.keeping import Keeper, resolved
+from kvstore.errors import Mismatch
 from kvstore.records import SessionRef
 from kvstore.snapshot import Snapshot
 
@@ -72,3 +73,13 @@ def test_a_pin_outlives_a_drop_while_a_turn_or_a_save_is_under_way() -> None:
         keeper.hot.pin(hot.key, True)
         keeper.drop(hot)
         assert keeper.hot.is_pinned(hot.key)
+
+
+def test_kv_of_another_length_than_its_tokens_is_never_kept() -> None:
+    keeper = Keeper(HotSessions(lambda: 0.0), None, lambda cause, session: None, lambda: None)
+    cache = KVCache()
+    values = mx.zeros((1, 1, len(TOKENS) + 1, 4))
+    cache.update_and_fetch(values, values)
+    with pytest.raises(Mismatch, match="caches of 8 tokens hold"):
+        keeper.keep(SessionRef("t", "s", b"salt"), TOKENS, [cache])
+    assert keeper.hot.all() == []
