@@ -1,8 +1,7 @@
 """What a model is, in one hash: KV computed by one model must never be offered to another.
 
-The same files give the same hash on every machine. Weights are not read whole (60 GB would take
-minutes): of each file its size, its header, which names every tensor with its dtype and shape, and
-windows spread evenly over its length.
+The same files give the same hash on every machine. Weights count with every byte: see
+``engines.weights``.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from mlx.utils import tree_flatten
 
 from engines.mlx_worker.layout import CachePlan
 from engines.mlx_worker.loading import LoadedModel
+from engines.weights import weight_digests
 
 # Raise when what is stored changes its meaning.
-FORMAT = 1
-NUM_WINDOWS = 16
-WINDOW_BYTES = 64 << 10
-MAX_HEADER_BYTES = 64 << 20
+FORMAT = 2
 _TEXTS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-def fingerprint(loaded: LoadedModel, plan: CachePlan) -> str:
-    """Hex digest of weights, tokenizer, dtype, cache classes and the libraries' versions."""
+def fingerprint(loaded: LoadedModel, plan: CachePlan, folder: Path | None = None) -> str:
+    """Hex digest of weights, tokenizer, dtype, cache classes and the libraries' versions.
+
+    ``folder``: where what was found in large files is remembered; see ``weight_digests``.
+    """
     digest = hashlib.blake2b(digest_size=20)
-    for part in (*_surroundings(loaded, plan), *_contents(loaded)):
+    for part in (*_surroundings(loaded, plan), *_contents(loaded, folder)):
         digest.update(struct.pack("<Q", len(part)) + part)
     return digest.hexdigest()
 
@@ -47,7 +47,7 @@ def _surroundings(loaded: LoadedModel, plan: CachePlan) -> Iterator[bytes]:
     yield json.dumps(sorted({str(x.dtype) for _, x in _arrays(loaded.model)})).encode()
 
 
-def _contents(loaded: LoadedModel) -> Iterator[bytes]:
+def _contents(loaded: LoadedModel, folder: Path | None) -> Iterator[bytes]:
     if loaded.path is None:
         yield json.dumps(loaded.config, sort_keys=True, default=str).encode()
         yield from _parameters(loaded.model)
@@ -55,23 +55,10 @@ def _contents(loaded: LoadedModel) -> Iterator[bytes]:
     for name in _TEXTS:
         file = loaded.path / name
         yield file.read_bytes() if file.exists() else b""
-    for file in sorted(loaded.path.glob("*.safetensors")):
+    files = sorted(loaded.path.glob("*.safetensors"))
+    for file, digest in zip(files, weight_digests(files, folder), strict=True):
         yield file.name.encode()
-        yield from sample_weights(file)
-
-
-def sample_weights(file: Path) -> Iterator[bytes]:
-    """Size, header and windows of one safetensors file."""
-    size = file.stat().st_size
-    yield struct.pack("<Q", size)
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
-        yield stream.read(min(length, MAX_HEADER_BYTES))
-        first = stream.tell()
-        for i in range(NUM_WINDOWS):
-            last = max(first, size - WINDOW_BYTES)
-            stream.seek(first + (last - first) * i // (NUM_WINDOWS - 1))
-            yield stream.read(WINDOW_BYTES)
+        yield digest
 
 
 def _parameters(model: Any) -> Iterator[bytes]:

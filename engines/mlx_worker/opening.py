@@ -45,7 +45,7 @@ def store_opener(
         return ColdStore(
             config,
             plan.layout,
-            fingerprint(loaded, plan),
+            fingerprint(loaded, plan, Path(config.disk_path) if config.disk_path else None),
             name,
             codec,
             tiers,

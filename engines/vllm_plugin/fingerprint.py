@@ -1,9 +1,8 @@
 """Which model computed the KV: vLLM's block hashes do not say.
 
 Two engines may exchange KV only if everything but the tokens is equal: weights, dtype, the way
-blocks are hashed, how the heads are spread over ranks. Of the weights a sample is read, so that a
-start does not read every file: sizes and three pieces of each. A folder whose files cannot be found
-is named by its hub id and revision.
+blocks are hashed, how the heads are spread over ranks. Weights count with every byte: see
+``engines.weights``. A folder whose files cannot be found is named by its hub id and revision.
 """
 
 from __future__ import annotations
@@ -12,18 +11,22 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-LAYOUT_VERSION: Final = "vllm-blocks-1"
-_SAMPLE_BYTES: Final = 64 << 10
+from engines.weights import weight_digests
+
+LAYOUT_VERSION: Final = "vllm-blocks-2"
 _NAMES: Final = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
-def fingerprint(vllm_config: Any, rank: int) -> str:
-    """Hex digest; equal only for KV that may be exchanged."""
+def fingerprint(vllm_config: Any, rank: int, remembered: Path) -> str:
+    """Hex digest; equal only for KV that may be exchanged.
+
+    ``remembered``: the folder for what was found in large files, one for all ranks.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     digest = blake2b(digest_size=32)
     for part in (
         LAYOUT_VERSION,
-        model_digest(str(model.model), str(model.revision)),
+        model_digest(str(model.model), str(model.revision), remembered),
         str(model.dtype),
         str(model.quantization),
         str(model.hf_config.to_json_string(use_diff=False)),
@@ -35,16 +38,12 @@ def fingerprint(vllm_config: Any, rank: int) -> str:
     return digest.hexdigest()
 
 
-def model_digest(path: str, revision: str) -> str:
+def model_digest(path: str, revision: str, remembered: Path) -> str:
     folder = Path(path)
     if not folder.is_dir():
         return f"{path}@{revision}"
     digest = blake2b(digest_size=32)
-    for file in sorted({x for name in _NAMES for x in folder.glob(name)}):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size};".encode())
-        with file.open("rb") as stream:
-            for offset in (0, size // 2, max(size - _SAMPLE_BYTES, 0)):
-                stream.seek(offset)
-                digest.update(stream.read(_SAMPLE_BYTES))
+    files = sorted({x for name in _NAMES for x in folder.glob(name)})
+    for file, content in zip(files, weight_digests(files, remembered), strict=True):
+        digest.update(f"{file.name};".encode() + content)
     return digest.hexdigest()

@@ -50,7 +50,7 @@ class Worker:
         self._cache = paged_cache(caches, probe(_first(caches), block_writer(vllm_config, caches)))
         config = rank_share(settings.store, vllm_config.parallel_config.world_size)
         codec = codec_by_name(config.codec)
-        identity = fingerprint(vllm_config, rank)
+        identity = fingerprint(vllm_config, rank, Path(settings.disk_path))
         packer = Packer(codec, self._cache.layout, identity)
         warm(codec, self._cache.layout)
         chunk_blocks = max(config.chunk_tokens // self._cache.block_tokens, 1)

@@ -1,0 +1,143 @@
+"""What files of weights hold, by content: every byte counts.
+
+A few tensors of a few kilobytes may be all that tells one fine-tuned model from another, so no
+sample will do. Reading it all takes a while (60 GB at what the disk or the processor gives), hence
+once: the result is kept beside the cold store and stands as long as the file is the same inode with
+the same size and times. Several processes that start together wait for the first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+CACHE_NAME: Final = "weight-digests.json"
+# Each piece is hashed on its own, so that all processors can help with one large file.
+PIECE_BYTES: Final = 16 << 20
+MAX_THREADS: Final = 16
+# A file as young as this may be written again without a change of its times.
+SETTLED_S: Final = 5.0
+# Other models' files that stay remembered; the latest.
+MAX_ENTRIES: Final = 1024
+
+
+class _Stamp(msgspec.Struct, frozen=True):
+    """Equal only for a file that nobody has written to. ctime, since mtime can be set at will."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    stamp: _Stamp
+    digest: str
+
+
+_Entries = dict[str, _Entry]
+_decoder = msgspec.json.Decoder(_Entries)
+
+
+def weight_digests(
+    files: Sequence[Path], folder: Path | None, clock: Callable[[], float] = time.time
+) -> list[bytes]:
+    """The digest of each file's content, read where it is not known yet.
+
+    Args:
+        folder: where digests are remembered; None = nowhere. One that cannot be written to costs
+            the reading at every start, nothing else.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    with _locked(folder):
+        known = _read(folder)
+        entries = {str(x.resolve()): _entry(x, known) for x in files}
+        now_ns = int((clock() - SETTLED_S) * 1e9)
+        lasting = {name: x for name, x in entries.items() if x.stamp.ctime_ns < now_ns}
+        if any(known.get(name) != x for name, x in lasting.items()):
+            others = {name: x for name, x in known.items() if name not in entries}
+            _write(folder, {**dict(list(others.items())[-MAX_ENTRIES:]), **lasting})
+    return [bytes.fromhex(entries[str(x.resolve())].digest) for x in files]
+
+
+def _entry(file: Path, known: Mapping[str, _Entry]) -> _Entry:
+    entry, stamp = known.get(str(file.resolve())), _stamp(file)
+    if entry is not None and entry.stamp == stamp:
+        return entry
+    return _Entry(stamp, content_digest(file, stamp.size).hex())
+
+
+def content_digest(file: Path, size: int) -> bytes:
+    """Of the first ``size`` bytes, 32 bytes long: a hash over the hashes of its pieces."""
+    whole = blake2b(size.to_bytes(8, "little"), digest_size=32)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS), "weights") as pool:
+            starts = range(0, size, PIECE_BYTES)
+            for piece in pool.map(lambda start: _piece(descriptor, start), starts):
+                whole.update(piece)
+    finally:
+        os.close(descriptor)
+    return whole.digest()
+
+
+def _piece(descriptor: int, start: int) -> bytes:
+    return blake2b(os.pread(descriptor, PIECE_BYTES, start), digest_size=32).digest()
+
+
+def _stamp(file: Path) -> _Stamp:
+    found = file.stat()
+    return _Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+# ---- what is remembered
+
+
+@contextmanager
+def _locked(folder: Path | None) -> Iterator[None]:
+    """One process at a time, so that the ranks of a model read its weights once."""
+    try:
+        lock = None if folder is None else (folder / f"{CACHE_NAME}.lock").open("w")
+    except OSError:
+        lock = None
+    if lock is None:
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read(folder: Path | None) -> _Entries:
+    if folder is None:
+        return {}
+    try:
+        return _decoder.decode((folder / CACHE_NAME).read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+
+
+def _write(folder: Path | None, entries: _Entries) -> None:
+    if folder is None:
+        return
+    new = folder / f"{CACHE_NAME}.new"
+    try:
+        new.write_bytes(msgspec.json.encode(entries))
+        new.replace(folder / CACHE_NAME)
+    except OSError as error:
+        logger.warning("digests of weights are not remembered: %s", error)
