@@ -34,6 +34,7 @@ from launch.errors import LaunchError, UsageError
 from launch.families import cache_shape
 from launch.machine import machine_memory
 from launch.model import Model, find_model
+from launch.planning import check_hot
 from launch.preflight import check_memory, check_tiers
 from launch.secret import server_secret
 from launch.settings import Settings
@@ -73,6 +74,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
     model = _model(effective)
     _check_memory(effective, model)
+    check_hot(effective, model)
     store = _store(settings.store, effective.folders.data, model)
     if kind == "mlx":
         check_tiers(store)
@@ -114,6 +116,7 @@ def _model(effective: Effective) -> Model:
     if effective.engine_kind in ("attached", "fake"):  # one has its model, the other needs none
         return Model(engine.model, engine.served_model_name or effective.engine_kind, None)
     model = find_model(engine.model, effective.folders.cache)
+    model.require_weights()
     return replace(model, name=engine.served_model_name or model.name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engines.kv_budget import KVCost
 from kvstore.shapes import KVLayer
 
 FLOAT32_BYTES = 4
@@ -33,6 +34,7 @@ class CacheShape:
     windows: tuple[Window, ...] = ()
     state_elements: int = 0  # recurrent state in the engine's dtype (convolutions)
     state_float32: int = 0  # recurrent state that is float32 whatever the engine's dtype is
+    num_states: int = 0  # layers that it belongs to
     exact_only: str = ""  # why a lossy codec must not touch it; "" = it may
     notes: tuple[str, ...] = field(default=())
 
@@ -54,6 +56,15 @@ class CacheShape:
         """Live, in the engine's own dtype of ``itemsize`` bytes."""
         growing = self.elements_per_token * num_tokens * itemsize
         return growing + self.state_bytes(num_tokens, itemsize)
+
+    def cost(self, itemsize: int) -> KVCost:
+        """What mlx_lm's caches take, for the arithmetic of its engine."""
+        return KVCost(
+            per_token=self.elements_per_token * itemsize,
+            windows=tuple((_width(w.layer) * itemsize, w.longest) for w in self.windows),
+            fixed=self.state_bytes(0, itemsize),
+            num_caches=max(1, len(self.growing) + len(self.windows) + self.num_states),
+        )
 
 
 def _width(layer: KVLayer) -> int:

@@ -188,6 +188,7 @@ def _model(effective: Effective, environ: Mapping[str, str]) -> Answer:
         find_gguf()
         return "ok", "the sample model; converted at the first start (about 20 seconds)"
     model = find_model(given, effective.folders.cache)
+    model.require_weights()
     try:
         shape = cache_shape(model.config())
     except NotUnderstood as error:

@@ -82,14 +82,6 @@ def cache_shape(content: Mapping[str, Any]) -> CacheShape:
     return FAMILIES[kind](config)
 
 
-def max_context(content: Mapping[str, Any]) -> int | None:
-    """Longest context the model was made for, in tokens; None if its config does not say."""
-    try:
-        return Config(content).integer("max_position_embeddings")
-    except NotUnderstood:
-        return None
-
-
 def _attention(config: Config) -> KVLayer:
     """Multi-head, grouped-query or multi-query attention: the same but for ``num_kv_heads``."""
     num_heads = config.integer("num_attention_heads")
@@ -168,13 +160,15 @@ def _gated_delta_net(config: Config) -> CacheShape:
         growing=(_attention(config),) * num_full,
         state_elements=convolution * num_linear,
         state_float32=num_values * key_dim * value_dim * num_linear,
+        num_states=num_linear,
     )
 
 
 def _mamba(config: Config) -> CacheShape:
     width = config.integer("intermediate_size")
     per_layer = width * (config.integer("conv_kernel") - 1) + width * config.integer("state_size")
-    return CacheShape(state_elements=per_layer * config.integer("num_hidden_layers"))
+    num_layers = config.integer("num_hidden_layers")
+    return CacheShape(state_elements=per_layer * num_layers, num_states=num_layers)
 
 
 def _mamba2(config: Config) -> CacheShape:
@@ -185,6 +179,7 @@ def _mamba2(config: Config) -> CacheShape:
     return CacheShape(
         state_elements=channels * (config.integer("conv_kernel") - 1) * num_layers,
         state_float32=heads * dim * states * num_layers,
+        num_states=num_layers,
     )
 
 
@@ -195,7 +190,12 @@ def _lfm2(config: Config) -> CacheShape:
         raise NotUnderstood("its config.json has no layer_types")
     num_full = types.count("full_attention")
     state = config.integer("hidden_size") * (config.integer("conv_L_cache") - 1)
-    return CacheShape((_attention(config),) * num_full, (), state * (len(types) - num_full))
+    num_states = len(types) - num_full
+    return CacheShape(
+        growing=(_attention(config),) * num_full,
+        state_elements=state * num_states,
+        num_states=num_states,
+    )
 
 
 def _latent(config: Config) -> CacheShape:

@@ -12,6 +12,7 @@ from typing import Any
 from launch.errors import LaunchError, UsageError
 from launch.sample_model import sample_model
 
+_WANTED = "--model wants the folder of a model in Hugging Face's layout"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -31,8 +32,8 @@ class Model:
         """
         if self.folder is None:
             raise LaunchError(
-                f"{self.path} is not on this machine yet; download it first (hf download"
-                f" {self.path}), or give a local folder"
+                f"{self.path} is not on this machine yet; download its config.json first (hf"
+                f" download {self.path} config.json), or give a local folder"
             )
         file = self.folder / "config.json"
         try:
@@ -42,6 +43,18 @@ class Model:
         if not isinstance(content, dict):
             raise LaunchError(f"{file} does not hold a JSON object")
         return content
+
+    def require_weights(self) -> None:
+        """config.json alone is enough to plan; of a hub id the engine fetches the rest.
+
+        Raises:
+            UsageError: a local folder without any.
+        """
+        if self.path != str(self.folder) or any(Path(self.path).glob("*.safetensors")):
+            return
+        raise UsageError(
+            f"{self.path} holds no weights (*.safetensors); {_WANTED}, with safetensors weights"
+        )
 
 
 def find_model(given: str, cache_dir: Path, say: Callable[[str], None] | None = None) -> Model:
@@ -66,12 +79,8 @@ def find_model(given: str, cache_dir: Path, say: Callable[[str], None] | None = 
 
 
 def _local(folder: Path) -> Model:
-    for pattern, what in (("config.json", "config.json"), ("*.safetensors", "weights")):
-        if not any(folder.glob(pattern)):
-            raise UsageError(
-                f"{folder} holds no {what} ({pattern}); --model wants the folder of a model in"
-                " Hugging Face's layout with safetensors weights"
-            )
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} holds no config.json; {_WANTED}")
     return Model(str(folder), folder.name, folder)
 
 

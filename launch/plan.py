@@ -22,6 +22,7 @@ from kvstore.packer import Packer
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout
 from kvstore.tiers.ram_tier import ENTRY_BYTES
 from launch.cache_shape import CacheShape
+from launch.hot_room import HotRoom
 
 BF16_BYTES = 2
 GIB = 1 << 30
@@ -42,8 +43,8 @@ class ColdPlan(msgspec.Struct, frozen=True):
 
 class ContextPlan(msgspec.Struct, frozen=True):
     context: int
-    hot_bytes_per_session: int
-    hot_sessions: int
+    hot_bytes_per_session: int  # between turns
+    hot_sessions: int  # while one of them is being answered
     cold: list[ColdPlan]
 
 
@@ -55,6 +56,9 @@ class Plan(msgspec.Struct, frozen=True):
     window_layers: int
     live_bytes_per_token: int  # of the growing layers
     state_bytes: int  # windows (full) and recurrent state
+    usable_context: int  # tokens that the hot budget allows a session
+    wanted_context: int  # tokens that the model, or the settings, allow it
+    wanted_hot_bytes: int  # the budget that allows as much
     budgets: dict[str, int]
     contexts: list[ContextPlan]
     notes: list[str]
@@ -75,15 +79,14 @@ def live_dtype(engine: EngineConfig, content: Mapping[str, Any], widens: bool) -
 def make_plan(
     name: str,
     content: Mapping[str, Any],
-    shape: CacheShape,
+    room: HotRoom,
     dtype: DType,
     contexts: Sequence[int],
-    hot_bytes: int,
     store: StoreConfig,
 ) -> Plan:
-    """``contexts``: tokens per session. ``hot_bytes`` and ``store`` hold the budgets."""
-    itemsize = NUMPY_DTYPES[dtype].itemsize
-    budgets = {"hot": hot_bytes, "ram": store.ram_bytes, "disk": store.disk_bytes}
+    """``contexts``: tokens per session. ``room`` and ``store`` hold the budgets."""
+    shape, itemsize = room.shape, room.itemsize
+    budgets = {"hot": room.hot_bytes, "ram": store.ram_bytes, "disk": store.disk_bytes}
     if store.redis_url:
         budgets["redis"] = store.redis_bytes
     longest = max((w.longest for w in shape.windows), default=0)
@@ -95,14 +98,20 @@ def make_plan(
         window_layers=len(shape.windows),
         live_bytes_per_token=shape.elements_per_token * itemsize,
         state_bytes=shape.state_bytes(longest, itemsize),
+        usable_context=room.longest_context(),
+        wanted_context=room.wanted,
+        wanted_hot_bytes=room.running_bytes(room.wanted),
         budgets=budgets,
-        contexts=[_context_plan(shape, dtype, n, budgets, store) for n in contexts],
-        notes=_notes(shape),
+        contexts=[_context_plan(room, dtype, n, budgets, store) for n in contexts],
+        notes=_notes(room),
     )
 
 
-def _notes(shape: CacheShape) -> list[str]:
+def _notes(room: HotRoom) -> list[str]:
+    shape = room.shape
     notes = list(shape.notes)
+    if refusal := room.refusal():
+        notes.append(f"serve will refuse this: {refusal}")
     if shape.exact_only:
         notes.append(f"only the codec raw: {shape.exact_only}")
     if shape.needs_state:
@@ -113,16 +122,15 @@ def _notes(shape: CacheShape) -> list[str]:
 
 
 def _context_plan(
-    shape: CacheShape, dtype: DType, context: int, budgets: Mapping[str, int], store: StoreConfig
+    room: HotRoom, dtype: DType, context: int, budgets: Mapping[str, int], store: StoreConfig
 ) -> ContextPlan:
-    hot = shape.hot_bytes(context, NUMPY_DTYPES[dtype].itemsize)
     cold_budgets = {tier: nbytes for tier, nbytes in budgets.items() if tier != "hot"}
     names = dict.fromkeys([*PRESETS, store.codec])  # the user's own codec is one more
     return ContextPlan(
         context=context,
-        hot_bytes_per_session=hot,
-        hot_sessions=budgets["hot"] // max(1, hot),
-        cold=[_cold_plan(name, shape, dtype, context, cold_budgets, store) for name in names],
+        hot_bytes_per_session=room.idle_bytes(context),
+        hot_sessions=room.sessions(context),
+        cold=[_cold_plan(name, room.shape, dtype, context, cold_budgets, store) for name in names],
     )
 
 

@@ -18,6 +18,7 @@ def print_plan(plan: Plan) -> None:
             f" ({plan.window_layers} sliding windows)"
         )
     print("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
+    print(_usable(plan))
     for note in plan.notes:
         print(f"note: {note}")
     print()
@@ -28,6 +29,14 @@ def print_plan(plan: Plan) -> None:
     refusals = {cold.codec: cold.refused for x in plan.contexts for cold in x.cold if cold.refused}
     for codec, reason in refusals.items():
         print(f"{codec}: {reason}")
+
+
+def _usable(plan: Plan) -> str:
+    words = f"usable context: {plan.usable_context} of {plan.wanted_context} tokens"
+    if plan.usable_context == plan.wanted_context:
+        return words
+    mib = -(-plan.wanted_hot_bytes >> 20)
+    return f"{words}; all of them need --hot {mib}MiB"
 
 
 def _rows(context: ContextPlan, tiers: list[str]) -> list[list[str]]:

@@ -1,12 +1,18 @@
-"""From settings to a plan: finds the model, understands its cache, reads the context lengths."""
+"""From settings to a plan, and to a refusal of budgets that no plan could follow."""
 
 from __future__ import annotations
 
-from launch.cache_shape import NotUnderstood
+from collections.abc import Mapping
+from typing import Any
+
+from engines.kv_budget import UNSTATED_CONTEXT, stated_context
+from kvstore.shapes import NUMPY_DTYPES
+from launch.cache_shape import CacheShape, NotUnderstood
 from launch.effective import Effective
 from launch.errors import LaunchError, UsageError
-from launch.families import cache_shape, max_context
-from launch.model import find_model
+from launch.families import cache_shape
+from launch.hot_room import HotRoom
+from launch.model import Model, find_model
 from launch.plan import Plan, live_dtype, make_plan
 
 MOST_TOKENS = 1 << 24
@@ -23,7 +29,7 @@ def plan_of(effective: Effective, contexts: str | None) -> Plan:
     settings = effective.settings
     model = find_model(settings.engine.model, effective.folders.cache)
     content = model.config()
-    lengths = _lengths(contexts, max_context(content))
+    lengths = _lengths(contexts, stated_context(content))
     try:
         shape = cache_shape(content)
     except NotUnderstood as error:
@@ -31,11 +37,40 @@ def plan_of(effective: Effective, contexts: str | None) -> Plan:
     return make_plan(
         settings.engine.served_model_name or model.name,
         content,
-        shape,
+        hot_room(effective, content, shape),
         live_dtype(settings.engine, content, effective.widens),
         lengths,
-        settings.engine.hot_bytes,
         settings.store,
+    )
+
+
+def check_hot(effective: Effective, model: Model) -> None:
+    """Refuse a budget for live KV that the engine would refuse, before it reads the weights.
+
+    Raises:
+        UsageError: it is too little; says how much is needed.
+    """
+    if effective.engine_kind != "mlx" or model.folder is None:
+        return
+    content = model.config()
+    try:
+        shape = cache_shape(content)
+    except NotUnderstood:  # the engine looks at the real cache and decides for itself
+        return
+    if refusal := hot_room(effective, content, shape).refusal():
+        raise UsageError(f"engine.{refusal}")
+
+
+def hot_room(effective: Effective, content: Mapping[str, Any], shape: CacheShape) -> HotRoom:
+    """``content``: the model's config.json."""
+    engine = effective.settings.engine
+    longest = stated_context(content) or UNSTATED_CONTEXT
+    return HotRoom(
+        shape,
+        NUMPY_DTYPES[live_dtype(engine, content, effective.widens)].itemsize,
+        engine.hot_bytes,
+        wanted=min(engine.max_context or longest, longest),
+        pays_for_work=effective.engine_kind == "mlx",
     )
 
 

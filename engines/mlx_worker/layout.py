@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from engines.mlx_worker.budget import KVCost
+from engines.kv_budget import KVCost
 from engines.mlx_worker.turn import Caches
 from kvstore.shapes import KVLayer, KVLayout
 

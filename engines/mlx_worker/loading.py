@@ -16,10 +16,9 @@ from mlx_lm import load
 from mlx_lm.utils import hf_repo_to_path
 
 from engines.config import EngineConfig
+from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# A model that states no limit (a pure state-space model) still gets one: memory is finite.
-_UNSTATED_CONTEXT = 32_768
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,7 @@ class LoadedModel:
     @property
     def max_context(self) -> int:
         """Longest context the model was made for, prompt and answer together, in tokens."""
-        text = self.config.get("text_config") or self.config
-        for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "n_ctx"):
-            if isinstance(text.get(key), int):
-                return int(text[key])
-        return _UNSTATED_CONTEXT
+        return stated_context(self.config) or UNSTATED_CONTEXT
 
     @property
     def vocab_size(self) -> int:

@@ -19,9 +19,9 @@ from typing import TypeAlias, TypeVar
 import mlx.core as mx
 
 from engines.config import EngineConfig
+from engines.kv_budget import longest_context, too_little
 from engines.mlx_worker.allocator import return_large_blocks
 from engines.mlx_worker.assembly import Parts, Surroundings, assemble
-from engines.mlx_worker.budget import longest_context
 from engines.mlx_worker.cold import Cold
 from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts, Overloaded
 from engines.mlx_worker.keeping import Cause
@@ -47,7 +47,6 @@ WAITING_PER_SLOT = 16
 LOOK_AGAIN_S = 0.25
 # Freed buffers that mlx may keep for reuse. Small: memory that was given up must really be free.
 MLX_POOL_BYTES = 64 << 20
-SMALLEST_CONTEXT = 64
 
 
 def _no_store(model: LoadedModel, plan: CachePlan) -> str:
@@ -184,6 +183,7 @@ class Owner:
         try:
             self._open()
         except BaseException as error:  # whatever it is, the caller of start() must hear of it
+            mx.clear_streams()  # see _close
             self._started.set_exception(error)
             return
         self._started.set_result(None)
@@ -257,12 +257,9 @@ class Owner:
 
     def _affordable_context(self) -> int:
         wanted = min(self._config.max_context or self._loaded.max_context, self._loaded.max_context)
+        if reason := too_little(self._plan.cost, self._config.hot_bytes, wanted):
+            raise ValueError(reason)
         affordable = longest_context(self._plan.cost, self._config.hot_bytes, wanted)
-        if affordable < min(wanted, SMALLEST_CONTEXT):
-            raise ValueError(
-                f"hot_bytes = {self._config.hot_bytes} is too little for this model: not even a "
-                f"context of {SMALLEST_CONTEXT} tokens has room; give it more"
-            )
         if affordable < wanted:
             logger.warning("hot_bytes allow a context of %d of %d tokens", affordable, wanted)
         return affordable

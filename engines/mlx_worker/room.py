@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from engines.kv_budget import KVCost, batch_bytes, passing_bytes
 from engines.mlx_worker.batching import Batches
-from engines.mlx_worker.budget import KVCost, batch_bytes, passing_bytes
 from engines.mlx_worker.hot import HotSessions
 from engines.mlx_worker.turn import Prompt, SessionKey
 from kvstore.snapshot import state_nbytes

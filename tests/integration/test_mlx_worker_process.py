@@ -201,7 +201,22 @@ async def test_a_model_that_is_not_there_ends_the_process_with_a_sentence(
     broken = tmp_path / "model"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "never-heard-of"}')
-    config = settings(broken, tmp_path)
+    err = await refusal_of(settings(broken, tmp_path))
+    assert b"tiny cannot be served" in err
+
+
+async def test_too_little_hot_memory_ends_the_process_with_a_sentence(
+    tmp_path: Path, model: Path
+) -> None:
+    """After the weights were read: mlx's thread must not abort the process on its way out."""
+    config = settings(model, tmp_path)
+    small = msgspec.structs.replace(config.engine, hot_bytes=1 << 10)
+    err = await refusal_of(msgspec.structs.replace(config, engine=small))
+    assert b"tiny cannot be served: hot_bytes = 1024 is too little" in err
+
+
+async def refusal_of(config: WorkerConfig) -> bytes:
+    """Standard error of a process that cannot serve what it was told to."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -211,4 +226,5 @@ async def test_a_model_that_is_not_there_ends_the_process_with_a_sentence(
     )
     _, err = await process.communicate(msgspec.json.encode(config) + b"\n")
     assert process.returncode == WRONG_SETTINGS
-    assert b"tiny cannot be served" in err and b"Traceback" not in err
+    assert b"Traceback" not in err
+    return err

@@ -122,6 +122,8 @@ def test_bytes_are_those_that_mlx_lm_holds(kind: str, dtype: str) -> None:
     mx = pytest.importorskip("mlx.core")
     from mlx_lm.models.cache import make_prompt_cache
 
+    from engines.mlx_worker.layout import probe
+
     config = config_of(kind)
     module = importlib.import_module(f"mlx_lm.models.{MODULES.get(kind, kind)}")
     nested = {"model_type": kind, "text_config": config} if kind == "gemma3" else config
@@ -132,7 +134,9 @@ def test_bytes_are_those_that_mlx_lm_holds(kind: str, dtype: str) -> None:
     mx.eval([cache.state for cache in caches])
     held = sum(_nbytes(cache) for cache in caches)
     itemsize = 4 if dtype == "float32" else 2
-    assert cache_shape(nested).hot_bytes(TOKENS, itemsize) == held
+    shape = cache_shape(nested)
+    assert shape.hot_bytes(TOKENS, itemsize) == held
+    assert shape.cost(itemsize) == probe(model).cost
 
 
 def _nbytes(cache: Any) -> int:

@@ -112,6 +112,7 @@ def test_plan(run, model):
     plan = json.loads(out)
     assert code == 0
     assert plan["model"] == "tiny-llama"
+    assert plan["wanted_context"] == 4096
     assert [x["context"] for x in plan["contexts"]] == [100, 4096]
     code, out, _ = run("plan", "--model", str(model))
     assert code == 0
@@ -119,6 +120,25 @@ def test_plan(run, model):
     assert "8192" not in out  # longer than the model can
     code, _, err = run("plan", "--model", str(model), "--context", "5000")
     assert (code, "takes 1 to 4096 tokens" in err) == (2, True)
+
+
+def test_plan_needs_config_json_alone(run, model):
+    (model / "model.safetensors").unlink()
+    code, out, _ = run("plan", "--model", str(model))
+    assert (code, "2048" in out) == (0, True)
+    code, _, err = run("serve", "--model", str(model), "--engine", "mlx", "--port", "0")
+    assert (code, "holds no weights" in err) == (2, True)
+
+
+def test_a_hot_budget_that_nothing_fits_into_is_refused_at_once(run, model):
+    small = ["--model", str(model), "--hot", "1MiB", "--set", "engine.kind=mlx"]
+    code, out, _ = run("plan", *small)
+    assert code == 0
+    assert "usable context: 0 of 4096 tokens" in out
+    assert "serve will refuse this: hot_bytes = 1048576 is too little" in " ".join(out.split())
+    code, _, err = run("serve", *small, "--port", "0")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: engine.hot_bytes = 1048576 is too little")
 
 
 def test_plan_refuses_what_it_does_not_understand(run, model):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engines.kv_budget import stated_context
 from launch.cache_shape import NotUnderstood
-from launch.families import FAMILIES, REFUSED, cache_shape, max_context
+from launch.families import FAMILIES, REFUSED, cache_shape
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -140,6 +141,6 @@ def test_no_type_is_both_known_and_refused():
 
 
 def test_the_longest_context():
-    assert max_context(LLAMA_8B) == 131072
-    assert max_context(QWEN3_32B) is None
-    assert max_context({"text_config": {"max_position_embeddings": 7}}) == 7
+    assert stated_context(LLAMA_8B) == 131072
+    assert stated_context(QWEN3_32B) is None
+    assert stated_context({"text_config": {"max_position_embeddings": 7}}) == 7

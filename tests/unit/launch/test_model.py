@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from launch.errors import LaunchError, UsageError
-from launch.model import find_model
+from launch.model import Model, find_model
 from launch.paths import default_cache_dir, default_data_dir, folders
 
 
@@ -21,11 +21,21 @@ def test_a_folder_is_called_by_its_name(folder, tmp_path):
     assert model.config() == {"model_type": "llama"}
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_a_folder_without_a_model_says_what_is_missing(folder, tmp_path, missing):
-    (folder / missing).unlink()
-    with pytest.raises(UsageError, match="holds no"):
+def test_a_folder_without_a_model_says_what_is_missing(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    model = find_model(str(folder), tmp_path)
+    assert model.config() == {"model_type": "llama"}  # enough to plan
+    with pytest.raises(UsageError, match=r"holds no weights \(\*\.safetensors\)"):
+        model.require_weights()
+    (folder / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"holds no config\.json; --model wants"):
         find_model(str(folder), tmp_path)
+
+
+def test_of_a_hub_id_the_engine_fetches_the_weights(folder):
+    (folder / "model.safetensors").unlink()
+    Model("organisation/name", "name", folder).require_weights()
+    Model("organisation/name", "name", None).require_weights()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '"text"'])

@@ -6,12 +6,13 @@ from engines.config import EngineConfig
 from kvstore.codecs.presets import PRESETS, codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
-from kvstore.shapes import KVLayer, KVLayout
+from kvstore.shapes import NUMPY_DTYPES, KVLayer, KVLayout
 from kvstore.snapshot import Snapshot, StateArray
 from kvstore.store import ColdStore
 from kvstore.tiers.ram_tier import RamTier
 from launch.cache_shape import CacheShape, Window
 from launch.families import cache_shape
+from launch.hot_room import HotRoom
 from launch.plan import Plan, cold_bytes, live_dtype, make_plan
 from launch.plan_view import print_plan
 from tests.kv_sessions import kv_of, np, ref, tokens
@@ -23,7 +24,9 @@ TINY = CacheShape((KVLayer(2, 64, 64),) * 3)
 
 
 def plan_of(config, contexts=(2048, 8192), store=STORE, dtype="bfloat16") -> Plan:
-    return make_plan("m", config, cache_shape(config), dtype, contexts, 8 * GIB, store)
+    itemsize = NUMPY_DTYPES[dtype].itemsize
+    room = HotRoom(cache_shape(config), itemsize, 8 * GIB, 1 << 17, pays_for_work=False)
+    return make_plan("m", config, room, dtype, contexts, store)
 
 
 def test_budgets_are_divided_by_the_bytes_of_a_session():

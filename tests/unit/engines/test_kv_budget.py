@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mlx_worker.budget import (
+from engines.kv_budget import (
     STEP,
     KVCost,
     batch_bytes,

@@ -2,14 +2,21 @@
 
 Memory of a batch is rows x longest: mlx_lm pads it. Its arrays grow by ``STEP`` tokens at a time,
 from wherever they happen to be full, so up to that many tokens of room are counted in.
+
+Pure arithmetic, without mlx: the engine admits by it, ``thermocline plan`` promises by it, and
+``serve`` refuses a budget by it before the weights are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 STEP = 256  # ``step`` of mlx_lm's caches
+SMALLEST_CONTEXT = 64  # tokens; a budget with less room than this is a mistake
+# A model that states no limit (a pure state-space model) still gets one: memory is finite.
+UNSTATED_CONTEXT = 32_768
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,45 @@ def passing_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
     return row + largest // cost.num_caches
 
 
+def alone_bytes(cost: KVCost, num_tokens: int) -> int:
+    """What a context of so many tokens needs while it runs and nothing else is there."""
+    alone = [(1, num_tokens)]
+    return batch_bytes(cost, alone) + passing_bytes(cost, alone)
+
+
 def longest_context(cost: KVCost, hot_bytes: int, at_most: int) -> int:
     """The longest context that a lone row can have inside the budget."""
     low, high = 0, at_most
     while low < high:
         middle = (low + high + 1) // 2
-        needed = batch_bytes(cost, [(1, middle)]) + passing_bytes(cost, [(1, middle)])
-        low, high = (middle, high) if needed <= hot_bytes else (low, middle - 1)
+        low, high = (middle, high) if alone_bytes(cost, middle) <= hot_bytes else (low, middle - 1)
     return low
+
+
+def too_little(cost: KVCost, hot_bytes: int, wanted: int) -> str:
+    """Why nothing can be served with this budget, in one sentence; "" if something can.
+
+    Args:
+        wanted: tokens, the longest context that anybody asks for.
+    """
+    smallest = min(wanted, SMALLEST_CONTEXT)
+    least = alone_bytes(cost, smallest)
+    if least <= hot_bytes:
+        return ""
+    return (
+        f"hot_bytes = {hot_bytes} is too little for this model: a context of {smallest} tokens"
+        f" needs {-(-least >> 20)} MiB while it runs; give it that or more (--hot)"
+    )
+
+
+def stated_context(config: Mapping[str, Any]) -> int | None:
+    """Longest context a model was made for, prompt and answer together, in tokens.
+
+    Args:
+        config: its config.json; None is returned if that does not say.
+    """
+    text = config.get("text_config") or config
+    for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "n_ctx"):
+        if isinstance(text.get(key), int):
+            return int(text[key])
+    return None
