@@ -37,7 +37,10 @@ class EngineStalled(EngineUnavailable):
 
 
 class EngineRefused(EngineError):
-    pass
+    def __init__(self, message: str, code: str = "") -> None:
+        """``code`` is that of ``engines.wire.Refused``."""
+        super().__init__(message)
+        self.code = code
 
 
 class Demoted(msgspec.Struct, frozen=True):

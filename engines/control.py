@@ -112,7 +112,7 @@ class ControlLink:
         finally:
             self._pending.pop(number, None)
         if isinstance(reply, Refused):
-            raise EngineRefused(reply.message)
+            raise EngineRefused(reply.message, reply.code)
         return reply
 
     async def notices(self) -> AsyncIterator[Notice | None]:

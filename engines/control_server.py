@@ -2,7 +2,7 @@
 
 One server for every engine, which hands it its own ``SessionVerbs``. It runs inside the engine's
 process, for vLLM in an environment that holds little of ours, so it needs nothing but the standard
-library and ``engines.wire``.
+library, ``engines.wire`` and ``kvstore.errors``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from engines.wire import (
     page_of,
     read_request,
 )
+from kvstore.errors import PinLimit
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ MAX_WORDS: Final = 2000  # characters of an error
 class SessionVerbs(Protocol):
     """What an engine can be told. Called on the server's event loop, several at once.
 
-    Whatever they raise becomes a ``Refused`` with its words.
+    Whatever they raise becomes a ``Refused`` with its words, ``PinLimit`` one with a code.
     """
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
@@ -117,6 +118,8 @@ class ControlServer:
         try:
             # An answer that is too long for a frame is this verb's failure, not the connection's.
             body = frame(Reply(request.number, await self._answer(request.verb, writer)))
+        except PinLimit as error:
+            body = frame(Reply(request.number, Refused(str(error), "pin_limit")))
         except Exception as error:  # the edge of this process: the gateway gets an answer
             logger.exception("%s failed", type(request.verb).__name__)
             body = frame(Reply(request.number, Refused(_words(error))))

@@ -149,6 +149,7 @@ class Stats(msgspec.Struct, frozen=True, tag="engine_stats"):
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
+    code: Literal["", "pin_limit"] = ""  # of refusals that are no failure, but an answer
 
 
 Answer: TypeAlias = Welcome | Done | Sessions | Stats | Refused

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.base import EngineError, EngineStalled, EngineUnavailable
+from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
 from engines.openai import InvalidRequest, error_body, error_type
 from scheduler.sessions import Draining, MemoryScarce, Overloaded
 
@@ -67,6 +67,9 @@ def failure_of(error: Exception) -> Failure:
         case EngineUnavailable():
             message = f"The engine is not available: {error}. Try again later."
             return Failure(503, message, None, "engine_unavailable", RETRY_LATER_S)
+        case EngineRefused(code="pin_limit"):
+            message = f"This session cannot be pinned: {error}."
+            return Failure(409, message, "session_id", "pin_limit")
         case EngineError():
             return Failure(502, f"The engine refused: {error}.", None, "engine_refused")
         case TimeoutError():

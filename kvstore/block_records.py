@@ -33,6 +33,11 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
         return split_hashes(self.hashes)
 
     @property
+    def pinned_bytes(self) -> int:
+        """What it takes of the pins' share while it is pinned."""
+        return self.packed_bytes + len(self.hashes)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.hashes) // HASH_BYTES * self.block_tokens
 

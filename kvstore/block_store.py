@@ -11,6 +11,7 @@ which blobs exist, where, and whose they are. Tiers, write-behind, format and co
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -24,6 +25,7 @@ from kvstore.block_reader import Fetched as Fetched
 from kvstore.block_records import BlockRecord, common_blocks
 from kvstore.config import StoreConfig
 from kvstore.packer import Packer
+from kvstore.pins import Pins
 from kvstore.records import SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 from kvstore.tier_stack import TierStack
@@ -60,9 +62,10 @@ class BlockStore:
         self._stack = TierStack(tiers, self.counters)
         self._index = BlockIndex(self._stack, keys, fingerprint, config.index_bytes)
         self._index.load()
-        for record in self._index.all():
-            if record.pinned:
-                self._stack.pin(self._chain(record))
+        self._pins = Pins(self._stack, config.pinned_share)
+        self._pinning = threading.Lock()  # the share is looked at and taken in one step
+        for record in reversed(self._index.all()):  # with a smaller share now, the newest stay
+            self._follow_pin(record)
         self._slower = [
             WriteBehind(self._stack, i, config.write_queue_bytes, self.counters)
             for i in range(1, len(self._stack))
@@ -85,9 +88,7 @@ class BlockStore:
         """The session is now this chain. Fast tier at once, slower ones behind."""
         old = self._index.find(session.tenant, session.id)
         record, obsolete = self._revised(session, hashes, old, fresh)
-        if record.pinned and old is not None:
-            self._stack.pin(self._chain(record))
-            self._stack.unpin(self._chain(old))
+        self._follow_pin(record)
         delivery = self._delivery(record, fresh, obsolete)
         self._index.put(record)
         if len(self._stack):
@@ -221,13 +222,16 @@ class BlockStore:
         return deliver(self._stack, place, delivery, whole=True).complete
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        record = self._index.find(session.tenant, session.id)
-        if record is None or record.pinned == pinned:
-            return
-        change = self._stack.pin if pinned else self._stack.unpin
-        change(self._chain(record))
-        record = msgspec.structs.replace(record, pinned=pinned)
-        self._index.put(record)
+        """Raises ``PinLimit``: pinned sessions would take more than ``pinned_share``."""
+        with self._pinning:
+            record = self._index.find(session.tenant, session.id)
+            if record is None or record.pinned == pinned:
+                return
+            if pinned:
+                self._pins.check(self._index.key(record), record.pinned_bytes)
+            record = msgspec.structs.replace(record, pinned=pinned)
+            self._follow_pin(record)
+            self._index.put(record)
         for place in range(len(self._stack)):
             self._stack.replace(place, self._index.key(record), self._index.pack(record))
 
@@ -239,8 +243,7 @@ class BlockStore:
         record_key = self._index.key(record)
         for tier in self._slower:
             tier.cancel(record_key)
-        if record.pinned:
-            self._stack.unpin(self._chain(record))
+        self._pins.release(record_key)
         keys = self._index.unshared([*self._chain(record), *record.left_behind], record)
         self._index.remove(record)
         for place in range(len(self._stack)):
@@ -285,6 +288,13 @@ class BlockStore:
             tier.close()
         self.workers.close()
         self._stack.close()
+
+    def _follow_pin(self, record: BlockRecord) -> None:
+        key = self._index.key(record)
+        if record.pinned:
+            self._pins.follow(key, self._chain(record), record.pinned_bytes)
+        else:
+            self._pins.release(key)
 
     def _chain(self, record: BlockRecord) -> list[bytes]:
         return [x.key for x in self._index.pieces(record)]

@@ -46,10 +46,18 @@ class Committer:
         if not delivered.recorded and not self._slower:
             return False
         self._index.put(delivery.record_key, record)
-        self._pins.follow(record)
+        self.follow_pin(record)
         for tier in self._slower:
             tier.offer(dataclasses.replace(delivery, done=Future()))
         return True
+
+    def follow_pin(self, record: SessionRecord) -> None:
+        """Pin what the record names, if it says so; let go of what an older one named."""
+        key = self._keys.record_key(record)
+        if record.pinned:
+            self._pins.follow(key, [key, *self._keys.listed(record)], record.pinned_bytes)
+        else:
+            self._pins.release(key)
 
     def send(self, place: int, record: SessionRecord) -> Future[bool]:
         """Bring a session as it is to one slower tier; the result says if all of it is there."""

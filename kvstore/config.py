@@ -36,5 +36,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_snapshots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
+    # Pinned sessions take at most so much of the smallest tier; a pin beyond it is refused.
+    pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # A session nobody came back to is dropped from every tier after this long. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

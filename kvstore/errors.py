@@ -8,8 +8,10 @@
     |   +-- TierInUse     its folder is another process's
     +-- StoreClosed       the store is shutting down
     +-- UnknownCodec      no codec of that name, or it cannot take this layout
+    +-- PinLimit          pinned sessions take all that they may; one more is refused
 
-None of them ever reaches a user: the worst outcome of each is a recompute.
+None but the last ever reaches a user: the worst outcome of each is a recompute. ``PinLimit``
+answers whoever asked for the pin.
 """
 
 from __future__ import annotations
@@ -44,4 +46,8 @@ class StoreClosed(ColdError):
 
 
 class UnknownCodec(ColdError):
+    pass
+
+
+class PinLimit(ColdError):
     pass

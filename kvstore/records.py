@@ -61,6 +61,11 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.token_ids) // 4
 
     @property
+    def pinned_bytes(self) -> int:
+        """What it takes of the pins' share while it is pinned."""
+        return self.packed_bytes + len(self.token_ids)
+
+    @property
     def tokens(self) -> Tokens:
         """(num_tokens,) int32, read-only view."""
         return np.frombuffer(self.token_ids, "<i4")

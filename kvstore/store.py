@@ -97,15 +97,15 @@ class ColdStore:
             ttl_s=config.ttl_s,
         )
         index.load()
-        self._pins = pins = Pins(stack, keys)
-        for record in index.all():
-            pins.follow(record)
+        self._pins = pins = Pins(stack, config.pinned_share)
         self._workers = workers = Workers(config.num_threads)
         self._queue = queue = SaveQueue(config.save_queue_bytes)
         self._slower = [
             WriteBehind(stack, i, config.write_queue_bytes, counters) for i in range(1, len(stack))
         ]
         self._committer = committer = Committer(stack, self._slower, packer, keys, index, pins)
+        for record in reversed(index.all()):  # where the share is smaller now, the newest stay
+            committer.follow_pin(record)
         self._matcher = Matcher(stack, index, keys)
         self._restorer = Restorer(stack, packer, workers, counters, monotonic)
         self._departures = Departures(stack, index, keys)
@@ -234,7 +234,10 @@ class ColdStore:
         return None if self._closed else self._upkeep.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Keep the session's blobs from eviction, or stop to. Blocks while a save of it runs."""
+        """Keep the session's blobs from eviction, or stop to. Blocks while a save of it runs.
+
+        Raises ``PinLimit``: with it, pinned sessions would take more than ``pinned_share``.
+        """
         if not self._closed:
             self._upkeep.pin(session, pinned)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -44,6 +45,7 @@ class Upkeep:
         self._pins = pins
         self._workers = workers
         self._departures = departures
+        self._pinning = threading.Lock()  # the share is looked at and taken in one step
         # Deletions that a tier could not be asked to do, for when it is back.
         self._owed: deque[tuple[int, list[bytes]]] = deque(maxlen=MAX_OWED_DELETES)
 
@@ -86,12 +88,14 @@ class Upkeep:
             return False
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Nothing happens for a session that was never saved."""
+        """Nothing happens for a session that was never saved. Raises ``PinLimit``."""
         key = self._key(session)
         self._queue.wait_settled(key, WAIT_S)
-        with self._queue.claim(key):
+        with self._queue.claim(key), self._pinning:
             record = self._index.find(session)
             if record is not None and record.pinned != pinned:
+                if pinned:
+                    self._pins.check(key, record.pinned_bytes)
                 self._committer.commit(msgspec.structs.replace(record, pinned=pinned), {}, ())
 
     def forget(self, session: SessionRef) -> bool:

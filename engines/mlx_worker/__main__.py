@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -30,6 +30,19 @@ logger = logging.getLogger("engines.mlx_worker")
 
 # What is left of the gateway's patience after its input ended: save, sync, leave.
 FLUSH_S: Final = 20.0
+# What this machine may have again in a moment: files, room, memory. To start again can help.
+_PASSING: Final = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.ENOMEM,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EIO,
+    }
+)
 
 
 def main() -> None:
@@ -37,8 +50,7 @@ def main() -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(config))
-    except (CannotServe, OSError, ValueError) as error:
-        # What the operator can change.
+    except CannotServe as error:  # what the operator can change
         logger.error("%s cannot be served: %s", config.served_model_name, _one_line(error))
         raise SystemExit(WRONG_SETTINGS) from error
     except Exception as error:  # the edge of this process: its log gets one line of it
@@ -46,12 +58,28 @@ def main() -> None:
         raise SystemExit(1) from error
 
 
+async def start(owner: Owner) -> None:
+    """Raises ``CannotServe`` for what stays until somebody changes it, ``OSError`` for the rest."""
+    try:
+        await owner.start()
+    except (OSError, ValueError) as error:
+        if _passes(error):
+            raise
+        raise CannotServe(str(error)) from error
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
 def _load(config: WorkerConfig) -> LoadedModel:
-    """Raises ``CannotServe`` with what can be done about it."""
+    """Raises ``CannotServe`` with what can be done about it, or an ``OSError`` that may pass."""
     path = config.model_path
     try:
         return load_model(path, config.engine.dtype)
     except Exception as error:  # files of somebody else can trip a loader in any way
+        if _passes(error):
+            raise
         if not Path(path).exists():
             raise CannotServe(
                 f"{path} could not be fetched from the hub; check the name and the network, or"
@@ -78,7 +106,7 @@ async def serve(config: WorkerConfig) -> None:
         store_opener(config.store, config.served_model_name),
     )
     logger.info("loading %s: %s", config.model_path, describe_device(config.engine))
-    await owner.start()
+    await start(owner)
     try:
         await _serve_until(stop, owner, config, folder)
     finally:
@@ -98,7 +126,7 @@ async def _serve_until(
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
     owner.listen(notifier.hear)
     if store := owner.store:
-        store.listen(partial(owner.tell, "lost"))
+        store.listen(verbs.lost)
     http = _HttpServer(_http_config(owner, config))
     listener = _listener(folder / "http.sock")
     serving = asyncio.create_task(http.serve([listener]), name="http")

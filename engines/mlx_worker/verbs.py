@@ -7,6 +7,7 @@ for a disk or a network runs on a thread of its own. Nothing here holds up a run
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Final
 
 from engines.mlx_worker.hot import HotSession
@@ -14,7 +15,10 @@ from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.reports import Reports
 from engines.mlx_worker.turn import SessionKey
 from engines.wire import Done, EngineReport, SessionReport
+from kvstore.errors import PinLimit
 from kvstore.records import SessionRef, TierName
+
+logger = logging.getLogger(__name__)
 
 # How long a demote waits for a save that is on its way.
 SAVE_WAIT_S: Final = 30.0
@@ -94,14 +98,29 @@ class Verbs:
         store, key = self._owner.store, (session.tenant, session.id)
         self._hot.pin(key, pinned)
         if store:
-            await asyncio.to_thread(store.pin, session, pinned)
+            try:
+                await asyncio.to_thread(store.pin, session, pinned)
+            except PinLimit:
+                self._hot.pin(key, known.pinned)
+                raise
         self._hot.pin(key, pinned)  # a restore may have brought the record's older pin
         return Done(await self.report(session))
 
     async def pin_saved(self, session: SessionRef) -> None:
         """A session that was pinned before it had a cold copy has one now."""
         if (store := self._owner.store) and self._hot.is_pinned((session.tenant, session.id)):
-            await asyncio.to_thread(store.pin, session, True)
+            try:
+                await asyncio.to_thread(store.pin, session, True)
+            except PinLimit as error:
+                logger.warning("a session that was to be pinned is not: %s", error)
+                self._hot.pin((session.tenant, session.id), False)
+
+    def lost(self, session: SessionRef) -> None:
+        """Its cold copy is gone, by ttl or eviction. Any thread."""
+        key = (session.tenant, session.id)
+        if self._hot.get(key) is None and not self._hot.is_busy(key):
+            self._hot.pin(key, False)  # nothing is left that the pin could hold
+        self._owner.tell("lost", session)
 
     async def forget(self, session: SessionRef) -> Done:
         """Remove it from memory and from every tier. A running turn goes on and is not kept."""

@@ -85,6 +85,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     sessions: list[RankSession]
     stats: StoreStats | None = None
     error: str = ""
+    pin_limit: str = ""  # why a pin was refused
 
 
 class RankSaved(msgspec.Struct, frozen=True, tag="saved"):

@@ -31,6 +31,7 @@ from engines.vllm_plugin.messages import (
 from engines.wire import Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
 from kvstore.block_records import BlockRecord, split_hashes
 from kvstore.block_store import BlockStore, Fetched
+from kvstore.errors import PinLimit
 from kvstore.records import SessionRef
 from kvstore.stats import StoreStats
 
@@ -174,6 +175,8 @@ class RankLink:
             records = self._obey(message.verb)
             stats = self._stats() if isinstance(message.verb, GetStats) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats)
+        except PinLimit as error:
+            answer = RankAnswer(message.number, [], pin_limit=str(error))
         except Exception as error:  # the edge of this thread: whoever asks gets an answer
             logger.exception("%s failed", type(message.verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")

@@ -29,6 +29,7 @@ from engines.wire import (
     Unpin,
     Verb,
 )
+from kvstore.errors import PinLimit
 from kvstore.records import SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 
@@ -95,6 +96,12 @@ class Verbs:
         return await self._done(Prefetch(session), session)
 
     async def pin(self, session: SessionRef, pinned: bool) -> Done:
+        """All ranks pin it, or none. Raises ``PinLimit``."""
+        if pinned:
+            answers = await self._hub.ask(Pin(session), MOVE_S)
+            if refused := next((x.pin_limit for x in answers if x.pin_limit), ""):
+                await self._hub.ask(Unpin(session), MOVE_S)
+                raise PinLimit(refused)
         return await self._done(Pin(session) if pinned else Unpin(session), session)
 
     async def forget(self, session: SessionRef) -> Done:

@@ -91,13 +91,14 @@ async def test_a_refused_verb(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await greet(reader, writer)
         request = await read_request(reader)
-        writer.write(frame(Reply(request.number, Refused("not now"))))
+        writer.write(frame(Reply(request.number, Refused("not now", "pin_limit"))))
         await reader.read()
 
     async with linked(folder, peer) as link:
         await until(lambda: link.welcome)
-        with pytest.raises(EngineRefused, match="not now"):
+        with pytest.raises(EngineRefused, match="not now") as refused:
             await link.ask(GetStats(), 5.0)
+        assert refused.value.code == "pin_limit"
 
 
 async def test_a_frozen_engine_is_given_up_and_welcomed_back(folder: Path) -> None:

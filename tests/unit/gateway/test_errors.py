@@ -26,6 +26,7 @@ KEYS = {"message", "type", "param", "code"}
         (EngineStalled("silent"), 504),
         (EngineUnavailable("starting"), 503),
         (EngineRefused("no"), 502),
+        (EngineRefused("no room", "pin_limit"), 409),
         (EngineError("odd"), 502),
         (TimeoutError(), 504),
         (HTTPException(404), 404),

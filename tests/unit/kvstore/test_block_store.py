@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.block_records import common_blocks
+from kvstore.errors import PinLimit
 from kvstore.records import SessionRef
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -184,13 +185,26 @@ def test_warming_brings_a_session_to_the_fastest_tier(tmp_path):
 
 def test_a_pinned_session_is_not_demoted_and_outlives_pressure(tmp_path):
     disk = DiskTier(tmp_path, 1 << 26)
-    store = open_store([RamTier(300_000), disk])
+    store = open_store([RamTier(500_000), disk])
     save(store, ref("kept"), LONG)
     store.pin(ref("kept"), True)
     assert store.demote(ref("kept"), "disk") == "ram"
     for i in range(8):
         save(store, ref(f"other{i}"), hashes(list(range(1000 * i + 1000, 1000 * i + 1100))))
     assert store.tier_of(store.record(ref("kept"))) == "ram"
+    store.close()
+
+
+def test_a_pin_beyond_the_share_is_refused():
+    store = open_store([RamTier(500_000)])  # a session is about 205 kB
+    save(store, ref("a"), LONG)
+    save(store, ref("b"), hashes(list(range(1000, 1100))))
+    store.pin(ref("a"), True)
+    with pytest.raises(PinLimit):
+        store.pin(ref("b"), True)
+    assert not store.record(ref("b")).pinned
+    store.forget(ref("a"))
+    store.pin(ref("b"), True)
     store.close()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import pytest
 
 from kvstore.chain import KeySpace
+from kvstore.errors import PinLimit
 from kvstore.revision import MAX_LEFT_BEHIND
 from kvstore.session_keys import KeyMaker
 from kvstore.tiers.ram_tier import RamTier
@@ -133,7 +135,7 @@ def test_what_a_pinned_session_grows_by_is_pinned_and_its_old_tail_is_not(store,
     store.pin(ref(), True)
     save(store, ref(), HISTORY)
     keys = [store._keys.record_key(store.record(ref())), *store._keys.listed(store.record(ref()))]
-    assert sorted(store._pins._pinned[keys[0]]) == sorted(keys)
+    assert sorted(store._pins._pinned[keys[0]].keys) == sorted(keys)
     assert tiers[0]._index._pins == dict.fromkeys(keys, 1)
     store.pin(ref(), False)
     assert tiers[0]._index._pins == {}
@@ -149,6 +151,71 @@ def test_a_pin_outlives_a_restart(tmp_path):
     record = store.record(ref())
     assert record is not None and record.pinned
     assert len(again._index._pins) == 14
+    store.close()
+
+
+def num_pinned(tier) -> int:
+    return len(tier._index._pins)
+
+
+def test_a_pin_beyond_the_share_is_refused_and_says_what_to_do():
+    store = open_store([ram(400_000), RenamedRam(200_000)])  # a session is about 46 kB
+    for name in "abc":
+        save(store, ref(name), tokens(200, ord(name)))
+    store.pin(ref("a"), True)
+    store.pin(ref("b"), True)
+    with pytest.raises(PinLimit, match="pinned_share"):
+        store.pin(ref("c"), True)
+    assert store.record(ref("c")).pinned is False
+    store.pin(ref("b"), True)  # it is already
+    store.pin(ref("a"), False)
+    store.pin(ref("c"), True)
+    store.forget(ref("c"))
+    store.pin(ref("a"), True)
+    store.close()
+
+
+def test_others_always_have_room_beside_the_pinned():
+    store = open_store([ram(200_000)])
+    for i in range(12):
+        save(store, ref(str(i)), tokens(200, i))
+        with suppress(PinLimit):
+            store.pin(ref(str(i)), True)
+    save(store, ref("last"), HISTORY)
+    assert come_back(store, ref("last"), HISTORY)[1].num_tokens == 200
+    assert sum(x.pinned for x in store._index.all()) == 2
+    store.close()
+
+
+def test_what_a_pinned_session_grows_by_beyond_the_share_is_not_pinned():
+    tier = ram(200_000)
+    store = open_store([tier])
+    save(store, ref(), HISTORY)
+    store.pin(ref(), True)
+    assert num_pinned(tier) == 14
+    long = [*HISTORY, *tokens(500, 1)]
+    save(store, ref(), long)
+    assert store.record(ref()).pinned
+    assert num_pinned(tier) == 13  # record and chunks; the tail of then is gone
+    for i in range(8):
+        save(store, ref(str(i)), tokens(200, i))
+    assert 192 <= come_back(store, ref(), long)[1].num_tokens < 700
+    store.pin(ref(), False)
+    assert num_pinned(tier) == 0 and store._pins._nbytes == 0
+    store.close()
+
+
+def test_with_a_smaller_share_after_a_restart_the_newest_pins_stay(tmp_path):
+    store = open_store([disk(tmp_path)])
+    for name in "abc":
+        save(store, ref(name), tokens(200, ord(name)))
+        store.pin(ref(name), True)
+    store.close()
+    again = disk(tmp_path)
+    share = 100_000 / again.stats().capacity_bytes
+    store = open_store([again], pinned_share=share)
+    newest = [store._keys.record_key(store.record(ref(x))) for x in "bc"]
+    assert set(store._pins._pinned) == set(newest) and num_pinned(again) == 28
     store.close()
 
 

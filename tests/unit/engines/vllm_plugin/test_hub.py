@@ -237,6 +237,14 @@ def test_a_pinned_session_is_kept(engine):
     assert not engine.done(Unpin(ref())).report.pinned
 
 
+def test_a_pin_that_one_rank_has_no_room_for_is_refused_by_all(engine):
+    engine.save()
+    engine.stores[1]._pins._max_bytes = 1000
+    refused = engine.ask(Pin(ref()))
+    assert isinstance(refused, Refused) and refused.code == "pin_limit"
+    assert [x.record(ref()).pinned for x in engine.stores] == [False, False]
+
+
 def test_forget_tells_what_it_was(engine):
     engine.save()
     assert engine.done(Forget(ref())).report.tokens == 100
