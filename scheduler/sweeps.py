@@ -54,7 +54,9 @@ class Sweeps:
         async with asyncio.TaskGroup() as jobs:
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wanted.wait(), self._config.sweep_every_s)
+                    # Not wait_for: before Python 3.12 it can lose a cancellation.
+                    async with asyncio.timeout(self._config.sweep_every_s):
+                        await self._wanted.wait()
                 self._wanted.clear()
                 await self.look(jobs)
                 await asyncio.sleep(MIN_SWEEP_GAP_S)
