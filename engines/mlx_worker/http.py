@@ -39,6 +39,7 @@ from engines.mlx_worker.sse import KEEPALIVE_S, ClientGone, SseResponse, unless_
 from engines.mlx_worker.vocabulary import Vocabulary
 from engines.openai import (
     Body,
+    CompletionRequest,
     InvalidRequest,
     error_body,
     error_type,
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 << 20
+# A body over this is parsed on a thread.
+LARGE_BODY_BYTES = 256 << 10
 _RETRY_AFTER_S = 1
 # Nobody reads a response to a closed connection; the number is nginx's.
 _CLIENT_CLOSED = 499
@@ -127,6 +130,8 @@ class Worker:
         self._served = Served(owner.facts.name, _fingerprint(config), self._vocabulary)
         # One thread: templates hold the GIL anyway, and tokenizers are not fully thread-safe.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+        # Another one: who sends a large body waits for no grammar.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="body")
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -135,10 +140,11 @@ class Worker:
         try:
             yield
         finally:
-            self._writer.shutdown(wait=False, cancel_futures=True)
+            for pool in (self._writer, self._reader):
+                pool.shutdown(wait=False, cancel_futures=True)
 
     async def chat(self, request: Request) -> Response:
-        asked = parse_chat(await _body(request))
+        asked = await self._parsed(parse_chat, await _body(request))
         self._check_model(asked)
         session = _session(request)
         job = await self._write(lambda: self._jobs.chat(asked, session))
@@ -146,11 +152,12 @@ class Worker:
         return await self._answer(request, asked, job, face)
 
     async def text(self, request: Request) -> Response:
-        asked = parse_completion(await _body(request))
+        asked = await self._parsed(parse_completion, await _body(request))
         self._check_model(asked)
         session = _session(request)
-        job = await self._write(lambda: self._jobs.text(asked, session))
-        echoed = [self._prompt_text(x) for x in asked.prompts] if asked.echo else []
+        job, echoed = await self._write(
+            lambda: (self._jobs.text(asked, session), self._echo(asked))
+        )
         face = TextFace(self._served, asked, echoed)
         return await self._answer(request, asked, job, face)
 
@@ -185,8 +192,17 @@ class Worker:
         except RecursionError as error:  # a schema just shallow enough to have been parsed
             raise InvalidRequest("The JSON body is nested too deeply.") from error
 
-    def _prompt_text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else str(self._vocabulary.tokenizer.decode(prompt))
+    async def _parsed(self, parse: Callable[[bytes], T], body: bytes) -> T:
+        """A large body takes long to check; on the event loop all streams would stall meanwhile."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return parse(body)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, parse, body)
+
+    def _echo(self, asked: CompletionRequest) -> list[str]:
+        """The prompts as text, if they are to come back. On the prompts' thread."""
+        decode = self._vocabulary.tokenizer.decode
+        prompts = asked.prompts if asked.echo else []
+        return [x if isinstance(x, str) else str(decode(x)) for x in prompts]
 
     def _check_model(self, asked: Body) -> None:
         if asked.model != self._served.model:

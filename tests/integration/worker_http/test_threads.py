@@ -1,0 +1,62 @@
+"""What takes long does not happen on the event loop, where all streams would wait for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from engines.mlx_worker import http
+from engines.openai import ChatRequest, parse_chat
+from tests.integration.worker_http.stage import HELLO, Open, post
+
+pytestmark = pytest.mark.mlx
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "status", "elsewhere"),
+    [(100, 200, False), (http.LARGE_BODY_BYTES + 1, 400, True)],
+)
+async def test_large_bodies_are_parsed_beside_the_loop(
+    toy: Open, monkeypatch: pytest.MonkeyPatch, num_bytes: int, status: int, elsewhere: bool
+) -> None:
+    threads: list[int] = []
+
+    def parse(body: bytes) -> ChatRequest:
+        threads.append(threading.get_ident())
+        return parse_chat(body)
+
+    monkeypatch.setattr(http, "parse_chat", parse)
+    body = {"model": "toy", "messages": HELLO, "max_tokens": 1}
+    if elsewhere:
+        body["messages"] = [{"role": "user", "content": "x" * num_bytes}]
+    async with toy() as stage, post(stage, body) as response:
+        assert response.status == status  # 400: more than the context holds
+    assert [x != threading.get_ident() for x in threads] == [elsewhere]
+
+
+async def test_an_error_in_a_large_body_is_told_as_in_a_small_one(toy: Open) -> None:
+    body = {"model": "toy", "messages": [{"role": 5, "content": "x" * http.LARGE_BODY_BYTES}]}
+    async with toy() as stage, post(stage, body) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_echoed_tokens_are_written_out_beside_the_loop(
+    toy: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, threads = [70, 71, 72], list[int]()
+
+    def decode(self: TokenizerWrapper, ids: Any, **how: Any) -> str:
+        if ids == prompt:
+            threads.append(threading.get_ident())
+        return str(self._tokenizer.decode(ids, **how))
+
+    monkeypatch.setattr(TokenizerWrapper, "decode", decode, raising=False)
+    async with toy() as stage:
+        stage.script("ok")
+        reply = await stage.client.completions.create(model="toy", prompt=prompt, echo=True)
+        assert reply.choices[0].text == stage.tokenizer._tokenizer.decode(prompt) + "ok"
+    assert threads and threading.get_ident() not in threads
