@@ -157,6 +157,31 @@ def test_the_self_test_notices_a_cache_that_forgets(monkeypatch: pytest.MonkeyPa
     assert why_not(model, plan, 500) == "its caches came back from a test with other contents"
 
 
+class Wide(Model):
+    """Its window is wider than the self-test's text is long."""
+
+    def make_cache(self) -> Caches:
+        return [RotatingKVCache(50 * WINDOW), KVCache()]
+
+
+def test_the_self_test_looks_at_windows_that_have_gone_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Wide("RK")
+    plan = probe(model)
+    assert why_not(model, plan, 500) == ""
+    rebuild = parking.rebuild
+
+    def loses_its_place(*arguments: object) -> Caches:
+        caches = rebuild(*arguments)  # type: ignore[arg-type]
+        if caches[0].offset > caches[0].max_size:
+            caches[0].keys = caches[0].keys[..., ::-1, :]
+        return caches
+
+    monkeypatch.setattr(parking, "rebuild", loses_its_place)
+    assert why_not(model, plan, 500) == "its caches came back from a test with other contents"
+
+
 def pieces() -> tuple[Model, KVLayout, list[tuple[np.ndarray, np.ndarray]], StateTree]:
     model = Model("RK")
     caches, layout = fed(model, 20), probe(model).layout
