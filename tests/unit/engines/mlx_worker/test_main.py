@@ -1,0 +1,78 @@
+"""Which failures end the worker for good, and which are worth another start."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import pytest
+
+from engines.config import WRONG_SETTINGS, EngineConfig, WorkerConfig
+from engines.mlx_worker import __main__ as worker
+from engines.mlx_worker.layout import CannotServe
+from engines.mlx_worker.loading import LoadedModel
+from engines.mlx_worker.owner import Owner
+from kvstore.config import StoreConfig
+
+pytestmark = pytest.mark.mlx
+
+CONFIG = WorkerConfig(
+    engine=EngineConfig(),
+    store=StoreConfig(),
+    model_path="toy",
+    served_model_name="toy",
+    runtime_dir="",
+    token="secret",
+)
+
+
+def raising(error: Exception) -> Callable[[], LoadedModel]:
+    def load() -> LoadedModel:
+        raise error
+
+    return load
+
+
+@pytest.mark.parametrize("error", [ValueError("hot_bytes"), PermissionError(errno.EACCES, "no")])
+async def test_what_only_the_operator_can_change_is_said_so(error: Exception) -> None:
+    with pytest.raises(CannotServe, match=str(error).replace("[", r"\[").replace("]", r"\]")):
+        await worker.start(Owner(raising(error), EngineConfig(), "toy"))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.ENOMEM])
+async def test_what_passes_by_itself_is_not_the_operators(number: int) -> None:
+    with pytest.raises(OSError) as caught:
+        await worker.start(Owner(raising(OSError(number, "no more")), EngineConfig(), "toy"))
+    assert caught.value.errno == number
+
+
+def test_a_loader_that_ran_out_of_files_has_not_judged_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(path: str, dtype: str) -> LoadedModel:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(worker, "load_model", load)
+    with pytest.raises(OSError, match="too many open files"):
+        worker._load(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CannotServe("no such model"), WRONG_SETTINGS),
+        (OSError(errno.EMFILE, "too many open files"), 1),
+        (ValueError("a defect"), 1),
+    ],
+)
+def test_the_exit_code_says_whether_to_start_again(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve(config: WorkerConfig) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "read_settings", lambda: CONFIG)
+    monkeypatch.setattr(worker, "serve", serve)
+    with pytest.raises(SystemExit) as ended:
+        worker.main()
+    assert ended.value.code == code
