@@ -14,6 +14,7 @@ socket is left alone for a moment, and what gathers there goes on as one.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
 import httptools
@@ -33,11 +34,13 @@ _BROKE = "the connection to it broke"
 class Answer(asyncio.Protocol):
     """Head first, then pieces of the body as they come. For one reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """``clock`` tells fast streams from slow ones; the event loop's own unless one is given."""
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.is_stream = False
         self._loop = asyncio.get_running_loop()
+        self._clock = clock or self._loop.time
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -45,7 +48,7 @@ class Answer(asyncio.Protocol):
         self._held_bytes = 0
         self._paused = False
         self._gathering: asyncio.TimerHandle | None = None
-        self._read_at = 0.0  # the last piece; in the loop's time
+        self._read_at = 0.0  # the last piece; by the clock
         self._has_head = False
         self._whole = False
         self._failure: EngineUnavailable | None = None
@@ -117,7 +120,7 @@ class Answer(asyncio.Protocol):
 
     def _pace(self) -> None:
         """Leave the socket alone for a while, or until the reader has caught up."""
-        now = self._loop.time()
+        now = self._clock()
         is_fast, self._read_at = self.is_stream and now - self._read_at < FAST_S, now
         if is_fast and self._gathering is None:
             self._gathering = self._loop.call_later(GATHER_S, self._gathered)

@@ -111,5 +111,4 @@ class Follower:
     def _adopt(self, report: SessionReport) -> None:
         ref = SessionRef(tenant=report.tenant, id=report.id, salt=self._salt_of(report.tenant))
         state = State.IDLE if report.hot else State.COLD
-        session = self._table.add(ref, state, self._clock() - report.idle_s)
-        self._table.learn(session, report)
+        self._table.add(ref, state, self._clock() - report.idle_s, report)

@@ -79,7 +79,14 @@ class SessionTable:
 
     # ---- what happens to rows
 
-    def add(self, ref: SessionRef, state: State, last_used: float) -> Session:
+    def add(
+        self,
+        ref: SessionRef,
+        state: State,
+        last_used: float,
+        report: SessionReport | None = None,
+    ) -> Session:
+        """``report`` is what the engine says of it already."""
         if self._num_rows >= self._max_rows:
             self._make_room()
         self._numbers += 1
@@ -90,6 +97,8 @@ class SessionTable:
             listener=self._changed,
             number=self._numbers,
         )
+        if report is not None:
+            session.learn(report)
         self._rows.setdefault(ref.tenant, {})[ref.id] = session
         self._num_rows += 1
         self._file(session)

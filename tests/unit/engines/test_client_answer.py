@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -45,8 +46,8 @@ class Wire(asyncio.Transport):
         return self.aborted
 
 
-def connected() -> tuple[Answer, Wire]:
-    answer, wire = Answer(), Wire()
+def connected(clock: Callable[[], float] | None = None) -> tuple[Answer, Wire]:
+    answer, wire = Answer(clock), Wire()
     answer.connection_made(wire)
     return answer, wire
 
@@ -168,14 +169,16 @@ async def test_a_tcp_engine() -> None:
 
 
 async def test_a_slow_stream_is_read_at_once_and_a_burst_is_gathered() -> None:
-    answer, wire = connected()
+    now = 100.0
+    answer, wire = connected(lambda: now)
     answer.data_received(STREAM_HEAD)
     assert not wire.paused
     answer.data_received(b"1\r\na\r\n")
     assert not wire.paused  # the first piece after a pause
-    await asyncio.sleep(2 * FAST_S)
+    now += 1.01 * FAST_S
     answer.data_received(b"1\r\nb\r\n")
     assert not wire.paused
+    now += 0.99 * FAST_S
     answer.data_received(b"1\r\nc\r\n")
     assert wire.paused  # two within the time that counts as fast
     assert await answer.piece() == b"abc"  # nothing that was read is kept back
@@ -187,7 +190,7 @@ async def test_a_slow_stream_is_read_at_once_and_a_burst_is_gathered() -> None:
 
 
 async def test_a_burst_never_resumes_a_stream_whose_reader_is_behind() -> None:
-    answer, wire = connected()
+    answer, wire = connected(lambda: 100.0)
     answer.data_received(STREAM_HEAD)
     for _ in range(2):
         answer.data_received(b"%x\r\n%b\r\n" % (MAX_HELD_BYTES, bytes(MAX_HELD_BYTES)))
