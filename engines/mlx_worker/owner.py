@@ -223,8 +223,8 @@ class Owner:
             return
 
     def _leave(self) -> None:
+        self._leaving = True  # whatever happens next
         self.parts.serving.stop_all()
-        self._leaving = True
 
     def _close(self) -> None:
         if self.parts.cold is not None:
