@@ -31,7 +31,11 @@ def python_with_vllm() -> str:
 
 
 def with_plugin(
-    pool_bytes: int, codec: str = "tq3", ram_bytes: int = 1024 * MIB, max_context: int = 8192
+    pool_bytes: int,
+    codec: str = "tq3",
+    ram_bytes: int = 1024 * MIB,
+    max_context: int = 8192,
+    dtype: str = "float32",
 ) -> Stack:
     """Gateway and vLLM. Nobody hibernates by itself: the benchmark says when."""
     settings: dict[str, dict[str, Any]] = {
@@ -40,7 +44,7 @@ def with_plugin(
             "vllm.python": python_with_vllm(),
             "hot_bytes": pool_bytes,
             "max_context": max_context,
-            "dtype": "float32",
+            "dtype": dtype,
         },
         "store": {"codec": codec, "ram_bytes": ram_bytes, "disk_bytes": 0},
         "scheduler": {"idle_after_s": 3600.0},
