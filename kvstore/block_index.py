@@ -33,6 +33,7 @@ class BlockIndex:
         self._records: OrderedDict[bytes, BlockRecord] = OrderedDict()
         self._users: Counter[bytes] = Counter()  # sessions per blob
         self._nbytes = 0
+        self._num_removals = 0
 
     def load(self) -> None:
         """What local tiers kept from an earlier life of this process."""
@@ -52,8 +53,21 @@ class BlockIndex:
         return self._keys.whole(record.block_hashes)
 
     def find(self, tenant: str, session_id: str) -> BlockRecord | None:
+        """From memory, else from the local tiers."""
+        key = self._keys.record_key(tenant, session_id)
         with self._lock:
-            return self._records.get(self._keys.record_key(tenant, session_id))
+            known, num_removals = self._records.get(key), self._num_removals
+        if known is None and (known := self._newest(key)) is not None:
+            with self._lock:
+                # A commit may have been faster; or the session was removed while it was read.
+                if key not in self._records and num_removals == self._num_removals:
+                    self._insert(key, known)
+        return known
+
+    def _newest(self, key: bytes) -> BlockRecord | None:
+        blobs = [self._stack.find(place, [key])[0] for place in self._stack.local]
+        copies = [x for blob in blobs if blob is not None and (x := self._read(key, blob))]
+        return max(copies, key=lambda x: x.last_used_s, default=None)
 
     def find_shared(self, tenant: str, session_id: str) -> BlockRecord | None:
         """As another engine left it in a tier that engines share."""
@@ -70,17 +84,12 @@ class BlockIndex:
             return list(self._records.values())
 
     def put(self, record: BlockRecord) -> None:
-        key = self.key(record)
         with self._lock:
-            self._take_out(key)
-            self._records[key] = record
-            self._users.update(x.key for x in self.pieces(record))
-            self._nbytes += _nbytes(record)
-            while self._nbytes > self._max_bytes and len(self._records) > 1:
-                self._take_out(next(iter(self._records)))
+            self._insert(self.key(record), record)
 
     def remove(self, record: BlockRecord) -> None:
         with self._lock:
+            self._num_removals += 1
             self._take_out(self.key(record))
 
     def unshared(self, keys: list[bytes], record: BlockRecord) -> list[bytes]:
@@ -113,12 +122,23 @@ class BlockIndex:
             _log.warning("a session record cannot be used: %s", error)
             return None
 
+    def _insert(self, key: bytes, record: BlockRecord) -> None:
+        self._take_out(key)
+        self._records[key] = record
+        self._users.update(x.key for x in self.pieces(record))
+        self._nbytes += _nbytes(record)
+        while self._nbytes > self._max_bytes and len(self._records) > 1:
+            self._take_out(next(iter(self._records)))
+
     def _take_out(self, key: bytes) -> None:
         record = self._records.pop(key, None)
-        if record is not None:
-            self._nbytes -= _nbytes(record)
-            self._users.subtract(x.key for x in self.pieces(record))
-            self._users += Counter()  # drops what nobody uses
+        if record is None:
+            return
+        self._nbytes -= _nbytes(record)
+        for piece in self.pieces(record):
+            self._users[piece.key] -= 1
+            if not self._users[piece.key]:
+                del self._users[piece.key]
 
 
 def _nbytes(record: BlockRecord) -> int:

@@ -248,6 +248,7 @@ class BlockStore:
         self._index.remove(record)
         for place in range(len(self._stack)):
             self._stack.delete(place, [record_key, *keys])
+        self._index.remove(record)  # a reader may have found it before it was deleted
         return True
 
     def expire(self) -> None:

@@ -223,6 +223,21 @@ def test_forget_leaves_nothing_of_its_own(tmp_path):
     again.close()
 
 
+def test_a_session_that_is_no_longer_listed_is_still_found_and_forgotten():
+    tier = RamTier(1 << 26)
+    store = open_store([tier], index_bytes=1)
+    save(store, ref("a"), LONG)
+    save(store, ref("b"), hashes(list(range(1000, 1100))))
+    assert [x.id for x in store.records()] == ["b"]
+    assert store.forget(ref("a"))
+    assert not store.forget(ref("a"))
+    assert tier.stats().num_blobs == 8  # of b
+    assert store.forget(ref("b"))
+    assert tier.stats().num_blobs == 0
+    assert not store._index._users
+    store.close()
+
+
 def test_forget_takes_abandoned_branches_along(store):
     save(store, ref(), LONG)
     save(store, ref(), hashes([*range(20), *range(700, 780)]))
