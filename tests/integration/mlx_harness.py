@@ -53,9 +53,21 @@ class Answer:
     failed: str = ""
 
 
-async def read(stream: Stream) -> Answer:
+async def begun(stream: Stream) -> asyncio.Task[Answer]:
+    """The reading of an answer whose first token is there, or that ended without one."""
+    first = asyncio.Event()
+    reading = asyncio.create_task(read(stream, first))
+    reading.add_done_callback(lambda _: first.set())
+    await first.wait()
+    return reading
+
+
+async def read(stream: Stream, first: asyncio.Event | None = None) -> Answer:
+    """``first`` is set at the first token."""
     answer = Answer()
     async for event in stream.events():
+        if first is not None and isinstance(event, Token):
+            first.set()
         match event:
             case Admitted(cache):
                 answer.cache = cache

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from engines.mlx_worker.generation import ContextTooLong, Overloaded, Row
-from tests.integration.mlx_harness import engine, read, session, text
+from tests.integration.mlx_harness import begun, engine, read, session, text
 from tests.integration.tiny_models import KINDS
 
 pytestmark = pytest.mark.mlx
@@ -113,14 +113,13 @@ async def test_a_stopped_row_leaves_its_slot_and_the_others_go_on() -> None:
     async with engine("llama", max_batch=2) as it:
         stream = it.submit(text(1, 50), session("one"), max_tokens=2000, rows=(Row(), Row()))
         waiting = asyncio.create_task(it.turn(text(2, 20)))
-        reading = asyncio.create_task(read(stream))
-        await asyncio.sleep(0.3)
+        reading = await begun(stream)
         assert not waiting.done()
         stream.stop_row(0)
-        assert (await asyncio.wait_for(waiting, 5)).finished == {0: "length"}
+        assert (await asyncio.wait_for(waiting, 30)).finished == {0: "length"}
         assert not reading.done()
         stream.stop_row(1)
-        answer = await asyncio.wait_for(reading, 5)
+        answer = await asyncio.wait_for(reading, 30)
     assert answer.finished == {0: "cancelled", 1: "cancelled"}
 
 
@@ -128,10 +127,9 @@ async def test_what_a_cancelled_turn_computed_is_kept() -> None:
     one = session("one")
     async with engine("llama") as it:
         stream = it.submit(text(1, 50), one, max_tokens=4000)
-        reading = asyncio.create_task(read(stream))
-        await asyncio.sleep(0.2)
+        reading = await begun(stream)
         stream.cancel()
-        answer = await asyncio.wait_for(reading, 5)
+        answer = await asyncio.wait_for(reading, 30)
         again = await it.turn(text(1, 50) + answer.tokens + [7], one)
         assert not it.reports.engine().num_running
     assert answer.finished == {0: "cancelled"}
@@ -144,7 +142,7 @@ async def test_a_turn_that_is_cancelled_while_it_waits_never_starts() -> None:
         running = it.submit(text(1, 50), max_tokens=4000)
         waiting = it.submit(text(2, 50), session("two"))
         waiting.cancel()
-        answer = await asyncio.wait_for(read(waiting), 5)
+        answer = await asyncio.wait_for(read(waiting), 30)
         running.cancel()
         await read(running)
         assert it.owner.num_waiting == 0
@@ -198,11 +196,10 @@ async def test_a_step_that_fails_takes_its_batch_along_and_the_engine_lives_on()
     async with engine("llama") as it:
         expected = await it.turn(text(1, 50))
         stream = it.submit(text(2, 50), session("two"), max_tokens=4000)
-        reading = asyncio.create_task(read(stream))
-        await asyncio.sleep(0.2)
+        reading = await begun(stream)
         model = it.owner.loaded.model
         layers, model.model.layers = model.model.layers, [Boom]
-        answer = await asyncio.wait_for(reading, 5)
+        answer = await asyncio.wait_for(reading, 30)
         model.model.layers = layers
         again = await it.turn(text(1, 50))
     assert "AttributeError" in answer.failed
@@ -267,10 +264,9 @@ async def test_a_defect_of_the_loop_fails_what_runs_and_the_next_turn_is_right(
 ) -> None:
     async with engine("llama") as it:
         expected = await it.turn(text(1, 50))
-        reading = asyncio.create_task(read(it.submit(text(2, 50), session("x"), max_tokens=4000)))
-        await asyncio.sleep(0.2)
+        reading = await begun(it.submit(text(2, 50), session("x"), max_tokens=4000))
         it.owner.post(lambda: 1 // 0)
-        answer = await asyncio.wait_for(reading, 5)
+        answer = await asyncio.wait_for(reading, 30)
         again = await it.turn(text(1, 50))
     assert "ZeroDivisionError" in answer.failed
     assert again.tokens == expected.tokens

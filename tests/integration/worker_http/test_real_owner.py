@@ -12,10 +12,41 @@ import pytest
 from engines.config import EngineConfig
 from engines.mlx_worker.owner import Owner
 from tests.integration.tiny_models import tiny_model
-from tests.integration.worker_http.stage import CITY, staged
+from tests.integration.worker_http.stage import CITY, HELLO, post, staged
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.mlx
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path, stream: bool) -> None:
+    """There is one slot, and the answer that holds it is thousands of tokens long."""
+    config = EngineConfig(max_batch=1)
+    owner = Owner(lambda: tiny_model("llama"), config, "toy")
+    await owner.start()
+    try:
+        async with staged(owner, tiny_tokenizer(tmp_path)) as stage:
+            body = {"model": "toy", "messages": HELLO, "stream": stream, "ignore_eos": True}
+
+            async def ask() -> None:
+                async with post(stage, body) as response:
+                    await response.read()
+
+            asking = asyncio.create_task(ask())
+            async with asyncio.timeout(60):
+                while not len(owner.parts.batches):
+                    await asyncio.sleep(0.01)
+                assert not asking.done()
+                asking.cancel()
+                reply = await stage.chat(max_tokens=4)
+            assert reply.usage.completion_tokens <= 4
+            assert (len(owner.parts.batches), len(owner.parts.admitted), owner.num_waiting) == (
+                0,
+                0,
+                0,
+            )
+    finally:
+        await owner.close()
 
 
 async def test_with_the_real_owner(tmp_path: Path) -> None:

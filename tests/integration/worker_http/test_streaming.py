@@ -31,7 +31,7 @@ async def test_chat_streamed(toy: Open) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_that_leaves_frees_its_slot(toy: Open, stream: bool) -> None:
+async def test_a_client_that_leaves_ends_its_request(toy: Open, stream: bool) -> None:
     async with toy(step_s=0.01, max_context=100_000) as stage:
         body = {"model": "toy", "messages": HELLO, "stream": stream, "ignore_eos": True}
 
@@ -42,9 +42,8 @@ async def test_client_that_leaves_frees_its_slot(toy: Open, stream: bool) -> Non
         asking = asyncio.create_task(ask())
         while not stage.owner.streams:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
         asking.cancel()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             await stage.owner.streams[0].cancelled.wait()
 
 
