@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Final, Protocol
 
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
@@ -30,6 +30,8 @@ from kvstore.shapes import KVLayout, KVPair
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
+
+DECODES_AHEAD: Final = 4
 
 
 class Blocks(Protocol):
@@ -172,11 +174,8 @@ class Transfer:
 
     def _filled(self, load: Load, pieces: list[tuple[Piece, Blob]], ready: object) -> set[int]:
         """The block ids that hold what they should."""
-        decodes = [
-            (piece, self._store.workers.codec(self._decoded, piece, blob)) for piece, blob in pieces
-        ]
         filled: set[int] = set()
-        for piece, future in decodes:
+        for piece, future in self._decodes(pieces):
             run = future.result()
             first = max(piece.first_block, load.first_block)
             last = min(piece.end_block, load.first_block + len(load.block_ids))
@@ -187,6 +186,17 @@ class Transfer:
                 self._cache.write(ids, run, first - piece.first_block)
             filled.update(ids)
         return filled
+
+    def _decodes(
+        self, pieces: list[tuple[Piece, Blob]]
+    ) -> Iterator[tuple[Piece, Future[list[KVPair] | None]]]:
+        """In order, a few begun ahead: decoded, a session is many times what was staged of it."""
+        ahead: deque[tuple[Piece, Future[list[KVPair] | None]]] = deque()
+        for piece, blob in pieces:
+            ahead.append((piece, self._store.workers.codec(self._decoded, piece, blob)))
+            if len(ahead) > DECODES_AHEAD:
+                yield ahead.popleft()
+        yield from ahead
 
     def _decoded(self, piece: Piece, blob: Blob) -> list[KVPair] | None:
         tokens = piece.num_blocks * self._cache.block_tokens
