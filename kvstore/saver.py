@@ -3,8 +3,10 @@
 One thread takes saves from the queue, one at a time. Only chunks that no tier holds are encoded, by
 the codec threads: the work is proportional to the new tokens, and an existing chunk is never
 encoded a second time, so a session that sleeps a hundred times loses nothing more than once. The
-record is written last: whoever finds it finds what it names, and a crash at any moment leaves the
-session as it was after the turn before.
+record is written last: whoever finds it finds what it names. The process may end at any moment: the
+session is then as it was after this turn or the one before. A power cut may lose the sessions that
+were being saved, because the disk tier overwrites what it replaces while its last commit may not
+have reached the medium; they are computed anew.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import contextlib
 import os
 import secrets
 import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from launch.errors import LaunchError
@@ -17,8 +19,11 @@ from launch.errors import LaunchError
 NUM_BYTES = 32
 
 
-def server_secret(data_dir: Path) -> bytes:
+def server_secret(data_dir: Path, sync: Callable[[int], None] = os.fsync) -> bytes:
     """Read the secret, or make it.
+
+    Args:
+        sync: brings an open file or folder to the disk.
 
     Raises:
         LaunchError: others can read it, it was cut short, or the folder cannot be written.
@@ -26,7 +31,7 @@ def server_secret(data_dir: Path) -> bytes:
     path = data_dir / "secret"
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _create(path)
+        _create(path, sync)
         content = path.read_bytes()
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
@@ -41,16 +46,31 @@ def server_secret(data_dir: Path) -> bytes:
     return content
 
 
-def _create(path: Path) -> None:
-    """Nothing happens if it exists. Linked into place, so that no reader sees half of it."""
+def _create(path: Path, sync: Callable[[int], None]) -> None:
+    """Nothing happens if it exists.
+
+    Linked into place, so that no reader sees half of it, and on the disk before its name is: after
+    a power cut there is all of it or none. An empty one would keep the server from starting.
+    """
     if path.exists():
         return
-    draft = path.with_name(f".secret.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor, draft_name = tempfile.mkstemp(prefix=".secret.", dir=path.parent)  # 0600
+    draft = Path(draft_name)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(NUM_BYTES))
+            file.flush()
+            sync(file.fileno())
         with contextlib.suppress(FileExistsError):  # another server was faster; take its secret
             os.link(draft, path)
     finally:
         draft.unlink()
+    _sync_folder(path.parent, sync)
+
+
+def _sync_folder(folder: Path, sync: Callable[[int], None]) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
