@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvstore.config import StoreConfig
+from kvstore.tiers.disk_budget import MIN_FILE_BYTES
 from launch.fields import Value
 from launch.sources import Layer
 from launch.units import show_bytes
@@ -51,13 +52,14 @@ def budgets(available: int, weights: int | None, disk_free: int, gpu_bytes: int 
     where = "on the GPU" if gpu_bytes else "of memory available"
     memory = f"{show_bytes(room)} {where}, beside {beside}"
     own = f"{show_bytes(available)} of memory available"
+    disk = min(DISK_MOST, _round(disk_free * DISK_SHARE))
     return {
         "engine.hot_bytes": _share(left, GPU_HOT_SHARE if gpu_bytes else HOT_SHARE, memory),
         "store.ram_bytes": (
             _share(available, GPU_RAM_SHARE, own) if gpu_bytes else _share(left, RAM_SHARE, memory)
         ),
         "store.disk_bytes": Value(
-            min(DISK_MOST, _round(disk_free * DISK_SHARE)),
+            disk if disk >= MIN_FILE_BYTES else 0,
             f"derived: {DISK_SHARE:.0%} of {show_bytes(disk_free)} free on disk, at most"
             f" {show_bytes(DISK_MOST)}",
         ),

@@ -3,12 +3,13 @@
     owner.lock    held with flock while the tier is open; the kernel drops it with the process
     data.mdb      the LMDB file; lock.mdb is its reader table
     closed        written at a clean close: what data.mdb looked like then
-    data.damaged  the last file that could not be trusted, for a look at it; at most one
+    data.foreign  a data.mdb that was not ours, moved aside; at most one, under no limit
 
 LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
 an error there but an abort or a SIGBUS of the whole engine. So a file that was not closed by us in
 exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
-and trusts nothing (about 0.5 s per GB); one that fails is moved aside and the tier starts empty.
+and trusts nothing (about 0.5 s per GB); one that fails is deleted and the tier starts empty: kept,
+it would be disk that no limit knows of, and prompts that no ``forget`` reaches.
 What it cannot check, the blobs, carries checksums that the store verifies on every read.
 """
 
@@ -35,9 +36,8 @@ _DAMAGED = (
     lmdb.CorruptedError,
     lmdb.InvalidError,
     lmdb.PageNotFoundError,
-    lmdb.VersionMismatchError,
 )
-_SPARE_MAP_BYTES = 64 << 20  # deleting needs new pages, too
+SPARE_MAP_BYTES = 64 << 20  # deleting needs new pages, too
 
 
 class DiskFolder:
@@ -97,13 +97,16 @@ class DiskFolder:
         (self.path / "lock.mdb").unlink(missing_ok=True)
         damage = self._damage()
         if damage:
-            self._set_aside(damage)
+            self._discard(damage)
         (self.path / "closed").unlink(missing_ok=True)
         try:
             try:
                 env = self._open(map_bytes)
-            except _DAMAGED as error:
+            except lmdb.VersionMismatchError as error:
                 self._set_aside(str(error))
+                env = self._open(map_bytes)
+            except _DAMAGED as error:
+                self._discard(str(error))
                 env = self._open(map_bytes)
             self.data_fd = os.open(self.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (lmdb.Error, OSError) as error:
@@ -112,7 +115,7 @@ class DiskFolder:
 
     def _open(self, map_bytes: int) -> lmdb.Environment:
         if self.data.exists() and self.data.stat().st_size > map_bytes:
-            map_bytes = self.data.stat().st_size + _SPARE_MAP_BYTES
+            map_bytes = self.data.stat().st_size + SPARE_MAP_BYTES
         # metasync=False: one fdatasync per commit, which covers the blobs of this commit and the
         # root page of the one before. A kill loses nothing; a power cut loses the last commit and
         # never the file. (sync=False writes about 2.5 times as fast and risks the whole file.)
@@ -144,36 +147,44 @@ class DiskFolder:
         log.info("verified %s, not closed cleanly last time, in %.1f s", self.data, elapsed_s)
         return problems[0] if problems else ""
 
+    def _discard(self, why: str) -> None:
+        nbytes = self.data.stat().st_size
+        log.warning("the disk tier starts empty: %s, %d bytes, deleted: %s", self.data, nbytes, why)
+        self.data.unlink()
+
     def _set_aside(self, why: str) -> None:
-        log.warning("the disk tier starts empty: %s moved to data.damaged: %s", self.data, why)
-        self.data.replace(self.path / "data.damaged")
+        log.warning("the disk tier starts empty: %s moved to data.foreign: %s", self.data, why)
+        self.data.replace(self.path / "data.foreign")
 
     def start_over(self, env: lmdb.Environment, map_bytes: int, why: str) -> lmdb.Environment:
-        """Close ``env``, set its file aside, and open an empty one."""
+        """Close ``env``, delete its file, and open an empty one."""
         env.close()
         self._close_data()
-        self._set_aside(why)
+        self._discard(why)
         return self.open(map_bytes)
 
     def compact(self, env: lmdb.Environment, map_bytes: int) -> lmdb.Environment:
         """Close ``env``, rewrite its file without free pages, and open that.
 
-        LMDB files never shrink by themselves. If there is no room for the copy the old file stays.
+        LMDB files never shrink by themselves. If that gives no file within ``map_bytes``, for want
+        of room for the copy perhaps, an empty one is opened: the limit holds.
         """
         target = self.path / "compact"
         target.mkdir(mode=0o700)
         try:
             env.copy(str(target), compact=True)
-        except lmdb.Error as error:
-            log.warning("cannot shrink %s: %s", self.data, error)
-        else:
+            copy = target / "data.mdb"
+            if copy.stat().st_size > map_bytes:
+                return self.start_over(env, map_bytes, why="it cannot be shrunk")
+            copy.chmod(0o600)
             env.close()
             self._close_data()
-            (target / "data.mdb").chmod(0o600)
-            (target / "data.mdb").replace(self.data)
-            env = self.open(map_bytes)
-        shutil.rmtree(target, ignore_errors=True)
-        return env
+            copy.replace(self.data)
+            return self.open(map_bytes)
+        except lmdb.Error as error:
+            return self.start_over(env, map_bytes, why=f"it cannot be shrunk: {error}")
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
 
     def _mark(self) -> bytes:
         stat = self.data.stat()

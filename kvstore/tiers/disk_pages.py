@@ -17,7 +17,7 @@ exact, and ``erase`` finds all of them.
 content until reused. Cold KV can be turned back into the prompt it came from, so ``forget`` must do
 better. ``erase`` writes zeros over the pieces where they lie in the file. LMDB does not tell where
 that is, but each run of value pages begins with a 16-byte header holding its page number; the
-bytes found there in the file are compared with the value before anything is overwritten. A blob
+bytes found there in the file must have the value's checksum before anything is overwritten. A blob
 erased but not yet deleted (a kill in between) fails its checksum and is a miss. What this cannot
 reach: old copies inside an SSD or a copy-on-write file system, and free pages with blobs that were
 evicted, or whose commit was cut short by a kill, until LMDB uses those pages again.
@@ -45,11 +45,20 @@ _ENTRY = struct.Struct("<QQ")  # stamp, blob length
 _CHECKSUM = struct.Struct("<I")  # crc32c of key and entry
 _PIECE_NUMBER = struct.Struct(">H")  # big-endian: pieces of a blob are neighbours in the tree
 _PAGE_NUMBER = struct.Struct("=Q")
+_NO_KEY = b"\0"  # the store's keys are longer
 
 
 class Stored(NamedTuple):
     stamp: int
     length: int
+
+
+class Place(NamedTuple):
+    """One piece in the file."""
+
+    offset: int
+    nbytes: int
+    crc: int  # crc32c of what should be found there
 
 
 class Pages:
@@ -144,28 +153,22 @@ class Pages:
         txn.delete(key, db=self._index)
         return True
 
-    def erase(self, txn: lmdb.Transaction[memoryview], key: bytes, data_fd: int) -> bool:
-        """Overwrite a blob with zeros in the file; True if every byte was found and overwritten.
+    def turn(self, txn: lmdb.Transaction[memoryview]) -> None:
+        """Change nothing, but make the commit a real one: pages freed earlier come into use."""
+        txn.put(_NO_KEY, b"", db=self._index)
+        txn.delete(_NO_KEY, db=self._index)
 
-        The caller holds the write lock, so no page can get a new owner meanwhile.
-        """
+    def places(self, txn: lmdb.Transaction[memoryview], key: bytes) -> list[Place]:
+        """Where a blob's pieces lie; true until the second commit after the one that deletes it."""
         stored = self.stored(txn, key)
-        if stored is None:
-            return False
-        found = True
-        for view in self._views(txn, key, stored.length):
-            found = self._erase_piece(view, data_fd) and found
-        return found
+        views = self._views(txn, key, stored.length) if stored is not None else ()
+        return [self._place(view) for view in views if view]
 
-    def _erase_piece(self, view: memoryview, data_fd: int) -> bool:
-        if not view:
-            return True
+    def _place(self, view: memoryview) -> Place:
         address = np.frombuffer(view, np.uint8).ctypes.data
         (page,) = _PAGE_NUMBER.unpack(ctypes.string_at(address - HEADER_BYTES, _PAGE_NUMBER.size))
         offset = page * self.page_bytes + HEADER_BYTES
-        if offset >= 1 << 63 or os.pread(data_fd, len(view), offset) != bytes(view):
-            return False
-        return os.pwrite(data_fd, bytes(len(view)), offset) == len(view)
+        return Place(offset, len(view), google_crc32c.value(bytes(view)))
 
     def _views(
         self, txn: lmdb.Transaction[memoryview], key: bytes, length: int
@@ -175,6 +178,19 @@ class Pages:
             view = txn.get(key + _PIECE_NUMBER.pack(number), db=self._pieces)
             if view is not None:
                 yield view[: min(self.piece_payload, length - number * self.piece_payload)]
+
+
+def erase(place: Place, data_fd: int) -> bool:
+    """Overwrite a piece with zeros in the file; True if it was found there and every byte is gone.
+
+    The caller is the only writer, so the page cannot get a new owner meanwhile.
+    """
+    if place.offset >= 1 << 63:
+        return False
+    there = os.pread(data_fd, place.nbytes, place.offset)
+    if len(there) != place.nbytes or google_crc32c.value(there) != place.crc:
+        return False
+    return os.pwrite(data_fd, bytes(place.nbytes), place.offset) == place.nbytes
 
 
 def _pack(key: bytes, stored: Stored) -> bytes:

@@ -1,12 +1,13 @@
 """Blobs in an LMDB file: they survive a restart, inside a byte budget of real file pages.
 
 **What a crash costs.** A kill -9 at any moment: nothing that was committed; a batch in flight is
-either whole or absent. A power cut: also the last commit (at most 32 MiB), never the file. Recency
+either whole or absent. A power cut: also the last commit (``batch_bytes``), never the file. Recency
 is written along with the next commit; after a crash the order may be that old.
 
 **Budget.** ``capacity_bytes`` bounds the live blobs, counted in whole pages. The file also holds
-pages that are free but not reusable yet (LMDB waits two commits) and some fragments; it never
-exceeds ``file_bytes_limit``, 9/8 of the budget plus 64 MiB, because LMDB's map ends there.
+pages that are free but not reusable yet and some fragments; it never exceeds ``file_bytes_limit``
+(see ``disk_budget``), because LMDB's map ends there. When a commit meets that end, the tier evicts
+first, lets the pages come free, and tries again, evicting more each time.
 
 **Faults.** A full disk or map: the blobs are refused and counted. Any other error of the file
 system: counted, ``TierUnavailable``. A tree found damaged while in use: the tier stays unavailable
@@ -28,20 +29,14 @@ import lmdb
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.disk_folder import DiskFolder
+from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit
+from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
 from kvstore.tiers.disk_gate import DiskGate, is_want_of_room
-from kvstore.tiers.disk_pages import Pages
-from kvstore.tiers.lru import Admission, RecencyIndex
+from kvstore.tiers.disk_pages import Pages, Place, erase
+from kvstore.tiers.lru import Admission, Entry, RecencyIndex
 
-BATCH_BYTES = 32 << 20  # one commit; LMDB holds its pages in memory until then
 MAX_LOOKS = 4
-_MAP_STEP = 1 << 16  # a multiple of every page size
-
-
-def file_bytes_limit(capacity_bytes: int) -> int:
-    """Size that data.mdb never exceeds."""
-    limit = capacity_bytes + capacity_bytes // 8 + 2 * BATCH_BYTES
-    return limit // _MAP_STEP * _MAP_STEP
+MAX_SQUEEZES = 4  # a reader that takes long keeps pages from coming free; do not evict all for it
 
 
 class DiskTier:
@@ -59,6 +54,7 @@ class DiskTier:
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; held briefly
         self._index = RecencyIndex(capacity_bytes)
+        self._batch_bytes = batch_bytes(capacity_bytes)
         self._unsaved: set[bytes] = set()  # keys whose recency is not in the file yet
         self._num_evictions = 0
         self._erasing: frozenset[bytes] = frozenset()  # being overwritten before they are deleted
@@ -88,17 +84,24 @@ class DiskTier:
 
     def _load(self, limit: int) -> None:
         """Build the index, and bring the file inside the budget if that was lowered."""
+        self._index = RecencyIndex(self._index.capacity_bytes)
         self._pages = Pages(self._env)
         with self._env.begin(buffers=True) as txn:
             stored = sorted(self._pages.everything(txn), key=lambda item: item[1].stamp)
         for key, entry in stored:
             self._index.insert(key, self._pages.nbytes(entry.length), entry.stamp)
         victims = [key for key, _ in self._index.shrink()]
-        if victims:
+        try:
+            self._commit(victims, {})
+            self._turn()
+        except lmdb.MapFullError:
+            self._env.set_mapsize(limit + SPARE_MAP_BYTES)
             self._commit(victims, {})
         if self._folder.data.stat().st_size > limit:
             self._env = self._folder.compact(self._env, limit)
-            self._pages = Pages(self._env)
+            self._load(limit)
+        else:
+            self._env.set_mapsize(limit)
 
     # Reading
 
@@ -136,13 +139,14 @@ class DiskTier:
             with self._lock:
                 admission = self._index.admit(self._sizes(blobs))
                 self._unsaved.update(blobs)
-            self._write(admission, blobs)
+            self._write(admission, blobs, [])
         with self._lock:
             return sum(key in self._index for key in blobs)
 
     def replace(self, key: bytes, blob: Blob) -> bool:
         blobs = {key: memoryview(blob).cast("B")}
         with self._gate.call(), self._writing:
+            remains = self._places([key])
             with self._lock:
                 old = self._index.remove(key)
                 admission = self._index.admit(self._sizes(blobs))
@@ -152,13 +156,7 @@ class DiskTier:
                 if not admission.new:
                     self._index.retract(admission)
                     return False
-            with self._env.begin(buffers=True) as before:
-                kept = self._write(admission, blobs)
-                if kept and old is not None:
-                    with self._lock:
-                        self._num_erasures += 1
-                    self._erase(before, [key])
-            return kept
+            return self._write(admission, blobs, remains)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         with self._gate.call(), self._writing:
@@ -168,8 +166,7 @@ class DiskTier:
                 self._num_erasures += 1
             try:
                 if present:
-                    with self._env.begin(buffers=True) as txn:
-                        self._erase(txn, present)
+                    self._erase(self._places(present))
                     self._commit(present, {})
                 with self._lock:
                     for key in present:
@@ -181,8 +178,16 @@ class DiskTier:
     def _sizes(self, blobs: Mapping[bytes, memoryview]) -> dict[bytes, int]:
         return {key: self._pages.nbytes(len(blob)) for key, blob in blobs.items()}
 
-    def _write(self, admission: Admission, blobs: Mapping[bytes, memoryview]) -> bool:
+    def _write(
+        self,
+        admission: Admission,
+        blobs: Mapping[bytes, memoryview],
+        remains: list[Place],
+    ) -> bool:
         """Make an admission true, batch by batch; what fails is taken back. True if all is written.
+
+        Args:
+            remains: of a victim, to be overwritten once it is gone; emptied.
 
         Raises:
             lmdb.Error: anything but want of room.
@@ -191,10 +196,7 @@ class DiskTier:
         try:
             while pending or victims:
                 batch = self._first_batch(pending, blobs)
-                self._commit([key for key, _ in victims], batch)
-                with self._lock:
-                    self._num_evictions += sum(key not in blobs for key, _ in victims)
-                victims = []
+                self._commit_batch(victims, batch, blobs, remains)
                 del pending[: len(batch)]
         except lmdb.Error as error:
             with self._lock:
@@ -204,6 +206,52 @@ class DiskTier:
             self._gate.count(error)
         return not pending
 
+    def _commit_batch(
+        self,
+        victims: list[tuple[bytes, Entry]],
+        batch: Mapping[bytes, memoryview],
+        spare: Mapping[bytes, memoryview],
+        remains: list[Place],
+    ) -> None:
+        """Commit; where the file has no room for all of it at once, evict first, and then more.
+
+        Args:
+            victims: emptied as soon as they are gone.
+            spare: what is not to be evicted for ``batch``.
+        """
+        try:
+            self._commit_evicting(victims, batch, spare, remains)
+            return
+        except lmdb.MapFullError:
+            nbytes = sum(self._sizes(batch).values())
+        for attempt in range(1, MAX_SQUEEZES + 1):
+            if victims:
+                self._commit_evicting(victims, {}, spare, remains)
+            self._turn()
+            try:
+                self._commit([], batch)
+                return
+            except lmdb.MapFullError:
+                if attempt == MAX_SQUEEZES:
+                    raise
+            with self._lock:
+                victims += self._index.evict(nbytes, spare)
+
+    def _commit_evicting(
+        self,
+        victims: list[tuple[bytes, Entry]],
+        batch: Mapping[bytes, memoryview],
+        spare: Mapping[bytes, memoryview],
+        remains: list[Place],
+    ) -> None:
+        self._commit([key for key, _ in victims], batch)
+        with self._lock:
+            self._num_evictions += sum(key not in spare for key, _ in victims)
+            self._num_erasures += bool(remains)  # after the commit: whoever looks now sees the new
+        victims.clear()
+        self._erase(remains)
+        remains.clear()
+
     def _first_batch(
         self, pending: Sequence[bytes], blobs: Mapping[bytes, memoryview]
     ) -> dict[bytes, memoryview]:
@@ -211,7 +259,7 @@ class DiskTier:
         total = 0
         for key in pending:
             total += len(blobs[key])
-            if batch and total > BATCH_BYTES:
+            if batch and total > self._batch_bytes:
                 break
             batch[key] = blobs[key]
         return batch
@@ -235,11 +283,20 @@ class DiskTier:
                 self._unsaved |= changed
             raise
 
-    def _erase(self, txn: lmdb.Transaction[memoryview], keys: Iterable[bytes]) -> None:
-        """Overwrite before deleting; a blob that cannot be overwritten is still deleted."""
-        for key in keys:
+    def _turn(self) -> None:
+        """LMDB reuses pages two commits after the one that freed them; this is one between."""
+        with self._env.begin(write=True, buffers=True) as txn:
+            self._pages.turn(txn)
+
+    def _places(self, keys: Iterable[bytes]) -> list[Place]:
+        with self._env.begin(buffers=True) as txn:
+            return [place for key in keys for place in self._pages.places(txn, key)]
+
+    def _erase(self, places: Iterable[Place]) -> None:
+        """What cannot be overwritten is counted, and deleted all the same."""
+        for place in places:
             try:
-                if not self._pages.erase(txn, key, self._folder.data_fd):
+                if not erase(place, self._folder.data_fd):
                     self._gate.count(OSError("cannot find a forgotten blob to overwrite it"))
             except OSError as error:
                 self._gate.count(error)

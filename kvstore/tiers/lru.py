@@ -16,7 +16,7 @@ Not thread-safe: the owning tier calls it under its own lock.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -84,6 +84,19 @@ class RecencyIndex:
     def shrink(self) -> list[tuple[bytes, Entry]]:
         """Evict until the budget holds, as far as pins allow."""
         return list(self._victims(0))
+
+    def evict(self, nbytes: int, spare: Container[bytes]) -> list[tuple[bytes, Entry]]:
+        """Take the least recent ones out, ``nbytes`` or more, whatever the budget says.
+
+        Fewer if one of ``spare`` would be next.
+        """
+        victims: list[tuple[bytes, Entry]] = []
+        while nbytes > 0 and self._loose and next(iter(self._loose)) not in spare:
+            key, entry = self._loose.popitem(last=False)
+            self._loose_bytes -= entry.nbytes
+            victims.append((key, entry))
+            nbytes -= entry.nbytes
+        return victims
 
     def _victims(self, nbytes: int) -> Iterator[tuple[bytes, Entry]]:
         """Take the least recent ones out until ``nbytes`` more would fit."""

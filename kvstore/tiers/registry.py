@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvstore.config import StoreConfig
 from kvstore.tiers.base import Tier
+from kvstore.tiers.disk_budget import capacity_within
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 
@@ -18,7 +19,8 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     ``disk_path / "cold"``, which becomes private to this process.
 
     Raises:
-        TierUnavailable: the folder cannot be used, or another process uses it.
+        TierUnavailable: the folder cannot be used, another process uses it, or ``disk_bytes`` is
+            too little.
         ValueError: ``redis_url`` is not a URL of a Redis server.
         ImportError: redis is asked for and redis-py not installed.
     """
@@ -26,7 +28,7 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     if config.ram_bytes:
         tiers.append(RamTier(config.ram_bytes))
     if config.disk_bytes:
-        tiers.append(DiskTier(disk_path / "cold", config.disk_bytes))
+        tiers.append(DiskTier(disk_path / "cold", capacity_within(config.disk_bytes)))
     if config.redis_url and config.redis_bytes:
         tiers.append(_redis(config))
     return tiers

@@ -29,6 +29,7 @@ def test_a_model_that_does_not_fit_leaves_the_smallest_budgets():
 def test_the_disk_is_never_filled():
     assert values(GIB, 0, disk_free=GIB)["store.disk_bytes"] == GIB // 2
     assert values(GIB, 0)["store.disk_bytes"] == DISK_MOST
+    assert values(GIB, 0, disk_free=7 << 20)["store.disk_bytes"] == 0  # too little for the tier
 
 
 def test_the_reason_is_told():

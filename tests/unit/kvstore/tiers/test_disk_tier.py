@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import TierUnavailable
+from kvstore.tiers.disk_budget import capacity_within, file_bytes_limit
 from kvstore.tiers.disk_pages import PIECE_BYTES
-from kvstore.tiers.disk_tier import DiskTier, file_bytes_limit
+from kvstore.tiers.disk_tier import DiskTier
 
 MB = 1 << 20
+FILE_SYSTEM_BYTES = 64 << 10  # what it counts with a file for its own lists of blocks
 Open = Callable[..., DiskTier]
 
 
@@ -150,6 +152,75 @@ def test_the_file_stays_inside_its_limit_under_steady_eviction(
     assert (tmp_path / "cold" / "data.mdb").stat().st_size <= file_bytes_limit(budget)
 
 
+@pytest.mark.parametrize("file_mib", [4, 5, 8, 12, 24])
+def test_a_small_file_never_passes_its_limit_and_takes_every_blob(
+    tmp_path: Path, file_mib: int
+) -> None:
+    """Blobs that are a good part of the file, and small ones that leave gaps between them."""
+    limit = file_mib * MB
+    tier = DiskTier(tmp_path / "cold", capacity_within(limit))
+    data = tmp_path / "cold" / "data.mdb"
+    source = random.Random(file_mib)
+    content = source.randbytes(2 * MB)
+    sizes = (2_000, 40_000, 130_000, MB, 3 * MB // 2, 2 * MB)
+    longest = 0
+    for i in range(250):
+        key, blob = source.randbytes(33), content[: source.choice(sizes)]
+        assert tier.put_many([(key, blob)]) == 1, i
+        assert tier.replace(b"r%032d" % source.randrange(3), content[: source.randrange(40_000)])
+        if i % 7 == 0:
+            assert tier.replace(b"tail", content[: source.randrange(MB)])
+        if i % 11 == 0:
+            tier.delete_many([key])
+        else:
+            assert tier.get_many([key]) == [blob], i
+        longest = max(longest, data.stat().st_size, data.stat().st_blocks * 512 - FILE_SYSTEM_BYTES)
+    stats = tier.stats()
+    tier.close()
+    assert longest <= limit
+    assert stats.errors == 0
+    assert stats.evictions > 20
+    again = DiskTier(tmp_path / "cold", capacity_within(limit))
+    assert again.stats().num_blobs == stats.num_blobs
+    again.close()
+
+
+def test_a_chain_that_fills_a_small_file_keeps_its_head(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cold", capacity_within(12 * MB))
+    for chain in range(6):
+        names = keys(*range(100 * chain, 100 * chain + 40))
+        kept = tier.put_many([(name, bytes(400_000)) for name in names])
+        assert 24 <= kept < 40
+        assert tier.contains_many(names) == [i < kept for i in range(40)]
+    assert tier.stats().errors == 0
+    assert (tmp_path / "cold" / "data.mdb").stat().st_size <= 12 * MB
+    tier.close()
+
+
+def test_a_file_that_is_full_to_its_end_is_brought_inside_a_lower_budget(tmp_path: Path) -> None:
+    put(tier := DiskTier(tmp_path / "cold", capacity_within(24 * MB)), range(20), 1_000_000)
+    tier.close()
+    tier = DiskTier(tmp_path / "cold", capacity_within(8 * MB))
+    assert (tmp_path / "cold" / "data.mdb").stat().st_size <= 8 * MB
+    assert tier.get_many(keys(0)) == [text(0, 1_000_000)]
+    put(tier, range(50, 60), 500_000)
+    tier.close()
+
+
+def test_a_limit_that_holds_hardly_a_blob_is_refused() -> None:
+    with pytest.raises(
+        TierUnavailable, match="disk_bytes is 4194303, .* 4 MiB or more, or 0 to turn"
+    ):
+        capacity_within(4 * MB - 1)
+
+
+@pytest.mark.parametrize("limit", [4 * MB, 12 * MB, 60 * MB, 1 << 30, 16 << 30, 1 << 44])
+def test_most_of_the_file_is_for_blobs(limit: int) -> None:
+    capacity = capacity_within(limit)
+    assert file_bytes_limit(capacity) <= limit
+    assert capacity > (0.7 if limit < 8 * MB else 0.84) * limit
+
+
 def test_a_batch_of_any_size_is_written_in_bounded_commits(opened: Open) -> None:
     tier = opened(100 * MB)
     blob = bytes(700_000)
@@ -199,4 +270,4 @@ def test_a_file_of_another_program_is_moved_aside(opened: Open, tmp_path: Path) 
         txn.put(b"their key", b"their value")
     tier = opened()
     put(tier, range(1))
-    assert b"their value" in (folder / "data.damaged").read_bytes()
+    assert b"their value" in (folder / "data.foreign").read_bytes()

@@ -84,3 +84,13 @@ def test_what_is_not_there_has_no_entry() -> None:
     assert index.remove(b"a") is None
     index.touch([b"a"])
     assert (len(index), index.nbytes) == (0, 0)
+
+
+def test_evict_takes_the_least_recent_and_stops_at_what_is_spared() -> None:
+    index = RecencyIndex(100)
+    for key in (b"a", b"b", b"c", b"d"):
+        index.insert(key, 10)
+    index.pin([b"a"])
+    assert [key for key, _ in index.evict(11, {b"d"})] == [b"b", b"c"]
+    assert index.evict(1, {b"d"}) == []
+    assert (sorted(index), index.nbytes) == ([b"a", b"d"], 20)
