@@ -63,7 +63,9 @@ class Follower:
     def hear(self, notice: Notice) -> None:
         report = notice.session
         session = self._table.row(report.tenant, report.id)
-        if session is not None:
+        if session is not None and notice.cause == "saved" and session.state is State.COLD:
+            self._table.learn(session, report)  # the demote that waited for the save overtook it
+        elif session is not None:
             self._table.take(session, report)
         elif report.hot or report.tier is not None:
             self._adopt(report)

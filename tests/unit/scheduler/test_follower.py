@@ -135,6 +135,14 @@ async def test_a_session_that_the_engine_woke_is_hot(manager, ref, talk):
     assert manager.get(ref("a")).state == "idle"
 
 
+async def test_news_of_a_save_that_a_demote_has_overtaken_wake_nobody(manager, ref, talk):
+    await talk(manager, ref("a"))
+    saved = Notice(cause="saved", session=Held().report("alice", "a"))  # still hot then
+    await manager.demote(ref("a"))
+    manager.follower.hear(saved)
+    assert manager.get(ref("a")).state == "cold"
+
+
 async def test_a_list_of_thousands_leaves_turns_their_share_of_the_loop(manager, engine, ref):
     engine.held = {("alice", f"s{i}"): Held(hot=False) for i in range(3000)}
     asking = asyncio.create_task(manager.follower.ask())
