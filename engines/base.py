@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -72,6 +72,7 @@ class Upstream(Protocol):
         """The whole body. Raises as ``chunks`` does."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Control plane in seven verbs, data plane in one."""
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Protocol, cast
 
-from engines.base import Engine
+from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
 
 ENGINES: Mapping[str, str] = {
@@ -24,6 +24,27 @@ class UnknownEngine(Exception):
 class EngineFactory(Protocol):
     def __call__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> Engine:
         """``env``: what a process that the engine starts gets in addition to our environment."""
+
+
+def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
+    """The engine of a name in ``ENGINES``, or of an import string; nothing is started yet.
+
+    Raises:
+        UnknownEngine: no such name, module or attribute, or what it names makes no engine.
+        EngineError: the settings are not for this engine.
+    """
+    factory = engine_factory(kind)
+    try:
+        engine: object = factory(worker, env)
+    except EngineError:
+        raise
+    except Exception as error:  # somebody else's code, named by mistake perhaps
+        if kind in ENGINES:
+            raise
+        raise UnknownEngine(f"engine {kind!r} makes no engine: {error}") from error
+    if not isinstance(engine, Engine):
+        raise UnknownEngine(f"engine {kind!r} makes a {type(engine).__name__}, which is no engine")
+    return engine
 
 
 def engine_factory(kind: str) -> EngineFactory:

@@ -136,6 +136,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_message_complete()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer to speak WebSocket or HTTP/2 may be ignored (RFC 9110, 7.8): it is answered like
+        any request. uvicorn would advise the operator to install something."""
+        log.debug("an offer to upgrade the protocol was ignored")
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(_TOO_LARGE if self._too_large else Failure(400, msg, None, "bad_http"))
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
-from engines.registry import UnknownEngine, engine_factory
+from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.keys import BadKeyLine, Tenants, read_key_lines
@@ -103,7 +103,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
 
 def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
     try:
-        return engine_factory(kind)(worker, env)
+        return create_engine(kind, worker, env)
     except UnknownEngine as error:
         raise UsageError(str(error)) from error
     except EngineError as error:

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvstore.tiers.disk_folder import left_behind
 from launch.blas import find_blas
 from launch.cache_shape import NotUnderstood
 from launch.effective import Effective, require_installed
@@ -28,7 +29,7 @@ from launch.machine import available_memory, free_disk
 from launch.model import find_model
 from launch.sample_model import find_gguf
 from launch.sample_model import folder_in as sample_folder
-from launch.serve import listen
+from launch.serve import take_port
 from launch.settings import masked
 from launch.units import show_bytes
 from launch.vllm_home import require_vllm
@@ -149,6 +150,9 @@ def _disk(effective: Effective, environ: Mapping[str, str]) -> Answer:
     secret = effective.folders.data / "secret"
     if secret.exists() and stat.S_IMODE(secret.stat().st_mode) & 0o077:
         return "failure", f"other users can read the server's secret; run: chmod 600 {secret}"
+    if left := [x for x in left_behind(folder / "cold") if x.exists()]:
+        sizes = ", ".join(f"{x} ({show_bytes(x.stat().st_size)})" for x in left)
+        return "warning", f"{sizes}: no cold sessions, and under no limit; delete what nobody needs"
     free = free_disk(folder)
     words = f"{show_bytes(free)} free in {folder}; cold sessions may take "
     words += show_bytes(store.disk_bytes)
@@ -157,7 +161,7 @@ def _disk(effective: Effective, environ: Mapping[str, str]) -> Answer:
 
 def _port(effective: Effective, environ: Mapping[str, str]) -> Answer:
     gateway = effective.settings.gateway
-    listen(gateway).close()
+    take_port(gateway).close()
     return "ok", f"{gateway.host} port {gateway.port} is free"
 
 

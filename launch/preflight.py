@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable
+from kvstore.tiers.disk_budget import capacity_within
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
 from launch.units import show_bytes
@@ -28,10 +29,12 @@ def check_tiers(config: StoreConfig, in_use_patience_s: float = IN_USE_PATIENCE_
     """Blocks while another process is leaving the disk folder.
 
     Raises:
-        UsageError: ``store.redis_url`` is not a URL of a Redis server.
+        UsageError: ``store.redis_url`` is not a URL of a Redis server, or ``store.disk_bytes``
+            too little for anything.
         LaunchError: the disk folder cannot be used, or redis-py is not installed.
     """
     if config.disk_bytes:
+        _check_disk_limit(config.disk_bytes)
         _check_disk(Path(config.disk_path) / "cold", in_use_patience_s)
     if config.redis_url and config.redis_bytes:
         _check_redis(config)
@@ -67,6 +70,13 @@ def check_memory(
         )
 
 
+def _check_disk_limit(disk_bytes: int) -> None:
+    try:
+        capacity_within(disk_bytes)
+    except TierUnavailable as error:
+        raise UsageError(f"store.{error} (--disk)") from error
+
+
 def _check_disk(folder: Path, patience_s: float) -> None:
     end = time.monotonic() + patience_s
     waiting = False
@@ -78,7 +88,9 @@ def _check_disk(folder: Path, patience_s: float) -> None:
             if time.monotonic() >= end:
                 raise LaunchError(_with_options(error)) from error
             if not waiting:
-                log.warning("waiting until another process leaves %s", folder)
+                log.warning(
+                    "waiting up to %.0f s until another process leaves %s", patience_s, folder
+                )
                 waiting = True
             time.sleep(LOOK_EVERY_S)
         except TierUnavailable as error:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from launch.errors import LaunchError
+from launch.errors import LaunchError, UsageError
 
 TIMEOUT_S = 120.0  # a demote may have to write to a slow tier first
 
@@ -22,6 +22,12 @@ class Remote:
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
+        """Raises ``UsageError`` for a key that cannot stand in a header. It is not repeated."""
+        if not all("!" <= character <= "~" for character in api_key):
+            raise UsageError(
+                "the API key holds a space, a line break or another character that no key has;"
+                " look at THERMOCLINE_API_KEY, or --api-key"
+            )
         self._url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 

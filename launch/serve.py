@@ -34,8 +34,10 @@ def serve(effective: Effective, environ: Mapping[str, str]) -> int:
         UsageError, LaunchError: it cannot be started; says what to do.
     """
     configure_logging(effective.settings.log_level)
-    with listen(effective.settings.gateway) as sock, build(effective, environ) as served:
-        server = server_of(served.app, effective.settings.gateway)
+    config = effective.settings.gateway
+    with take_port(config) as sock, build(effective, environ) as served:
+        listen(sock, config)
+        server = server_of(served.app, config)
         url = _url(sock)
         _say_settings(effective, served, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -44,8 +46,9 @@ def serve(effective: Effective, environ: Mapping[str, str]) -> int:
     return 0 if server.started and not served.engine.gave_up else 1
 
 
-def listen(config: GatewayConfig) -> socket.socket:
-    """The listening socket, taken before the slow things start.
+def take_port(config: GatewayConfig) -> socket.socket:
+    """A socket with the address, taken before the slow things start. It refuses connections until
+    ``listen``: nobody is to hang while a start waits for something.
 
     Raises:
         LaunchError: the port is taken, or the address is not one of this machine.
@@ -58,16 +61,27 @@ def listen(config: GatewayConfig) -> socket.socket:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
-            sock.listen(BACKLOG)
         except OSError:
             sock.close()
             raise
     except OSError as error:
-        raise LaunchError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror};"
-            " choose another with --port or --host"
-        ) from error
+        raise _cannot_listen(config, error) from error
     return sock
+
+
+def listen(sock: socket.socket, config: GatewayConfig) -> None:
+    """Raises ``LaunchError``: another server took the same port and was faster."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(config, error) from error
+
+
+def _cannot_listen(config: GatewayConfig, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"cannot listen on {config.host} port {config.port}: {error.strerror};"
+        " choose another with --port or --host"
+    )
 
 
 async def _run(server: DrainingServer, sock: socket.socket, served: Served, url: str) -> None:

@@ -8,7 +8,7 @@ silently ignored is worse than a server that does not start.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -76,18 +76,30 @@ def _flat(fields: Fields, tree: Mapping[str, Any], prefix: str = "") -> Iterator
 
 
 def from_environment(fields: Fields, environ: Mapping[str, str]) -> Layer:
-    """Every ``THERMOCLINE_*``. Raises ``UsageError`` for one that nothing reads."""
+    """Every ``THERMOCLINE_*``, in capitals.
+
+    Raises:
+        UsageError: nothing reads a variable that begins so, however it is capitalised.
+    """
     names = {variable_of(name): name for name in fields.types}
     others = {PREFIX + name for name in OTHER_VARIABLES}
     layer = {}
     for variable, text in environ.items():
-        if not variable.startswith(PREFIX) or variable in others:
+        if not variable.upper().startswith(PREFIX) or variable in others:
             continue
         if variable not in names:
-            raise unknown(variable, "the environment", {**names, **dict.fromkeys(others)})
+            raise _unknown_variable(variable, [*names, *others])
         name = names[variable]
         layer[name] = fields.value(name, text, f"environment {variable}", is_text=True)
     return layer
+
+
+def _unknown_variable(variable: str, known: Sequence[str]) -> UsageError:
+    if variable.upper() in known:
+        return UsageError(
+            f"{variable} in the environment is not read; in capitals it is: {variable.upper()}"
+        )
+    return unknown(variable, "the environment", dict.fromkeys(known))
 
 
 def variable_of(name: str) -> str:

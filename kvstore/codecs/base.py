@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvstore.shapes import KVLayout, KVRun
 
 
+@runtime_checkable
 class Codec(Protocol):
     """Turns a run of tokens of all layers into one payload and back.
 

@@ -48,7 +48,7 @@ def codec_by_name(name: str) -> Codec:
     """A preset, or whatever an import string names.
 
     Raises:
-        UnknownCodec: says which names there are.
+        UnknownCodec: no such name, or what it names is no codec; says which names there are.
     """
     target = PRESETS.get(name, name)
     module_name, _, attribute = target.partition(":")
@@ -58,7 +58,12 @@ def codec_by_name(name: str) -> Codec:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise UnknownCodec(f"codec {name!r} cannot be imported: {error}") from error
-    codec: Codec = found() if callable(found) else found
+    try:
+        codec: object = found() if callable(found) else found
+    except Exception as error:  # somebody else's code, named by mistake perhaps
+        raise UnknownCodec(f"codec {name!r} cannot be made: {error}") from error
+    if not isinstance(codec, Codec):
+        raise UnknownCodec(f"codec {name!r} is a {type(codec).__name__}, which is no codec")
     return codec
 
 

@@ -204,6 +204,14 @@ def test_a_body_that_never_ends_is_cut(stack: FakeStack) -> None:
     assert raw(stack, head).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+def test_an_offer_to_upgrade_is_ignored(stack: FakeStack, protocol: bytes) -> None:
+    head = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade\r\nupgrade: "
+    assert raw(stack, head + protocol + b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+    log = stack.log.read_text()
+    assert "pip install" not in log and "upgrade" not in log.lower()
+
+
 def test_two_requests_on_one_connection_after_a_pause(stack: FakeStack) -> None:
     """The head's clock starts with the first byte of a head, not with the connection."""
     with socket.create_connection(("127.0.0.1", stack.port), timeout=FAST_S) as sock:

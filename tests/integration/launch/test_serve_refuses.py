@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from kvstore.tiers.disk_folder import DiskFolder
 from tests.integration.launch.test_serve import Server
 from tests.integration.tiny_models import write_model
 
@@ -75,6 +77,33 @@ def test_a_disk_folder_that_cannot_be_used(tmp_path, folder):
     (tmp_path / "data" / "cold").write_text("not a folder")
     code, why, _ = refused(tmp_path, "--model", folder)
     assert code == 1 and "--disk 0" in why and str(tmp_path / "data" / "cold") in why
+
+
+def test_too_little_hot_memory_is_refused_before_the_weights_are_read(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    write_model("llama", model)
+    code, why, log = refused(tmp_path, "--model", model, "--hot", "1kB")
+    assert code == 2 and "engine.hot_bytes = 1000 is too little for this model" in why
+    assert "engine started" not in log
+
+
+def test_nobody_hangs_while_the_disk_folder_is_waited_for(tmp_path, folder):
+    disk = DiskFolder(tmp_path / "data" / "cold")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "launch", "serve", "--engine", "mlx", "--model", str(folder)]
+    with subprocess.Popen(
+        [*command, "--port", str(port), "--data-dir", str(tmp_path / "data")],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as waiting:
+        assert waiting.stderr is not None
+        assert any("waiting up to 30 s until another" in line for line in waiting.stderr)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
+        waiting.kill()
+    disk.release(clean=False)
 
 
 def test_a_url_that_is_not_of_redis(tmp_path, folder):

@@ -76,6 +76,12 @@ def test_config_shows_values_and_where_they_come_from(run, monkeypatch):
         (["serve", "--engine", "nope", "--model", "a/b", "--port", "0"], 2, "no engine is called"),
         (["serve", "--engine", "fake", "--codec", "zip", "--port", "0"], 2, "no codec named 'zip'"),
         (["serve", "--engine", "fake", "--host", "0.0.0.0", "--port", "0"], 2, "--allow-anonymous"),
+        (["serve", "--engine", "fake", "--codec", "os:system", "--port", "0"], 2, "cannot be made"),
+        (["serve", "--engine", "fake", "--codec", "os:sep", "--port", "0"], 2, "is no codec"),
+        (["serve", "--engine", "os:getcwd", "--model", "a/b", "--port", "0"], 2, "makes no engine"),
+        (["serve", "--engine", "os:sep", "--model", "a/b", "--port", "0"], 2, "makes no engine"),
+        (["serve", "--engine", "ast:Dict", "--model", "a/b", "--port", "0"], 2, "is no engine"),
+        (["sessions", "list", "--api-key", "two\nlines"], 2, "the API key holds"),
         (["serve", "--engine", "attached", "--port", "0"], 1, "engine.control"),
         (["serve", "--engine", "fake", "--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1"),
         (["serve", "--engine", "fake", "--api-keys", "/nope", "--port", "0"], 2, "API keys /nope"),
@@ -178,6 +184,17 @@ def test_doctor_finds_what_is_wrong(run, model):
     assert code == 1
     assert findings["redis"]["verdict"] == "failure"
     assert "lower engine.hot_bytes" in findings["memory"]["text"]
+
+
+@pytest.mark.parametrize("name", ["data.foreign", "data.damaged"])
+def test_doctor_mentions_what_lies_in_the_disk_folder_under_no_limit(run, tmp_path, name):
+    (tmp_path / "cold").mkdir()
+    (tmp_path / "cold" / name).write_bytes(bytes(3 << 20))
+    arguments = ["--set", "engine.kind=fake", "--set", "gateway.port=0"]
+    _, out, _ = run("doctor", "--json", *arguments, "--set", f"store.disk_path={tmp_path}")
+    (disk,) = [x for x in json.loads(out) if x["about"] == "disk"]
+    assert disk["verdict"] == "warning"
+    assert f"{name} (3 MiB)" in disk["text"]
 
 
 def test_every_option_of_serve_sets_something():

@@ -52,7 +52,7 @@ def test_a_folder_of_another_process_is_named_with_a_way_out(store, owner):
 
 def test_a_process_that_is_leaving_is_waited_for(store, owner, caplog):
     def leave() -> None:
-        while "waiting until another process leaves" not in caplog.text:
+        while "until another process leaves" not in caplog.text:
             time.sleep(0.01)
         owner.stdin.close()
 
@@ -60,7 +60,7 @@ def test_a_process_that_is_leaving_is_waited_for(store, owner, caplog):
     leaving.start()
     check_tiers(store, in_use_patience_s=60)
     leaving.join()
-    assert caplog.text.count("waiting until another process leaves") == 1
+    assert caplog.text.count("waiting up to 60 s until another process leaves") == 1
 
 
 def test_a_folder_that_cannot_be_made(store, tmp_path):
@@ -68,6 +68,12 @@ def test_a_folder_that_cannot_be_made(store, tmp_path):
     with pytest.raises(LaunchError, match="--disk 0"):
         check_tiers(store)
     check_tiers(msgspec.structs.replace(store, disk_bytes=0))
+
+
+def test_a_limit_that_holds_hardly_a_blob_is_refused(store):
+    too_little = msgspec.structs.replace(store, disk_bytes=1 << 20)
+    with pytest.raises(UsageError, match=r"^store\.disk_bytes is 1048576, .*4 MiB or more"):
+        check_tiers(too_little)
 
 
 @pytest.mark.parametrize("url", ["http://u:secret@host", "redis-host:6379", "redis://host:port"])
