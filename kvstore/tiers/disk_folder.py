@@ -40,6 +40,14 @@ _DAMAGED = (
 SPARE_MAP_BYTES = 64 << 20  # deleting needs new pages, too
 
 
+def left_behind(folder: Path) -> list[Path]:
+    """Where files may lie in a tier's folder that the tier neither uses nor counts.
+
+    The first is somebody else's; earlier releases kept a damaged file under the second name.
+    """
+    return [folder / "data.foreign", folder / "data.damaged"]
+
+
 class DiskFolder:
     """Exclusive ownership of one folder, from construction until ``release``.
 
