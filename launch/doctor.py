@@ -20,7 +20,6 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from kvstore.tiers.disk_folder import left_behind
-from kvstore.tiers.disk_folder import left_behind
 from launch.blas import find_blas
 from launch.cache_shape import NotUnderstood
 from launch.effective import Effective, require_installed
@@ -151,9 +150,6 @@ def _disk(effective: Effective, environ: Mapping[str, str]) -> Answer:
     secret = effective.folders.data / "secret"
     if secret.exists() and stat.S_IMODE(secret.stat().st_mode) & 0o077:
         return "failure", f"other users can read the server's secret; run: chmod 600 {secret}"
-    if left := [x for x in left_behind(folder / "cold") if x.exists()]:
-        sizes = ", ".join(f"{x} ({show_bytes(x.stat().st_size)})" for x in left)
-        return "warning", f"{sizes}: no cold sessions, and under no limit; delete what nobody needs"
     if left := [x for x in left_behind(folder / "cold") if x.exists()]:
         sizes = ", ".join(f"{x} ({show_bytes(x.stat().st_size)})" for x in left)
         return "warning", f"{sizes}: no cold sessions, and under no limit; delete what nobody needs"

@@ -14,7 +14,6 @@ from pathlib import Path
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.tiers.disk_budget import capacity_within
-from kvstore.tiers.disk_budget import capacity_within
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
 from launch.units import show_bytes
@@ -69,13 +68,6 @@ def check_memory(
             f" {parts}, {show_bytes(free_bytes)} to stay free; lower --hot or --ram, end other"
             " programs, or take a smaller model"
         )
-
-
-def _check_disk_limit(disk_bytes: int) -> None:
-    try:
-        capacity_within(disk_bytes)
-    except TierUnavailable as error:
-        raise UsageError(f"store.{error} (--disk)") from error
 
 
 def _check_disk_limit(disk_bytes: int) -> None:

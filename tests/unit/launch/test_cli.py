@@ -197,17 +197,6 @@ def test_doctor_mentions_what_lies_in_the_disk_folder_under_no_limit(run, tmp_pa
     assert f"{name} (3 MiB)" in disk["text"]
 
 
-@pytest.mark.parametrize("name", ["data.foreign", "data.damaged"])
-def test_doctor_mentions_what_lies_in_the_disk_folder_under_no_limit(run, tmp_path, name):
-    (tmp_path / "cold").mkdir()
-    (tmp_path / "cold" / name).write_bytes(bytes(3 << 20))
-    arguments = ["--set", "engine.kind=fake", "--set", "gateway.port=0"]
-    _, out, _ = run("doctor", "--json", *arguments, "--set", f"store.disk_path={tmp_path}")
-    (disk,) = [x for x in json.loads(out) if x["about"] == "disk"]
-    assert disk["verdict"] == "warning"
-    assert f"{name} (3 MiB)" in disk["text"]
-
-
 def test_every_option_of_serve_sets_something():
     """``options.chosen`` finds them by their names."""
     serve = get_command(app).commands["serve"]

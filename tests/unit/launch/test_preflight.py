@@ -76,12 +76,6 @@ def test_a_limit_that_holds_hardly_a_blob_is_refused(store):
         check_tiers(too_little)
 
 
-def test_a_limit_that_holds_hardly_a_blob_is_refused(store):
-    too_little = msgspec.structs.replace(store, disk_bytes=1 << 20)
-    with pytest.raises(UsageError, match=r"^store\.disk_bytes is 1048576, .*4 MiB or more"):
-        check_tiers(too_little)
-
-
 @pytest.mark.parametrize("url", ["http://u:secret@host", "redis-host:6379", "redis://host:port"])
 def test_what_is_no_url_of_redis_is_refused_without_its_password(store, url):
     with pytest.raises(UsageError, match=r"^store\.redis_url ") as refusal:
