@@ -84,7 +84,9 @@ class Turn:
         if self.restored_tokens and self.tier and not self.failed:
             source = f"cold-{self.tier}"
         text = f"{source}; tokens={num_computed_tokens}"
-        return f"{text}; reason={self.reason}" if self.reason else text
+        # Of a hot prompt the last few tokens are always asked for in vain.
+        is_news = self.reason and (source, self.reason) != ("hot", "never-stored")
+        return f"{text}; reason={self.reason}" if is_news else text
 
 
 class Lookup:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.vllm_plugin.hot import HotSessions
-from engines.vllm_plugin.lookup import Lookup
+from engines.vllm_plugin.lookup import Lookup, Turn
 from engines.vllm_plugin.messages import Release, Stage, Staged
 from kvstore.records import SessionRef
 from kvstore.stats import Counters
@@ -375,3 +375,16 @@ def test_idle_time_and_business_of_sessions(bench):
     assert not bench.hot.is_busy(("t", "s"))
     assert bench.hot.idle_s(("t", "s")) == 3.0
     assert bench.hot.idle_s(("t", "nobody")) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "tokens", "expected"),
+    [
+        ("never-stored", 0, "miss; tokens=0; reason=never-stored"),
+        ("never-stored", 64, "hot; tokens=64"),
+        ("corrupt", 64, "hot; tokens=64; reason=corrupt"),
+        (None, 64, "hot; tokens=64"),
+    ],
+)
+def test_the_cache_header(reason, tokens, expected):
+    assert Turn(None, None, reason=reason).cache_header(tokens) == expected
