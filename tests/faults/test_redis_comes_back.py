@@ -1,0 +1,70 @@
+"""A Redis that is killed and comes back empty, while sessions are asked for: misses, no failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvstore.tiers.redis_tier import RedisTier
+from tests.kv_sessions import MIB, come_back, open_store, ram, ref, save, tokens
+from tests.redis_server import RedisServer, find_binary
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
+]
+
+PATIENCE_S = 60.0  # the breaker's first waits, on a busy machine
+
+
+def until(what: str, *, tier: RedisTier, available: bool) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while tier.stats().available != available:
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def test_sessions_go_on_while_redis_dies_and_returns() -> None:
+    histories = {str(i): tokens(60, i) for i in range(3)}
+    stop = threading.Event()
+    failures: list[BaseException] = []
+    with RedisServer() as server:
+        far = RedisTier(server.url, 64 * MIB, deadline_s=1.0)
+        store = open_store([ram(), far])
+        for name, history in histories.items():
+            save(store, ref(name), history)
+            store.demote(ref(name), "redis")
+        assert come_back(store, ref("0"), histories["0"])[1].num_tokens == 60
+        store.demote(ref("0"), "redis")
+
+        def ask(name: str) -> None:
+            try:
+                while not stop.is_set():  # compares every restored bit
+                    come_back(store, ref(name), histories[name])
+                    time.sleep(0.01)
+            except BaseException as error:
+                failures.append(error)
+
+        server.kill()
+        threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in histories]
+        for thread in threads:
+            thread.start()
+        until("noticed", tier=far, available=False)
+        for name, history in histories.items():
+            match, restored = come_back(store, ref(name), history)
+            assert (match.num_tokens, restored.num_tokens) == (0, 0)
+            assert match.reason is not None
+        server.start()
+        until("asked again", tier=far, available=True)
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert failures == []
+        assert come_back(store, ref("1"), histories["1"])[1].num_tokens == 0  # it is empty now
+        longer = [*histories["1"], *tokens(20, 9)]
+        save(store, ref("1"), longer)
+        store.demote(ref("1"), "redis")
+        assert come_back(store, ref("1"), longer)[1].num_tokens == 80
+        store.close()
