@@ -17,11 +17,12 @@ from gateway.metrics import Gauges, Metrics
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
+MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
 
 @dataclass
 class Gateway:
-    """One per app, at ``app.state.gateway``. Only ``draining`` and ``has_served`` ever change."""
+    """One per app, at ``app.state.gateway``. Only the last three fields ever change."""
 
     config: GatewayConfig
     engine: Engine
@@ -32,6 +33,7 @@ class Gateway:
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     has_served: bool = False  # the engine was there for a request
+    num_awaiting: int = 0  # requests that wait for the engine to come back
 
     @property
     def served(self) -> Welcome:
@@ -47,8 +49,12 @@ class Gateway:
         One that was never there yet is still reading its weights; who asks for it too early is
         told so at once.
         """
-        if self.has_served:
-            await self._engine_back()
+        if self.has_served and self.num_awaiting < MAX_AWAITING:
+            self.num_awaiting += 1
+            try:
+                await self._engine_back()
+            finally:
+                self.num_awaiting -= 1
         served = self.served
         self.has_served = True
         return served

@@ -42,7 +42,7 @@ async def demote(request: Request) -> Response:
     body = await read_body(request, gateway.config)
     try:
         to = msgspec.json.decode(body or b"{}", type=DemoteTo)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is {{}} or {{'tier': NAME}}: {error}.", "tier") from error
     return _one(await gateway.sessions.demote(session, to.tier))
 

@@ -293,7 +293,7 @@ class BlockStore:
     def _follow_pin(self, record: BlockRecord) -> None:
         key = self._index.key(record)
         if record.pinned:
-            self._pins.follow(key, self._chain(record), record.pinned_bytes)
+            self._pins.follow(key, [key, *self._chain(record)], record.pinned_bytes)
         else:
             self._pins.release(key)
 

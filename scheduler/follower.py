@@ -76,7 +76,11 @@ class Follower:
         while True:
             await self._to_ask.wait()
             self._to_ask.clear()
-            await self._ask_until_told()
+            try:
+                await self._ask_until_told()
+            except BaseException:
+                self._to_ask.set()  # whoever runs this next has to ask
+                raise
 
     async def _ask_until_told(self) -> None:
         """Or until the engine is gone; the next one says so when it comes."""
@@ -102,15 +106,17 @@ class Follower:
             session = self._table.row(report.tenant, report.id)
             if session is None:
                 self._adopt(report)
-            else:
+            elif session.last_used <= asked_at:  # of later turns it had not heard yet
                 self._table.take(session, report)
         for session in known:
             missing = (session.ref.tenant, session.ref.id) not in reports
-            if missing and session.last_used <= asked_at:  # of later ones it had not heard yet
+            if missing and session.last_used <= asked_at:
                 self._table.take(session, None)
         self._followed = welcome
 
     def _adopt(self, report: SessionReport) -> None:
+        if self._table.was_forgotten(report.tenant, report.id):
+            return
         ref = SessionRef(tenant=report.tenant, id=report.id, salt=self._salt_of(report.tenant))
         state = State.IDLE if report.hot else State.COLD
         self._table.add(ref, state, self._clock() - report.idle_s, report)

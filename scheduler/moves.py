@@ -58,6 +58,7 @@ class Moves:
         try:
             demoted = await self._engine.demote(session.ref, tier)
         except (EngineError, asyncio.CancelledError):
+            session.keep_until = self._clock() + KEPT_RETRY_S  # let the sweeps try another
             session.complete(Event.KEPT, job)
             raise
         outcome = _outcome(demoted.report)
@@ -67,10 +68,11 @@ class Moves:
             self._table.learn(session, demoted.report)
 
     async def _move_down(self, session: Session, tier: TierName) -> None:
+        session.keep_until = self._clock() + KEPT_RETRY_S  # unless it gets there
         demoted = await self._engine.demote(session.ref, tier)
         self._table.take(session, demoted.report)
-        if session.tier != tier:  # that tier is full, or off
-            session.keep_until = self._clock() + KEPT_RETRY_S
+        if session.tier == tier:
+            session.keep_until = 0.0
 
     async def wake(self, session: Session) -> None:
         """A prefetch is a turn without tokens. Raises ``EngineError``; then all is as it was."""
@@ -94,7 +96,8 @@ class Moves:
         """
         last_used = session.last_used
         session.keep_until = self._clock() + KEPT_RETRY_S
-        await self._engine.forget(session.ref)
+        with self._table.forgetting(session.ref):
+            await self._engine.forget(session.ref)
         if session.last_used == last_used and session.can(Event.LOST):
             session.apply(Event.LOST)
         else:

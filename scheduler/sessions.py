@@ -170,7 +170,8 @@ class SessionManager:
         session = self._known(ref)
         if session is None:
             return False
-        await self._engine.forget(ref)
+        with self.table.forgetting(ref):
+            await self._engine.forget(ref)
         if session.can(Event.EXPIRE):
             session.apply(Event.EXPIRE)
         return True

@@ -90,7 +90,9 @@ class Sweeps:
         missing -= sum(bytes_in_memory(x) for x in self._pressing.values())
         if missing > 0:
             quiet = heapq.merge(
-                self._resting(Queue.HOT), self._resting(Queue.PACKED), key=lambda x: x.last_used
+                self._unpressed(Queue.HOT),
+                self._unpressed(Queue.PACKED),
+                key=lambda x: x.last_used,
             )
             self._press(jobs, leaving(quiet, missing, self._clock()), "hibernate-memory", "disk")
 
@@ -102,7 +104,7 @@ class Sweeps:
         need = min(over, report.idle_hot_bytes)
         need -= sum(x.hot_bytes for x in self._pressing.values() if x.hot)
         chosen = victims(
-            self._resting(Queue.HOT),
+            self._unpressed(Queue.HOT),
             need,
             self._clock(),
             config.value_half_life_s,
@@ -120,6 +122,10 @@ class Sweeps:
         """Those for whom nothing is under way."""
         return (x for x in self._table.queue(queue) if x.number not in self._moving)
 
+    def _unpressed(self, queue: Queue) -> Iterator[Session]:
+        """Also those whose turn to go at leisure has not come: what presses overtakes them."""
+        return (x for x in self._table.queue(queue) if x.number not in self._pressing)
+
     # ---- jobs
 
     def _press(
@@ -128,14 +134,22 @@ class Sweeps:
         for session in sessions:
             self._observer.decision(why)
             self._pressing[session.number] = session
-            self._start(jobs, session, self._sunk(session, tier, pressing=True))
+            job = self._sunk(session, tier, pressing=True)
+            self._start(jobs, session, job, self._pressed)
+
+    def _pressed(self, session: Session) -> None:
+        self._pressing.pop(session.number, None)
 
     def _start(
-        self, jobs: asyncio.TaskGroup, session: Session, job: Coroutine[None, None, None]
+        self,
+        jobs: asyncio.TaskGroup,
+        session: Session,
+        job: Coroutine[None, None, None],
+        after: Callable[[Session], None] = lambda _: None,
     ) -> None:
         def ended(_: asyncio.Task[None]) -> None:
             self._moving.discard(session.number)
-            self._pressing.pop(session.number, None)
+            after(session)
 
         self._moving.add(session.number)
         jobs.create_task(job, name="session-job").add_done_callback(ended)

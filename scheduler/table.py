@@ -13,10 +13,14 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from engines.base import SessionRef, SessionReport
 from scheduler.observer import Observer
 from scheduler.session import Event, Session, State
+
+# A report may have been written before its session was forgotten, and come afterwards.
+LATE_REPORT_S = 10.0
 
 
 class Queue(enum.Enum):
@@ -59,6 +63,7 @@ class SessionTable:
         self._numbers = 0
         self._queues = {queue: ByLastUse() for queue in Queue}
         self._queue_of: dict[int, Queue] = {}  # by the number of the row
+        self._forgotten: dict[tuple[str, str], float] = {}  # until when; the oldest first
 
     def __len__(self) -> int:
         return self._num_rows
@@ -144,6 +149,27 @@ class SessionTable:
             session.apply(Event.EVICTED)
         elif session.state is State.COLD and report.hot:
             session.apply(Event.RESTORED)
+
+    # ---- who was forgotten
+
+    @contextmanager
+    def forgetting(self, ref: SessionRef) -> Iterator[None]:
+        """It is being removed on request: until a while later no report brings it back."""
+        self._remember_forgotten(ref)
+        try:
+            yield
+        finally:
+            self._remember_forgotten(ref)
+
+    def was_forgotten(self, tenant: str, id: str) -> bool:
+        return self._clock() < self._forgotten.get((tenant, id), 0.0)
+
+    def _remember_forgotten(self, ref: SessionRef) -> None:
+        now = self._clock()
+        self._forgotten.pop((ref.tenant, ref.id), None)
+        self._forgotten[ref.tenant, ref.id] = now + LATE_REPORT_S
+        while (oldest := next(iter(self._forgotten))) and self._forgotten[oldest] < now:
+            del self._forgotten[oldest]
 
     # ---- where they stand
 

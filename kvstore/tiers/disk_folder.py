@@ -16,6 +16,7 @@ What it cannot check, the blobs, carries checksums that the store verifies on ev
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -149,8 +150,12 @@ class DiskFolder:
         started = time.monotonic()
         try:
             problems: list[str] = verify_pages(str(self.path))  # type: ignore[no-untyped-call]
-        except (VerifyError, OSError) as error:
+        except VerifyError as error:
             return str(error)
+        except OSError as error:
+            if error.errno == errno.EIO:  # the medium's fault; all others may pass
+                return str(error)
+            raise TierUnavailable(f"the disk tier cannot read {self.data}: {error}") from error
         elapsed_s = time.monotonic() - started
         log.info("verified %s, not closed cleanly last time, in %.1f s", self.data, elapsed_s)
         return problems[0] if problems else ""

@@ -147,7 +147,7 @@ async def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(raw_sta
                 again = await client.chat([user("Count to three.")], max_tokens=10)
                 if again.status == 200:
                     break
-                assert again.status == 503 and again.error["code"]
+                assert again.status in (503, 504) and again.error["code"]
                 await asyncio.sleep(0.5)
         assert again.text == expected.text
         assert raw_stack.engine.pid != before.pid

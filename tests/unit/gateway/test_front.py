@@ -190,3 +190,8 @@ async def test_metrics_tell_of_answers_by_route_and_not_by_path() -> None:
     assert 'route="show_session",status="404"' in text
     assert 'route="other",status="404"' in text
     assert "secret" not in text and "/some/path" not in text
+
+
+async def test_a_body_that_is_no_utf8_is_refused() -> None:
+    reply = await App().post("/v1/sessions/a/demote", b'{"tier":"\xff"}')
+    assert (reply.status, reply.error["param"]) == (400, "tier")

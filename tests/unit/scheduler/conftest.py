@@ -89,6 +89,8 @@ class RowsEngine:
         self.down = False
         self.kept = ""
         self.gate: asyncio.Event | None = None  # demote and prefetch wait here
+        self.forget_gate: asyncio.Event | None = None
+        self.refuses: set[str] = set()  # sessions that it does not demote
         self.demoted: list[str] = []
         self.queue: asyncio.Queue[Notice | None] = asyncio.Queue()
 
@@ -103,6 +105,8 @@ class RowsEngine:
     async def demote(self, session: SessionRef, tier: str | None = None) -> Demoted:
         self._reach()
         self.demoted.append(session.id)
+        if session.id in self.refuses:
+            raise EngineUnavailable("not this one")
         if self.gate:
             await self.gate.wait()
         self._reach()
@@ -130,6 +134,8 @@ class RowsEngine:
 
     async def forget(self, session: SessionRef) -> SessionReport | None:
         self._reach()
+        if self.forget_gate:
+            await self.forget_gate.wait()
         self.held.pop((session.tenant, session.id), None)
         return None
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
 from engines.base import EngineRefused, Notice
+from scheduler.config import SchedulerConfig
 from scheduler.follower import Follower
+from scheduler.sessions import SessionManager
 
 from .conftest import Held, RowsEngine, salt_of
 
@@ -153,3 +156,52 @@ async def test_a_list_of_thousands_leaves_turns_their_share_of_the_loop(manager,
         num_turns += 1
     assert num_turns >= 3
     assert len(manager.table) == 3000
+
+
+async def test_a_late_report_does_not_bring_a_forgotten_session_back(
+    manager, engine, clock, ref, talk
+):
+    await talk(manager, ref("a"))
+    late = Notice("saved", engine.held[("alice", "a")].report("alice", "a"))
+    gone = Notice("lost", Held(hot=False, tier=None).report("alice", "a"))
+    engine.forget_gate = asyncio.Event()
+    forgetting = asyncio.create_task(manager.forget(ref("a")))
+    await asyncio.sleep(0)
+    manager.follower.hear(gone)  # the engine's own news may come before its answer
+    manager.follower.hear(late)
+    engine.forget_gate.set()
+    assert await forgetting
+    assert manager.get(ref("a")) is None
+    manager.follower.hear(late)
+    assert manager.get(ref("a")) is None
+    clock.now += 60
+    manager.follower.hear(late)  # by now somebody else has brought it
+    assert manager.get(ref("a")) is not None
+
+
+class Overtaken(RowsEngine):
+    """Something happens between the writing of its list and the reading."""
+
+    meanwhile: Callable[[], Awaitable[None]]
+
+    async def sessions(self):
+        written = await super().sessions()
+        await self.meanwhile()
+        return written
+
+
+async def test_a_list_written_before_a_turn_changes_nothing_of_it(clock, ref):
+    engine = Overtaken()
+    engine.held["alice", "a"] = Held(hot=False)
+    manager = SessionManager(engine, SchedulerConfig(), salt_of=salt_of, clock=clock)
+    manager.follower.hear(Notice("saved", engine.held["alice", "a"].report("alice", "a")))
+    assert manager.get(ref("a")).state == "cold"
+
+    async def one_turn() -> None:
+        clock.now += 1
+        async with manager.turn(ref("a")) as turn:
+            turn.engine_answered("cold-ram; tokens=990")
+
+    engine.meanwhile = one_turn
+    await manager.follower.ask()
+    assert manager.get(ref("a")).state == "idle"

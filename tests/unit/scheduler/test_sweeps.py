@@ -120,6 +120,50 @@ async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep
         await loop
 
 
+async def test_what_presses_overtakes_sessions_that_wait_to_sleep_at_leisure(
+    engine, clock, log, ref, talk
+):
+    available = 5000
+    config = SchedulerConfig(idle_after_s=60.0, max_hibernations=1, memory_low_bytes=1000)
+    manager = SessionManager(
+        engine, config, salt_of=salt_of, clock=clock, observer=log, memory=lambda: available
+    )
+    for i in range(4):
+        await talk(manager, ref(f"s{i}"))
+        clock.now += 1
+    clock.now += 61
+    engine.gate = asyncio.Event()
+    at_leisure = asyncio.create_task(manager.sweeps.sweep())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert engine.demoted == ["s0"]
+    available = 850
+    clock.now += LOOK_EVERY_S
+    pressed = asyncio.create_task(manager.sweeps.sweep())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(engine.demoted) > 1
+    engine.gate.set()
+    await asyncio.gather(at_leisure, pressed)
+
+
+async def test_a_session_that_cannot_be_demoted_does_not_stand_before_the_others(
+    manager, engine, clock, ref, talk
+):
+    for i in range(9):
+        await talk(manager, ref(f"s{i}"))
+        clock.now += 1
+    engine.held[
+        "alice", "s0"
+    ].hot_bytes = 400  # 1200 of 1000 bytes: it alone is most of what is over
+    await manager.follower.ask()
+    engine.refuses = {"s0"}
+    for _ in range(3):
+        await manager.sweeps.sweep()
+    assert engine.demoted.count("s0") == 1
+    assert "s4" in engine.demoted
+
+
 async def test_what_is_leaving_already_counts_as_gone(manager, engine, clock, ref, talk, log):
     for i in range(9):
         await talk(manager, ref(f"s{i}"))
