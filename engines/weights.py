@@ -112,6 +112,8 @@ def _stamp(file: Path) -> _Stamp:
 def _locked(folder: Path | None) -> Iterator[None]:
     """One process at a time, so that the ranks of a model read its weights once."""
     try:
+        if folder is not None:  # at the first start the tiers have not made it yet
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = None if folder is None else (folder / f"{CACHE_NAME}.lock").open("w")
     except OSError:
         lock = None

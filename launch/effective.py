@@ -54,7 +54,9 @@ def effective(layers: Sequence[Layer], environ: Mapping[str, str]) -> Effective:
         "cache_dir": Value(str(where.cache), "this system"),
     }
     if kind == "vllm":
-        fitted["engine.vllm.python"] = Value(find_python(chosen.engine.vllm.python), "found here")
+        given = chosen.engine.vllm.python
+        origin = resolve(layers).origin("engine.vllm.python") if given else "found here"
+        layers = [*layers, {"engine.vllm.python": Value(find_python(given), origin)}]
     fitted |= budgets(
         available_memory(),
         _weights(chosen.engine, kind, widens),

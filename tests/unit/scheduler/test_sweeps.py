@@ -153,9 +153,7 @@ async def test_a_session_that_cannot_be_demoted_does_not_stand_before_the_others
     for i in range(9):
         await talk(manager, ref(f"s{i}"))
         clock.now += 1
-    engine.held[
-        "alice", "s0"
-    ].hot_bytes = 400  # 1200 of 1000 bytes: it alone is most of what is over
+    engine.held["alice", "s0"].hot_bytes = 400  # of 1200, where there is room for 1000
     await manager.follower.ask()
     engine.refuses = {"s0"}
     for _ in range(3):
