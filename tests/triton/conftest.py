@@ -1,0 +1,11 @@
+"""Chooses Triton's interpreter where there is no GPU, before any test file imports triton."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
