@@ -141,7 +141,8 @@ class _Answer:
         await self._stop_waiting()
         if self._head is not None and self._head["status"] == 200:
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._report), LATE_S)
+                async with asyncio.timeout(LATE_S):  # not wait_for: it can lose a cancellation
+                    await asyncio.shield(self._report)
         await self._send_head()
         await self._send(message)
 
