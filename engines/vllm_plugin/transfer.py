@@ -13,48 +13,59 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
 from kvstore.block_keys import Piece
 from kvstore.block_records import BlockRecord
 from kvstore.block_store import BlockStore
-from kvstore.errors import Unusable
 from kvstore.records import SessionRef
-from kvstore.shapes import KVLayout, KVPair
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
 
-DECODES_AHEAD: Final = 4
+
+@dataclass(frozen=True)
+class Packing:
+    """A blob to be made of these blocks: all of the piece's."""
+
+    piece: Piece
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Blocks to be filled out of a blob: from the piece's block ``skip`` on."""
+
+    piece: Piece
+    blob: Blob
+    skip: int
+    block_ids: list[int]
 
 
 class Blocks(Protocol):
-    """vLLM's blocks (``paging.PagedCache``)."""
+    """vLLM's blocks, in exchange for blobs (``host_blocks``, ``device_blocks``)."""
 
     @property
-    def layout(self) -> KVLayout: ...
+    def block_bytes(self) -> int:
+        """Hot bytes of one block, all layers."""
 
-    @property
-    def block_tokens(self) -> int: ...
+    def mark(self) -> object:
+        """On the model's thread: all that it has asked of the device so far."""
 
-    def read(self, block_ids: Sequence[int]) -> list[KVPair]:
-        """One run of tokens, copied."""
+    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+        """Read the blocks once ``ready`` has happened; they are free again when this returns."""
 
-    def write(self, block_ids: Sequence[int], run: Sequence[KVPair], first_block: int) -> None:
-        """Blocks ``first_block ..`` of ``run`` into these blocks."""
+    def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
+        """The block ids that now hold what they should; they can be used at once."""
 
-
-class Stream(Protocol):
-    """In which order copies and the model's work happen (``streams.SideStream``)."""
-
-    def mark(self) -> object: ...
-    def after(self, mark: object) -> AbstractContextManager[None]: ...
+    def close(self) -> None:
+        """Nothing is asked of it any more."""
 
 
 class Transfer:
@@ -62,18 +73,15 @@ class Transfer:
 
     def __init__(
         self,
-        cache: Blocks,
+        blocks: Blocks,
         store: BlockStore,
         staging: StagingArea,
-        stream: Stream,
         max_queued_bytes: int,
     ) -> None:
-        self._cache = cache
+        self._blocks = blocks
         self._store = store
         self._staging = staging
-        self._stream = stream
         self._max_queued_bytes = max_queued_bytes
-        self._block_bytes = cache.block_tokens * cache.layout.bytes_per_token
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._settled = threading.Condition(self._lock)
@@ -93,7 +101,7 @@ class Transfer:
     # ---- saving
 
     def save(self, save: Save, on_saved: Callable[[BlockRecord], None]) -> None:
-        nbytes = len(save.block_ids) * self._block_bytes
+        nbytes = len(save.block_ids) * self._blocks.block_bytes
         with self._lock:
             full = self._queued_bytes and self._queued_bytes + nbytes > self._max_queued_bytes
             if full:
@@ -104,7 +112,7 @@ class Transfer:
         if full:
             self._store.counters.add("saves_skipped")
         else:
-            ready = self._stream.mark()
+            ready = self._blocks.mark()
             self._saver.submit(self._save, save, nbytes, ready, on_saved)
 
     def _save(
@@ -112,11 +120,13 @@ class Transfer:
     ) -> None:
         acknowledged = False
         try:
-            with self._stream.after(ready):
-                rows = [(x, self._read(save, x)) for x in self._store.missing(save.hashes)]
+            missing = self._store.missing(save.hashes)
+            packing = self._blocks.pack([_packing(save, x) for x in missing], ready)
             self._acknowledge(save.job)
             acknowledged = True
-            record = self._store.commit(save.session, save.hashes, self._encoded(rows))
+            self._store.counters.add("chunks_encoded", len(missing))
+            blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
+            record = self._store.commit(save.session, save.hashes, blobs)
             self._store.expire()
             on_saved(record)
         except Exception:  # the edge of this thread: one bad save must not end all others
@@ -140,29 +150,17 @@ class Transfer:
         with self._lock:
             self._acks[job] = 1
 
-    def _read(self, save: Save, piece: Piece) -> list[KVPair]:
-        return self._cache.read(save.block_ids[piece.first_block : piece.end_block])
-
-    def _encoded(self, rows: list[tuple[Piece, list[KVPair]]]) -> Mapping[bytes, Blob]:
-        futures: list[tuple[bytes, Future[bytes]]] = []
-        for piece, run in rows:
-            pack = self._store.packer.pack_tail if piece.is_tail else self._store.packer.pack_chunk
-            first = piece.first_block * self._cache.block_tokens
-            futures.append((piece.key, self._store.workers.codec(pack, piece.key, run, first)))
-        self._store.counters.add("chunks_encoded", len(futures))
-        return {key: future.result() for key, future in futures}
-
     # ---- loading
 
     def load(self, load: Load) -> None:
-        self._loaders.submit(self._load, load, self._stream.mark())
+        self._loaders.submit(self._load, load, self._blocks.mark())
 
     def _load(self, load: Load, ready: object) -> None:
         bad = set(load.block_ids)
         try:
             fetched = self._staging.take(load.ticket)
             if fetched is not None:
-                bad -= self._filled(load, fetched.pieces, ready)
+                bad -= self._blocks.fill(_fillings(load, fetched.pieces), ready)
         except Exception:  # the edge of this thread: the request must hear of its load
             logger.exception("a restore failed")
         if bad:
@@ -171,46 +169,6 @@ class Transfer:
         with self._lock:
             self._bad_blocks |= bad
             self._loaded.add(load.request_id)
-
-    def _filled(self, load: Load, pieces: list[tuple[Piece, Blob]], ready: object) -> set[int]:
-        """The block ids that hold what they should."""
-        filled: set[int] = set()
-        for piece, future in self._decodes(pieces):
-            run = future.result()
-            first = max(piece.first_block, load.first_block)
-            last = min(piece.end_block, load.first_block + len(load.block_ids))
-            if run is None or last <= first:
-                continue
-            ids = load.block_ids[first - load.first_block : last - load.first_block]
-            with self._stream.after(ready):
-                self._cache.write(ids, run, first - piece.first_block)
-            filled.update(ids)
-        return filled
-
-    def _decodes(
-        self, pieces: list[tuple[Piece, Blob]]
-    ) -> Iterator[tuple[Piece, Future[list[KVPair] | None]]]:
-        """In order, a few begun ahead: decoded, a session is many times what was staged of it."""
-        ahead: deque[tuple[Piece, Future[list[KVPair] | None]]] = deque()
-        for piece, blob in pieces:
-            ahead.append((piece, self._store.workers.codec(self._decoded, piece, blob)))
-            if len(ahead) > DECODES_AHEAD:
-                yield ahead.popleft()
-        yield from ahead
-
-    def _decoded(self, piece: Piece, blob: Blob) -> list[KVPair] | None:
-        tokens = piece.num_blocks * self._cache.block_tokens
-        first = piece.first_block * self._cache.block_tokens
-        packer = self._store.packer
-        unpack = packer.unpack_tail if piece.is_tail else packer.unpack_chunk
-        run = self._cache.layout.empty(tokens)
-        try:
-            unpack(blob, piece.key, first, tokens, run)
-        except Unusable as error:
-            logger.warning("a verified blob cannot be decoded: %s", error)
-            self._store.discard(piece.key)
-            return None
-        return run
 
     # ---- what vLLM asks for with each step
 
@@ -234,7 +192,24 @@ class Transfer:
         """Saves that have begun are finished."""
         self._loaders.shutdown(wait=True)
         self._saver.shutdown(wait=True)
+        self._blocks.close()
 
 
 def _name(session: SessionRef) -> tuple[str, str]:
     return session.tenant, session.id
+
+
+def _packing(save: Save, piece: Piece) -> Packing:
+    return Packing(piece, save.block_ids[piece.first_block : piece.end_block])
+
+
+def _fillings(load: Load, pieces: Sequence[tuple[Piece, Blob]]) -> list[Filling]:
+    """What of each piece the load asks for; it may begin and end inside of one."""
+    fillings = []
+    for piece, blob in pieces:
+        first = max(piece.first_block, load.first_block)
+        last = min(piece.end_block, load.first_block + len(load.block_ids))
+        if first < last:
+            ids = load.block_ids[first - load.first_block : last - load.first_block]
+            fillings.append(Filling(piece, blob, first - piece.first_block, ids))
+    return fillings

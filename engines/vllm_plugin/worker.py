@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from engines.vllm_plugin.arrangement import UnknownLayout, WriteBlock, probe
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.fingerprint import fingerprint
+from engines.vllm_plugin.host_blocks import HostBlocks
 from engines.vllm_plugin.messages import RankHello, RankSaved
 from engines.vllm_plugin.paging import paged_cache
 from engines.vllm_plugin.plan import Step
@@ -58,10 +59,8 @@ class Worker:
         disk = Path(settings.disk_path) / f"vllm-rank-{rank}"
         self._store = BlockStore(config, packer, keys, identity, open_tiers(config, disk))
         self._staging = StagingArea()
-        stream = SideStream(self._cache.device)
-        self._transfer = Transfer(
-            self._cache, self._store, self._staging, stream, config.save_queue_bytes
-        )
+        blocks = HostBlocks(self._cache, self._store, SideStream(self._cache.device))
+        self._transfer = Transfer(blocks, self._store, self._staging, config.save_queue_bytes)
         hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token)
         self._link = RankLink(
             settings.hub_path,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from engines.vllm_plugin.host_blocks import HostBlocks
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
 from engines.vllm_plugin.transfer import Transfer
@@ -27,9 +28,8 @@ class Rank:
         self.store = open_store()
         self.staging = StagingArea()
         self.saved: list[BlockRecord] = []
-        self.transfer = Transfer(
-            self.blocks, self.store, self.staging, NoStream(), max_queued_bytes
-        )
+        blocks = HostBlocks(self.blocks, self.store, NoStream())
+        self.transfer = Transfer(blocks, self.store, self.staging, max_queued_bytes)
 
     def save(self, chain: list[bytes], job: int = 1) -> None:
         self.blocks.compute(chain, IDS[: len(chain)])
