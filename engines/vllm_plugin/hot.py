@@ -1,9 +1,13 @@
 """What vLLM itself still holds of each session.
 
-vLLM keeps the blocks of finished requests until it needs the room, and tells nobody when it reuses
-one. So nothing is remembered here but the hashes of a session's blocks; whether they are there is
+vLLM keeps the blocks of finished requests until it needs the room, and tells nobody here when it
+reuses one. So nothing is remembered but the hashes of a session's blocks; whether they are there is
 looked up in vLLM's own table whenever somebody asks. The lookups are single dictionary reads, safe
 from any thread; changes are made on vLLM's thread only.
+
+A session is hot while vLLM holds all of its blocks. Chains are reused from their tails on, because
+vLLM frees them in that order, and so do we: the last block answers for all. What is left of a
+chain without its tail is mostly the beginning that it shares with others.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ class HotSession:
     last_used_s: float = 0.0  # monotonic
     num_saves: int = 0  # planned, and not yet in the hands of every rank
     dropping: bool = False  # its blocks will go at vLLM's next step
+    told_hot: bool = False  # what was last said of it
 
 
 class HotSessions:
@@ -95,6 +100,7 @@ class HotSessions:
             if hashes:
                 self._users.subtract(entry.hashes)
                 entry.hashes = list(hashes)
+                entry.told_hot = True
                 self._users.update(entry.hashes)
 
     def count_save(self, session: SessionRef, change: int) -> None:
@@ -133,16 +139,24 @@ class HotSessions:
             return None if entry is None else max(0.0, self._monotonic() - entry.last_used_s)
 
     def num_resident(self, name: Name) -> int:
-        """Leading blocks of the session that vLLM still holds."""
+        """Blocks of the session; 0 unless vLLM still holds all of them."""
         with self._lock:
             entry = self._sessions.get(name)
-            hashes = [] if entry is None or entry.dropping else entry.hashes
-        count = 0
-        for block_hash in hashes:
-            if self._cached(block_hash) is None:
-                break
-            count += 1
-        return count
+            return 0 if entry is None else self._resident(entry)
+
+    def take_cooled(self) -> list[Name]:
+        """Quiet sessions that were hot when they were last told of, and are not any more."""
+        with self._lock:
+            told = [(n, x) for n, x in self._sessions.items() if x.told_hot and not x.num_requests]
+            cooled = [(n, x) for n, x in told if not self._resident(x)]
+            for _, entry in cooled:
+                entry.told_hot = False
+        return [name for name, _ in cooled]
+
+    def _resident(self, entry: HotSession) -> int:
+        if entry.dropping or not entry.hashes or self._cached(entry.hashes[-1]) is None:
+            return 0
+        return len(entry.hashes)
 
     def num_used_blocks(self) -> int:
         """Held by running requests and by saves."""

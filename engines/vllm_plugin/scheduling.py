@@ -13,6 +13,7 @@ from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.lookup import Lookup
 from engines.vllm_plugin.messages import RankSaved
 from engines.vllm_plugin.verbs import Verbs
+from engines.vllm_plugin.watch import Watch
 from engines.wire import Notice, Welcome
 from kvstore.records import SessionRef
 from kvstore.stats import Counters
@@ -61,6 +62,7 @@ class Scheduling:
             self._hub.start_behind_front(control)
         else:
             self._hub.start(control)
+        self._hub.spawn(Watch(self._hot, self._verbs.look, self._control.publish).run)
 
     def bind(self, pool: BlockPool) -> None:
         self._hot.bind(pool)

@@ -1,0 +1,69 @@
+"""Tells the gateway when vLLM has reused blocks of a quiet session: it is cold from then on.
+
+vLLM's own KV events would say so, too (``BlockRemoved``, ``AllBlocksCleared``). They leave
+EngineCore through a socket of their own, may be lost on the way, name blocks instead of sessions,
+and cost an allocation per block while the model waits. In this process the truth is a dictionary:
+one look per hot session and second is less work and never wrong for longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from engines.vllm_plugin.hot import HotSessions, Name
+from engines.wire import Notice, SessionRef, SessionReport
+
+logger = logging.getLogger("thermocline.vllm")
+
+EVERY_S: Final = 1.0
+
+
+class Watch:
+    """On the hub's event loop."""
+
+    def __init__(
+        self,
+        hot: HotSessions,
+        look: Callable[[SessionRef], Awaitable[SessionReport | None]],
+        publish: Callable[[Notice], None],
+        every_s: float = EVERY_S,
+    ) -> None:
+        self._hot = hot
+        self._look = look
+        self._publish = publish
+        self._every_s = every_s
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            for name in self._hot.take_cooled():
+                try:
+                    await self._tell(name)
+                except OSError as error:  # no rank answers: the engine is on its way out
+                    logger.warning("nobody hears that a session is cold: %s", error)
+
+    async def _tell(self, name: Name) -> None:
+        report = await self._look(SessionRef(*name, b""))
+        if report is not None:
+            self._publish(Notice("dropped", report))
+        else:
+            self._publish(Notice("lost", _nothing(name)))
+
+
+def _nothing(name: Name) -> SessionReport:
+    return SessionReport(
+        tenant=name[0],
+        id=name[1],
+        hot=False,
+        tier=None,
+        tokens=0,
+        hot_bytes=0,
+        cold_bytes=0,
+        idle_s=0.0,
+        pinned=False,
+        busy=False,
+    )
