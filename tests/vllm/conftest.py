@@ -18,6 +18,10 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 MODEL_VARIABLE = "SAMPLE_MODEL"
 NUM_TOKENS = 600
+DEAF_CONNECTOR = {  # ours, until a test deafens it
+    "kv_connector": "DeafConnector",
+    "kv_connector_module_path": "tests.vllm.deaf_connector",
+}
 
 
 def model_path() -> str:
@@ -38,7 +42,11 @@ def shared_engine(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> I
     )
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
     engine = RealEngine(
-        str(model), tmp_path_factory.mktemp("vllm"), store, skip_tokenizer_init=True
+        str(model),
+        tmp_path_factory.mktemp("vllm"),
+        store,
+        connector=DEAF_CONNECTOR,
+        skip_tokenizer_init=True,
     )
     yield engine
     engine.close()

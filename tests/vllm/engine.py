@@ -53,7 +53,16 @@ class Result:
 
 
 class RealEngine:
-    def __init__(self, model: str, folder: Path, store: StoreConfig, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        store: StoreConfig,
+        *,
+        connector: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """``connector``: fields of vLLM's transfer configuration, on top of ours."""
         from vllm import EngineArgs, LLMEngine
         from vllm.config import KVTransferConfig
 
@@ -64,9 +73,8 @@ class RealEngine:
         self.settings = PluginSettings(
             store=store, runtime_dir=str(folder), disk_path=str(folder / "disk"), token=TOKEN
         )
-        transfer = KVTransferConfig(
-            **msgspec.json.decode(transfer_config(write_settings(self.settings)))
-        )
+        ours = msgspec.json.decode(transfer_config(write_settings(self.settings)))
+        transfer = KVTransferConfig(**(ours | (connector or {})))
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": POOL_BLOCKS * BLOCK - BLOCK,

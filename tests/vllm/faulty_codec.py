@@ -1,8 +1,9 @@
 """Codec ``raw`` with faults that a test in another process switches on, by files in a folder.
 
-``fail``: first tokens, comma separated, of chunks that cannot be decoded. ``delay_s``: how long
-each decode takes; it then says so in ``decoding``. The real engine is exercised with nothing of the
-product changed.
+``fail``: first tokens, comma separated, of chunks that cannot be decoded. ``break``: of those whose
+decoding itself breaks, so that they stay in the store. ``delay_s``: how long each decode takes; it
+then says so in ``decoding``; likewise ``encode_delay_s`` and ``encoding``. The real engine is
+exercised with nothing of the product changed, but for ``deaf``: see ``deaf_connector``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,30 @@ FOLDER = "THERMOCLINE_TEST_FAULTS"
 
 class FaultyRaw(RawCodec):
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        if first_token in [int(x) for x in _read("fail").split(",") if x]:
+        if first_token in _tokens("fail"):
             raise Corrupt("a fault that the test asked for")
-        if delay := _read("delay_s"):
-            _file("decoding").touch()
-            time.sleep(float(delay))
+        if first_token in _tokens("break"):
+            raise RuntimeError("a fault that the test asked for")
+        _wait("delay_s", "decoding")
         super().decode(payload, layout, first_token, out)
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+        _wait("encode_delay_s", "encoding")
+        return super().encode(run, layout, first_token)
+
+
+def is_deaf() -> bool:
+    return _file("deaf").exists()
+
+
+def _tokens(name: str) -> list[int]:
+    return [int(x) for x in _read(name).split(",") if x]
+
+
+def _wait(delay_name: str, sign: str) -> None:
+    if delay := _read(delay_name):
+        _file(sign).touch()
+        time.sleep(float(delay))
 
 
 def _file(name: str) -> Path:
@@ -47,13 +66,25 @@ class Faults:
     def fail(self, *first_tokens: int) -> None:
         (self._folder / "fail").write_text(",".join(map(str, first_tokens)))
 
+    def break_decoding(self, *first_tokens: int) -> None:
+        (self._folder / "break").write_text(",".join(map(str, first_tokens)))
+
+    def deafen(self) -> None:
+        (self._folder / "deaf").touch()
+
     def delay(self, seconds: float) -> None:
         (self._folder / "delay_s").write_text(str(seconds))
+
+    def delay_encoding(self, seconds: float) -> None:
+        (self._folder / "encode_delay_s").write_text(str(seconds))
 
     def is_decoding(self) -> bool:
         """A delayed decode has begun since the last ``clear``."""
         return (self._folder / "decoding").exists()
 
+    def is_encoding(self) -> bool:
+        return (self._folder / "encoding").exists()
+
     def clear(self) -> None:
-        for name in ("fail", "delay_s", "decoding"):
-            (self._folder / name).unlink(missing_ok=True)
+        for file in self._folder.iterdir():
+            file.unlink()
