@@ -17,7 +17,9 @@ import random
 import statistics
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from stack import MIB, Client, Reply, Stack, client_of, prose, rss_mib, write_json
@@ -27,37 +29,66 @@ SERIES_EVERY = 3  # samples
 ACCOUNTED = ("thermocline_engine_active_bytes ", 'thermocline_tier_bytes{tier="ram"} ')
 
 
-async def user(client: Client, number: int, until: float, replies: list[Reply]) -> int:
+@dataclass(frozen=True)
+class Habits:
+    """How users chat. Words of a message, of a conversation's first one too if given; requests
+    carry ``fields``."""
+
+    words: tuple[int, int] = (8, 40)
+    first_words: tuple[int, int] | None = None
+    answer_tokens: tuple[int, int] = (4, 12)
+    most_turns: int = 4
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def message(self, rng: random.Random, seed: str, *, is_first: bool) -> dict[str, str]:
+        words = self.first_words if is_first and self.first_words else self.words
+        return {"role": "user", "content": prose(seed, rng.randint(*words))}
+
+
+async def user(
+    client: Client, number: int, until: float, replies: list[Reply], habits: Habits
+) -> int:
     rng, turns, conversation = random.Random(number), 0, 0
     history: list[dict[str, str]] = []
-    longest = 2 * rng.randint(1, 4)  # differs, or all would begin anew at the same time for ever
+    most = habits.most_turns
+    longest = 2 * rng.randint(1, most)  # differs, or all would begin anew together for ever
     while time.monotonic() < until:
         if len(history) >= longest:
-            conversation, history, longest = conversation + 1, [], 8
-        history.append({"role": "user", "content": prose(f"{number}-{turns}", rng.randint(8, 40))})
+            conversation, history, longest = conversation + 1, [], 2 * most
+        history.append(habits.message(rng, f"{number}-{turns}", is_first=not history))
         reply = await client.chat(
-            history, session=f"u{number}-{conversation}", max_tokens=rng.randint(4, 12)
+            history,
+            session=f"u{number}-{conversation}",
+            max_tokens=rng.randint(*habits.answer_tokens),
+            **habits.fields,
         )
         replies.append(reply)
-        turns += reply.status == 200 and reply.error is None
+        turns += reply.ok
         history.append({"role": "assistant", "content": reply.text})
         await asyncio.sleep(rng.random() * 2)
     return turns
 
 
-def accounted_mib(stack: Stack) -> float:
-    """Tensors and the RAM tier, by the engine's own account."""
+def gauges_mib(stack: Stack, names: tuple[str, ...]) -> float:
+    """The sum of these lines of the gateway's metrics."""
     with urllib.request.urlopen(f"{stack.url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(x.split()[-1]) for x in lines if x.startswith(ACCOUNTED)) / MIB
+    return sum(float(x.split()[-1]) for x in lines if x.startswith(names)) / MIB
 
 
-async def watch(stack: Stack, until: float) -> dict[str, list[float]]:
-    engine, gateway = stack.engine, stack.gateway
-    samples: dict[str, list[float]] = {"engine": [], "engine_unaccounted": [], "gateway": []}
+def memory_mib(stack: Stack) -> dict[str, float]:
+    used = rss_mib(stack.engine)
+    return {
+        "engine": used,
+        "engine_unaccounted": used - gauges_mib(stack, ACCOUNTED),
+        "gateway": rss_mib(stack.gateway),
+    }
+
+
+async def watch(sample: Callable[[], dict[str, float]], until: float) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = defaultdict(list)
     while time.monotonic() < until:
-        used, accounted = rss_mib(engine), await asyncio.to_thread(accounted_mib, stack)
-        for name, mib in zip(samples, (used, used - accounted, rss_mib(gateway)), strict=True):
+        for name, mib in (await asyncio.to_thread(sample)).items():
             samples[name].append(mib)
         await asyncio.sleep(SAMPLE_S)
     return samples
@@ -75,35 +106,52 @@ def growth(samples: list[float]) -> dict[str, Any]:
     }
 
 
+async def soak(
+    stack: Stack,
+    users: int,
+    minutes: float,
+    habits: Habits,
+    sample: Callable[[], dict[str, float]],
+) -> tuple[list[Reply], dict[str, Any]]:
+    """All users for so long. Returns their replies, and what is to say of them."""
+    replies: list[Reply] = []
+    async with client_of(stack) as client:
+        until = time.monotonic() + minutes * 60
+        watcher = asyncio.create_task(watch(sample, until))
+        turns = await asyncio.gather(
+            *(user(client, i, until, replies, habits) for i in range(users))
+        )
+        samples = await watcher
+    result = {"users": users, "minutes": minutes, **summary(replies, turns)}
+    return replies, result | {f"{name}_rss": growth(x) for name, x in samples.items()}
+
+
+def summary(replies: list[Reply], turns: list[int]) -> dict[str, Any]:
+    good = [x for x in replies if x.ok]
+    return {
+        "turns": len(replies),
+        "errors": len(replies) - len(good),
+        "error_samples": [str(x.error) for x in replies if x.error][:3],
+        "sources": Counter(x.cache.split(";")[0] for x in good),
+        "cached_token_share": round(
+            sum(x.cached_tokens for x in good) / sum(x.prompt_tokens for x in good), 4
+        ),
+        "ttft_p50_s": round(statistics.median(x.ttft_s for x in good), 3),
+        "turns_per_user_min": min(turns),
+        "turns_per_user_max": max(turns),
+        "jain_fairness": round(sum(turns) ** 2 / (len(turns) * sum(x * x for x in turns)), 4),
+    }
+
+
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "engine": {"hot_bytes": args.hot_mib * MIB},
         "store": {"ram_bytes": args.ram_mib * MIB},
         "scheduler": {"idle_after_s": 5.0},
     }
-    replies: list[Reply] = []
     with Stack(settings) as stack:
-        async with client_of(stack) as client:
-            until = time.monotonic() + args.minutes * 60
-            watcher = asyncio.create_task(watch(stack, until))
-            turns = await asyncio.gather(
-                *(user(client, i, until, replies) for i in range(args.users))
-            )
-            samples = await watcher
-    good = [x for x in replies if x.status == 200 and not x.error]
-    return {
-        "users": args.users,
-        "minutes": args.minutes,
-        "turns": len(replies),
-        "errors": len(replies) - len(good),
-        "error_samples": [str(x.error) for x in replies if x.error][:3],
-        "sources": Counter(x.cache.split(";")[0] for x in good),
-        "ttft_p50_s": round(statistics.median(x.ttft_s for x in good), 3),
-        "turns_per_user_min": min(turns),
-        "turns_per_user_max": max(turns),
-        "jain_fairness": round(sum(turns) ** 2 / (len(turns) * sum(x * x for x in turns)), 4),
-        **{f"{name}_rss": growth(x) for name, x in samples.items()},
-    }
+        _, result = await soak(stack, args.users, args.minutes, Habits(), lambda: memory_mib(stack))
+    return result
 
 
 def main() -> None:

@@ -47,6 +47,13 @@ class Reply:
     cached_tokens: int = 0
     completion_tokens: int = 0
     error: dict[str, Any] | None = None
+    # With the field return_token_ids, which vLLM knows.
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200 and self.error is None
 
 
 def prose(seed: int | str, num_words: int) -> str:
@@ -230,7 +237,9 @@ class Client:
             reply.completion_tokens = usage["completion_tokens"]
             details = usage.get("prompt_tokens_details") or {}  # vLLM: none if nothing was cached
             reply.cached_tokens = details.get("cached_tokens", 0)
+        reply.prompt_ids += event.get("prompt_token_ids") or []
         for choice in event.get("choices", []):
+            reply.token_ids += choice.get("token_ids") or []
             text = choice["delta"].get("content") or ""
             # An answer may be empty: then its end is what came first.
             if (text or choice["finish_reason"]) and reply.ttft_s != reply.ttft_s:

@@ -36,8 +36,10 @@ def with_plugin(
     ram_bytes: int = 1024 * MIB,
     max_context: int = 8192,
     dtype: str = "float32",
+    disk_bytes: int = 0,
+    idle_after_s: float = 3600.0,
 ) -> Stack:
-    """Gateway and vLLM. Nobody hibernates by itself: the benchmark says when."""
+    """Gateway and vLLM. Nobody hibernates by itself, if not told to: the benchmark says when."""
     settings: dict[str, dict[str, Any]] = {
         "engine": {
             "kind": "vllm",
@@ -46,8 +48,8 @@ def with_plugin(
             "max_context": max_context,
             "dtype": dtype,
         },
-        "store": {"codec": codec, "ram_bytes": ram_bytes, "disk_bytes": 0},
-        "scheduler": {"idle_after_s": 3600.0},
+        "store": {"codec": codec, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes},
+        "scheduler": {"idle_after_s": idle_after_s},
     }
     return Stack(settings, start_timeout_s=START_S)
 
@@ -58,6 +60,7 @@ class PlainVllm:
 
     pool_bytes: int
     max_context: int = 8192
+    prefix_caching: bool = True
     port: int = field(default_factory=free_port)
 
     @property
@@ -73,7 +76,8 @@ class PlainVllm:
             *("--kv-cache-memory-bytes", str(self.pool_bytes)),
             *("--max-model-len", str(self.max_context)),
             *("--block-size", str(CPU_BLOCK_TOKENS)),
-            *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enforce-eager"),
+            "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching",
+            *("--enable-prompt-tokens-details", "--enforce-eager"),
         ]
 
     def __enter__(self) -> PlainVllm:
