@@ -78,15 +78,20 @@ class Turn:
     reason: MissReason | None = None
     reported: bool = False
 
-    def cache_header(self, num_computed_tokens: int) -> str:
-        """The value of the cache header, as every engine of ours gives it."""
+    def outcome(self, num_computed_tokens: int) -> tuple[str, MissReason | None]:
+        """Where the prompt's KV came from, and why not more of it."""
         source = "hot" if num_computed_tokens else "miss"
         if self.restored_tokens and self.tier and not self.failed:
             source = f"cold-{self.tier}"
-        text = f"{source}; tokens={num_computed_tokens}"
         # Of a hot prompt the last few tokens are always asked for in vain.
-        is_news = self.reason and (source, self.reason) != ("hot", "never-stored")
-        return f"{text}; reason={self.reason}" if is_news else text
+        is_news = (source, self.reason) != ("hot", "never-stored")
+        return source, self.reason if is_news else None
+
+    def cache_header(self, num_computed_tokens: int) -> str:
+        """The value of the cache header, as every engine of ours gives it."""
+        source, reason = self.outcome(num_computed_tokens)
+        text = f"{source}; tokens={num_computed_tokens}"
+        return f"{text}; reason={reason}" if reason else text
 
 
 class Lookup:
@@ -121,6 +126,7 @@ class Lookup:
         self._jobs = itertools.count(1)
         self._unacked: dict[int, Unacked] = {}  # by job
         self._plan = Step()
+        self._num_running = 0
 
     # ---- a request comes
 
@@ -211,9 +217,21 @@ class Lookup:
         if turn is None or turn.reported:
             return
         turn.reported = True
+        self._num_running += 1
+        self._count(turn, num_computed_tokens)
         mark = mark_of(request_id)
         if mark is not None:
             self._on_admitted(mark, turn.cache_header(num_computed_tokens))
+
+    def _count(self, turn: Turn, num_computed_tokens: int) -> None:
+        """By the names that the mlx engine gives them."""
+        source, reason = turn.outcome(num_computed_tokens)
+        self._counters.add("prompts")
+        self._counters.add("prompt_tokens", turn.request.num_tokens)
+        self._counters.add("cached_tokens", num_computed_tokens)
+        self._counters.add(f"source.{source}")
+        if reason:
+            self._counters.add(f"misses.{reason}")
 
     def absorb(self, bad_block_ids: set[int], loaded: Iterable[str], acks: dict[int, int]) -> None:
         for request_id, block_ids in self._loading.items():
@@ -240,6 +258,7 @@ class Lookup:
         if not turn.failed:
             self._counters.add("restores")
             self._counters.add("restored_tokens", turn.restored_tokens)
+            self._counters.add(f"restored_tokens.{turn.tier}", turn.restored_tokens)
 
     # ---- the turn ends
 
@@ -248,6 +267,7 @@ class Lookup:
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return None
+        self._num_running -= turn.reported
         hashes: list[bytes] = []
         # While a load runs, or before one was planned, the blocks may hold anything.
         if request.request_id not in self._loading:
@@ -292,9 +312,19 @@ class Lookup:
         """An idle engine runs no code of ours, so it must go on stepping until saves are done."""
         return bool(self._unacked or self._plan.saves or self._plan.loads)
 
+    def tier_of(self, request: Any) -> TierName | None:
+        """Where the tokens come from that are being loaded for this request."""
+        turn = self._turns.get(request.request_id)
+        return turn.tier if turn else None
+
     @property
-    def num_requests(self) -> int:
-        return len(self._turns)
+    def num_running(self) -> int:
+        """Requests that vLLM has begun to compute."""
+        return self._num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return max(0, len(self._turns) - self._num_running)
 
     @property
     def is_settled(self) -> bool:

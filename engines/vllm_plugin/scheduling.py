@@ -45,7 +45,7 @@ class Scheduling:
             self._hot,
             block_tokens=block_tokens,
             counters=counters,
-            num_requests=lambda: self.lookup.num_requests,
+            num_requests=lambda: (self.lookup.num_running, self.lookup.num_waiting),
         )
         welcome = Welcome(
             engine="vllm",

@@ -38,6 +38,7 @@ MOVE_S: Final = 80.0
 HAND_OVER_S: Final = 5.0
 POLL_S: Final = 0.01
 _ORDER: Final[list[TierName | None]] = ["ram", "disk", "redis", None]
+_ONE_FOR_ALL_RANKS: Final = frozenset({"saves", "saves_skipped", "saves_failed"})
 
 
 class Verbs:
@@ -50,9 +51,10 @@ class Verbs:
         *,
         block_tokens: int,
         counters: Counters,
-        num_requests: Callable[[], int],
+        num_requests: Callable[[], tuple[int, int]],
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """``num_requests``: that run, and that wait."""
         self._hub = hub
         self._hot = hot
         self._block_tokens = block_tokens
@@ -133,23 +135,26 @@ class Verbs:
         pool = self._hot.pool
         resident = sum(self._hot.num_resident(x) for x in self._hot.names())
         used = self._hot.num_used_blocks()
+        num_running, num_waiting = self._num_requests()
         return EngineReport(
             hot_bytes=min(used + resident, pool.num_gpu_blocks) * block_bytes,
             idle_hot_bytes=resident * block_bytes,
             hot_capacity_bytes=pool.num_gpu_blocks * block_bytes,
-            active_bytes=0,
-            num_running=self._num_requests(),
-            num_waiting=0,
+            active_bytes=0,  # weights and activations are in other processes
+            num_running=num_running,
+            num_waiting=num_waiting,
             save_queue_bytes=sum(x.save_queue_bytes for x in stores),
             tiers=_tiers(stores),
             counters=self._all_counters(stores),
         )
 
     def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:
-        """Tokens and restores are counted once, per request; what ranks do each for themselves."""
-        counters = {f"store.{k}": v for k, v in _summed([x.counters for x in stores]).items()}
-        for name in ("saves", "saves_skipped"):
-            counters[name] = max((x.counters.get(name, 0) for x in stores), default=0)
+        """By the names of every engine. A save is one, though each rank does its share; misses
+        are counted once per turn, as its client was told, and not by look-ups of ranks."""
+        summed = _summed([x.counters for x in stores])
+        counters = {name: n for name, n in summed.items() if not name.startswith("misses.")}
+        for name in counters.keys() & _ONE_FOR_ALL_RANKS:
+            counters[name] = max(x.counters.get(name, 0) for x in stores)
         return counters | self._counters.as_dict()
 
     async def _find(self, verb: Verb | Look, deadline_s: float, name: Name) -> RankSession | None:

@@ -71,7 +71,7 @@ class Engine:
         self.hot.bind(self.pool)
         self.hub = Hub(str(folder / "hub.sock"), 2, self.saved.append)
         self.verbs = Verbs(
-            self.hub, self.hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: 0
+            self.hub, self.hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: (0, 0)
         )
         self.address = str(folder / "control.sock")
         self.hub.start(ControlServer("secret", WELCOME, self.verbs).serve(f"unix:{self.address}"))
@@ -271,7 +271,9 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()
     control = tmp_path / "control.sock"
-    verbs = Verbs(hub, HotSessions(), block_tokens=1, counters=Counters(), num_requests=lambda: 0)
+    verbs = Verbs(
+        hub, HotSessions(), block_tokens=1, counters=Counters(), num_requests=lambda: (0, 0)
+    )
     hub.start_behind_front(ControlServer("secret", WELCOME, verbs).serve(f"unix:{control}"))
     time.sleep(0.05)
     assert not control.exists()

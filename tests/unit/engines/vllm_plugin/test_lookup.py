@@ -210,7 +210,15 @@ def test_a_load_that_works(bench):
     bench.lookup.absorb(set(), [request.request_id], {})
     bench.lookup.take_step([(request.request_id, 40)])
     assert bench.admitted == [("tcm" + "a" * 24, "cold-ram; tokens=40")]
-    assert bench.counters.as_dict() == {"restores": 1, "restored_tokens": 40}
+    assert bench.counters.as_dict() == {
+        "restores": 1,
+        "restored_tokens": 40,
+        "restored_tokens.ram": 40,
+        "prompts": 1,
+        "prompt_tokens": 42,
+        "cached_tokens": 40,
+        "source.cold-ram": 1,
+    }
 
 
 def test_a_failed_load_is_not_offered_again(bench):
@@ -239,7 +247,29 @@ def test_other_requests_failures_are_none_of_ours(bench):
     request = Request(PROMPT)
     restored(bench, request)
     bench.lookup.absorb({99}, [request.request_id], {})
-    assert bench.counters.as_dict() == {"restores": 1, "restored_tokens": 40}
+    assert bench.counters.as_dict()["restores"] == 1
+    assert "loads_failed" not in bench.counters.as_dict()
+
+
+def test_a_miss_is_counted_as_its_client_was_told(bench):
+    request = Request(PROMPT)
+    bench.lookup.add(request)
+    bench.lookup.match(request, 0)
+    bench.ranks.answer(0, tier=None, reason="never-stored")
+    assert bench.lookup.match(request, 0) == (0, False)
+    assert (bench.lookup.num_running, bench.lookup.num_waiting) == (0, 1)
+    bench.lookup.take_step([(request.request_id, 0)])
+    bench.lookup.take_step([(request.request_id, 0)])  # told twice: after a preemption
+    assert (bench.lookup.num_running, bench.lookup.num_waiting) == (1, 0)
+    bench.lookup.finished(request, [])
+    assert (bench.lookup.num_running, bench.lookup.num_waiting) == (0, 0)
+    assert bench.counters.as_dict() == {
+        "prompts": 1,
+        "prompt_tokens": 42,
+        "cached_tokens": 0,
+        "source.miss": 1,
+        "misses.never-stored": 1,
+    }
 
 
 def test_after_a_preemption_a_request_may_be_restored_again(bench):
