@@ -2,9 +2,8 @@
 environment.
 
 The settings come as one line on standard input. The pipe's end means that the gateway is gone, or
-wants vLLM to go: vLLM is then asked to end, which saves what waits, and is killed with its whole
-process group if it takes too long. vLLM's own processes ignore SIGTERM at times and outlive their
-parents; the group is what makes an end certain.
+wants vLLM to go: vLLM is then asked to end, which saves what waits, and is killed if it takes too
+long. However vLLM's first process ends, all others end with it, before this one does.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ import msgspec
 from engines.config import WorkerConfig
 from engines.vllm_plugin.command import command, environment, on_cpu, plugin_settings
 from engines.vllm_plugin.config import CONTROL_SOCKET, HUB_SOCKET, write_settings
+from engines.vllm_plugin.family import end_family
+from engines.vllm_plugin.orphans import adopt_orphans, die_with_parent
 
 END_S: Final = 25.0  # below the gateway's own patience
 
@@ -34,10 +35,15 @@ def main() -> int:
         (Path(worker.runtime_dir) / socket).unlink(missing_ok=True)
     env = {**os.environ, **environment(worker, os.environ.get("PYTHONPATH", ""))}
     argv = command(worker, settings, cpu=on_cpu())
-    with subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL) as server:
+    adopt_orphans()
+    with subprocess.Popen(
+        argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+    ) as server:
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
-        return server.wait()
+        code = server.wait()
+    end_family()
+    return code if code >= 0 else 128 - code  # as a shell tells of signals
 
 
 def _end_with_input(server: subprocess.Popen[bytes]) -> None:
@@ -46,9 +52,6 @@ def _end_with_input(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(END_S)
-    # Whatever is left of vLLM, and this process with it, unless the group is somebody else's.
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
     server.kill()
 
 

@@ -1,0 +1,128 @@
+"""The process that starts vLLM, with a stand-in for vLLM: nothing is left, however it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from engines.config import EngineConfig, WorkerConfig
+from engines.vllm_env import import_path
+from kvstore.config import StoreConfig
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux adopts orphans")
+
+# Its child is in a session of its own and ignores SIGTERM; both have shared memory. The names of
+# both and the child's number go to a file.
+VLLM = """
+import os, signal, subprocess, sys, time
+from multiprocessing import get_context, shared_memory
+
+def core(told):
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    theirs = shared_memory.SharedMemory(create=True, size=1 << 16)
+    told.send(theirs.name)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    ours = shared_memory.SharedMemory(create=True, size=1 << 16)
+    here, there = get_context("spawn").Pipe()
+    child = get_context("spawn").Process(target=core, args=(there,))
+    child.start()
+    words = [str(os.getpid()), str(child.pid), ours.name, here.recv()]
+    with open(os.environ["TOLD"] + ".new", "w") as told:
+        told.write(" ".join(words))
+    os.rename(os.environ["TOLD"] + ".new", os.environ["TOLD"])
+    time.sleep(600)
+"""
+
+
+class Started:
+    def __init__(self, folder: Path) -> None:
+        package = folder / "vllm" / "entrypoints" / "openai"
+        package.mkdir(parents=True)
+        (package / "api_server.py").write_text(VLLM)
+        worker = WorkerConfig(
+            engine=EngineConfig(kind="vllm"),
+            store=StoreConfig(),
+            model_path=str(folder),
+            served_model_name="m",
+            runtime_dir=str(folder),
+            token="secret",
+        )
+        told = folder / "told"
+        path = ":".join(x for x in (str(folder), import_path()) if x)
+        self.main = subprocess.Popen(
+            [sys.executable, "-m", "engines.vllm_plugin"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "TOLD": str(told)},
+        )
+        assert self.main.stdin is not None
+        self.main.stdin.write(msgspec.json.encode(worker) + b"\n")
+        self.main.stdin.flush()
+        until(told.exists)
+        server, core, *self.shared = told.read_text().split()
+        self.server, self.core = psutil.Process(int(server)), psutil.Process(int(core))
+        self.family = psutil.Process(self.main.pid).children(recursive=True)
+        assert {self.server, self.core} <= set(self.family)
+        assert len(self.family) == 3, "and the resource tracker"
+
+    def end_input(self) -> None:
+        assert self.main.stdin is not None
+        self.main.stdin.close()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    started = Started(tmp_path)
+    yield started
+    for process in (started.server, started.core):  # the tracker then tidies up
+        if process.is_running():
+            process.kill()
+    started.main.kill()
+    started.main.wait()
+    started.end_input()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_the_end_of_the_input_ends_all_of_it(started: Started) -> None:
+    started.end_input()
+    assert started.main.wait(60) == 128 + 15
+    assert all(map(is_gone, started.family))
+
+
+def test_a_server_that_is_killed_takes_all_others_along(started: Started) -> None:
+    started.server.kill()
+    assert started.main.wait(60) == 128 + 9
+    assert all(map(is_gone, started.family))
+    for name in started.shared:
+        with pytest.raises(FileNotFoundError):
+            SharedMemory(name)
+
+
+def test_a_starter_that_is_killed_takes_the_server_along(started: Started) -> None:
+    """The server's own processes watch it; the connector sees to that."""
+    started.main.kill()
+    until(lambda: is_gone(started.server))
