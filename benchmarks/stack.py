@@ -150,12 +150,16 @@ class Stack:
         self._process = None
         return code
 
-    def kill(self) -> None:
-        """kill -9 of the gateway; the engine notices by itself."""
+    def kill(self, *, engine_too: bool = False) -> None:
+        """kill -9 of the gateway; the engine notices by itself, if it is not killed as well."""
         assert self._process is not None
         engine = self.engine
+        if engine_too:
+            engine.suspend()  # or it would notice first
         self._process.kill()
         self._process.wait()
+        if engine_too:
+            engine.kill()
         engine.wait(timeout=60)
         self._process = None
 
@@ -163,6 +167,10 @@ class Stack:
         """kill -9 of the engine; returns when the gateway has started another."""
         dead = self.engine
         dead.kill()
+        self.wait_restarted(dead, timeout_s)
+
+    def wait_restarted(self, dead: psutil.Process, timeout_s: float = 300.0) -> None:
+        """Until there is another engine than ``dead``, and it takes requests."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             engines = [x for x in self.gateway.children(recursive=True) if x.pid != dead.pid]
@@ -282,7 +290,10 @@ async def client_of(stack: Stack, key: str = "") -> AsyncIterator[Client]:
 
 def _is_engine(process: psutil.Process) -> bool:
     """One of our engine programs; of vLLM the one that started all its others."""
-    words = " ".join(process.cmdline())
+    try:
+        words = " ".join(process.cmdline())
+    except psutil.Error:  # it ended meanwhile
+        return False
     return "_worker" in words or "-m engines.vllm_plugin" in words
 
 

@@ -1,12 +1,15 @@
-"""The product as a user starts it: one gateway, one mlx engine, the sample model."""
+"""The product as a user starts it: one gateway, one engine, the sample model."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import openai
 import pytest
 
+from engines.vllm_env import inspect_environment
+from launch.vllm_home import find_python
 from stack import MIB, Stack
 
 SETTINGS = {
@@ -40,4 +43,25 @@ def raw_stack() -> Iterator[Stack]:
     settings["store"]["codec"] = "raw"
     settings["store"]["ram_bytes"] = 1024 * MIB
     with Stack(settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def vllm_stack() -> Iterator[Stack]:
+    """Gateway and vLLM, with the exact codec; a start takes a minute or two."""
+    python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
+    if not python or inspect_environment(python).problem:
+        pytest.skip("no vLLM here; run: bash launch/install.sh vllm")
+    settings = {
+        "engine": {
+            "kind": "vllm",
+            "vllm.python": python,
+            "hot_bytes": 256 * MIB,
+            "max_context": 2048,
+            "dtype": "float32",
+        },
+        "store": {"codec": "raw", "ram_bytes": 512 * MIB, "disk_bytes": 1024 * MIB},
+        "scheduler": {"idle_after_s": 3600.0},
+    }
+    with Stack(settings, start_timeout_s=900.0) as running:
         yield running

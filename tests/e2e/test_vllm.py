@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 
 import openai
 import pytest
 
-from engines.vllm_env import inspect_environment
-from launch.vllm_home import find_python
-from stack import MIB, Stack, prose
+from stack import Stack, prose
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
-if not PYTHON or inspect_environment(PYTHON).problem:
-    pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
-
-SETTINGS = {
-    "engine": {
-        "kind": "vllm",
-        "vllm.python": PYTHON,
-        "hot_bytes": 256 * MIB,
-        "max_context": 2048,
-        "dtype": "float32",
-    },
-    "store": {"codec": "raw", "ram_bytes": 512 * MIB, "disk_bytes": 1024 * MIB},
-    "scheduler": {"idle_after_s": 3600.0},
-}
-
 
 @pytest.fixture(scope="module")
-def sdk() -> Iterator[openai.OpenAI]:
-    with (
-        Stack(SETTINGS, start_timeout_s=900.0) as stack,
-        openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as sdk,
-    ):
+def sdk(vllm_stack: Stack) -> Iterator[openai.OpenAI]:
+    url = f"{vllm_stack.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as sdk:
         yield sdk
 
 
