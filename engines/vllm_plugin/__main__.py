@@ -21,7 +21,7 @@ import msgspec
 
 from engines.config import WorkerConfig
 from engines.vllm_plugin.command import command, environment, on_cpu, plugin_settings
-from engines.vllm_plugin.config import CONTROL_SOCKET, HUB_SOCKET, write_settings
+from engines.vllm_plugin.config import write_settings
 from engines.vllm_plugin.family import end_family
 from engines.vllm_plugin.orphans import adopt_orphans, die_with_parent
 
@@ -31,8 +31,7 @@ END_S: Final = 25.0  # below the gateway's own patience
 def main() -> int:
     worker = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     settings = write_settings(plugin_settings(worker))
-    for socket in ("http.sock", CONTROL_SOCKET, HUB_SOCKET):
-        (Path(worker.runtime_dir) / socket).unlink(missing_ok=True)
+    _remove_sockets(Path(worker.runtime_dir))
     env = {**os.environ, **environment(worker, os.environ.get("PYTHONPATH", ""))}
     argv = command(worker, settings, cpu=on_cpu())
     adopt_orphans()
@@ -44,6 +43,13 @@ def main() -> int:
         code = server.wait()
     end_family()
     return code if code >= 0 else 128 - code  # as a shell tells of signals
+
+
+def _remove_sockets(folder: Path) -> None:
+    """Those of an engine that was killed, vLLM's own among them."""
+    for path in folder.iterdir():
+        if path.is_socket():
+            path.unlink()
 
 
 def _end_with_input(server: subprocess.Popen[bytes]) -> None:

