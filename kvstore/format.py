@@ -71,7 +71,7 @@ def codec_field(codec_id: str) -> bytes:
     return field
 
 
-def pack(header: Header, payload: bytes) -> bytes:
+def pack(header: Header, payload: bytes | memoryview) -> bytes:
     """One blob. The payload is copied once."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a payload of {len(payload)} bytes is over {MAX_PAYLOAD_BYTES}")

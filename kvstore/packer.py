@@ -50,14 +50,23 @@ class Packer:
     def pack_chunk(self, key: bytes, run: KVRun, first_token: int) -> bytes:
         """``run`` holds the chunk's tokens only; its views are read and not kept."""
         payload = self.codec.encode(run, self.layout, first_token)
-        return blobs.pack(self._chunk_header(key, first_token, _num_tokens(run)), payload)
+        return self.seal_chunk(key, payload, first_token, _num_tokens(run))
+
+    def seal_chunk(
+        self, key: bytes, payload: bytes | memoryview, first_token: int, num_tokens: int
+    ) -> bytes:
+        """The blob of what the codec made of a chunk, on whichever device; copied once."""
+        return blobs.pack(self._chunk_header(key, first_token, num_tokens), payload)
+
+    def open_chunk(self, blob: Blob, key: bytes, first_token: int, num_tokens: int) -> memoryview:
+        """The inverse: a view of the payload, which the codec has yet to check."""
+        return _payload(blob, self._chunk_header(key, first_token, num_tokens))
 
     def unpack_chunk(
         self, blob: Blob, key: bytes, first_token: int, num_tokens: int, out: KVRun
     ) -> None:
         """Fill ``out`` with the first tokens of a chunk of ``num_tokens`` tokens."""
-        header, payload = blobs.parse(blob)
-        blobs.expect(header, self._chunk_header(key, first_token, num_tokens))
+        payload = self.open_chunk(blob, key, first_token, num_tokens)
         taken = _num_tokens(out)
         if taken == num_tokens:
             self.codec.decode(payload, self.layout, first_token, out)
@@ -67,15 +76,23 @@ class Packer:
         _copy(slice_tokens(whole, 0, taken), out)
 
     def pack_tail(self, key: bytes, run: KVRun, first_token: int) -> bytes:
-        header = self._rows_header(key, first_token, _num_tokens(run))
-        return blobs.pack(header, self._rows.encode(run))
+        return self.seal_tail(key, self._rows.encode(run), first_token, _num_tokens(run))
+
+    def seal_tail(
+        self, key: bytes, payload: bytes | memoryview, first_token: int, num_tokens: int
+    ) -> bytes:
+        """As ``seal_chunk``, of rows as they are (``WholeRows``)."""
+        return blobs.pack(self._rows_header(key, first_token, num_tokens), payload)
+
+    def open_tail(self, blob: Blob, key: bytes, first_token: int, num_tokens: int) -> memoryview:
+        """The rows as they are; of another length only if ``blob`` is not what it says."""
+        return _payload(blob, self._rows_header(key, first_token, num_tokens))
 
     def unpack_tail(
         self, blob: Blob, key: bytes, first_token: int, num_tokens: int, out: KVRun
     ) -> None:
         """Fill ``out`` with the first tokens of a tail of ``num_tokens`` tokens."""
-        header, payload = blobs.parse(blob)
-        blobs.expect(header, self._rows_header(key, first_token, num_tokens))
+        payload = self.open_tail(blob, key, first_token, num_tokens)
         self._rows.decode(payload, num_tokens, out)
 
     def pack_snapshot(
@@ -92,8 +109,7 @@ class Packer:
         self, blob: Blob, key: bytes, first_token: int, num_tokens: int, out: KVRun
     ) -> StateTree:
         """Fill ``out`` (exactly ``num_tokens`` tokens) and give the state after them."""
-        header, payload = blobs.parse(blob)
-        blobs.expect(header, self._rows_header(key, first_token, num_tokens))
+        payload = self.open_tail(blob, key, first_token, num_tokens)
         cut = len(payload) - self._rows.nbytes(num_tokens)
         state = decode_state(payload[: max(cut, 0)])
         self._rows.decode(payload[cut:], num_tokens, out)
@@ -126,6 +142,12 @@ class Packer:
 
 def _num_tokens(run: KVRun) -> int:
     return int(run[0][0].shape[1]) if len(run) else 0
+
+
+def _payload(blob: Blob, wanted: blobs.Header) -> memoryview:
+    header, payload = blobs.parse(blob)
+    blobs.expect(header, wanted)
+    return payload
 
 
 def _copy(source: KVRun, target: KVRun) -> None:

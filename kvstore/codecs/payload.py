@@ -60,6 +60,11 @@ class ArraySlot:
         shape = (self.num_rows, self.row_nbytes)
         return _view(payload, self.packed_at, shape, np.dtype(np.uint8))
 
+    def positions(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Heads and tokens of these rows; the sinks are counted as tokens here."""
+        heads, tokens = np.divmod(rows, self.num_tokens)
+        return heads, tokens + self.num_sinks
+
 
 @dataclass(frozen=True, eq=False)
 class SlotGroup:
@@ -84,6 +89,13 @@ class PayloadPlan:
     def scales(self, payload: np.ndarray) -> np.ndarray:
         """The scales of all slots, (num_rows,), a view."""
         return _view(payload, self.scales_at, (self.num_rows,), self.scale_dtype)
+
+    def kept_rows(self, payload: np.ndarray) -> np.ndarray:
+        """Numbers of the rows whose scale is zero, ascending: hardly ever is there one."""
+        scales = self.scales(payload)
+        if np.count_nonzero(scales) == len(scales):
+            return np.empty(0, np.intp)
+        return np.flatnonzero(scales == 0)
 
     def split_rows(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Ascending row numbers as (slot number, row numbers in that slot), no empty slots."""

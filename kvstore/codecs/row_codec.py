@@ -10,7 +10,7 @@ import numpy as np
 from kvstore.codecs import floats
 from kvstore.codecs.arrays import check_run
 from kvstore.codecs.backend import Backend, best_kernel
-from kvstore.codecs.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, SlotGroup, plan_payload
+from kvstore.codecs.payload import KEPT_DTYPE, PayloadPlan, SlotGroup, plan_payload
 from kvstore.codecs.rows import RowFormat
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import DType, KVLayout, KVRun
@@ -52,7 +52,7 @@ class RowCodec:
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
         plan = plan_payload(self.rows, layout, check_run(out, layout), first_token)
         view = np.frombuffer(payload, np.uint8)
-        unpacked = self._check_payload(view, plan)
+        unpacked = self.check_payload(view, plan)
         arrays = _arrays(out)
         if plan.num_sinks:
             for array, slot in zip(arrays, plan.slots, strict=True):
@@ -63,14 +63,17 @@ class RowCodec:
             kernel.unpack(view, group, _behind_sinks(arrays, plan, group))
         _restore_rows(unpacked, view, plan, arrays, layout.dtype)
 
-    def _check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
-        """Numbers of the rows that were kept as they are, once everything fits together."""
+    def check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
+        """Numbers of the rows that were kept as they are, once everything fits together.
+
+        Raises:
+            Corrupt: it does not.
+        """
         if len(payload) < plan.nbytes:
             raise Corrupt(f"payload of {len(payload)} bytes, at least {plan.nbytes} expected")
-        scales = plan.scales(payload)
-        if not self.rows.are_scales(scales):
+        if not self.rows.are_scales(plan.scales(payload)):
             raise Corrupt(f"a scale is none that codec {self.id} writes")
-        kept = _unpacked_rows(scales)
+        kept = plan.kept_rows(payload)
         nbytes = plan.nbytes + sum(
             len(rows) * plan.slots[number].dim * KEPT_DTYPE.itemsize
             for number, rows in plan.split_rows(kept)
@@ -92,27 +95,15 @@ def _behind_sinks(
     return [arrays[number][:, plan.num_sinks :] for number in group.numbers]
 
 
-def _unpacked_rows(scales: np.ndarray) -> np.ndarray:
-    """Numbers of the rows whose scale is zero: hardly ever is there one."""
-    if np.count_nonzero(scales) == len(scales):
-        return np.empty(0, np.intp)
-    return np.flatnonzero(scales == 0)
-
-
-def _positions(rows: np.ndarray, slot: ArraySlot) -> tuple[np.ndarray, np.ndarray]:
-    heads, tokens = np.divmod(rows, slot.num_tokens)
-    return heads, tokens + slot.num_sinks
-
-
 def _keep_rows(
     arrays: list[np.ndarray], plan: PayloadPlan, payload: np.ndarray, dtype: DType
 ) -> Iterator[memoryview]:
     """Rows that could not be packed, as they are; their packed bytes become zero."""
-    unpacked = _unpacked_rows(plan.scales(payload))
+    unpacked = plan.kept_rows(payload)
     for number, rows in plan.split_rows(unpacked):
         slot = plan.slots[number]
         slot.packed(payload)[rows] = 0
-        values = arrays[number][_positions(rows, slot)]
+        values = arrays[number][slot.positions(rows)]
         yield floats.to_stored(values, dtype).data
 
 
@@ -128,5 +119,5 @@ def _restore_rows(
         slot = plan.slots[number]
         end = at + len(rows) * slot.dim * KEPT_DTYPE.itemsize
         stored = payload[at:end].view(KEPT_DTYPE).reshape(len(rows), slot.dim)
-        arrays[number][_positions(rows, slot)] = floats.from_stored(stored, dtype)
+        arrays[number][slot.positions(rows)] = floats.from_stored(stored, dtype)
         at = end
