@@ -38,6 +38,7 @@ def with_plugin(
     dtype: str = "float32",
     disk_bytes: int = 0,
     idle_after_s: float = 3600.0,
+    chunk_tokens: int = 128,
 ) -> Stack:
     """Gateway and vLLM. Nobody hibernates by itself, if not told to: the benchmark says when."""
     settings: dict[str, dict[str, Any]] = {
@@ -48,7 +49,12 @@ def with_plugin(
             "max_context": max_context,
             "dtype": dtype,
         },
-        "store": {"codec": codec, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes},
+        "store": {
+            "codec": codec,
+            "ram_bytes": ram_bytes,
+            "disk_bytes": disk_bytes,
+            "chunk_tokens": chunk_tokens,
+        },
         "scheduler": {"idle_after_s": idle_after_s},
     }
     return Stack(settings, start_timeout_s=START_S)
@@ -56,11 +62,17 @@ def with_plugin(
 
 @dataclass
 class PlainVllm:
-    """``vllm serve`` as it comes, with the pool, blocks and dtype that the plug-in's vLLM has."""
+    """``vllm serve`` as it comes, with the pool, blocks and dtype that the plug-in's vLLM has.
+
+    ``python`` and ``arguments`` are for somebody else's connector.
+    """
 
     pool_bytes: int
     max_context: int = 8192
     prefix_caching: bool = True
+    dtype: str = "float32"
+    python: str = field(default_factory=python_with_vllm)
+    arguments: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
 
     @property
@@ -70,14 +82,15 @@ class PlainVllm:
     def command(self) -> list[str]:
         model = sample_model(Path.home() / ".cache" / "thermocline")
         return [
-            *(python_with_vllm(), "-m", SERVER, "--model", str(model)),
+            *(self.python, "-m", SERVER, "--model", str(model)),
             *("--served-model-name", MODEL_NAME),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype),
             *("--kv-cache-memory-bytes", str(self.pool_bytes)),
             *("--max-model-len", str(self.max_context)),
             *("--block-size", str(CPU_BLOCK_TOKENS)),
             "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching",
             *("--enable-prompt-tokens-details", "--enforce-eager"),
+            *self.arguments,
         ]
 
     def __enter__(self) -> PlainVllm:

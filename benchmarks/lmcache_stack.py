@@ -1,0 +1,146 @@
+"""vLLM with LMCache's multiprocess server, in an environment of their own.
+
+The environment is laid over vLLM's: it sees those packages and adds LMCache with the few that it
+lacks. Nothing is installed into vLLM's own. LMCache's CUDA packages are left out, since on a CPU
+its server and its connector do without; LMCache has no other way to work with vLLM there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from stack import free_port
+from vllm_stack import START_S, PlainVllm, python_with_vllm
+
+LMCACHE = "lmcache==0.5.6"
+ITS_NEEDS = (
+    *("aiofile", "aiofiles", "awscrt", "caio", "grpcio-observability==1.78.0", "nvtx"),
+    *("opentelemetry-exporter-prometheus", "redis", "sortedcontainers"),
+)
+GIB = 1 << 30
+QUIET = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1"}
+
+
+def python_with_lmcache(folder: Path) -> Path:
+    """Makes the environment in ``folder``, if it is not there."""
+    base, python = python_with_vllm(), folder / "bin" / "python"
+    stamp, wanted = folder / "made-of", f"{base} {LMCACHE}"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True)
+    (_packages_of(str(python)) / "vllm.pth").write_text(f"{_packages_of(base)}\n")
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", LMCACHE, *ITS_NEEDS]
+    subprocess.run(install, check=True)
+    stamp.write_text(wanted)
+    return python
+
+
+def _packages_of(python: str) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    answer = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    return Path(answer.stdout.strip())
+
+
+class LmcacheVllm:
+    """LMCache's server with ``ram_bytes``, and vLLM with LMCache's connector.
+
+    The chunk is one block of vLLM's, which wastes least. By default LMCache begins to evict when
+    its memory is 80 % full and then frees a fifth; here it may fill up as far as it can.
+    """
+
+    def __init__(
+        self, python: Path, ram_bytes: int, pool_bytes: int, max_context: int, dtype: str
+    ) -> None:
+        self._python = python
+        self._ram_bytes = ram_bytes
+        self._port, self._http_port = free_port(), free_port()
+        self.vllm = PlainVllm(
+            pool_bytes,
+            max_context,
+            dtype=dtype,
+            python=str(python),
+            arguments=(
+                "--disable-hybrid-kv-cache-manager",
+                *("--kv-transfer-config", json.dumps(self._transfer_config())),
+            ),
+        )
+
+    @property
+    def url(self) -> str:
+        return self.vllm.url
+
+    @property
+    def ram_used(self) -> int:
+        """Bytes of KV that the server holds now."""
+        status = self._status() or {}
+        return int(status["storage_manager"]["l1_manager"]["memory_used_bytes"])
+
+    def _transfer_config(self) -> dict[str, Any]:
+        server = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self._port}
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": server,
+        }
+
+    def _command(self) -> list[str]:
+        return [
+            *(str(self._python), "-m", "lmcache.cli.main", "server"),
+            *("--host", "127.0.0.1", "--port", str(self._port)),
+            *("--http-host", "127.0.0.1", "--http-port", str(self._http_port)),
+            *("--prometheus-port", str(free_port())),
+            *("--chunk-size", "32", "--l1-size-gb", repr(self._ram_bytes / GIB)),
+            "--no-l1-use-lazy",
+            *("--eviction-policy", "LRU"),
+            *("--eviction-trigger-watermark", "0.95", "--eviction-ratio", "0.05"),
+            # With the default transfer mode nothing is ever reused on a CPU.
+            *("--supported-transfer-mode", "auto"),
+            *("--shm-name", f"thermocline-bench-{os.getpid()}"),
+        ]
+
+    def _status(self) -> dict[str, Any] | None:
+        url = f"http://127.0.0.1:{self._http_port}/status"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return json.load(answer)  # type: ignore[no-any-return]
+        except OSError:
+            return None
+
+    def __enter__(self) -> LmcacheVllm:
+        with ExitStack() as exits:
+            log = exits.enter_context(tempfile.TemporaryFile())
+            self._server = subprocess.Popen(
+                self._command(), stdout=log, stderr=log, env={**os.environ, **QUIET}
+            )
+            exits.callback(self._end_server)
+            self._wait_for_server()
+            exits.enter_context(self.vllm)
+            self._exits = exits.pop_all()
+        return self
+
+    def _wait_for_server(self) -> None:
+        deadline = time.monotonic() + START_S
+        while self._status() is None:
+            if self._server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("LMCache's server did not start")
+            time.sleep(0.2)
+
+    def _end_server(self) -> None:
+        """With patience at first: it takes its shared memory away when it ends."""
+        self._server.terminate()
+        try:
+            self._server.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()

@@ -1,0 +1,333 @@
+"""Same RAM, same conversations: plain vLLM, LMCache and Thermocline, one after another.
+
+    bash launch/install.sh && bash launch/install.sh vllm
+    .venv/bin/python benchmarks/vllm_peers.py [--codecs tq3] [--json OUT]
+
+The first run also makes an environment for LMCache (see ``lmcache_stack``). All three run the same
+model in bfloat16 with the same pool; plain vLLM gets the RAM that the others use as a cold tier on
+top of its pool. Prompts are token ids, equal for all. Of each system:
+
+1. ``--sessions`` conversations have a first turn each, more than anybody can keep.
+2. They come back with a short new message, newest first: that shows how many are kept. A session
+   is restorable if at least 95 % of its reusable tokens (those of its first turn in whole blocks
+   of vLLM's) were not computed again, by the usage in vLLM's answer. After three in a row that
+   are not, all older ones count as lost.
+3. ``--in-turn`` of the newest come back oldest first, as so many users who take turns would.
+   Whoever keeps fewer than those has always just dropped the next one.
+4. Quality: other conversations are pushed out of the pool by two more and come back. Plain vLLM
+   has continued them greedily before, with nothing cached. Each of those tokens is asked for once,
+   with all before it given (teacher forcing; vLLM gives log-probabilities of a prompt only without
+   any cache, so every position is a request). Reported is how often the most likely token is the
+   reference's. In bfloat16 even vLLM's own prefix cache does not always agree with a fresh
+   prefill, because matrices of other shapes round otherwise: plain vLLM's row is the yardstick.
+
+Chunks of Thermocline are one block here, as LMCache's are: sessions are short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from lmcache_stack import LMCACHE, LmcacheVllm, python_with_lmcache
+from soak import gauges_mib
+from tokenizers import Tokenizer
+
+from engines.vllm_plugin.command import CPU_BLOCK_TOKENS
+from launch.sample_model import sample_model
+from stack import MIB, Stack, prose, write_json
+from vllm_stack import MODEL_NAME, PlainVllm, with_plugin
+
+CACHE = Path.home() / ".cache" / "thermocline"
+BYTES_PER_TOKEN = 30 * 3 * 128 * 2  # SmolLM2-135M in bfloat16
+DTYPE = "bfloat16"  # as LMCache keeps it, and half of what float32 would take of its RAM
+RESTORABLE = 0.95
+GIVE_UP = 3  # sessions in a row
+SETTLE_S = 3.0  # saves may go on when the answer is there
+SPREAD = 0.2  # of the sessions' lengths, to both sides
+WEIGHED = 3  # sessions, before anything must be evicted
+LAG = 2  # sessions in between that push one out of the pool
+OPENING = "<|im_start|>user\n"
+CLOSING = "<|im_end|>\n<|im_start|>assistant\n"
+AGAIN = f"I see.<|im_end|>\n{OPENING}Please write a short story about all this.{CLOSING}"
+
+
+@dataclass(frozen=True)
+class Session:
+    """Prompts of its two turns, the second an extension of the first."""
+
+    name: str
+    first: list[int]
+    again: list[int]
+
+    @property
+    def reusable(self) -> int:
+        return len(self.first) // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS
+
+
+def sessions_of(kind: str, count: int, mean_tokens: int) -> list[Session]:
+    tokenizer = Tokenizer.from_file(str(sample_model(CACHE) / "tokenizer.json"))
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    rng = random.Random(kind)
+    found = []
+    for i in range(count):
+        size = round(mean_tokens * rng.uniform(1 - SPREAD, 1 + SPREAD))
+        opening, closing = ids(OPENING), ids(CLOSING)
+        middle = ids(prose(f"{kind}{i}", 2 * size))[: size - len(opening) - len(closing)]
+        first = [*opening, *middle, *closing]
+        found.append(Session(f"{kind}{i}", first, [*first, *ids(AGAIN)]))
+    return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    ids: list[int]
+    cached_tokens: int
+    seconds: float  # of one token: the time to the first
+
+
+class Reader:
+    """Completions of token ids."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self._url = url
+        self._http = http
+
+    async def ask(
+        self, prompt: list[int], session: str = "", num_tokens: int = 1, **fields: Any
+    ) -> Answer:
+        body = {
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **fields,
+        }
+        headers = {"X-Session-ID": session} if session else {}
+        start = asyncio.get_running_loop().time()
+        url = f"{self._url}/v1/completions"
+        async with self._http.post(url, json=body, headers=headers) as answer:
+            found = await answer.json()
+            assert answer.status == 200, found
+        seconds = asyncio.get_running_loop().time() - start
+        details = found["usage"].get("prompt_tokens_details") or {}
+        ids = found["choices"][0]["token_ids"]
+        return Answer(ids, details.get("cached_tokens") or 0, seconds)
+
+
+@asynccontextmanager
+async def reader_of(url: str) -> AsyncIterator[Reader]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
+        reader = Reader(url, http)
+        await reader.ask(list(range(100, 164)))  # what is made at the first request
+        yield reader
+
+
+@dataclass(frozen=True)
+class Returned:
+    restored: list[Answer]
+    lost: list[Answer]
+
+
+async def come_back(reader: Reader, sessions: Iterable[Session]) -> Returned:
+    """Until some in a row were lost."""
+    back = Returned([], [])
+    in_a_row = 0
+    for session in sessions:
+        answer = await reader.ask(session.again, session.name)
+        kept = answer.cached_tokens >= RESTORABLE * session.reusable
+        (back.restored if kept else back.lost).append(answer)
+        in_a_row = 0 if kept else in_a_row + 1
+        print(f"  {session.name}: {answer.cached_tokens}/{session.reusable}", flush=True)
+        if in_a_row == GIVE_UP:
+            break
+    return back
+
+
+@dataclass
+class Reference:
+    """What plain vLLM answers when nothing is cached."""
+
+    sessions: list[Session]
+    num_tokens: int
+    ids: dict[str, list[int]] = field(default_factory=dict)
+
+    async def generate(self, reader: Reader) -> None:
+        for session in self.sessions:
+            salt = {"cache_salt": f"fresh {session.name}"}
+            answer = await reader.ask(session.again, num_tokens=self.num_tokens, **salt)
+            assert not answer.cached_tokens, answer
+            self.ids[session.name] = answer.ids
+
+    async def agreement(self, reader: Reader) -> float:
+        """Share of equal most likely tokens, of sessions that have left the pool and came back."""
+        agreed = []
+        for i, session in enumerate([*self.sessions, *([None] * LAG)]):
+            if session is not None:
+                await reader.ask(session.first, session.name)
+            if i >= LAG:
+                agreed += await self._probe(reader, self.sessions[i - LAG])
+        return statistics.mean(agreed) if agreed else float("nan")
+
+    async def _probe(self, reader: Reader, session: Session) -> list[bool]:
+        back = await reader.ask(session.again, session.name)
+        if back.cached_tokens < RESTORABLE * session.reusable:
+            print(f"  {session.name} was lost and is left out", flush=True)
+            return []
+        ids = self.ids[session.name]
+        agreed = [back.ids[0] == ids[0]]
+        for k in range(1, len(ids)):
+            answer = await reader.ask([*session.again, *ids[:k]], session.name)
+            agreed.append(answer.ids[0] == ids[k])
+        return agreed
+
+
+@dataclass(frozen=True)
+class Row:
+    system: str
+    restorable: int
+    restored_tokens: int
+    in_turn: int
+    ttft_p50_s: float
+    ttft_p95_s: float
+    first_ttft_p50_s: float  # nothing restored
+    bytes_per_token: int  # at rest
+    top1: float
+
+
+async def first_turns(reader: Reader, sessions: list[Session]) -> list[Answer]:
+    answers = [await reader.ask(x.first, x.name) for x in sessions]
+    await asyncio.sleep(SETTLE_S)
+    return answers
+
+
+async def measure(
+    peer: Peer, system: Any, sessions: list[Session], num_in_turn: int, reference: Reference
+) -> Row:
+    print(peer.name, flush=True)
+    async with reader_of(system.url) as reader:
+        if not reference.ids:
+            await reference.generate(reader)
+        await asyncio.sleep(SETTLE_S)
+        before = peer.cold_bytes(system)
+        firsts = await first_turns(reader, sessions[:WEIGHED])
+        weight = peer.cold_bytes(system) - before
+        firsts += await first_turns(reader, sessions[WEIGHED:])
+        back = await come_back(reader, reversed(sessions))
+        in_turn = await come_back(reader, sessions[-num_in_turn:])
+        top1 = await reference.agreement(reader)
+    seconds = sorted(x.seconds for x in back.restored)
+    weighed = sum(x.reusable for x in sessions[:WEIGHED])
+    return Row(
+        system=peer.name,
+        restorable=len(back.restored),
+        restored_tokens=sum(x.cached_tokens for x in back.restored),
+        in_turn=len(in_turn.restored),
+        ttft_p50_s=round(statistics.median(seconds), 3),
+        ttft_p95_s=round(seconds[int(0.95 * (len(seconds) - 1))], 3),
+        first_ttft_p50_s=round(statistics.median(x.seconds for x in firsts), 3),
+        bytes_per_token=round(weight / weighed) if weight else BYTES_PER_TOKEN,
+        top1=round(top1, 4),
+    )
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    start: AbstractContextManager[Any]
+    cold_bytes: Callable[[Any], float]  # what its cold tier holds
+
+
+def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[Peer]:
+    ram_bytes = args.ram_mib * MIB
+    lmcache = python_with_lmcache(CACHE / "lmcache")
+    plain = PlainVllm(pool_bytes + ram_bytes, max_context, dtype=DTYPE)
+    theirs = LmcacheVllm(lmcache, ram_bytes, pool_bytes, max_context, DTYPE)
+    ours = [
+        with_plugin(pool_bytes, codec, ram_bytes, max_context, DTYPE, chunk_tokens=CPU_BLOCK_TOKENS)
+        for codec in args.codecs
+    ]
+    return [
+        Peer("plain vLLM", plain, lambda _: 0.0),
+        Peer(LMCACHE.replace("==", " "), theirs, lambda x: float(x.ram_used)),
+        *(
+            Peer(f"Thermocline {codec}", stack, ram_tier_bytes)
+            for codec, stack in zip(args.codecs, ours, strict=True)
+        ),
+    ]
+
+
+def ram_tier_bytes(stack: Stack) -> float:
+    return gauges_mib(stack, ('thermocline_tier_bytes{tier="ram"} ',)) * MIB
+
+
+def table(rows: list[Row]) -> str:
+    head = (
+        "| | sessions back | in turn | return TTFT p50 / p95 | first TTFT p50 | top-1 | B/token |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {x.system} | {x.restorable} | {x.in_turn} | {x.ttft_p50_s} / {x.ttft_p95_s} s"
+        f" | {x.first_ttft_p50_s} s | {x.top1} | {x.bytes_per_token:.0f} |"
+        for x in rows
+    ]
+    return "\n".join(lines)
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    sessions = sessions_of("s", args.sessions, args.tokens)
+    reference = Reference(sessions_of("q", args.probed, args.tokens), args.positions)
+    longest = max(len(x.again) for x in itertools.chain(sessions, reference.sessions))
+    max_context = longest + args.positions + CPU_BLOCK_TOKENS
+    pool_bytes = max(int(args.pool_for * args.tokens), max_context + 2 * CPU_BLOCK_TOKENS)
+    pool_bytes *= BYTES_PER_TOKEN
+    rows = []
+    for peer in peers(args, pool_bytes, max_context):
+        with peer.start as system:
+            rows.append(asyncio.run(measure(peer, system, sessions, args.in_turn, reference)))
+        print(table(rows), flush=True)
+    lmcache = rows[1].restorable
+    return {
+        "sessions": len(sessions),
+        "tokens": sum(len(x.first) for x in sessions),
+        "in_turn": args.in_turn,
+        "ram_mib": args.ram_mib,
+        "pool_mib": round(pool_bytes / MIB, 1),
+        "dtype": DTYPE,
+        "positions": len(reference.sessions) * args.positions,
+        "rows": [asdict(x) for x in rows],
+        "sessions_over_lmcache": {x.system: round(x.restorable / lmcache, 2) for x in rows[2:]},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sessions", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=480, help="of a first turn, on average")
+    parser.add_argument("--in-turn", type=int, default=16)
+    parser.add_argument("--ram-mib", type=int, default=48)
+    parser.add_argument("--pool-for", type=float, default=2.0, help="sessions that vLLM can hold")
+    parser.add_argument("--codecs", nargs="+", default=["tq3"])
+    parser.add_argument("--probed", type=int, default=6, help="conversations, for quality")
+    parser.add_argument("--positions", type=int, default=24, help="of each of those")
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    write_json(args.json, compare(args))
+
+
+if __name__ == "__main__":
+    main()
