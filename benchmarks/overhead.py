@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -34,31 +35,41 @@ async def one_round(client: Client, label: str, args: argparse.Namespace) -> flo
     return time.perf_counter() - start
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    off = {"store": {"ram_bytes": 0, "disk_bytes": 0}}
-    on = {"store": {"codec": args.codec}}
+async def alternate(
+    a: Client, b: Client, args: argparse.Namespace, run: Callable[..., Awaitable[float]]
+) -> list[tuple[float, float]]:
+    """Round times of ``a`` and ``b``."""
     pairs: list[tuple[float, float]] = []
-    with Stack(off) as without, Stack(on) as with_store:
-        async with AsyncExitStack() as exits:
-            a = await exits.enter_async_context(client_of(without))
-            b = await exits.enter_async_context(client_of(with_store))
-            await one_round(a, "warm", args), await one_round(b, "warm", args)
-            for i in range(args.rounds):
-                # Alternate who goes first: a drift of the machine then cancels out.
-                first, second = (a, b) if i % 2 == 0 else (b, a)
-                x = await one_round(first, f"r{i}", args)
-                y = await one_round(second, f"r{i}", args)
-                pairs.append((x, y) if i % 2 == 0 else (y, x))
-                print(f"  off {pairs[-1][0]:.2f} s, on {pairs[-1][1]:.2f} s", flush=True)
+    await run(a, "warm", args), await run(b, "warm", args)
+    for i in range(args.rounds):
+        # Alternate who goes first: a drift of the machine then cancels out.
+        first, second = (a, b) if i % 2 == 0 else (b, a)
+        x = await run(first, f"r{i}", args)
+        y = await run(second, f"r{i}", args)
+        pairs.append((x, y) if i % 2 == 0 else (y, x))
+        print(f"  off {pairs[-1][0]:.2f} s, on {pairs[-1][1]:.2f} s", flush=True)
+    return pairs
+
+
+def figures(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     ratios = [x / y for x, y in pairs]
     return {
-        "codec": args.codec,
-        "rounds": args.rounds,
         "throughput_on_over_off": round(sum(x for x, _ in pairs) / sum(y for _, y in pairs), 4),
         "median_of_rounds": round(statistics.median(ratios), 4),
         "seconds_off": [round(x, 2) for x, _ in pairs],
         "seconds_on": [round(y, 2) for _, y in pairs],
     }
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    off = {"store": {"ram_bytes": 0, "disk_bytes": 0}}
+    on = {"store": {"codec": args.codec}}
+    with Stack(off) as without, Stack(on) as with_store:
+        async with AsyncExitStack() as exits:
+            a = await exits.enter_async_context(client_of(without))
+            b = await exits.enter_async_context(client_of(with_store))
+            pairs = await alternate(a, b, args, one_round)
+    return {"codec": args.codec, "rounds": args.rounds, **figures(pairs)}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import psutil
@@ -189,13 +189,18 @@ class Stack:
             self._own.cleanup()
 
 
+class Server(Protocol):
+    @property
+    def url(self) -> str: ...
+
+
 class Client:
     """One user over real HTTP; measures the first content byte of a stream."""
 
     model: str
 
-    def __init__(self, stack: Stack, http: aiohttp.ClientSession, key: str = "") -> None:
-        self._url = stack.url
+    def __init__(self, server: Server, http: aiohttp.ClientSession, key: str = "") -> None:
+        self._url = server.url
         self._http = http
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -279,11 +284,11 @@ class Client:
 
 
 @asynccontextmanager
-async def client_of(stack: Stack, key: str = "") -> AsyncIterator[Client]:
+async def client_of(server: Server, key: str = "") -> AsyncIterator[Client]:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-        client = Client(stack, http, key)
+        client = Client(server, http, key)
         client.model = (await client.get("/v1/models"))["data"][0]["id"]
         yield client
 

@@ -29,7 +29,7 @@ async def first_turn(client: Client, i: int, words: int) -> tuple[list[dict[str,
 
 
 async def cycle(server: Stack | PlainVllm, count: int, words: int) -> dict[str, Any]:
-    async with client_of(server) as client:  # type: ignore[arg-type]
+    async with client_of(server) as client:
         firsts = [await first_turn(client, i, words) for i in range(count)]
         returns = []
         for i, (history, _) in enumerate(firsts):
