@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 
 from kvstore import format as blobs
 from kvstore.block_keys import BlockKeys, Piece
 from kvstore.block_records import BlockRecord, decode_block_record, encode_block_record
 from kvstore.chain import RECORD
+from kvstore.departures import Listed
 from kvstore.errors import Mismatch, Unusable
+from kvstore.records import SessionRef
 from kvstore.tier_stack import TierStack
 from kvstore.tiers.base import Blob
 
@@ -52,6 +53,15 @@ class BlockIndex:
     def pieces(self, record: BlockRecord) -> list[Piece]:
         return self._keys.whole(record.block_hashes)
 
+    def chain(self, record: BlockRecord) -> list[bytes]:
+        """Keys of all its blobs, in order."""
+        return [x.key for x in self.pieces(record)]
+
+    def get(self, key: bytes) -> BlockRecord | None:
+        """From memory only."""
+        with self._lock:
+            return self._records.get(key)
+
     def find(self, tenant: str, session_id: str) -> BlockRecord | None:
         """From memory, else from the local tiers."""
         key = self._keys.record_key(tenant, session_id)
@@ -87,10 +97,29 @@ class BlockIndex:
         with self._lock:
             self._insert(self.key(record), record)
 
-    def remove(self, record: BlockRecord) -> None:
+    def restorable(self) -> list[Listed]:
+        """Sessions with anything to restore, if tiers still hold it."""
+        return [
+            Listed(self.key(x), SessionRef(x.tenant, x.id, b""), pieces[0].key)
+            for x in self.all()
+            if (pieces := self._keys.whole(x.block_hashes[: self._keys.chunk_blocks]))
+        ]
+
+    def everywhere(self, key: bytes) -> list[BlockRecord]:
+        """Each tier's own copy: a slow tier may hold an older one."""
+        blobs = [self._stack.find(i, [key])[0] for i in range(len(self._stack))]
+        copies = [self.get(key), *(self._read(key, x) for x in blobs if x is not None)]
+        return [x for x in copies if x is not None]
+
+    def remove(self, key: bytes) -> None:
         with self._lock:
             self._num_removals += 1
-            self._take_out(self.key(record))
+            self._take_out(key)
+
+    def unused(self, keys: list[bytes]) -> list[bytes]:
+        """Those of ``keys`` that no listed session needs."""
+        with self._lock:
+            return [x for x in keys if x not in self._users]
 
     def unshared(self, keys: list[bytes], record: BlockRecord) -> list[bytes]:
         """Those of ``keys`` that no other listed session needs."""
@@ -98,10 +127,6 @@ class BlockIndex:
         listed = self.key(record) in self._records
         with self._lock:
             return [x for x in keys if self._users[x] <= (listed and x in own)]
-
-    def change(self, record: BlockRecord, edit: Callable[[BlockRecord], BlockRecord]) -> None:
-        """In the index only; tiers get it with the next commit."""
-        self.put(edit(record))
 
     def pack(self, record: BlockRecord) -> bytes:
         key, size = self.key(record), len(record.hashes) // 32

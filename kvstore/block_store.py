@@ -11,29 +11,34 @@ which blobs exist, where, and whose they are. Tiers, write-behind, format and co
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
+from kvstore.block_committer import BlockCommitter
 from kvstore.block_index import BlockIndex
 from kvstore.block_keys import BlockKeys, Piece
 from kvstore.block_reader import BlockReader
 from kvstore.block_reader import Fetched as Fetched
 from kvstore.block_records import BlockRecord, common_blocks
+from kvstore.block_upkeep import BlockUpkeep
+from kvstore.claims import Claims
 from kvstore.config import StoreConfig
+from kvstore.departures import Departures, OnGone
 from kvstore.packer import Packer
 from kvstore.pins import Pins
 from kvstore.records import SessionRef, TierName
+from kvstore.rounds import Rounds
 from kvstore.stats import Counters, StoreStats
 from kvstore.tier_stack import TierStack
 from kvstore.tiers.base import Blob, Tier
 from kvstore.workers import Workers
-from kvstore.write_behind import Delivery, WriteBehind, deliver
+from kvstore.write_behind import WriteBehind
 
 CLOSE_FLUSH_S: Final = 10.0
+HOUSEKEEPING_S: Final = 15.0
 MAX_LEFT_BEHIND: Final = 4096
 
 
@@ -59,20 +64,33 @@ class BlockStore:
         self._clock = clock
         self._monotonic = monotonic
         self._closed = False
-        self._stack = TierStack(tiers, self.counters)
-        self._index = BlockIndex(self._stack, keys, fingerprint, config.index_bytes)
-        self._index.load()
-        self._pins = Pins(self._stack, config.pinned_share)
-        self._pinning = threading.Lock()  # the share is looked at and taken in one step
-        for record in reversed(self._index.all()):  # with a smaller share now, the newest stay
-            self._follow_pin(record)
+        self._stack = stack = TierStack(tiers, self.counters)
+        self._index = index = BlockIndex(stack, keys, fingerprint, config.index_bytes)
+        index.load()
+        self._pins = pins = Pins(stack, config.pinned_share, config.tenant_pinned_share)
         self._slower = [
-            WriteBehind(self._stack, i, config.write_queue_bytes, self.counters)
-            for i in range(1, len(self._stack))
+            WriteBehind(stack, i, config.write_queue_bytes, self.counters)
+            for i in range(1, len(stack))
         ]
-        self._reader = BlockReader(
-            self._stack, keys, self._index, self.workers, self.counters, monotonic
+        self._committer = BlockCommitter(stack, self._slower, index, pins)
+        for record in reversed(index.all()):  # with a smaller share now, the newest stay
+            self._committer.follow_pin(record)
+        self._claims = Claims()
+        self._departures = Departures(stack, index.restorable)
+        self._upkeep = BlockUpkeep(
+            stack,
+            self._committer,
+            index,
+            keys,
+            pins,
+            self._claims,
+            self.workers,
+            self._departures,
+            config.ttl_s,
+            clock,
         )
+        self._reader = BlockReader(stack, keys, index, self.workers, self.counters, monotonic)
+        self._rounds = Rounds(self._upkeep.expire, HOUSEKEEPING_S, "kvstore-upkeep")
 
     # ---- turn end
 
@@ -86,15 +104,10 @@ class BlockStore:
         self, session: SessionRef, hashes: Sequence[bytes], fresh: Mapping[bytes, Blob]
     ) -> BlockRecord:
         """The session is now this chain. Fast tier at once, slower ones behind."""
-        old = self._index.find(session.tenant, session.id)
-        record, obsolete = self._revised(session, hashes, old, fresh)
-        self._follow_pin(record)
-        delivery = self._delivery(record, fresh, obsolete)
-        self._index.put(record)
-        if len(self._stack):
-            deliver(self._stack, 0, delivery, whole=False)
-        for tier in self._slower:
-            tier.offer(self._delivery(record, fresh, obsolete))
+        with self._claims.claim(self.keys.record_key(session.tenant, session.id)):
+            old = self._index.find(session.tenant, session.id)
+            record, obsolete = self._revised(session, hashes, old, fresh)
+            self._committer.commit(record, fresh, obsolete)
         self.counters.add("saves")
         return record
 
@@ -174,15 +187,22 @@ class BlockStore:
 
     def _used(self, record: BlockRecord | None, fetched: Fetched) -> None:
         """What was read is worth keeping near."""
+        chain = [x.key for x, _ in fetched.pieces]
+        if record is not None:
+            known = self._index.get(self._index.key(record))
+            if known is None:
+                return  # forgotten meanwhile: nothing of it may come back
+            chain = [self._index.key(known), *self._index.chain(known)]
+        self._promote(fetched)
+        self._stack.touch(chain)
+
+    def _promote(self, fetched: Fetched) -> None:
         held = self._stack.holds(0, [x.key for x, _ in fetched.pieces])
         slow = [
             (x.key, blob) for (x, blob), near in zip(fetched.pieces, held, strict=True) if not near
         ]
         if slow and self._stack.put(0, slow):
             self.counters.add("promoted_blobs", len(slow))
-        known = record and self._index.find(record.tenant, record.id)
-        chain = [x.key for x, _ in fetched.pieces]
-        self._stack.touch([self._index.key(known), *self._chain(known)] if known else chain)
 
     # ---- in between
 
@@ -194,9 +214,7 @@ class BlockStore:
 
     def tier_of(self, record: BlockRecord) -> TierName | None:
         """The slowest tier that must be read; None if not even its beginning is held."""
-        located = self._stack.locate(self._chain(record))
-        places = [x for x in located.places[: located.num_leading] if x is not None]
-        return self._stack.name(max(places)) if places else None
+        return self._upkeep.tier_of(record)
 
     def warm(self, session: SessionRef) -> None:
         """Bring the whole session to the fastest tier. Blocks."""
@@ -207,60 +225,31 @@ class BlockStore:
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
         """Bring the session to ``tier``, then drop faster copies. Blocks; says where it rests."""
-        record = self._index.find(session.tenant, session.id)
-        if record is None:
-            return None
-        place = self._stack.place(tier)
-        if place and not record.pinned and self._brought(record, place):
-            own = self._index.unshared(self._chain(record), record)
-            for faster in range(place):
-                self._stack.delete(faster, own)
-        return self.tier_of(record)
-
-    def _brought(self, record: BlockRecord, place: int) -> bool:
-        delivery = self._delivery(record, {}, ())
-        return deliver(self._stack, place, delivery, whole=True).complete
+        return self._upkeep.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Raises ``PinLimit``: pinned sessions would take more than ``pinned_share``."""
-        with self._pinning:
-            record = self._index.find(session.tenant, session.id)
-            if record is None or record.pinned == pinned:
-                return
-            if pinned:
-                self._pins.check(self._index.key(record), record.pinned_bytes)
-            record = msgspec.structs.replace(record, pinned=pinned)
-            self._follow_pin(record)
-            self._index.put(record)
-        for place in range(len(self._stack)):
-            self._stack.replace(place, self._index.key(record), self._index.pack(record))
+        """Raises ``PinLimit``: pinned sessions would take more than they may."""
+        self._upkeep.pin(session, pinned)
 
     def forget(self, session: SessionRef) -> bool:
-        """Remove the session from every tier, except what another session here uses. Blocks."""
-        record = self._index.find(session.tenant, session.id)
-        if record is None:
-            return False
-        record_key = self._index.key(record)
-        for tier in self._slower:
-            tier.cancel(record_key)
-        self._pins.release(record_key)
-        keys = self._index.unshared([*self._chain(record), *record.left_behind], record)
-        self._index.remove(record)
-        for place in range(len(self._stack)):
-            self._stack.delete(place, [record_key, *keys])
-        self._index.remove(record)  # a reader may have found it before it was deleted
-        return True
+        """Remove the session from every tier, except what another session here uses. Blocks.
+
+        A save of it that has begun must have ended: what it commits later, stays.
+        """
+        return self._upkeep.forget(session)
 
     def expire(self) -> None:
-        """Forget sessions that nobody came back to for ``ttl_s``."""
-        if not self._config.ttl_s:
-            return
-        oldest = self._clock() - self._config.ttl_s
-        for record in self._index.all():
-            if record.last_used_s < oldest and not record.pinned:
-                self.forget(SessionRef(record.tenant, record.id, b""))
+        """Forget sessions that nobody came back to for ``ttl_s``; done now and then anyway."""
+        self._upkeep.expire()
 
     # ---- the store itself
+
+    def listen(self, on_gone: OnGone) -> None:
+        """``on_gone`` hears, on a store thread, of each session that its ttl or eviction took.
+
+        It is told within a minute, and of a ``SessionRef`` without a salt.
+        """
+        self._departures.listen(on_gone)
 
     def stats(self, save_queue_bytes: int = 0) -> StoreStats:
         return StoreStats(
@@ -276,6 +265,7 @@ class BlockStore:
     def flush(self, deadline_s: float) -> bool:
         give_up_at = self._monotonic() + deadline_s
         quiet = self.workers.quiet(deadline_s)
+        self._committer.catch_up()
         idle = [x.wait_idle(max(give_up_at - self._monotonic(), 0.0)) for x in self._slower]
         return quiet and all(idle) and self._stack.flush()
 
@@ -284,29 +274,9 @@ class BlockStore:
         if self._closed:
             return
         self._closed = True
+        self._rounds.close()
         self.flush(CLOSE_FLUSH_S)
         for tier in self._slower:
             tier.close()
         self.workers.close()
         self._stack.close()
-
-    def _follow_pin(self, record: BlockRecord) -> None:
-        key = self._index.key(record)
-        if record.pinned:
-            self._pins.follow(key, [key, *self._chain(record)], record.pinned_bytes)
-        else:
-            self._pins.release(key)
-
-    def _chain(self, record: BlockRecord) -> list[bytes]:
-        return [x.key for x in self._index.pieces(record)]
-
-    def _delivery(
-        self, record: BlockRecord, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
-    ) -> Delivery:
-        return Delivery(
-            self._index.key(record),
-            self._index.pack(record),
-            self._chain(record),
-            fresh,
-            obsolete,
-        )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from kvstore.packer import Packer
-from kvstore.pins import Pins
+from kvstore.pins import Pin, Pins
 from kvstore.records import SessionRecord
 from kvstore.session_index import SessionIndex
 from kvstore.session_keys import KeyMaker
@@ -53,11 +53,15 @@ class Committer:
 
     def follow_pin(self, record: SessionRecord) -> None:
         """Pin what the record names, if it says so; let go of what an older one named."""
-        key = self._keys.record_key(record)
         if record.pinned:
-            self._pins.follow(key, [key, *self._keys.listed(record)], record.pinned_bytes)
+            self._pins.follow(self.pin_of(record))
         else:
-            self._pins.release(key)
+            self._pins.release(self._keys.record_key(record))
+
+    def pin_of(self, record: SessionRecord) -> Pin:
+        key = self._keys.record_key(record)
+        keys = [key, *self._keys.listed(record)]
+        return Pin(key, record.tenant, keys, record.pinned_bytes)
 
     def send(self, place: int, record: SessionRecord) -> Future[bool]:
         """Bring a session as it is to one slower tier; the result says if all of it is there."""

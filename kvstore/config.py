@@ -38,5 +38,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     index_bytes: NonNegative = 256 << 20
     # Pinned sessions take at most so much of the smallest tier; a pin beyond it is refused.
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    # Of that, one tenant gets at most so much.
+    tenant_pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # A session nobody came back to is dropped from every tier after this long. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

@@ -45,7 +45,6 @@ class Match:
     ``tier`` is the slowest that must be read, None for a miss. ``reason`` says why the rest of what
     was once stored is not reusable; None where nothing was lost. ``tokens``, (num_tokens,) int32,
     are those it is a match for: whoever loads it needs no other source to know what the KV is of.
-    ``pinned``: its session's record is.
     """
 
     num_tokens: int
@@ -54,7 +53,6 @@ class Match:
     pieces: tuple[Piece, ...] = field(default=(), repr=False)
     record_key: bytes | None = field(default=None, repr=False)
     tokens: Tokens = field(default_factory=no_tokens, repr=False, compare=False)
-    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,7 @@ class Matcher:
         key = self._keys.record_key(known.record) if known.record else None
         tier = self._stack.name(max(x.place for x in plan.pieces)) if plan.pieces else None
         reason = _reason(known, plan, num_tokens, len(prompt))
-        pinned = known.record is not None and known.record.pinned
-        return Match(num_tokens, tier, reason, plan.pieces, key, prompt[:num_tokens], pinned)
+        return Match(num_tokens, tier, reason, plan.pieces, key, prompt[:num_tokens])
 
     # ---- the session's own record
 

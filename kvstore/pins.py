@@ -1,13 +1,18 @@
 """Which blobs are kept from eviction because their session is pinned.
 
 Pins of everybody together take at most a share of the smallest tier: what is pinned cannot give
-way, and without a bound one tenant could leave the others no room. A pin beyond it is refused; a
-pinned session that *grows* beyond it keeps what was pinned of it, and the rest can be evicted.
+way, and without a bound one tenant could leave the others no room. Of that share one tenant gets at
+most a part, so that nobody can take from all others the right to pin. A pin beyond either is
+refused; a pinned session that *grows* beyond it keeps what was pinned of it, and the rest can be
+evicted.
+
+Counted is what tiers take for it, not what was packed: a small blob fills whole pages of the disk.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,52 +20,87 @@ from kvstore.errors import PinLimit
 from kvstore.tier_stack import TierStack
 
 
-class Pinned(NamedTuple):
+class Pin(NamedTuple):
+    """A session as it is to be pinned."""
+
+    record_key: bytes
+    tenant: str
+    keys: Sequence[bytes]  # of all its blobs
+    nbytes: int  # packed
+
+
+class _Held(NamedTuple):
+    tenant: str
     keys: Sequence[bytes]
-    nbytes: int
+    nbytes: int  # of a tier
 
 
-_NOTHING = Pinned((), 0)
+_NOTHING = _Held("", (), 0)
 
 
 class Pins:
-    """Follows pinned sessions as they grow. Thread-safe."""
+    """Follows pinned sessions as they grow. Thread-safe.
 
-    def __init__(self, stack: TierStack, share: float) -> None:
+    Args:
+        share: of the smallest tier, for all pins.
+        tenant_share: of that, for the pins of one tenant.
+    """
+
+    def __init__(self, stack: TierStack, share: float, tenant_share: float) -> None:
         self._stack = stack
         self._max_bytes = int(share * min((x.capacity_bytes for x in stack.stats()), default=0))
+        self._max_tenant_bytes = int(tenant_share * self._max_bytes)
         self._lock = threading.Lock()
-        self._pinned: dict[bytes, Pinned] = {}  # by record key
-        self._nbytes = 0
+        self._held: dict[bytes, _Held] = {}  # by record key
+        self._by_tenant: Counter[str] = Counter()  # bytes
 
-    def check(self, record_key: bytes, nbytes: int) -> None:
-        """Raises ``PinLimit``: a session of ``nbytes`` cannot be pinned beside the others."""
+    def check(self, pin: Pin) -> None:
+        """Raises ``PinLimit``: the session cannot be pinned beside the others."""
+        nbytes = self._nbytes(pin)
         with self._lock:
-            others = self._nbytes - self._pinned.get(record_key, _NOTHING).nbytes
+            before = self._held.get(pin.record_key, _NOTHING)
+            others = self._by_tenant.total() - before.nbytes
+            own = self._by_tenant[pin.tenant] - before.nbytes
+        if own + nbytes > self._max_tenant_bytes:
+            raise PinLimit(
+                f"a tenant's pinned sessions may take {self._max_tenant_bytes} bytes and take"
+                f" {own}; this one has {nbytes}: unpin another, or raise store.pinned_share or"
+                " store.tenant_pinned_share"
+            )
         if others + nbytes > self._max_bytes:
             raise PinLimit(
                 f"pinned sessions may take {self._max_bytes} bytes and take {others}; this one"
                 f" has {nbytes}: unpin another, or raise store.pinned_share"
             )
 
-    def follow(self, record_key: bytes, keys: Sequence[bytes], nbytes: int) -> None:
-        """Pin ``keys``, of ``nbytes``, in place of what was pinned of this session."""
+    def follow(self, pin: Pin) -> None:
+        """Pin the session in place of what was pinned of it."""
         with self._lock:
-            before = self._pinned.pop(record_key, _NOTHING)
-            self._nbytes -= before.nbytes
-            now = Pinned(keys, nbytes)
-            if self._nbytes + nbytes > self._max_bytes:
+            before = self._take_out(pin.record_key)
+            now = _Held(pin.tenant, pin.keys, self._nbytes(pin))
+            if not self._fits(now):
                 old = set(before.keys)
-                now = Pinned([x for x in keys if x in old], before.nbytes)
+                now = _Held(pin.tenant, [x for x in pin.keys if x in old], before.nbytes)
             if now.keys:
-                self._pinned[record_key] = now
-                self._nbytes += now.nbytes
+                self._held[pin.record_key] = now
+                self._by_tenant[now.tenant] += now.nbytes
             # Pins are counted: the new ones first, so that nothing is loose in between.
             self._stack.pin(now.keys)
             self._stack.unpin(before.keys)
 
     def release(self, record_key: bytes) -> None:
         with self._lock:
-            before = self._pinned.pop(record_key, _NOTHING)
-            self._nbytes -= before.nbytes
-            self._stack.unpin(before.keys)
+            self._stack.unpin(self._take_out(record_key).keys)
+
+    def _take_out(self, record_key: bytes) -> _Held:
+        held = self._held.pop(record_key, _NOTHING)
+        self._by_tenant -= Counter({held.tenant: held.nbytes})
+        return held
+
+    def _fits(self, held: _Held) -> bool:
+        own = self._by_tenant[held.tenant] + held.nbytes
+        all_bytes = self._by_tenant.total() + held.nbytes
+        return own <= self._max_tenant_bytes and all_bytes <= self._max_bytes
+
+    def _nbytes(self, pin: Pin) -> int:
+        return pin.nbytes + len(pin.keys) * self._stack.overhead_bytes

@@ -54,7 +54,6 @@ class Restored:
     tier: TierName | None
     reason: MissReason | None
     tokens: Tokens = field(default_factory=no_tokens, repr=False)
-    pinned: bool = False  # the session, in its record
 
 
 @dataclass(frozen=True)
@@ -208,4 +207,4 @@ class Restorer:
         tier = self._stack.name(max(places)) if places else None
         state = good[-1].state if good else None
         tokens = match.tokens[:num_tokens]
-        return Restored(num_tokens, out, state, tier, reason, tokens, match.pinned)
+        return Restored(num_tokens, out, state, tier, reason, tokens)

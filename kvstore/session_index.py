@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 import msgspec
 
 from kvstore.chain import RECORD, KeySpace, common_prefix
+from kvstore.departures import Listed
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.packer import Packer
 from kvstore.records import SessionRecord, SessionRef
@@ -63,6 +64,15 @@ class SessionIndex:
     def all(self) -> list[SessionRecord]:
         with self._lock:
             return list(self._records.values())
+
+    def restorable(self) -> list[Listed]:
+        """Sessions that this engine could restore, if tiers still hold them."""
+        usable = [(x, self._keys.listed(x)) for x in self.all() if self.is_usable(x)]
+        return [
+            Listed(self._keys.record_key(x), SessionRef(x.tenant, x.id, b""), names[0])
+            for x, names in usable
+            if names
+        ]
 
     def get(self, key: bytes) -> SessionRecord | None:
         with self._lock:

@@ -97,7 +97,7 @@ class ColdStore:
             ttl_s=config.ttl_s,
         )
         index.load()
-        self._pins = pins = Pins(stack, config.pinned_share)
+        self._pins = pins = Pins(stack, config.pinned_share, config.tenant_pinned_share)
         self._workers = workers = Workers(config.num_threads)
         self._queue = queue = SaveQueue(config.save_queue_bytes)
         self._slower = [
@@ -108,7 +108,7 @@ class ColdStore:
             committer.follow_pin(record)
         self._matcher = Matcher(stack, index, keys)
         self._restorer = Restorer(stack, packer, workers, counters, monotonic)
-        self._departures = Departures(stack, index, keys)
+        self._departures = Departures(stack, index.restorable)
         self._upkeep = upkeep = Upkeep(
             stack, queue, committer, index, keys, pins, workers, self._departures
         )
@@ -240,6 +240,11 @@ class ColdStore:
         """
         if not self._closed:
             self._upkeep.pin(session, pinned)
+
+    def is_pinned(self, session: SessionRef) -> bool:
+        """What its record says by now. From memory, so it does not wait."""
+        record = self._index.get(self._keys.space.record_key(session.tenant, session.id))
+        return record is not None and record.pinned
 
     def forget(self, session: SessionRef) -> bool:
         """Remove the session from every tier; False if nothing was known of it. Blocks.

@@ -49,6 +49,11 @@ class TierStack:
     def shared(self) -> list[int]:
         return [i for i, name in enumerate(self._names) if name == "redis"]
 
+    @property
+    def overhead_bytes(self) -> int:
+        """Of the tier where a blob takes most besides its own bytes."""
+        return max((x.overhead_bytes for x in self._tiers), default=0)
+
     def name(self, i: int) -> TierName:
         return self._names[i]
 

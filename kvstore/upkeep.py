@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from kvstore.committer import Committer
+from kvstore.deletions import Deletions
 from kvstore.departures import Departures
 from kvstore.pins import Pins
 from kvstore.records import SessionRecord, SessionRef, TierName
@@ -20,7 +19,6 @@ from kvstore.tier_stack import TierStack
 from kvstore.workers import Workers
 
 WAIT_S: Final = 30.0  # for saves and writes of the session that are under way
-MAX_OWED_DELETES: Final = 1024
 
 
 class Upkeep:
@@ -46,8 +44,7 @@ class Upkeep:
         self._workers = workers
         self._departures = departures
         self._pinning = threading.Lock()  # the share is looked at and taken in one step
-        # Deletions that a tier could not be asked to do, for when it is back.
-        self._owed: deque[tuple[int, list[bytes]]] = deque(maxlen=MAX_OWED_DELETES)
+        self._deletions = Deletions(stack)
 
     def tier_of(self, record: SessionRecord) -> TierName | None:
         """The fastest tier holding all of it, else the slowest that its leading part needs."""
@@ -95,7 +92,7 @@ class Upkeep:
             record = self._index.find(session)
             if record is not None and record.pinned != pinned:
                 if pinned:
-                    self._pins.check(key, record.pinned_bytes)
+                    self._pins.check(self._committer.pin_of(record))
                 self._committer.commit(msgspec.structs.replace(record, pinned=pinned), {}, ())
 
     def forget(self, session: SessionRef) -> bool:
@@ -110,7 +107,7 @@ class Upkeep:
             doomed = {x for copy in copies for x in self._own_blobs(copy)}
             # The record goes last: whoever is interrupted here can begin again.
             for keys in (sorted(doomed), [key]):
-                self._delete_everywhere(keys)
+                self._deletions.everywhere(keys)
             self._index.drop(key)  # a reader may have found the record before it was deleted
         for on_done in dropped.on_done if dropped else ():
             on_done(None)
@@ -120,25 +117,16 @@ class Upkeep:
         """Forget what nobody came back to, tell of what was evicted, do deletions still owed."""
         for record in self._index.all():
             if self._index.lapsed(record):
-                self.forget(SessionRef(record.tenant, record.id, b""))
+                session = SessionRef(record.tenant, record.id, b"")
+                self.forget(session)
                 self._index.expire(self._keys.record_key(record))
-                self._departures.tell(record)
+                self._departures.tell(session)
         self._departures.look()
-        for _ in range(len(self._owed)):
-            place, keys = self._owed.popleft()
-            self._delete(place, keys)
+        self._deletions.retry()
 
     def _own_blobs(self, record: SessionRecord) -> set[bytes]:
         names = {*self._keys.listed(record), *left_behind_keys(record)}
         return names - self._index.used_by_others(record, names)
-
-    def _delete_everywhere(self, keys: Sequence[bytes]) -> None:
-        for place in range(len(self._stack)):
-            self._delete(place, list(keys))
-
-    def _delete(self, place: int, keys: list[bytes]) -> None:
-        if not self._stack.delete(place, keys):
-            self._owed.append((place, keys))
 
     def _key(self, session: SessionRef) -> bytes:
         return self._keys.space.record_key(session.tenant, session.id)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -53,13 +54,15 @@ def open_store(
     *,
     codec: str = "raw",
     fingerprint: str = FINGERPRINT,
+    clock: Callable[[], float] = time.time,
     **config,
 ) -> BlockStore:
     settings = StoreConfig(chunk_tokens=BLOCK * PER_CHUNK, num_threads=1, **config)
     chosen = codec_by_name(codec)
     keys = BlockKeys(fingerprint, chosen.id, BLOCK, PER_CHUNK)
     packer = Packer(chosen, LAYOUT, fingerprint)
-    return BlockStore(settings, packer, keys, fingerprint, tiers or [RamTier(1 << 26)])
+    tiers = tiers or [RamTier(1 << 26)]
+    return BlockStore(settings, packer, keys, fingerprint, tiers, clock=clock)
 
 
 def ram_and_disk(folder: Path) -> list[Tier]:

@@ -35,6 +35,10 @@ class FaultyTier:
     def persistent(self) -> bool:
         return self.inner.persistent
 
+    @property
+    def overhead_bytes(self) -> int:
+        return self.inner.overhead_bytes
+
     def _call(self, method: str) -> None:
         with self._lock:
             number = len(self.calls)

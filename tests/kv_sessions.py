@@ -109,6 +109,26 @@ def open_store(
     )
 
 
+class Clock:
+    """Stands until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class RenamedRam(RamTier):
+    """A second tier that needs no folder."""
+
+    name = "disk"
+
+
+def everything(tier: Tier) -> dict[bytes, bytes]:
+    return {key: bytes(blob) for key, blob in tier.scan(b"")}
+
+
 def ram(nbytes: int = 64 * MIB) -> RamTier:
     return RamTier(nbytes)
 

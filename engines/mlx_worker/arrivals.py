@@ -192,7 +192,7 @@ class Arrivals:
         prompt.done = prompt.reused = found.num_tokens
         prompt.saved = resolved(True)
         if session := prompt.turn.generation.session:
-            self._came_back(session, found.restored)
+            self._came_back(session)
         return CacheOutcome(_COLD[found.tier], found.num_tokens, found.reason)
 
     def _start(self, prompt: Prompt, outcome: CacheOutcome) -> None:
@@ -253,10 +253,11 @@ class Arrivals:
         except Exception:  # as in _use_cold
             logger.exception("a restored session could not be used")
             return
-        self._came_back(session, restored)
+        self._came_back(session)
 
-    def _came_back(self, session: SessionRef, restored: Restored) -> None:
-        if restored.pinned:  # perhaps by an engine before this one
+    def _came_back(self, session: SessionRef) -> None:
+        # Perhaps by an engine before this one. As of now: it may have been let go meanwhile.
+        if self._cold is not None and self._cold.store.is_pinned(session):
             self._keeper.hot.pin((session.tenant, session.id), True)
         self._tell("restored", session)
 

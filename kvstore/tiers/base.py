@@ -38,6 +38,10 @@ class Tier(Protocol):
     def persistent(self) -> bool:
         """True if blobs survive the end of this process."""
 
+    @property
+    def overhead_bytes(self) -> int:
+        """Of the budget: what a blob takes besides its own bytes, key included; at most."""
+
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
         """One entry per key, ``None`` for a miss. Does not touch.
 

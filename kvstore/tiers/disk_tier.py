@@ -103,6 +103,10 @@ class DiskTier:
         else:
             self._env.set_mapsize(limit)
 
+    @property
+    def overhead_bytes(self) -> int:
+        return self._pages.nbytes(1)  # the smallest blob is nothing but that
+
     # Reading
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:

@@ -16,6 +16,7 @@ from kvstore.tiers.lru import Admission, RecencyIndex
 # What CPython keeps per blob besides the bytes of key and blob: object headers, an entry in two
 # dictionaries, the links of the order (about 300 bytes measured with 20,000 blobs).
 ENTRY_BYTES = 384
+MAX_KEY_BYTES = 64  # of the store's keys
 
 
 class RamTier:
@@ -33,6 +34,10 @@ class RamTier:
         self._blobs: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
         self._num_evictions = 0
+
+    @property
+    def overhead_bytes(self) -> int:
+        return ENTRY_BYTES + MAX_KEY_BYTES
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
         with self._lock:

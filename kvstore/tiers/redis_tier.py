@@ -64,6 +64,10 @@ class RedisTier:
     def __repr__(self) -> str:
         return f"RedisTier({self._link.name})"
 
+    @property
+    def overhead_bytes(self) -> int:
+        return stored_nbytes(1)
+
     def greet(self) -> None:
         """Ask for a sign of life, so that ``stats`` tells of the server before the first blob."""
         with contextlib.suppress(TierUnavailable):  # the link has counted and logged it

@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.block_records import common_blocks
-from kvstore.errors import PinLimit
 from kvstore.records import SessionRef
-from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import (
     BLOCK,
@@ -21,7 +19,6 @@ from tests.block_sessions import (
     ref,
     save,
 )
-from tests.faulty_tier import FaultyTier
 
 LONG = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one
 
@@ -141,111 +138,6 @@ def test_sessions_survive_a_restart(tmp_path):
     again.close()
 
 
-def test_demote_leaves_only_the_slower_copy(tmp_path):
-    store = open_store(ram_and_disk(tmp_path))
-    save(store, ref(), LONG)
-    assert store.demote(ref(), "disk") == "disk"
-    assert store.fetch(ref(), LONG, 0).tier == "disk"
-    assert store.workers.quiet(5)
-    assert store.tier_of(store.record(ref())) == "ram"  # promoted by the restore
-    store.close()
-
-
-class SlowRam(RamTier):
-    name = "disk"
-
-
-def test_a_session_that_the_lower_tier_cannot_take_stays():
-    store = open_store([RamTier(1 << 26), SlowRam(20_000)])
-    save(store, ref(), LONG)
-    assert store.demote(ref(), "disk") == "ram"
-    check_rows(store, LONG, store.fetch(ref(), LONG, 0))
-    assert store.fetch(ref(), LONG, 0).end_block == 25
-    store.close()
-
-
-def test_a_session_stays_where_it_is_while_the_lower_tier_is_down():
-    below = FaultyTier(SlowRam(1 << 26))
-    store = open_store([RamTier(1 << 26), below])
-    below.fails = lambda number, method: True
-    save(store, ref(), LONG)
-    assert store.demote(ref(), "disk") == "ram"
-    assert store.fetch(ref(), LONG, 0).end_block == 25
-    store.close()
-
-
-def test_warming_brings_a_session_to_the_fastest_tier(tmp_path):
-    store = open_store(ram_and_disk(tmp_path))
-    save(store, ref(), LONG)
-    store.demote(ref(), "disk")
-    store.warm(ref())
-    assert store.tier_of(store.record(ref())) == "ram"
-    store.close()
-
-
-def test_a_pinned_session_is_not_demoted_and_outlives_pressure(tmp_path):
-    disk = DiskTier(tmp_path, 1 << 26)
-    store = open_store([RamTier(500_000), disk])
-    save(store, ref("kept"), LONG)
-    store.pin(ref("kept"), True)
-    assert store.demote(ref("kept"), "disk") == "ram"
-    for i in range(8):
-        save(store, ref(f"other{i}"), hashes(list(range(1000 * i + 1000, 1000 * i + 1100))))
-    assert store.tier_of(store.record(ref("kept"))) == "ram"
-    store.close()
-
-
-def test_a_pin_beyond_the_share_is_refused():
-    store = open_store([RamTier(500_000)])  # a session is about 205 kB
-    save(store, ref("a"), LONG)
-    save(store, ref("b"), hashes(list(range(1000, 1100))))
-    store.pin(ref("a"), True)
-    with pytest.raises(PinLimit):
-        store.pin(ref("b"), True)
-    assert not store.record(ref("b")).pinned
-    store.forget(ref("a"))
-    store.pin(ref("b"), True)
-    store.close()
-
-
-def test_forget_leaves_nothing_of_its_own(tmp_path):
-    store = open_store(ram_and_disk(tmp_path))
-    save(store, ref("a"), LONG)
-    save(store, ref("b"), hashes([*range(40), *range(500, 560)]))
-    assert store.flush(10)
-    assert store.forget(ref("a"))
-    assert not store.forget(ref("a"))
-    assert store.fetch(ref("a"), LONG, 0).end_block == 8  # what b shares
-    assert store.fetch(ref("b"), hashes([*range(40), *range(500, 560)]), 0).end_block == 25
-    store.close()
-    again = open_store(ram_and_disk(tmp_path))
-    assert [x.id for x in again.records()] == ["b"]
-    again.close()
-
-
-def test_a_session_that_is_no_longer_listed_is_still_found_and_forgotten():
-    tier = RamTier(1 << 26)
-    store = open_store([tier], index_bytes=1)
-    save(store, ref("a"), LONG)
-    save(store, ref("b"), hashes(list(range(1000, 1100))))
-    assert [x.id for x in store.records()] == ["b"]
-    assert store.forget(ref("a"))
-    assert not store.forget(ref("a"))
-    assert tier.stats().num_blobs == 8  # of b
-    assert store.forget(ref("b"))
-    assert tier.stats().num_blobs == 0
-    assert not store._index._users
-    store.close()
-
-
-def test_forget_takes_abandoned_branches_along(store):
-    save(store, ref(), LONG)
-    save(store, ref(), hashes([*range(20), *range(700, 780)]))
-    assert store.fetch(None, LONG, 0).end_block == 24
-    store.forget(ref())
-    assert store.fetch(None, LONG, 0).pieces == []
-
-
 def test_eviction_takes_the_tail_first():
     store = open_store([RamTier(230_000)])
     save(store, ref("old"), LONG)
@@ -254,18 +146,6 @@ def test_eviction_takes_the_tail_first():
     assert 0 < fetched.end_block < 25
     assert fetched.reason == "evicted"
     check_rows(store, LONG, fetched)
-    store.close()
-
-
-def test_sessions_expire(tmp_path):
-    now = [1000.0]
-    store = open_store(ttl_s=60.0)
-    store._clock = lambda: now[0]
-    save(store, ref("old"), LONG)
-    now[0] += 61
-    save(store, ref("new"), hashes(list(range(5000, 5100))))
-    store.expire()
-    assert [x.id for x in store.records()] == ["new"]
     store.close()
 
 
