@@ -52,6 +52,11 @@ class StridedSide:
         self._view = view
 
     @property
+    def view(self) -> Tensor:
+        """(num_blocks, num_kv_heads, block_tokens, head_dim)"""
+        return self._view
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         _, heads, tokens, dim = self._view.shape
         return heads, tokens, dim
