@@ -47,6 +47,22 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     busy: bool  # a request of this session is being served
 
 
+def absent(session: SessionRef) -> SessionReport:
+    """Of a session that the engine does not know, or no longer."""
+    return SessionReport(
+        tenant=session.tenant,
+        id=session.id,
+        hot=False,
+        tier=None,
+        tokens=0,
+        hot_bytes=0,
+        cold_bytes=0,
+        idle_s=0.0,
+        pinned=False,
+        busy=False,
+    )
+
+
 class TierReport(msgspec.Struct, frozen=True):
     name: TierName
     nbytes: int

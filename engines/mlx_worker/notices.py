@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from engines.mlx_worker.keeping import Cause
 from engines.mlx_worker.reports import Reports
-from engines.wire import Notice
+from engines.wire import Notice, absent
 from kvstore.records import SessionRef
 
 logger = logging.getLogger(__name__)
@@ -53,4 +53,4 @@ class Notifier:
             if cause == "saved":
                 await self._saved(session)
             report = await asyncio.to_thread(self._reports.session, session)
-            self._publish(Notice(cause, report or self._reports.absent(session)))
+            self._publish(Notice(cause, report or absent(session)))

@@ -34,21 +34,6 @@ class Reports:
         reports = (self._report(key, records.get(key)) for key in keys)
         return [x for x in reports if x is not None]
 
-    def absent(self, session: SessionRef) -> SessionReport:
-        """Of a session that is known to nobody any more."""
-        return SessionReport(
-            tenant=session.tenant,
-            id=session.id,
-            hot=False,
-            tier=None,
-            tokens=0,
-            hot_bytes=0,
-            cold_bytes=0,
-            idle_s=0.0,
-            pinned=False,
-            busy=False,
-        )
-
     def _report(self, key: SessionKey, record: SessionRecord | None) -> SessionReport | None:
         hot, busy_tokens = self._hot.get(key), self._hot.busy_tokens(key)
         if hot is None and record is None and not busy_tokens:

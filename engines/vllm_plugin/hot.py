@@ -112,7 +112,8 @@ class HotSessions:
 
     def _forget_oldest(self) -> None:
         while len(self._sessions) > MAX_SESSIONS:
-            name = next((n for n, x in self._sessions.items() if not x.num_requests), None)
+            idle = (n for n, x in self._sessions.items() if not (x.num_requests or x.num_saves))
+            name = next(idle, None)
             if name is None:
                 return
             self._users.subtract(self._sessions.pop(name).hashes)

@@ -8,7 +8,6 @@ event loop, and works while the engine sleeps.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import threading
@@ -25,6 +24,8 @@ from engines.vllm_plugin.messages import (
     Message,
     RankAnswer,
     RankHello,
+    RankLost,
+    RankNews,
     RankSaved,
     Release,
     Stage,
@@ -32,6 +33,7 @@ from engines.vllm_plugin.messages import (
     decode_from_peer,
     frame,
 )
+from engines.vllm_plugin.questions import Questions
 from engines.wire import MAX_FRAME_BYTES, Verb, WireError
 from kvstore.records import TierName
 
@@ -45,19 +47,17 @@ _TIERS: Final[list[TierName | None]] = [None, "ram", "disk", "redis"]
 class Hub:
     """``send`` and ``staged`` from any thread; everything else on the hub's own event loop."""
 
-    def __init__(self, path: str, num_ranks: int, on_saved: Callable[[RankSaved], None]) -> None:
+    def __init__(self, path: str, num_ranks: int, on_news: Callable[[RankNews], None]) -> None:
         self._path = path
         self._num_ranks = num_ranks
-        self._on_saved = on_saved
+        self._on_news = on_news
         self._lock = threading.Lock()
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._hellos: dict[int, RankHello] = {}
         self._fronts: set[asyncio.StreamWriter] = set()
         self._front_came = asyncio.Event()
         self._partial: dict[int, list[Staged]] = {}  # answers to a ticket that is still wanted
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, list[RankAnswer]] = {}
-        self._complete: dict[int, asyncio.Future[list[RankAnswer]]] = {}
+        self._questions = Questions(num_ranks)
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
         self._loop = asyncio.new_event_loop()
@@ -166,15 +166,13 @@ class Hub:
         """Every rank's answer. Raises ``TimeoutError``, ``ConnectionError``."""
         if not self.ready:
             raise ConnectionError("not every worker of the engine is connected")
-        number = next(self._numbers)
-        complete: asyncio.Future[list[RankAnswer]] = asyncio.get_running_loop().create_future()
-        self._complete[number], self._answers[number] = complete, []
-        try:
+        with self._questions.open() as question:
             async with asyncio.timeout(deadline_s):
-                self._broadcast(Ask(number, verb))
-                return await complete
-        finally:
-            del self._complete[number], self._answers[number]
+                self._broadcast(Ask(question.number, verb))
+                answers = await question.complete
+        if failed := next((x.error for x in answers if x.error), ""):
+            raise ConnectionError(f"a worker of the engine could not do it: {failed}")
+        return answers
 
     def _broadcast(self, message: Message) -> None:
         body = frame(message)
@@ -215,14 +213,6 @@ class Hub:
                     if staged.ticket in self._partial:
                         self._partial[staged.ticket].append(staged)
             case RankAnswer() as answer:
-                self._answered(answer)
-            case RankSaved() as saved:
-                self._on_saved(saved)
-
-    def _answered(self, answer: RankAnswer) -> None:
-        answers = self._answers.get(answer.number)
-        if answers is None:
-            return
-        answers.append(answer)
-        if len(answers) == self._num_ranks and not self._complete[answer.number].done():
-            self._complete[answer.number].set_result(answers)
+                self._questions.hear(answer, writer)
+            case RankSaved() | RankLost() as news:
+                self._on_news(news)

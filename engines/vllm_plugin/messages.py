@@ -10,11 +10,12 @@ there they are in order with the model's steps.
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from engines.wire import MAX_FRAME_BYTES, Verb, WireError
+from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, Verb, WireError
 from kvstore.records import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
 
@@ -86,10 +87,17 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     stats: StoreStats | None = None
     error: str = ""
     pin_limit: str = ""  # why a pin was refused
+    more: bool = False  # of the sessions; the rest comes next
 
 
 class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
     session: RankSession
+
+
+class RankLost(msgspec.Struct, frozen=True, tag="lost"):
+    """What was stored of a session is gone, by ttl or eviction."""
+
+    session: SessionRef
 
 
 # ---- front <-> hub
@@ -107,7 +115,8 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
 
 
 ToRank: TypeAlias = Stage | Release | Ask
-FromPeer: TypeAlias = RankHello | Staged | RankAnswer | RankSaved | FrontHello
+RankNews: TypeAlias = RankSaved | RankLost
+FromPeer: TypeAlias = RankHello | Staged | RankAnswer | RankNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | Admitted
 Role: TypeAlias = Literal["rank", "front"]
 
@@ -122,6 +131,18 @@ def frame(message: Message) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
     return len(body).to_bytes(4, "big") + body
+
+
+def pages(answer: RankAnswer) -> Iterator[RankAnswer]:
+    """The same answer in pieces, each far below a frame's limit."""
+    first = nbytes = 0
+    for i, session in enumerate(answer.sessions):
+        size = len(_encoder.encode(session))
+        if i > first and nbytes + size > PAGE_BYTES:
+            yield RankAnswer(answer.number, answer.sessions[first:i], more=True)
+            first, nbytes = i, 0
+        nbytes += size
+    yield msgspec.structs.replace(answer, sessions=answer.sessions[first:])
 
 
 def decode_to_rank(body: bytes) -> ToRank:

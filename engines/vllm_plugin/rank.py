@@ -26,6 +26,7 @@ from engines.vllm_plugin.messages import (
     ToRank,
     decode_to_rank,
     frame,
+    pages,
     receive,
 )
 from engines.wire import Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
@@ -40,8 +41,10 @@ logger = logging.getLogger("thermocline.vllm")
 RETRY_S: Final = 0.1
 # Restores that read at the same time; more wait in line, so that none starves.
 NUM_STAGERS: Final = 4
-NUM_SERVANTS: Final = 4
-SETTLE_S: Final = 5.0  # what a look may wait for a save to end; below the asker's patience
+NUM_SERVANTS: Final = 8  # some wait for saves
+# What a verb may wait for saves to end; both below the asker's patience.
+SETTLE_S: Final = 5.0
+FORGET_S: Final = 60.0
 
 
 class StagingArea:
@@ -87,7 +90,7 @@ class RankLink:
         store: BlockStore,
         staging: StagingArea,
         stats: Callable[[], StoreStats],
-        wait_saved: Callable[[SessionRef, float], None],
+        wait_saved: Callable[[SessionRef, float], bool],
     ) -> None:
         self._path = path
         self._hello = hello
@@ -180,7 +183,8 @@ class RankLink:
         except Exception as error:  # the edge of this thread: whoever asks gets an answer
             logger.exception("%s failed", type(message.verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
-        self.send(answer)
+        for page in pages(answer):
+            self.send(page)
 
     def _obey(self, verb: Verb | Look) -> list[BlockRecord]:
         """Obeys; gives the records that the answer is about."""
@@ -192,8 +196,12 @@ class RankLink:
             case Prefetch(session):
                 self._store.warm(session)
             case Pin(session) | Unpin(session):
+                self._wait_saved(session, SETTLE_S)  # what was never saved cannot be pinned
                 self._store.pin(session, isinstance(verb, Pin))
             case Forget(session):
+                # Or the save would bring back a part of it.
+                if not self._wait_saved(session, FORGET_S):
+                    raise TimeoutError("a save of the session does not end")
                 self._store.forget(session)
             case Look(session, settled=True):
                 self._wait_saved(session, SETTLE_S)

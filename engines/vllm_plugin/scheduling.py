@@ -11,10 +11,10 @@ from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.hot import BlockPool, HotSessions
 from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.lookup import Lookup
-from engines.vllm_plugin.messages import RankSaved
+from engines.vllm_plugin.messages import RankLost, RankNews, RankSaved
 from engines.vllm_plugin.verbs import Verbs
 from engines.vllm_plugin.watch import Watch
-from engines.wire import Notice, Welcome
+from engines.wire import Notice, Welcome, absent
 from kvstore.records import SessionRef
 from kvstore.stats import Counters
 
@@ -29,7 +29,7 @@ class Scheduling:
         self._hot = HotSessions()
         self._saved: Counter[tuple[str, str]] = Counter()  # ranks that saved, per session
         self._num_ranks = num_ranks
-        self._hub = Hub(settings.hub_path, num_ranks, self._rank_saved)
+        self._hub = Hub(settings.hub_path, num_ranks, self._hear)
         self.lookup = Lookup(
             self._hub,
             self._hot,
@@ -73,8 +73,15 @@ class Scheduling:
     def _turn_ended(self, session: SessionRef) -> None:
         self._hub.spawn(partial(self._tell, "turn", session))
 
+    def _hear(self, news: RankNews) -> None:
+        """On the hub's loop."""
+        if isinstance(news, RankLost):
+            self._hub.spawn(partial(self._tell_lost, news.session))
+        else:
+            self._rank_saved(news)
+
     def _rank_saved(self, saved: RankSaved) -> None:
-        """On the hub's loop. The last rank that saved passes it on; one that skipped is silent."""
+        """The last rank that saved passes it on; one that skipped is silent."""
         name = (saved.session.tenant, saved.session.id)
         self._saved[name] += 1
         if self._saved[name] >= self._num_ranks:
@@ -85,3 +92,9 @@ class Scheduling:
         report = await self._verbs.look(session)
         if report is not None:
             self._control.publish(Notice(cause, report))
+
+    async def _tell_lost(self, session: SessionRef) -> None:
+        """One rank's part is enough to lose; a turn may have saved the session anew meanwhile."""
+        report = await self._verbs.look(session)
+        if report is None or report.tier is None:
+            self._control.publish(Notice("lost", report or absent(session)))

@@ -127,7 +127,6 @@ class Transfer:
             self._store.counters.add("chunks_encoded", len(missing))
             blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
             record = self._store.commit(save.session, save.hashes, blobs)
-            self._store.expire()
             on_saved(record)
         except Exception:  # the edge of this thread: one bad save must not end all others
             logger.exception("a session could not be saved")
@@ -140,11 +139,11 @@ class Transfer:
                 self._saving -= Counter([_name(save.session)])
                 self._settled.notify_all()
 
-    def wait_saved(self, session: SessionRef, within_s: float) -> None:
+    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
         """Until every save of this session that has begun is done. From any other thread."""
         name = _name(session)
         with self._settled:
-            self._settled.wait_for(lambda: not self._saving[name], within_s)
+            return self._settled.wait_for(lambda: not self._saving[name], within_s)
 
     def _acknowledge(self, job: int) -> None:
         with self._lock:

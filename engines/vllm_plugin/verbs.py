@@ -35,7 +35,8 @@ from kvstore.stats import Counters, StoreStats
 
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
-HAND_OVER_S: Final = 5.0
+SETTLE_S: Final = 5.0  # for a save that a verb would rather have behind it
+HAND_OVER_S: Final = 20.0  # for one that it must; vLLM hands over with its next step
 POLL_S: Final = 0.01
 _ORDER: Final[list[TierName | None]] = ["ram", "disk", "redis", None]
 _ONE_FOR_ALL_RANKS: Final = frozenset({"saves", "saves_skipped", "saves_failed"})
@@ -68,7 +69,7 @@ class Verbs:
         A turn that has just ended is still being saved: demoted is what is saved by then.
         """
         name = name_of(session)
-        await self._until_handed_over(name)
+        await self._until_handed_over(name, SETTLE_S)
         found = await self._find(Look(session, settled=True), LOOK_S, name)
         kept = self._why_kept(name, found)
         if kept or found is None:
@@ -78,11 +79,14 @@ class Verbs:
             found = await self._find(Demote(session, tier), MOVE_S, name)
         return Done(self._report(name, found))
 
-    async def _until_handed_over(self, name: Name) -> None:
+    async def _until_handed_over(self, name: Name, within_s: float) -> bool:
+        """Until every rank has begun the saves that were planned for the session."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(HAND_OVER_S):
+            async with asyncio.timeout(within_s):
                 while self._hot.is_saving(name):
                     await asyncio.sleep(POLL_S)
+                return True
+        return False
 
     def _why_kept(self, name: Name, found: RankSession | None) -> str:
         if self._hot.is_busy(name):
@@ -99,6 +103,7 @@ class Verbs:
 
     async def pin(self, session: SessionRef, pinned: bool) -> Done:
         """All ranks pin it, or none. Raises ``PinLimit``."""
+        await self._until_handed_over(name_of(session), SETTLE_S)
         if pinned:
             answers = await self._hub.ask(Pin(session), MOVE_S)
             if refused := next((x.pin_limit for x in answers if x.pin_limit), ""):
@@ -107,7 +112,10 @@ class Verbs:
         return await self._done(Pin(session) if pinned else Unpin(session), session)
 
     async def forget(self, session: SessionRef) -> Done:
+        """Raises ``TimeoutError``: a save of it is still under way, and would bring it back."""
         name = name_of(session)
+        if not await self._until_handed_over(name, HAND_OVER_S):
+            raise TimeoutError("the session's last turn is still being saved")
         before = await self._find(Look(session), LOOK_S, name)
         report = self._report(name, before)
         await self._hub.ask(Forget(session), MOVE_S)

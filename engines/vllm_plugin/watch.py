@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from engines.vllm_plugin.hot import HotSessions, Name
-from engines.wire import Notice, SessionRef, SessionReport
+from engines.wire import Notice, SessionRef, SessionReport, absent
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -47,23 +47,9 @@ class Watch:
                     logger.warning("nobody hears that a session is cold: %s", error)
 
     async def _tell(self, name: Name) -> None:
-        report = await self._look(SessionRef(*name, b""))
+        session = SessionRef(*name, b"")
+        report = await self._look(session)
         if report is not None:
             self._publish(Notice("dropped", report))
         else:
-            self._publish(Notice("lost", _nothing(name)))
-
-
-def _nothing(name: Name) -> SessionReport:
-    return SessionReport(
-        tenant=name[0],
-        id=name[1],
-        hot=False,
-        tier=None,
-        tokens=0,
-        hot_bytes=0,
-        cold_bytes=0,
-        idle_s=0.0,
-        pinned=False,
-        busy=False,
-    )
+            self._publish(Notice("lost", absent(session)))

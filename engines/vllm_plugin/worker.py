@@ -16,7 +16,7 @@ from engines.vllm_plugin.arrangement import UnknownLayout, WriteBlock, probe
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.fingerprint import fingerprint
 from engines.vllm_plugin.host_blocks import HostBlocks
-from engines.vllm_plugin.messages import RankHello, RankSaved
+from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.paging import paged_cache
 from engines.vllm_plugin.plan import Step
 from engines.vllm_plugin.rank import RankLink, StagingArea
@@ -28,6 +28,7 @@ from kvstore.block_store import BlockStore
 from kvstore.codecs.presets import codec_by_name, warm
 from kvstore.config import StoreConfig
 from kvstore.packer import Packer
+from kvstore.records import SessionRef
 from kvstore.stats import StoreStats
 from kvstore.tiers.registry import open_tiers
 
@@ -70,6 +71,7 @@ class Worker:
             self._stats,
             self._transfer.wait_saved,
         )
+        self._store.listen(self._lost)
         logger.info("rank %d: %s, codec %s", rank, type(self._cache.sides[0][0]).__name__, codec.id)
 
     def start_loads(self, step: Step) -> None:
@@ -93,6 +95,9 @@ class Worker:
         self._transfer.close()
         self._link.close()
         self._store.close()
+
+    def _lost(self, session: SessionRef) -> None:
+        self._link.send(RankLost(session))
 
     def _saved(self, record: BlockRecord) -> None:
         self._link.send(RankSaved(self._link.session(record)))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engines.control_server import ControlServer
@@ -17,7 +18,8 @@ from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.messages import (
     FrontHello,
     RankHello,
-    RankSaved,
+    RankLost,
+    RankNews,
     Release,
     Stage,
     Staged,
@@ -26,6 +28,7 @@ from engines.vllm_plugin.messages import frame as message_frame
 from engines.vllm_plugin.rank import RankLink, StagingArea
 from engines.vllm_plugin.verbs import Verbs
 from engines.wire import (
+    MAX_FRAME_BYTES,
     Answer,
     Demote,
     Done,
@@ -38,6 +41,7 @@ from engines.wire import (
     Refused,
     Reply,
     Request,
+    SessionReport,
     Sessions,
     Stats,
     Unpin,
@@ -62,9 +66,9 @@ class Engine:
     """Hub, control connection and two ranks, as in an engine with two workers."""
 
     def __init__(self, folder: Path) -> None:
-        self.saved: list[RankSaved] = []
+        self.saved: list[RankNews] = []
         self.waited: list[str] = []
-        self.unsaved = ""
+        self.unsaved = self.endless = ""
         self.settled = threading.Event()
         self.pool = Pool()
         self.hot = HotSessions()
@@ -86,13 +90,16 @@ class Engine:
         path = str(folder / "hub.sock")
         return RankLink(path, hello, store, self.staging[i], store.stats, self._wait_saved)
 
-    def _wait_saved(self, session: SessionRef, within_s: float) -> None:
+    def _wait_saved(self, session: SessionRef, within_s: float) -> bool:
         """A save of this session ends, as it were, while somebody waits for it."""
         self.waited.append(session.id)
+        if self.endless == session.id:
+            return False
         if self.unsaved and len(self.waited) == 2:
             self.save(self.unsaved)
             self.settled.set()
         assert not self.unsaved or self.settled.wait(within_s)
+        return True
 
     def close(self) -> None:
         for link, store in zip(self.links, self.stores, strict=True):
@@ -110,6 +117,11 @@ class Engine:
         found: list[Staged] = []
         wait(lambda: found.extend(x for x in [self.hub.staged(ticket)] if x) or bool(found))
         return found[0]
+
+    async def verbs_list(self) -> list[SessionReport]:
+        """As the control connection asks for it: on the hub's own loop."""
+        listing = asyncio.run_coroutine_threadsafe(self.verbs.sessions(), self.hub._loop)
+        return await asyncio.wrap_future(listing)
 
     def ask(self, verb: Verb, token: str = "secret") -> Answer:
         async def conversation() -> Answer:
@@ -252,6 +264,68 @@ def test_forget_tells_what_it_was(engine):
     assert engine.ask(ListSessions()) == Sessions([])
 
 
+def test_forget_waits_for_a_save_that_is_under_way(engine):
+    engine.unsaved = "s"
+    engine.done(Forget(ref()))
+    assert engine.waited == ["s", "s"]
+    assert [x.record(ref()) for x in engine.stores] == [None, None]
+    assert [x.num_blobs for store in engine.stores for x in store.stats().tiers] == [0] * 4
+
+
+def test_forget_waits_until_the_blocks_are_handed_over(engine):
+    engine.save()
+    engine.hot.begin(ref())
+    engine.hot.count_save(ref(), +1)
+    engine.hot.end(ref(), CHAIN)
+    order = []
+
+    def hand_over() -> None:
+        order.extend(engine.waited)  # no rank was asked yet
+        engine.hot.count_save(ref(), -1)
+
+    threading.Timer(0.1, hand_over).start()
+    engine.done(Forget(ref()))
+    assert order == []
+    assert engine.waited == ["s", "s"]
+
+
+def test_what_cannot_be_forgotten_now_is_said(engine):
+    engine.save()
+    engine.endless = "s"
+    refused = engine.ask(Forget(ref()))
+    assert isinstance(refused, Refused) and "does not end" in refused.message
+    assert engine.stores[0].record(ref()) is not None
+
+
+def test_a_turn_that_has_just_ended_is_pinned(engine):
+    engine.unsaved = "s"
+    assert engine.done(Pin(ref())).report.pinned
+
+
+def test_a_list_of_any_length_reaches_the_gateway(engine):
+    """More than a frame holds; and the link is as good as before."""
+    record = None
+    for store in engine.stores:
+        save(store, ref(), CHAIN[:1])
+        record = store.record(ref())
+    assert record is not None
+    num = 3 * MAX_FRAME_BYTES // 1_000_000
+    for store in engine.stores:
+        for i in range(num):
+            name = f"{i:04}" + "x" * 1_000_000
+            store._index.put(msgspec.structs.replace(record, id=name))
+    first = engine.ask(ListSessions())
+    assert isinstance(first, Sessions) and first.more
+    listed = asyncio.run(engine.verbs_list())
+    assert len(listed) == num + 1
+    assert engine.hub.ready
+
+
+def test_a_session_that_a_rank_lost_is_told_of(engine):
+    engine.links[0].send(RankLost(ref()))
+    wait(lambda: engine.saved == [RankLost(ref())])
+
+
 def test_nobody_is_unknown(engine):
     for verb in (Demote(ref("x")), Prefetch(ref("x")), Pin(ref("x")), Forget(ref("x"))):
         assert engine.done(verb) == Done(None)
@@ -288,7 +362,7 @@ def test_ranks_may_come_before_the_hub(tmp_path):
     store, staging = open_store(), StagingArea()
     hello = RankHello(0, "raw.1", 1)
     link = RankLink(
-        str(tmp_path / "hub.sock"), hello, store, staging, store.stats, lambda session, s: None
+        str(tmp_path / "hub.sock"), hello, store, staging, store.stats, lambda session, s: True
     )
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()
