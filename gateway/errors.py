@@ -11,13 +11,21 @@ from starlette.responses import Response
 
 from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
 from engines.openai import InvalidRequest, error_body, error_type
-from scheduler.sessions import Draining, MemoryScarce, Overloaded
+from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
 _HINTS = {
     404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/completions"
     " and /v1/sessions.",
     405: "This path does not take that method.",
+}
+# Why a session was not put to sleep: a code for programs, and words.
+_KEPT = {
+    "busy": ("session_busy", "a turn of it is being served"),
+    "pinned": ("session_pinned", "it is pinned; unpin it first"),
+    "no-cold-copy": ("no_cold_copy", "it could not be saved, so it would be lost"),
+    "disabled": ("hibernation_disabled", "this engine serves without hibernation"),
+    "no-room": ("tier_refused", "that tier did not take all of it"),
 }
 
 
@@ -67,6 +75,9 @@ def failure_of(error: Exception) -> Failure:
         case EngineUnavailable():
             message = f"The engine is not available: {error}. Try again later."
             return Failure(503, message, None, "engine_unavailable", RETRY_LATER_S)
+        case SessionKept():
+            code, why = _KEPT.get(error.reason, ("session_kept", error.reason))
+            return Failure(409, f"This session stays as it is: {why}.", "session_id", code)
         case EngineRefused(code="pin_limit"):
             message = f"This session cannot be pinned: {error}."
             return Failure(409, message, "session_id", "pin_limit")
@@ -88,6 +99,7 @@ async def respond(request: Request, error: Exception) -> Response:
 
 FORESEEN: tuple[type[Exception], ...] = (
     InvalidRequest,
+    SessionKept,
     Overloaded,
     Draining,
     EngineError,

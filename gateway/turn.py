@@ -20,6 +20,7 @@ from gateway.errors import Failure, failure_of
 from gateway.events import parse_usage
 from gateway.front import body_send_of
 from gateway.identity import id_to_header
+from gateway.metrics import Usage
 from gateway.relay import (
     ClientGone,
     engine_failure,
@@ -32,6 +33,7 @@ from gateway.relay import (
     send_whole,
     while_client_stays,
 )
+from scheduler.sessions import Turn
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -83,16 +85,16 @@ class TurnResponse(Response):
 
     async def _serve(self, send: Send, send_body: Send) -> Ending:
         deadline = asyncio.get_running_loop().time() + self._gateway.config.request_timeout_s
-        async with asyncio.timeout_at(deadline) as limit, self._turn() as upstream:
+        async with asyncio.timeout_at(deadline) as limit, self._turn() as (turn, upstream):
             if upstream.status >= 400:
                 return await self._refused(upstream)
             if not is_event_stream(upstream):
-                return await self._whole(upstream)
+                return await self._whole(turn, upstream)
             limit.reschedule(None)  # a stream has to be ended properly; it minds the deadline
-            return await self._stream(upstream, send, send_body, deadline)
+            return await self._stream(turn, upstream, send, send_body, deadline)
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[Upstream]:
+    async def _turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
         engine = self._gateway.engine
         headers = {
             **engine.session_headers(self._session),
@@ -108,18 +110,16 @@ class TurnResponse(Response):
                 turn.engine_answered(cache)
             if cache:
                 self._metrics.cache_outcome(cache)
-            yield upstream
+            yield turn, upstream
 
     async def _refused(self, upstream: Upstream) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
         self._error = _word(failure)
         return partial(send_response, response=failure.response())
 
-    async def _whole(self, upstream: Upstream) -> Ending:
+    async def _whole(self, turn: Turn, upstream: Upstream) -> Ending:
         body = await upstream.read()
-        usage = parse_usage(body)
-        if usage is not None:
-            self._metrics.used(usage)
+        self._used(turn, parse_usage(body))
         self._error = ""
         return partial(
             send_whole,
@@ -129,7 +129,7 @@ class TurnResponse(Response):
         )
 
     async def _stream(
-        self, upstream: Upstream, send: Send, send_body: Send, deadline: float
+        self, turn: Turn, upstream: Upstream, send: Send, send_body: Send, deadline: float
     ) -> Ending:
         await send_head(send, 200, [*self._head(upstream), (b"cache-control", b"no-cache")])
         events, failure = await relay_events(
@@ -139,14 +139,17 @@ class TurnResponse(Response):
             client_stall_s=self._gateway.config.client_stall_s,
             on_first=partial(self._first_event, upstream),
         )
-        usage = events.usage()
-        if usage is not None:
-            self._metrics.used(usage)
+        self._used(turn, events.usage())
         self._error = _word(failure) if failure else "engine" if events.failed else ""
         if failure is None:
             return partial(send_end, body=b"")
         log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
         return partial(send_end, body=failure.event())
+
+    def _used(self, turn: Turn, usage: Usage | None) -> None:
+        if usage is not None:
+            self._metrics.used(usage)
+            turn.used(usage.prompt_tokens + usage.completion_tokens)
 
     def _first_event(self, upstream: Upstream) -> None:
         cache = upstream.headers.get(CACHE_HEADER, "")

@@ -37,22 +37,23 @@ class Moves:
 
     async def sink(
         self, session: Session, tier: TierName | None = None, *, pressing: bool = False
-    ) -> None:
+    ) -> str:
         """Drop the hot copy; with ``tier`` also move the cold copy down. Busy sessions stay.
 
         A session that was used while this waited for its place stays as well.
-        Raises ``EngineError``.
+        Gives why the session stayed as it was, "" if it did not. Raises ``EngineError``.
         """
         last_used = session.last_used
         async with self._pressing if pressing else self._at_leisure:
-            if session.last_used != last_used:
-                return
+            if session.last_used != last_used or session.num_turns:
+                return "busy"
             if session.state is State.IDLE:
-                await self._hibernate(session, tier)
-            elif session.state is State.COLD and tier is not None:
-                await self._move_down(session, tier)
+                return await self._hibernate(session, tier)
+            if session.state is State.COLD and tier is not None:
+                return await self._move_down(session, tier)
+            return ""
 
-    async def _hibernate(self, session: Session, tier: TierName | None) -> None:
+    async def _hibernate(self, session: Session, tier: TierName | None) -> str:
         session.apply(Event.HIBERNATE)
         job = session.hibernation
         try:
@@ -64,15 +65,21 @@ class Moves:
         outcome = _outcome(demoted.report)
         if outcome is Event.KEPT:
             session.keep_until = self._clock() + KEPT_RETRY_S
-        if session.complete(outcome, job) and demoted.report is not None:
+        if not session.complete(outcome, job):
+            # A turn has overtaken it, or somebody who forgot it.
+            return "" if session.state is State.GONE else "busy"
+        if demoted.report is not None:
             self._table.learn(session, demoted.report)
+        return demoted.kept
 
-    async def _move_down(self, session: Session, tier: TierName) -> None:
+    async def _move_down(self, session: Session, tier: TierName) -> str:
         session.keep_until = self._clock() + KEPT_RETRY_S  # unless it gets there
         demoted = await self._engine.demote(session.ref, tier)
         self._table.take(session, demoted.report)
-        if session.tier == tier:
-            session.keep_until = 0.0
+        if session.tier != tier:
+            return demoted.kept or "no-room"
+        session.keep_until = 0.0
+        return ""
 
     async def wake(self, session: Session) -> None:
         """A prefetch is a turn without tokens. Raises ``EngineError``; then all is as it was."""

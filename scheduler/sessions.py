@@ -28,6 +28,15 @@ from scheduler.table import SessionTable
 from scheduler.view import SessionView, view_of
 
 
+class SessionKept(Exception):
+    """A session was not put to sleep. ``reason``: "busy", "pinned", "no-cold-copy", "disabled", or
+    "no-room" in the tier."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class Turn:
     """One request of a session while it is being served."""
 
@@ -43,6 +52,10 @@ class Turn:
         if self._session.state is State.WAKING:
             lost = cache_header.startswith("miss") or not cache_header
             self._session.apply(Event.LOST if lost else Event.RESTORED)
+
+    def used(self, num_tokens: int) -> None:
+        """Prompt and answer together: so long the session is, until the engine says it itself."""
+        self._session.tokens = max(self._session.tokens, num_tokens)
 
 
 class SessionManager:
@@ -137,11 +150,16 @@ class SessionManager:
         return self._view(session) if session else None
 
     async def demote(self, ref: SessionRef, tier: TierName | None = None) -> SessionView | None:
-        """Put to sleep now; ``tier`` also moves the cold copy down. Busy sessions stay hot."""
+        """Put to sleep now; ``tier`` also moves the cold copy down.
+
+        Raises:
+            SessionKept: it stayed as it was.
+        """
         session = self._known(ref)
         if session is None:
             return None
-        await self._moves.sink(session, tier)
+        if kept := await self._moves.sink(session, tier):
+            raise SessionKept(kept)
         return self.get(ref)
 
     async def prefetch(self, ref: SessionRef) -> SessionView | None:

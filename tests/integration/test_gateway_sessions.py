@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,6 +118,20 @@ async def test_pin_and_unpin(alice: Caller) -> None:
     await alice.chat("one", session="pinned")
     assert (await alice.verb("pinned", "pin"))[1]["pinned"] is True
     assert (await alice.verb("pinned", "unpin"))[1]["pinned"] is False
+
+
+async def test_a_session_that_is_served_stays_awake_and_the_caller_hears_it(
+    alice: Caller,
+) -> None:
+    await alice.chat("one", session="served")
+    endless = {"fake": "chunks=1000 delay_s=1"}
+    talking = asyncio.create_task(alice.chat("one", "1", "two", session="served", metadata=endless))
+    while (await alice.one("served"))["state"] != "active":
+        await asyncio.sleep(0.01)
+    status, body = await alice.verb("served", "demote")
+    assert (status, body["error"]["code"]) == (409, "session_busy")
+    assert (await alice.one("served"))["state"] == "active"
+    talking.cancel()
 
 
 async def test_forget_leaves_nothing(alice: Caller) -> None:

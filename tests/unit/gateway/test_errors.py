@@ -11,7 +11,7 @@ from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavai
 from engines.openai import InvalidRequest
 from gateway.errors import Failure, failure_of
 from gateway.relay import engine_failure
-from scheduler.sessions import Draining, MemoryScarce, Overloaded
+from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 KEYS = {"message", "type", "param", "code"}
 
@@ -27,6 +27,8 @@ KEYS = {"message", "type", "param", "code"}
         (EngineUnavailable("starting"), 503),
         (EngineRefused("no"), 502),
         (EngineRefused("no room", "pin_limit"), 409),
+        (SessionKept("busy"), 409),
+        (SessionKept("a reason of tomorrow"), 409),
         (EngineError("odd"), 502),
         (TimeoutError(), 504),
         (HTTPException(404), 404),

@@ -13,7 +13,7 @@ from engines.base import EngineUnavailable, Notice, SessionRef
 from scheduler.config import SchedulerConfig
 from scheduler.moves import KEPT_RETRY_S
 from scheduler.session import State
-from scheduler.sessions import SessionManager
+from scheduler.sessions import SessionKept, SessionManager
 
 from .conftest import Clock, Held, Log, RowsEngine, salt_of
 
@@ -51,10 +51,48 @@ async def test_a_turn_during_hibernation_keeps_the_session_going(manager, engine
     assert manager.get(ref("a")).state == "hibernating"
     async with manager.turn(ref("a")) as turn:
         engine.gate.set()
-        await job
+        with pytest.raises(SessionKept, match="busy"):
+            await job
         assert manager.get(ref("a")).state == "active"
         turn.engine_answered("cold-ram; tokens=990")
     assert manager.get(ref("a")).state == "idle"
+
+
+@pytest.mark.parametrize("reason", ["pinned", "no-cold-copy", "disabled"])
+async def test_a_session_that_the_engine_keeps_is_no_success(manager, engine, ref, talk, reason):
+    await talk(manager, ref("a"))
+    before = manager.get(ref("a"))
+    engine.kept = reason
+    with pytest.raises(SessionKept, match=reason):
+        await manager.demote(ref("a"))
+    assert manager.get(ref("a")) == before
+
+
+async def test_a_busy_session_is_not_put_to_sleep_and_it_is_said(manager, engine, ref, talk):
+    async with manager.turn(ref("a")):
+        with pytest.raises(SessionKept, match="busy"):
+            await manager.demote(ref("a"))
+    assert engine.demoted == []
+
+
+async def test_a_tier_that_does_not_take_the_session_is_no_success(manager, engine, ref, talk):
+    await talk(manager, ref("a"))
+    await manager.demote(ref("a"))
+    assert (await manager.demote(ref("a"))).state == "cold"  # as it was to be
+    engine.kept = "pinned"
+    with pytest.raises(SessionKept, match="pinned"):
+        await manager.demote(ref("a"), "disk")
+    assert manager.get(ref("a")).tier == "ram"
+
+
+async def test_a_session_has_tokens_before_the_engine_tells_of_them(manager, ref):
+    async with manager.turn(ref("a")) as turn:
+        turn.engine_answered("miss")
+        turn.used(30)
+    assert manager.get(ref("a")).tokens == 30
+    async with manager.turn(ref("a")) as turn:
+        turn.used(20)  # an answer to a shorter prompt: what the engine still has is not known
+    assert manager.get(ref("a")).tokens == 30
 
 
 async def test_concurrent_turns_of_one_session_are_quiet_only_together(manager, ref):
@@ -214,7 +252,8 @@ async def _live_through(steps) -> None:
             running.append(asyncio.create_task(turn(ref)))
             await asyncio.sleep(0)
         elif step in ("demote", "prefetch", "forget"):
-            await getattr(manager, step)(ref)
+            with suppress(SessionKept):
+                await getattr(manager, step)(ref)
         elif step == "pin":
             await manager.pin(ref, seconds % 2 == 0)
         elif step == "sweep":
