@@ -145,6 +145,42 @@ def doctor(
     raise typer.Exit(1 if any(x.verdict == "failure" for x in findings) else 0)
 
 
+@app.command()
+def calibrate(
+    context: typer.Context,
+    model: options.Model = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Learn from this; may be repeated.")
+    ] = None,
+    eval_text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Judge by this; may be repeated.")
+    ] = None,
+    presets: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="Codecs to measure; default: all.")
+    ] = None,
+    contexts: Annotated[
+        str, typer.Option(metavar="N,N", help="Tokens that go through the codec.")
+    ] = "2048,6144",
+    needles: Annotated[bool, typer.Option(help="Hide pass keys in the texts, too.")] = True,
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the rows there.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Draw rate against distortion.")
+    ] = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+) -> None:
+    """Measure what each codec costs this model. Takes minutes; a running server is left alone."""
+    from launch.calibrate import Wishes, print_report, write_json
+    from launch.calibrate import calibrate as run
+
+    wishes = Wishes(text or (), eval_text or (), presets, contexts, needles)
+    report = run(options.chosen(context, os.environ), wishes, os.environ)
+    print_report(report)
+    if json is not None:
+        write_json(report, json)
+
+
 @keys_app.command("new")
 def new_key(
     tenant: Annotated[str, typer.Argument(help="Whose sessions the key opens.")],

@@ -1,0 +1,44 @@
+"""The bound that a lossy preset must keep, and which preset is chosen within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from engines.calibration.tally import Quality
+
+
+class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """KL is the gate: perplexity of single texts swings by more than the effect.
+
+    The default admits what three fixed bits reach with a profile, with a margin.
+    """
+
+    kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
+    # Only a floor against disasters that KL, a mean, could hide.
+    top1: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
+
+
+def refusal(rows: Sequence[Quality], preset: str, bound: Bound) -> str:
+    """Why this preset must not serve this model, in one sentence; "" if it may."""
+    measured = [row for row in rows if row.preset == preset]
+    if not measured:
+        return f"codec {preset} was not measured on this model; run: thermocline calibrate"
+    for row in measured:
+        at = f"codec {preset} at {row.context} tokens"
+        if not row.kl <= bound.kl:
+            return f"{at} has a KL of {row.kl:.4f}, above the bound of {bound.kl:g}"
+        if not row.top1 >= bound.top1:
+            return f"{at} keeps {row.top1:.1%} of the most likely tokens, under {bound.top1:.0%}"
+        if row.needle_found < row.needle_total:
+            return f"{at} lost {row.needle_total - row.needle_found} of {row.needle_total} needles"
+    return ""
+
+
+def densest(rows: Sequence[Quality], bound: Bound) -> str | None:
+    """The preset of the fewest bits that keeps the bound at every context length."""
+    bits = {row.preset: row.bits_per_element for row in rows}
+    kept = [preset for preset in bits if not refusal(rows, preset, bound)]
+    return min(kept, key=bits.__getitem__, default=None)

@@ -1,0 +1,72 @@
+"""What is asked of a model whose past went through a codec.
+
+A case is a prefix, whose KV is packed and unpacked, and the tokens that follow. A *text* simply
+goes on; a *needle* ends in a question whose answer stands in the prefix and nowhere else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engines.calibration.corpus import Text
+
+Encode = Callable[[str], list[int]]
+
+DEPTHS = (0.1, 0.5, 0.9)  # where in the prefix a needle hides
+_PLACES = ("vault", "archive", "garage", "library", "tower", "harbour", "cellar", "station")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    prefix: tuple[int, ...]
+    rest: tuple[int, ...]
+    num_answer: int = 0  # of a needle: the last tokens of ``rest``
+
+    @property
+    def is_needle(self) -> bool:
+        return self.num_answer > 0
+
+
+def text_cases(
+    texts: Sequence[Text], encode: Encode, context: int, num_scored: int
+) -> Iterator[Case]:
+    """One for each text that is long enough."""
+    for text in texts:
+        tokens = encode(text.content)
+        if len(tokens) >= context + num_scored:
+            end = context + num_scored
+            yield Case(text.name, tuple(tokens[:context]), tuple(tokens[context:end]))
+
+
+def needle_cases(
+    texts: Sequence[Text], encode: Encode, context: int, depths: Sequence[float] = DEPTHS
+) -> Iterator[Case]:
+    """A pass key at each depth, in the texts that are long enough, by turns.
+
+    The same texts and depths give the same needles.
+    """
+    rng = random.Random(1)
+    hays = [tokens for text in texts if len(tokens := encode(text.content)) >= context]
+    for i, depth in enumerate(depths if hays else ()):
+        place, code = _PLACES[i % len(_PLACES)], str(rng.randrange(10_000, 99_999))
+        fact = encode(f"\n\nImportant: the secret passkey of the {place} is {code}.\n\n")
+        hay = hays[i % len(hays)][: context - len(fact)]
+        at = int(len(hay) * depth)
+        question = f"\n\nRemember: the secret passkey of the {place} is "
+        asked, rest = encode(question), encode(question + code)
+        yield Case(
+            f"needle at {depth:.0%}",
+            (*hay[:at], *fact, *hay[at:]),
+            tuple(rest),
+            len(rest) - _common(asked, rest),
+        )
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """A tokenizer may join the question's last blank with the first digit."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

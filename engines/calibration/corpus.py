@@ -1,0 +1,67 @@
+"""Text to learn from and text to be judged by, on every machine without a download.
+
+Code and documentation come from Python's own library, which is installed wherever this runs; prose,
+chat and other languages were written for this purpose and lie in ``texts``. What is learned from is
+never judged by: the two sets share no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+_FIT_MODULES = ("argparse", "tarfile", "http.client", "ast", "decimal", "subprocess", "inspect")
+_HELD_OUT_MODULES = ("unittest.mock", "typing", "pickle")
+# Of the reference manual, as the interactive help carries it.
+_FIT_TOPICS = ("specialnames", "types", "formatstrings", "compound", "typesseq")
+_HELD_OUT_TOPICS = ("debugger", "objects", "import", "string-methods")
+
+
+@dataclass(frozen=True)
+class Text:
+    name: str
+    content: str
+
+
+def fit_texts() -> list[Text]:
+    return [*_written("fit"), *_modules(_FIT_MODULES), _topics("manual", _FIT_TOPICS)]
+
+
+def held_out_texts() -> list[Text]:
+    return [
+        *_written("held_out"),
+        *_modules(_HELD_OUT_MODULES),
+        _topics("manual, other parts", _HELD_OUT_TOPICS),
+    ]
+
+
+def texts_of(paths: Iterable[Path]) -> list[Text]:
+    """The user's own.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return [Text(path.name, path.read_text(encoding="utf-8", errors="replace")) for path in paths]
+
+
+def _written(folder: str) -> Iterator[Text]:
+    found = files("engines.calibration").joinpath("texts", folder)
+    for file in sorted(found.iterdir(), key=lambda x: x.name):
+        yield Text(file.name.removesuffix(".txt"), file.read_text(encoding="utf-8"))
+
+
+def _modules(names: Iterable[str]) -> Iterator[Text]:
+    """A module may be missing, or be there without its source: then there is less to go by."""
+    for name in names:
+        spec = find_spec(name)
+        if spec is not None and spec.origin and spec.origin.endswith(".py"):
+            yield Text(name, Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _topics(name: str, wanted: Iterable[str]) -> Text:
+    from pydoc_data.topics import topics  # half a megabyte: only who calibrates shall load it
+
+    return Text(name, "\n\n".join(topics[x] for x in wanted if x in topics))

@@ -1,0 +1,34 @@
+"""The seam between calibration and an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.shapes import KVLayout, KVRun
+
+
+class Instrument(Protocol):
+    """A model whose cache can be taken out and put back."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """The same that the engine gives its cold store."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, without a chat template, with the model's own first token if it
+        wants one."""
+
+    def prefill(self, tokens: Sequence[int]) -> KVRun:
+        """KV of ``tokens`` at positions 0.., in arrays of the caller's own."""
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        """What the model says after each of ``tokens``, which follow those of ``run``.
+
+        fp32 (len(tokens), vocabulary), natural logarithm. ``run`` is not changed.
+        """

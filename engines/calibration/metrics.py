@@ -1,0 +1,61 @@
+"""How far a model with an unpacked past is from the same model with the exact one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.shapes import NUMPY_DTYPES, KVLayout, KVRun
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Of all scored positions of one case. Lists, so that cases of any length add up fairly."""
+
+    kl: np.ndarray  # fp64, nats, of each position
+    same_top: np.ndarray  # bool
+    loss: np.ndarray  # fp64, nats: how much less likely the text itself became
+
+
+def drift(exact: np.ndarray, packed: np.ndarray, tokens: Sequence[int]) -> Drift:
+    """``exact`` and ``packed``: log-probabilities (len(tokens), vocabulary) after each token.
+
+    The last position has no next token to be judged by, so the loss has one entry fewer.
+    """
+    probs = np.exp(exact, dtype=np.float32)
+    kl = np.einsum("nv,nv->n", probs, exact - packed, dtype=np.float64)
+    following = np.asarray(tokens[1:])[:, None]
+    loss = [
+        np.take_along_axis(x[:-1], following, 1)[:, 0].astype(np.float64) for x in (exact, packed)
+    ]
+    return Drift(np.maximum(kl, 0), exact.argmax(1) == packed.argmax(1), loss[0] - loss[1])
+
+
+def answers(log_probs: np.ndarray, tokens: Sequence[int], num_answer: int) -> bool:
+    """True if greedy decoding would give the last ``num_answer`` of ``tokens``."""
+    first = len(tokens) - num_answer
+    guesses = log_probs[first - 1 : -1].argmax(1)
+    return bool(np.array_equal(guesses, tokens[first:]))
+
+
+def cosines(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> float:
+    """Mean over all rows of K (``side`` 0) or V (1)."""
+    pairs = zip(exact, packed, strict=True)
+    return float(np.mean([_row_cosines(a[side], b[side], layout) for a, b in pairs]))
+
+
+def _row_cosines(a: np.ndarray, b: np.ndarray, layout: KVLayout) -> np.ndarray:
+    x, y = _widened(a, layout), _widened(b, layout)
+    lengths = np.sqrt(np.square(x).sum(-1) * np.square(y).sum(-1))
+    dots = (x * y).sum(-1)
+    ratios: np.ndarray = np.divide(dots, lengths, out=np.ones_like(dots), where=lengths > 0)
+    return ratios
+
+
+def _widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
+    if layout.dtype == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    assert array.dtype == NUMPY_DTYPES[layout.dtype]
+    return array.astype(np.float32)

@@ -1,0 +1,38 @@
+"""What ``thermocline calibrate`` and the engine's process say to each other: JSON, a line each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from engines.calibration.cases import DEPTHS
+from engines.calibration.tally import Quality
+from engines.config import Positive
+
+Contexts = tuple[Annotated[int, msgspec.Meta(ge=128, le=1 << 20)], ...]
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which model is to be measured, with what."""
+
+    model_path: str
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    presets: tuple[str, ...]
+    contexts: Contexts
+    fit_texts: tuple[str, ...] = ()  # files to learn from; none = the texts that ship with us
+    eval_texts: tuple[str, ...] = ()  # files to be judged by; none = the texts that ship with us
+    num_scored: Positive = 256  # tokens behind each prefix
+    depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles
+    chunk_tokens: Positive = 128  # of the cold store
+    data_path: str = ""  # where the digests of large files are remembered; "" = nowhere
+    log_level: str = "info"
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The answer."""
+
+    fingerprint: str  # of the model, as its cold store names it
+    engine: str
+    dtype: str  # of the live cache
+    rows: tuple[Quality, ...]

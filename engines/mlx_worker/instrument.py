@@ -1,0 +1,64 @@
+"""``engines.calibration``'s view of an mlx model. Belongs to the thread that loaded it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from engines.mlx_worker import parking
+from engines.mlx_worker.fingerprint import fingerprint
+from engines.mlx_worker.layout import CachePlan
+from engines.mlx_worker.loading import LoadedModel
+from engines.mlx_worker.turn import Caches
+from kvstore.shapes import KVLayout, KVRun
+
+CHUNK_TOKENS = 512  # of a prefill at a time
+
+
+class MlxInstrument:
+    """Only for models whose cache grows with every token and holds nothing else."""
+
+    def __init__(self, loaded: LoadedModel, plan: CachePlan, folder: Path | None = None) -> None:
+        """``folder``: see ``fingerprint``.
+
+        Raises:
+            ValueError: this model's cache holds state that no lossy codec may touch.
+        """
+        if plan.layout is None or plan.needs_state:
+            raise ValueError(
+                plan.reason or "a part of this model's cache cannot be cut to a length"
+            )
+        self._loaded = loaded
+        self._layout = plan.layout
+        self._fingerprint = fingerprint(loaded, plan, folder)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._loaded.tokenizer.encode(text))
+
+    def prefill(self, tokens: Sequence[int]) -> KVRun:
+        caches: Caches = make_prompt_cache(self._loaded.model)
+        for first in range(0, len(tokens), CHUNK_TOKENS):
+            part = mx.array(list(tokens[first : first + CHUNK_TOKENS]))[None]
+            self._loaded.model(part, cache=caches)
+            mx.eval([cache.state for cache in caches])
+        return [(k.copy(), v.copy()) for k, v in parking.growing_run(caches, len(tokens))]
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        num_tokens = run[0][0].shape[1]
+        caches = parking.rebuild(self._loaded.model, self._layout, run, None, num_tokens)
+        logits = self._loaded.model(mx.array(list(tokens))[None], cache=caches)[0]
+        logits = logits.astype(mx.float32)
+        scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return np.array(scores)

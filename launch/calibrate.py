@@ -1,0 +1,146 @@
+"""``thermocline calibrate``: what each codec costs this model, measured on the model itself."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from engines.calibration.order import Order, Report
+from engines.calibration.tally import Quality
+from kvstore.codecs.presets import PRESETS, codec_by_name
+from kvstore.errors import UnknownCodec
+from launch.blas import find_blas
+from launch.build import CHILD_ENV
+from launch.effective import Effective, require_installed
+from launch.errors import LaunchError, UsageError
+from launch.model import find_model
+from launch.show import print_table
+
+log = logging.getLogger("thermocline.launch")
+
+USUAL_CONTEXTS = "2048,6144"
+# Where its programs are. Others are served, and measured by another engine.
+_PROGRAMS = {"mlx": "engines.mlx_worker.calibrate"}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line asked for, as it was written."""
+
+    texts: Sequence[Path]
+    eval_texts: Sequence[Path]
+    presets: str | None  # names, separated by commas; None = all that there are
+    contexts: str
+    needles: bool
+
+
+def calibrate(effective: Effective, wishes: Wishes, environ: Mapping[str, str]) -> Report:
+    """Measure, in a process of the engine's own. Takes minutes.
+
+    Raises:
+        UsageError, LaunchError: it cannot be done; says what to do.
+    """
+    kind = effective.engine_kind
+    if kind not in _PROGRAMS:
+        raise UsageError(f"engine {kind} cannot calibrate; use --set engine.kind=mlx")
+    require_installed(effective)
+    order = _order(effective, wishes)
+    blas = find_blas(environ, effective.folders.cache)
+    log.info("%s", blas.message)
+    env = {**environ, **CHILD_ENV, **blas.env}
+    return msgspec.json.decode(_answer(_PROGRAMS[kind], order, env), type=Report)
+
+
+def _answer(program: str, order: Order, env: Mapping[str, str]) -> bytes:
+    """Its input stays open until it has answered: the end of it is the end of the program."""
+    command = [sys.executable, "-m", program]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(msgspec.json.encode(order) + b"\n")
+        child.stdin.flush()
+        answer = child.stdout.read()
+    if child.returncode:
+        raise LaunchError("the model could not be measured; the lines above say why")
+    return answer
+
+
+def _order(effective: Effective, wishes: Wishes) -> Order:
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    model.require_weights()
+    for path in (*wishes.texts, *wishes.eval_texts):
+        if not path.is_file():
+            raise UsageError(f"{path} is no file that can be read")
+    if both := {x.resolve() for x in wishes.texts} & {x.resolve() for x in wishes.eval_texts}:
+        raise UsageError(f"{both.pop()} cannot be learned from and be judged by; take another")
+    order = Order(
+        model_path=model.path,
+        dtype=effective.settings.engine.dtype,
+        presets=_presets(wishes.presets),
+        contexts=_contexts(wishes.contexts),
+        fit_texts=tuple(str(x.resolve()) for x in wishes.texts),
+        eval_texts=tuple(str(x.resolve()) for x in wishes.eval_texts),
+        chunk_tokens=effective.settings.store.chunk_tokens,
+        data_path=str(effective.folders.data),
+        log_level=effective.settings.log_level,
+    )
+    return order if wishes.needles else msgspec.structs.replace(order, depths=())
+
+
+def _presets(names: str | None) -> tuple[str, ...]:
+    if names is None:
+        return tuple(PRESETS)
+    for name in (wanted := tuple(x.strip() for x in names.split(","))):
+        try:
+            codec_by_name(name)
+        except UnknownCodec as error:
+            raise UsageError(f"--presets: {error}") from error
+    return wanted
+
+
+def _contexts(text: str) -> tuple[int, ...]:
+    try:
+        contexts = tuple(int(x) for x in text.split(","))
+    except ValueError:
+        raise UsageError(f"--contexts {text}: write numbers of tokens, such as 2048,6144") from None
+    if min(contexts) < 128:
+        raise UsageError(f"--contexts {text}: fewer than 128 tokens are never packed")
+    return contexts
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Whole or not at all: a reader never sees half a report. Raises ``LaunchError``."""
+    content = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise LaunchError(f"the report cannot be written: {error}") from error
+
+
+def print_report(report: Report) -> None:
+    columns = ("preset", "tokens", "bits", "KL", "perplexity", "top 1", "needles", "cos K", "cos V")
+    right = columns[1:]
+    print_table(columns, [_cells(row) for row in report.rows], right=right)
+
+
+def _cells(row: Quality) -> list[str]:
+    return [
+        row.preset,
+        str(row.context),
+        f"{row.bits_per_element:.3f}",
+        f"{row.kl:.5f}",
+        f"{row.perplexity_change_pct:+.2f} %",
+        f"{row.top1:.1%}",
+        f"{row.needle_found}/{row.needle_total}",
+        f"{row.cos_k:.4f}",
+        f"{row.cos_v:.4f}",
+    ]

@@ -1,0 +1,96 @@
+"""``thermocline calibrate`` as a user runs it, on a tiny model with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.tiny_models import write_model
+
+pytestmark = pytest.mark.mlx
+
+TEXT = "She sells sea shells by the sea shore, and he counts 12345 of them every day. " * 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny").mkdir()
+    write_model("llama", tmp_path / "tiny")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    start = [sys.executable, "-m", "launch", "calibrate", "--model", str(folder / "tiny")]
+    return [*start, "--eval-text", str(folder / "text.txt"), "--contexts", "256", *arguments]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_DATA_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, *arguments),
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_a_table_and_its_rows_as_json(folder: Path) -> None:
+    out = folder / "rows.json"
+    done = run(folder, "--presets", "raw,tq4,tq3", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "perplexity" in done.stdout and "tq3" in done.stdout
+    rows = {row["preset"]: row for row in json.loads(out.read_text())["rows"]}
+    assert set(rows) == {"raw", "tq4", "tq3"}
+    assert rows["raw"]["kl"] == 0 < rows["tq4"]["kl"] < rows["tq3"]["kl"]
+    assert rows["tq3"]["context"] == 256 and rows["tq3"]["bits_per_element"] < 3.6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--presets", "tq9"), "--presets: no codec named 'tq9'"),
+        (("--contexts", "2k"), "--contexts 2k: write numbers"),
+        (("--contexts", "64"), "fewer than 128 tokens"),
+        (("--contexts", "8000"), "no text has 8256 tokens; give longer ones by --eval-text"),
+        (("--text", "nowhere.txt"), "nowhere.txt is no file"),
+    ],
+)
+def test_what_cannot_be_done(folder: Path, arguments: tuple[str, ...], said: str) -> None:
+    done = run(folder, *arguments)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_nothing_is_judged_by_what_it_was_learned_from(folder: Path) -> None:
+    done = run(folder, "--text", str(folder / "text.txt"))
+    assert done.returncode == 2 and "cannot be learned from and be judged by" in done.stderr
+
+
+def test_a_killed_command_leaves_no_program_behind(folder: Path) -> None:
+    with subprocess.Popen(
+        command(folder), env=environment(folder), stderr=subprocess.DEVNULL
+    ) as started:
+        me = psutil.Process(started.pid)
+        child = next(iter(_children(me)))
+        started.kill()
+    psutil.wait_procs([child], timeout=60)
+    assert not child.is_running()
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    while process.is_running():
+        found = [x for x in process.children() if "engines.mlx_worker.calibrate" in x.cmdline()]
+        if found:
+            return found
+    return []
