@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from engines.vllm_plugin.affinity import roam
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
 from kvstore.block_keys import Piece
@@ -90,8 +91,8 @@ class Transfer:
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
         # One thread saves, so that saves of one session never overlap.
-        self._saver = ThreadPoolExecutor(1, "thermocline-save")
-        self._loaders = ThreadPoolExecutor(2, "thermocline-load")
+        self._saver = ThreadPoolExecutor(1, "thermocline-save", initializer=roam)
+        self._loaders = ThreadPoolExecutor(2, "thermocline-load", initializer=roam)
 
     @property
     def queued_bytes(self) -> int:

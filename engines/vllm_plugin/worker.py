@@ -12,6 +12,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
+from engines.vllm_plugin.affinity import roaming
 from engines.vllm_plugin.arrangement import UnknownLayout, WriteBlock, probe
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.fingerprint import fingerprint
@@ -42,6 +43,7 @@ class Worker:
         UnknownLayout, UnknownCodec, TierUnavailable: with a sentence that says what to do.
     """
 
+    @roaming()  # the threads of the store and of the link are started here
     def __init__(
         self,
         settings: PluginSettings,
