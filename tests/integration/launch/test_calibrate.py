@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -82,15 +84,18 @@ def test_a_killed_command_leaves_no_program_behind(folder: Path) -> None:
         command(folder), env=environment(folder), stderr=subprocess.DEVNULL
     ) as started:
         me = psutil.Process(started.pid)
-        child = next(iter(_children(me)))
+        child = _program(me)
         started.kill()
     psutil.wait_procs([child], timeout=60)
     assert not child.is_running()
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    while process.is_running():
-        found = [x for x in process.children() if "engines.mlx_worker.calibrate" in x.cmdline()]
-        if found:
-            return found
-    return []
+def _program(parent: psutil.Process) -> psutil.Process:
+    """Once it runs. Before it, the parent tries libraries out in children that end at once."""
+    while parent.is_running():
+        for child in parent.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "engines.mlx_worker.calibrate" in child.cmdline():
+                    return child
+        time.sleep(0.05)
+    raise AssertionError("it ended before it had started a program")
