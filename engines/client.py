@@ -58,11 +58,17 @@ class EngineClient:
             worker.token,
             welcome_timeout_s=worker.engine.start_timeout_s,
             silence_s=min(SILENCE_S, self._stall_timeout_s),
+            absent=self.absent(control),
             on_lost=self._link_lost,
         )
         self._running_link: asyncio.Task[None] | None = None
         self._exchanges: set[Exchange] = set()
         self._stopping = False
+
+    @staticmethod
+    def absent(control: str) -> str:
+        """What it means that nobody listens at the control address."""
+        return "the engine is starting"
 
     # ---- life
 
@@ -192,9 +198,17 @@ class AttachedEngine(EngineClient):
         if not worker.engine.url or not worker.engine.control:
             raise EngineError(
                 "attaching needs both addresses of the engine: engine.url (http://host:port)"
-                " and engine.control (unix:/path or tcp://host:port)"
+                " and engine.control (unix:/path or tcp://host:port); a vLLM without our plug-in"
+                " has no control address: docs/hardware.md says how to start one that has"
             )
         super().__init__(worker, env)
+
+    @staticmethod
+    def absent(control: str) -> str:
+        return (
+            f"nobody listens at {control}: the engine has not been started there, or without our"
+            " plug-in (docs/hardware.md says how)"
+        )
 
     def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
         """vLLM has fields of its own for whose turn it is."""

@@ -54,9 +54,11 @@ class ControlLink:
         *,
         welcome_timeout_s: float,
         silence_s: float = SILENCE_S,
+        absent: str = "the engine is starting",
         on_lost: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """``address`` is ``unix:/path`` or ``tcp://host:port``; ``on_lost`` hears of every end."""
+        """``address`` is ``unix:/path`` or ``tcp://host:port``; ``absent`` is what it means that
+        nobody listens there; ``on_lost`` hears of every end."""
         self._address = address
         self._hello = Hello(token=token)
         self._welcome_timeout_s = welcome_timeout_s
@@ -67,7 +69,8 @@ class ControlLink:
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
         self._writer: asyncio.StreamWriter | None = None
         self.welcome: Welcome | None = None
-        self.trouble = "the engine is starting"
+        self._absent = absent
+        self.trouble = absent
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -78,7 +81,7 @@ class ControlLink:
             try:
                 await self._serve_connection()
             except (FileNotFoundError, ConnectionRefusedError):
-                self._lost("the engine is starting")
+                self._lost(self._absent)
                 await asyncio.sleep(POLL_S)
                 continue
             except (*_LINK_ENDED, EngineRefused) as error:

@@ -95,11 +95,14 @@ async def _run(server: DrainingServer, sock: socket.socket, served: Served, url:
 async def _wait_for(served: Served, server: DrainingServer, url: str) -> None:
     """Until the first turn can be taken, or it is certain that none ever can."""
     engine = served.engine
-    began = time.monotonic()
+    began, said = time.monotonic(), ""
     while (welcome := engine.welcome) is None:
         if engine.gave_up:
             server.should_exit = True
             return
+        if (trouble := engine.trouble) != said:
+            said = trouble
+            log.info("waiting: %s", trouble)
         await asyncio.sleep(LOOK_EVERY_S)
     _announce(welcome, time.monotonic() - began)
     log.info("try: %s", example(welcome.model, url, needs_key=served.needs_key))

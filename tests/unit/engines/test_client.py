@@ -214,8 +214,23 @@ async def test_stopping_twice_is_stopping_once(client: EngineClient) -> None:
 
 
 def test_attaching_needs_both_addresses(folder: Path) -> None:
-    with pytest.raises(EngineError, match=r"engine\.control"):
+    with pytest.raises(EngineError, match=r"engine\.control.* without our plug-in"):
         AttachedEngine(worker_config(folder))
+
+
+async def test_an_engine_without_our_plug_in_is_told_of(folder: Path) -> None:
+    """It serves HTTP, and nobody listens at the control address: nothing is relayed."""
+    worker = worker_config(folder)
+    addresses = {"url": "http://127.0.0.1:1", "control": "tcp://127.0.0.1:1"}
+    engine = msgspec.structs.replace(worker.engine, **addresses)
+    attached = AttachedEngine(msgspec.structs.replace(worker, engine=engine))
+    await attached.start()
+    assert not attached.ready
+    assert "nobody listens at tcp://127.0.0.1:1" in attached.trouble
+    with pytest.raises(EngineUnavailable, match="without our plug-in"):
+        async with attached.open("/v1/chat/completions", b"{}", {}):
+            pass
+    await attached.stop(0)
 
 
 def test_engines_by_name_and_by_import_string(folder: Path) -> None:
