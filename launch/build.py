@@ -76,8 +76,9 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     _check_memory(effective, model)
     check_hot(effective, model)
     store = _store(settings.store, effective.folders.data, model)
-    if kind == "mlx":
-        check_tiers(store)
+    if kind in ("mlx", "vllm"):
+        ranks = settings.engine.vllm.tensor_parallel if kind == "vllm" else 0
+        check_tiers(store, vllm_ranks=ranks)
     with _runtime_dir(environ) as runtime_dir:
         worker = WorkerConfig(
             engine=settings.engine,

@@ -2,6 +2,9 @@
 
 mlx_lm pays out of it for work, too: a running row has room to grow, and exists twice for a moment
 when it joins or leaves a batch. The other engines' pools hold KV and nothing else.
+
+Both cut the model's context down to what fits. vLLM ends where a context that was asked for by
+number does not fit, so that is refused before it is started.
 """
 
 from __future__ import annotations
@@ -9,20 +12,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from engines.kv_budget import KVCost, alone_bytes, too_little
+from engines.kv_budget import SMALLEST_CONTEXT, KVCost, alone_bytes, too_little
 from launch.cache_shape import CacheShape
 
 
 @dataclass(frozen=True)
 class HotRoom:
     """``itemsize``: bytes of one element of the live cache. ``wanted``: tokens, the longest context
-    that the model or the settings allow."""
+    that the model or the settings allow. ``asked_for``: it is a number out of the settings."""
 
     shape: CacheShape
     itemsize: int
     hot_bytes: int
     wanted: int
     pays_for_work: bool  # the engine is mlx_lm
+    asked_for: bool = False
 
     def idle_bytes(self, num_tokens: int) -> int:
         """Of a session between its turns; never 0."""
@@ -45,9 +49,17 @@ class HotRoom:
 
     def refusal(self) -> str:
         """Why the engine would not start with this budget; "" if it would."""
-        if not self.pays_for_work:
+        if self.pays_for_work:
+            return too_little(self._cost, self.hot_bytes, self.wanted)
+        smallest = self.wanted if self.asked_for else min(self.wanted, SMALLEST_CONTEXT)
+        least = self.idle_bytes(smallest)
+        if least <= self.hot_bytes:
             return ""
-        return too_little(self._cost, self.hot_bytes, self.wanted)
+        return (
+            f"hot_bytes = {self.hot_bytes} is too little: one context of {smallest} tokens takes"
+            f" {-(-least >> 20)} MiB of vLLM's pool; give it that or more (--hot)"
+            + (", or lower engine.max_context" if self.asked_for else "")
+        )
 
     @property
     def _cost(self) -> KVCost:

@@ -50,7 +50,7 @@ def check_hot(effective: Effective, model: Model) -> None:
     Raises:
         UsageError: it is too little; says how much is needed.
     """
-    if effective.engine_kind != "mlx" or model.folder is None:
+    if effective.engine_kind not in ("mlx", "vllm") or model.folder is None:
         return
     content = model.config()
     try:
@@ -71,6 +71,7 @@ def hot_room(effective: Effective, content: Mapping[str, Any], shape: CacheShape
         engine.hot_bytes,
         wanted=min(engine.max_context or longest, longest),
         pays_for_work=effective.engine_kind == "mlx",
+        asked_for=engine.max_context > 0,
     )
 
 

@@ -25,8 +25,16 @@ IN_USE_PATIENCE_S = 30.0
 LOOK_EVERY_S = 0.2
 
 
-def check_tiers(config: StoreConfig, in_use_patience_s: float = IN_USE_PATIENCE_S) -> None:
-    """Blocks while another process is leaving the disk folder.
+def check_tiers(
+    config: StoreConfig,
+    *,
+    vllm_ranks: int = 0,
+    in_use_patience_s: float = IN_USE_PATIENCE_S,
+) -> None:
+    """Blocks while another process is leaving a disk folder.
+
+    Args:
+        vllm_ranks: workers of vLLM, which share the disk limit; 0 = the engine is not vLLM.
 
     Raises:
         UsageError: ``store.redis_url`` is not a URL of a Redis server, or ``store.disk_bytes``
@@ -34,8 +42,9 @@ def check_tiers(config: StoreConfig, in_use_patience_s: float = IN_USE_PATIENCE_
         LaunchError: the disk folder cannot be used, or redis-py is not installed.
     """
     if config.disk_bytes:
-        _check_disk_limit(config.disk_bytes)
-        _check_disk(Path(config.disk_path) / "cold", in_use_patience_s)
+        _check_disk_limit(config.disk_bytes // max(1, vllm_ranks))
+        for folder in _disk_folders(Path(config.disk_path), vllm_ranks):
+            _check_disk(folder, in_use_patience_s)
     if config.redis_url and config.redis_bytes:
         _check_redis(config)
 
@@ -68,6 +77,12 @@ def check_memory(
             f" {parts}, {show_bytes(free_bytes)} to stay free; lower --hot or --ram, end other"
             " programs, or take a smaller model"
         )
+
+
+def _disk_folders(root: Path, vllm_ranks: int) -> list[Path]:
+    """Of each process that has a disk tier."""
+    owners = [root / f"vllm-rank-{rank}" for rank in range(vllm_ranks)] or [root]
+    return [owner / "cold" for owner in owners]
 
 
 def _check_disk_limit(disk_bytes: int) -> None:

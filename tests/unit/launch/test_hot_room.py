@@ -14,8 +14,14 @@ SMOLLM2 = CacheShape((KVLayer(3, 64, 64),) * 30)
 MIXED = CacheShape((KVLayer(2, 64, 64),) * 3, (Window(KVLayer(1, 32, 32), 512),) * 9, 100, 50, 2)
 
 
-def room(hot_mib: int, shape: CacheShape = SMOLLM2, *, pays_for_work: bool = True) -> HotRoom:
-    return HotRoom(shape, 4, hot_mib * MIB, 8192, pays_for_work)
+def room(
+    hot_mib: int,
+    shape: CacheShape = SMOLLM2,
+    *,
+    pays_for_work: bool = True,
+    asked_for: bool = False,
+) -> HotRoom:
+    return HotRoom(shape, 4, hot_mib * MIB, 8192, pays_for_work, asked_for)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,16 @@ def test_too_little_is_refused_with_what_is_enough():
     assert "a context of 64 tokens needs 29 MiB while it runs" in room(28).refusal()
     assert room(29).refusal() == ""
     assert room(29).longest_context() >= 64
+
+
+def test_vllm_needs_room_for_the_context_that_was_asked_for():
+    """It cuts the model's own context to its pool, but ends if it was given a number."""
+    assert room(120, pays_for_work=False).refusal() == ""
+    refusal = room(120, pays_for_work=False, asked_for=True).refusal()
+    assert "one context of 8192 tokens takes 360 MiB" in refusal
+    assert "lower engine.max_context" in refusal
+    assert room(360, pays_for_work=False, asked_for=True).refusal() == ""
+    assert "one context of 64 tokens takes 3 MiB" in room(2, pays_for_work=False).refusal()
 
 
 def test_a_session_without_a_cache_divides_nothing_by_zero():

@@ -45,6 +45,18 @@ def test_the_folder_is_free_afterwards(store, tmp_path):
     DiskFolder(tmp_path / "cold").release(clean=False)
 
 
+def test_each_worker_of_vllm_has_a_folder_of_its_own(store, tmp_path):
+    rank = DiskFolder(tmp_path / "vllm-rank-1" / "cold")
+    with pytest.raises(LaunchError, match="vllm-rank-1"):
+        check_tiers(store, vllm_ranks=2, in_use_patience_s=0)
+    rank.release(clean=False)
+    check_tiers(store, vllm_ranks=2)
+    little = msgspec.structs.replace(store, disk_bytes=6 << 20)
+    check_tiers(little)
+    with pytest.raises(UsageError, match="disk_bytes"):
+        check_tiers(little, vllm_ranks=2)
+
+
 def test_a_folder_of_another_process_is_named_with_a_way_out(store, owner):
     with pytest.raises(LaunchError, match=f"pid {owner.pid}.*--data-dir FOLDER, or --disk 0"):
         check_tiers(store, in_use_patience_s=0)
