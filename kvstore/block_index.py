@@ -51,7 +51,9 @@ class BlockIndex:
         return self._keys.record_key(record.tenant, record.id)
 
     def pieces(self, record: BlockRecord) -> list[Piece]:
-        return self._keys.whole(record.block_hashes)
+        """States first: without one, nothing of the chain can be used."""
+        hashes = record.block_hashes
+        return [*(self._keys.state(hashes, x) for x in record.states), *self._keys.whole(hashes)]
 
     def chain(self, record: BlockRecord) -> list[bytes]:
         """Keys of all its blobs, in order."""

@@ -3,7 +3,8 @@
 vLLM cuts a request into blocks and gives each a hash over everything that its KV depends on: the
 hash before it, its token ids, the tenant's salt, adapters, images. Here ``chunk_blocks`` blocks in
 a row make one chunk, named by the hash of its *last* block, which by the chain stands for all
-tokens before it. What is left over behind the last full chunk is one tail.
+tokens before it. What is left over behind the last full chunk is one tail. Layers that do not keep
+all tokens (recurrent ones, sliding windows) have a state, stored behind a few of the blocks.
 
     key = kind, H(version, fingerprint, codec, tokens per block, number of blocks, last hash)
 
@@ -18,15 +19,19 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from kvstore.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, RECORD, TAIL
+from kvstore.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, RECORD, SNAPSHOT, TAIL
 
 _BLOCKS: Final = b"thermoclineblock"
+_STATE: Final = b"thermoclineblkst"
 _SESSION: Final = b"thermoclineblkss"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One blob of a chain of blocks: a full chunk, or the tail."""
+    """One blob of a chain of blocks: a full chunk, the tail, or the state behind some block.
+
+    A state covers no blocks of its own: it lies between ``first_block - 1`` and ``first_block``.
+    """
 
     key: bytes
     first_block: int
@@ -39,6 +44,10 @@ class Piece:
     @property
     def is_tail(self) -> bool:
         return self.key[:1] == TAIL
+
+    @property
+    def is_state(self) -> bool:
+        return self.key[:1] == SNAPSHOT
 
 
 class BlockKeys:
@@ -80,6 +89,12 @@ class BlockKeys:
         """The chain that covers all of these blocks."""
         chunks = self.chunks(hashes)
         return chunks + self.tails(hashes, len(chunks) * self.chunk_blocks)[:1]
+
+    def state(self, hashes: Sequence[bytes], num_blocks: int) -> Piece:
+        """The state of layers that do not keep all tokens, after the first ``num_blocks``."""
+        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
+        digest = _digest(_STATE, self._prefix, sizes, hashes[num_blocks - 1])
+        return Piece(SNAPSHOT + digest, num_blocks, 0)
 
     def record_key(self, tenant: str, session_id: str) -> bytes:
         """Apart from other engines' records, and from those of other models, ranks and codecs."""

@@ -59,13 +59,17 @@ class BlockReader:
         workers: Workers,
         counters: Counters,
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        has_state: bool = False,
     ) -> None:
+        """``has_state``: only what reaches exactly to a stored state can be used."""
         self._stack = stack
         self._keys = keys
         self._index = index
         self._workers = workers
         self._counters = counters
         self._monotonic = monotonic
+        self._has_state = has_state
 
     def fetch(
         self,
@@ -79,7 +83,8 @@ class BlockReader:
         Args:
             hashes: of all blocks of the prompt that may be restored, from its beginning.
         """
-        plan = self._plan(record, hashes, first_block)
+        plan_for = self._plan_to_state if self._has_state else self._plan
+        plan = plan_for(record, hashes, first_block)
         give_up_at = self._monotonic() + deadline_s
         good: list[tuple[Piece, Blob]] = []
         slowest, reason = -1, plan.reason
@@ -105,6 +110,8 @@ class BlockReader:
         slowest: int,
         reason: MissReason | None,
     ) -> Fetched:
+        if self._has_state and len(good) < len(plan.pieces):
+            good = []
         end = min(good[-1][0].end_block, plan.end_block) if good else first_block
         if end <= first_block:
             good, end, slowest = [], first_block, -1
@@ -137,6 +144,23 @@ class BlockReader:
             reason = "diverged"
         best = _Plan(held, reach, reason)
         return best if reach >= end else _Plan(by_content, end, reason)
+
+    def _plan_to_state(
+        self, record: BlockRecord | None, hashes: Sequence[bytes], first_block: int
+    ) -> _Plan:
+        """The furthest state that is held together with everything before it."""
+        states = [self._keys.state(hashes, n) for n in range(len(hashes), first_block, -1)]
+        places = self._stack.locate([x.key for x in states]).places
+        reason: MissReason = "never-stored" if record is None else "evicted"
+        for state, place in zip(states, places, strict=True):
+            if place is None:
+                continue
+            plan = self._plan(record, hashes[: state.end_block], first_block)
+            if plan.end_block == state.end_block:
+                # The state is read first: without it the rest need not be.
+                return _Plan([state, *plan.pieces], plan.end_block, plan.reason)
+            reason = plan.reason or reason
+        return _Plan([], first_block, reason if len(hashes) > first_block else None)
 
     def _with_tail(self, hashes: Sequence[bytes], first_block: int) -> list[Piece]:
         """Full chunks as far as they go without a hole, then the longest tail there is."""

@@ -27,6 +27,9 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     left_behind: tuple[bytes, ...] = ()
     pinned: bool = False
     packed_bytes: int = 0  # of the whole chain, headers included
+    # After how many blocks a state is stored, and the size of one; none: the model has no state.
+    states: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -70,6 +73,8 @@ def decode_block_record(payload: memoryview) -> BlockRecord:
         record = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"not a record of blocks: {error}") from error
-    if len(record.hashes) % HASH_BYTES or record.block_tokens <= 0:
+    num_blocks = len(record.hashes) // HASH_BYTES
+    places = all(0 < x <= num_blocks for x in record.states)
+    if len(record.hashes) % HASH_BYTES or record.block_tokens <= 0 or not places:
         raise Corrupt("a record of blocks contradicts itself")
     return record

@@ -12,7 +12,7 @@ which blobs exist, where, and whose they are. Tiers, write-behind, format and co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -55,7 +55,9 @@ class BlockStore:
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        has_state: bool = False,
     ) -> None:
+        """``has_state``: the model has layers that do not keep all tokens."""
         self.packer = packer
         self.keys = keys
         self.counters = Counters()
@@ -89,24 +91,35 @@ class BlockStore:
             config.ttl_s,
             clock,
         )
-        self._reader = BlockReader(stack, keys, index, self.workers, self.counters, monotonic)
+        self._reader = BlockReader(
+            stack, keys, index, self.workers, self.counters, monotonic, has_state=has_state
+        )
         self._rounds = Rounds(self._upkeep.expire, HOUSEKEEPING_S, "kvstore-upkeep")
 
     # ---- turn end
 
-    def missing(self, hashes: Sequence[bytes]) -> list[Piece]:
-        """Which blobs of the chain no tier holds yet."""
-        pieces = self.keys.whole(hashes)
+    def missing(self, hashes: Sequence[bytes], states: Iterable[int] = ()) -> list[Piece]:
+        """Which blobs of the chain no tier holds yet; ``states``: after how many blocks."""
+        pieces = [*self.keys.whole(hashes), *(self.keys.state(hashes, x) for x in states)]
         places = self._stack.locate([x.key for x in pieces]).places
         return [x for x, place in zip(pieces, places, strict=True) if place is None]
 
     def commit(
-        self, session: SessionRef, hashes: Sequence[bytes], fresh: Mapping[bytes, Blob]
+        self,
+        session: SessionRef,
+        hashes: Sequence[bytes],
+        fresh: Mapping[bytes, Blob],
+        states: Sequence[int] = (),
     ) -> BlockRecord:
-        """The session is now this chain. Fast tier at once, slower ones behind."""
+        """The session is now this chain. Fast tier at once, slower ones behind.
+
+        Args:
+            states: after how many blocks a state is stored; those before that still hold are kept
+                if there are none.
+        """
         with self._claims.claim(self.keys.record_key(session.tenant, session.id)):
             old = self._index.find(session.tenant, session.id)
-            record, obsolete = self._revised(session, hashes, old, fresh)
+            record, obsolete = self._revised(session, hashes, old, fresh, states)
             self._committer.commit(record, fresh, obsolete)
         self.counters.add("saves")
         return record
@@ -117,8 +130,13 @@ class BlockStore:
         hashes: Sequence[bytes],
         old: BlockRecord | None,
         fresh: Mapping[bytes, Blob],
+        states: Sequence[int],
     ) -> tuple[BlockRecord, list[bytes]]:
         chain = self.keys.whole(hashes)
+        states = states or _still_good(old, hashes)
+        places = [self.keys.state(hashes, x).key for x in states]
+        state_bytes = max((len(fresh[x]) for x in places if x in fresh), default=0)
+        state_bytes = state_bytes or (old.state_bytes if old else 0)
         record = BlockRecord(
             tenant=session.tenant,
             id=session.id,
@@ -126,15 +144,18 @@ class BlockStore:
             block_tokens=self.keys.block_tokens,
             last_used_s=self._clock(),
             pinned=old.pinned if old else False,
-            packed_bytes=self._chain_bytes(chain, fresh),
+            packed_bytes=self._chain_bytes(chain, fresh) + len(states) * state_bytes,
+            states=tuple(states),
+            state_bytes=state_bytes,
         )
         if old is None:
             return record, []
-        current = {x.key for x in chain}
+        current = {*(x.key for x in chain), *places}
         before = [x for x in self._index.pieces(old) if x.key not in current]
-        # A tail that grew is worth nothing any more; chunks of another branch may be asked for.
-        tails = [x.key for x in before if x.is_tail]
-        chunks = [x.key for x in before if not x.is_tail]
+        # A tail that grew is worth nothing any more, nor is a state that a later one follows;
+        # chunks of another branch may be asked for.
+        tails = [x.key for x in before if x.is_tail or x.is_state]
+        chunks = [x.key for x in before if not (x.is_tail or x.is_state)]
         left = [x for x in dict.fromkeys([*old.left_behind, *chunks]) if x not in current]
         record = msgspec.structs.replace(record, left_behind=tuple(left[-MAX_LEFT_BEHIND:]))
         return record, self._index.unshared(tails, old)
@@ -280,3 +301,11 @@ class BlockStore:
             tier.close()
         self.workers.close()
         self._stack.close()
+
+
+def _still_good(old: BlockRecord | None, hashes: Sequence[bytes]) -> Sequence[int]:
+    """States of the session that lie on its new chain, too."""
+    if old is None or not old.states:
+        return ()
+    common = common_blocks(old.block_hashes, hashes)
+    return [x for x in old.states if x <= common]

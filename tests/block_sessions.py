@@ -55,6 +55,7 @@ def open_store(
     codec: str = "raw",
     fingerprint: str = FINGERPRINT,
     clock: Callable[[], float] = time.time,
+    has_state: bool = False,
     **config,
 ) -> BlockStore:
     settings = StoreConfig(chunk_tokens=BLOCK * PER_CHUNK, num_threads=1, **config)
@@ -62,7 +63,7 @@ def open_store(
     keys = BlockKeys(fingerprint, chosen.id, BLOCK, PER_CHUNK)
     packer = Packer(chosen, LAYOUT, fingerprint)
     tiers = tiers or [RamTier(1 << 26)]
-    return BlockStore(settings, packer, keys, fingerprint, tiers, clock=clock)
+    return BlockStore(settings, packer, keys, fingerprint, tiers, clock=clock, has_state=has_state)
 
 
 def ram_and_disk(folder: Path) -> list[Tier]:
