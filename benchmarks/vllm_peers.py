@@ -12,8 +12,8 @@ top of its pool. Prompts are token ids, equal for all. Of each system:
    is restorable if at least 95 % of its reusable tokens (those of its first turn in whole blocks
    of vLLM's) were not computed again, by the usage in vLLM's answer. After three in a row that
    are not, all older ones count as lost.
-3. ``--in-turn`` of the newest come back oldest first, as so many users who take turns would.
-   Whoever keeps fewer than those has always just dropped the next one.
+3. ``--in-turn`` of the newest come back oldest first, as so many users who take turns would, two
+   laps; the second counts. Whoever keeps fewer than those has always just dropped the next one.
 4. Quality: other conversations are pushed out of the pool by two more and come back. Plain vLLM
    has continued them greedily before, with nothing cached. Each of those tokens is asked for once,
    with all before it given (teacher forcing; vLLM gives log-probabilities of a prompt only without
@@ -55,6 +55,7 @@ GIVE_UP = 3  # sessions in a row
 SETTLE_S = 3.0  # saves may go on when the answer is there
 SPREAD = 0.2  # of the sessions' lengths, to both sides
 WEIGHED = 3  # sessions, before anything must be evicted
+LAPS = 2
 LAG = 2  # sessions in between that push one out of the pool
 OPENING = "<|im_start|>user\n"
 CLOSING = "<|im_end|>\n<|im_start|>assistant\n"
@@ -228,7 +229,8 @@ async def measure(
         weight = peer.cold_bytes(system) - before
         firsts += await first_turns(reader, sessions[WEIGHED:])
         back = await come_back(reader, reversed(sessions))
-        in_turn = await come_back(reader, sessions[-num_in_turn:])
+        for _ in range(LAPS):
+            in_turn = await come_back(reader, sessions[-num_in_turn:])
         top1 = await reference.agreement(reader)
     seconds = sorted(x.seconds for x in back.restored)
     weighed = sum(x.reusable for x in sessions[:WEIGHED])
