@@ -51,7 +51,7 @@ class Hub:
         self._path = path
         self._num_ranks = num_ranks
         self._on_news = on_news
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._hellos: dict[int, RankHello] = {}
         self._fronts: set[asyncio.StreamWriter] = set()
@@ -124,10 +124,10 @@ class Hub:
                 self._partial.pop(message.ticket, None)
         self.soon(self._broadcast, message)
 
-    def staged(self, ticket: int) -> Staged | None:
+    def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
         with self._lock:
             answers = self._partial.get(ticket, [])
-            if len(answers) < self._num_ranks:
+            if not self._lock.wait_for(lambda: len(answers) >= self._num_ranks, within_s):
                 return None
             del self._partial[ticket]
         shortest = min(answers, key=lambda x: x.end_block)
@@ -212,6 +212,7 @@ class Hub:
                 with self._lock:
                     if staged.ticket in self._partial:
                         self._partial[staged.ticket].append(staged)
+                        self._lock.notify_all()
             case RankAnswer() as answer:
                 self._questions.hear(answer, writer)
             case RankSaved() | RankLost() as news:

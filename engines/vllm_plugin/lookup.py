@@ -3,7 +3,8 @@
 A request goes through here like this (``->`` are calls of vLLM's, on its own thread):
 
     -> add                 whose turn it is
-    -> match  None         the ranks were asked to stage what is stored: read it, verify it
+    -> match  None         the ranks were asked to stage what is stored: read it, verify it; if
+                           nothing else runs, memory is quick enough to answer at once
     -> match  None         still reading (a disk, Redis); vLLM serves others meanwhile
     -> match  n tokens     everything offered is in memory and verified on every rank
     -> allocated           vLLM set blocks aside; the load is planned
@@ -32,6 +33,10 @@ from kvstore.stats import Counters
 
 # A rank answers within its own deadline; one that does not answer at all is not waited for.
 RANK_GRACE_S: Final = 2.0
+# While the model has nothing to do, vLLM steps on and on until a load or a save is done, in every
+# process, on the cores that this very work needs. So each step waits for news: no longer than
+# this, because a new request is taken up only between two steps.
+PATIENCE_S: Final = 0.01
 
 
 class Ranks(Protocol):
@@ -42,7 +47,7 @@ class Ranks(Protocol):
         """Every rank is connected."""
 
     def send(self, message: Stage | Release) -> None: ...
-    def staged(self, ticket: int) -> Staged | None:
+    def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
         """The answer of all ranks together, once; the shortest of them counts."""
 
 
@@ -127,6 +132,7 @@ class Lookup:
         self._unacked: dict[int, Unacked] = {}  # by job
         self._plan = Step()
         self._num_running = 0
+        self._was_patient = False  # in this step
 
     # ---- a request comes
 
@@ -152,25 +158,31 @@ class Lookup:
         restore = turn.restore
         if restore is None or first < restore.first_block:
             self._release(turn)
-            self._stage(turn, first, request.block_hashes[:last])
-            return None, False
+            restore = self._stage(turn, first, request.block_hashes[:last])
         if restore.staged is None and not self._has_answer(turn, restore):
             return None, False
         return self._offer(turn, first)
 
-    def _stage(self, turn: Turn, first: int, hashes: Sequence[bytes]) -> None:
+    def _stage(self, turn: Turn, first: int, hashes: Sequence[bytes]) -> Restore:
         ticket = next(self._tickets)
         turn.restore = Restore(ticket, first, self._monotonic())
         joined = b"".join(map(bytes, hashes))
         self._ranks.send(Stage(ticket, turn.session, first, joined))
+        return turn.restore
 
     def _has_answer(self, turn: Turn, restore: Restore) -> bool:
         """True also once it is not waited for any longer."""
-        restore.staged = self._ranks.staged(restore.ticket)
+        restore.staged = self._ranks.staged(restore.ticket, self._patience_s())
         if restore.staged is None and self._monotonic() - restore.asked_at < self._deadline_s:
             return False
         turn.reason = restore.staged.reason if restore.staged else "deadline"
         return True
+
+    def _patience_s(self) -> float:
+        """Once per step: many requests may ask in one."""
+        patient = not self._num_running and not self._was_patient
+        self._was_patient = True
+        return PATIENCE_S if patient else 0.0
 
     def _offer(self, turn: Turn, first: int) -> tuple[int, bool]:
         staged = turn.restore.staged if turn.restore else None
@@ -210,6 +222,8 @@ class Lookup:
         for request_id, num_computed_tokens in admitted:
             self._report(request_id, num_computed_tokens)
         step, self._plan = self._plan, Step()
+        step.patience_s = 0.0 if self._num_running else PATIENCE_S
+        self._was_patient = False
         return step
 
     def _report(self, request_id: str, num_computed_tokens: int) -> None:

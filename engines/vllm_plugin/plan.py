@@ -34,3 +34,4 @@ class Load:
 class Step:
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    patience_s: float = 0.0  # how long workers may wait for news, if the model has nothing to do

@@ -87,6 +87,7 @@ class Transfer:
         self._queued_bytes = 0
         self._settled = threading.Condition(self._lock)
         self._saving: Counter[tuple[str, str]] = Counter()  # saves that have begun, per session
+        self._under_way = 0  # loads, and saves that still need their blocks
         self._acks: dict[int, int] = {}
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -109,6 +110,7 @@ class Transfer:
                 self._acks[save.job] = 1
             else:
                 self._queued_bytes += nbytes
+                self._under_way += 1
                 self._saving[_name(save.session)] += 1
         if full:
             self._store.counters.add("saves_skipped")
@@ -147,12 +149,16 @@ class Transfer:
             return self._settled.wait_for(lambda: not self._saving[name], within_s)
 
     def _acknowledge(self, job: int) -> None:
-        with self._lock:
+        with self._settled:
             self._acks[job] = 1
+            self._under_way -= 1
+            self._settled.notify_all()
 
     # ---- loading
 
     def load(self, load: Load) -> None:
+        with self._lock:
+            self._under_way += 1
         self._loaders.submit(self._load, load, self._blocks.mark())
 
     def _load(self, load: Load, ready: object) -> None:
@@ -166,11 +172,20 @@ class Transfer:
         if bad:
             logger.warning("%d blocks could not be restored and are computed again", len(bad))
         # Together: vLLM wants the failed blocks no later than the request's own completion.
-        with self._lock:
+        with self._settled:
             self._bad_blocks |= bad
             self._loaded.add(load.request_id)
+            self._under_way -= 1
+            self._settled.notify_all()
 
     # ---- what vLLM asks for with each step
+
+    def wait_for_news(self, within_s: float) -> None:
+        """Until there is something to take, or nothing that could come."""
+        with self._settled:
+            self._settled.wait_for(
+                lambda: self._loaded or self._acks or not self._under_way, within_s
+            )
 
     def take_loaded(self) -> set[str]:
         with self._lock:

@@ -62,6 +62,7 @@ class Worker:
         disk = Path(settings.disk_path) / f"vllm-rank-{rank}"
         self._store = BlockStore(config, packer, keys, identity, open_tiers(config, disk))
         self._staging = StagingArea()
+        self._patience_s = 0.0
         blocks = HostBlocks(self._cache, self._store, SideStream(self._cache.device))
         self._transfer = Transfer(blocks, self._store, self._staging, config.save_queue_bytes)
         hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token)
@@ -77,6 +78,7 @@ class Worker:
         logger.info("rank %d: %s, codec %s", rank, type(self._cache.sides[0][0]).__name__, codec.id)
 
     def start_loads(self, step: Step) -> None:
+        self._patience_s = step.patience_s
         for load in step.loads:
             self._transfer.load(load)
 
@@ -85,6 +87,8 @@ class Worker:
             self._transfer.save(save, self._saved)
 
     def take_loaded(self) -> set[str]:
+        """The first of what vLLM asks for at the end of a step."""
+        self._transfer.wait_for_news(self._patience_s)
         return self._transfer.take_loaded()
 
     def take_bad_blocks(self) -> set[int]:

@@ -163,6 +163,14 @@ def test_all_ranks_stage_and_the_answer_is_theirs(engine):
     assert [len(x.take(1).pieces) for x in engine.staging] == [7, 7]
 
 
+def test_the_answer_can_be_waited_for(engine):
+    engine.save()
+    engine.hub.send(Stage(1, ref(), 0, b"".join(CHAIN)))
+    staged = engine.hub.staged(1, 60)
+    assert staged is not None and staged.end_block == 25
+    assert engine.hub.staged(2, 0.01) is None
+
+
 def test_the_rank_that_has_least_counts(engine):
     engine.save(ranks=1)
     staged = engine.stage()

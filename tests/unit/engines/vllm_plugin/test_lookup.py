@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.vllm_plugin.hot import HotSessions
-from engines.vllm_plugin.lookup import Lookup, Turn
+from engines.vllm_plugin.lookup import PATIENCE_S, Lookup, Turn
 from engines.vllm_plugin.messages import Release, Stage, Staged
 from kvstore.records import SessionRef
 from kvstore.stats import Counters
@@ -64,11 +64,13 @@ class Asked:
     ready: bool = True
     sent: list[Stage | Release] = field(default_factory=list)
     answers: dict[int, Staged] = field(default_factory=dict)
+    patience: list[float] = field(default_factory=list)
 
     def send(self, message: Stage | Release) -> None:
         self.sent.append(message)
 
-    def staged(self, ticket: int) -> Staged | None:
+    def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
+        self.patience.append(within_s)
         return self.answers.pop(ticket, None)
 
     def answer(self, end_block: int, tier="ram", reason=None) -> None:
@@ -149,6 +151,29 @@ def test_nothing_is_offered_before_it_is_verified(bench):
     bench.ranks.answer(6)
     assert bench.lookup.match(request, 0) == (6 * BLOCK, True)
     assert bench.lookup.match(request, 0) == (6 * BLOCK, True)  # asking changes nothing
+
+
+def test_while_nothing_runs_the_answer_may_be_waited_for(bench):
+    """Once per step, however many ask; what is in memory is then offered without another step."""
+    requests = [Request(PROMPT, name=f"r{i}") for i in range(3)]
+    for request in requests:
+        bench.lookup.add(request)
+        assert bench.lookup.match(request, 0) == (None, False)
+    assert bench.ranks.patience == [PATIENCE_S, 0, 0]
+    assert bench.lookup.take_step([]).patience_s == PATIENCE_S
+    bench.lookup.match(requests[0], 0)
+    assert bench.ranks.patience[3:] == [PATIENCE_S]
+
+
+def test_a_running_request_waits_for_nobody(bench):
+    running, other = Request(PROMPT, name="r1"), Request(PROMPT, name="r2")
+    bench.lookup.add(running)
+    assert bench.lookup.take_step([("r1", 0)]).patience_s == 0
+    bench.lookup.add(other)
+    bench.lookup.match(other, 0)
+    assert bench.ranks.patience == [0]
+    bench.lookup.finished(running, [])
+    assert bench.lookup.take_step([]).patience_s == PATIENCE_S
 
 
 def test_one_token_is_always_left_to_compute(bench):

@@ -121,6 +121,25 @@ def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
     assert len(rank.saved) == 1
 
 
+def test_news_end_the_wait_for_them(rank):
+    rank.transfer.wait_for_news(60)  # nothing is under way, so nothing can come
+    gate = threading.Event()
+    read = rank.blocks.read
+    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.saved.append)
+    rank.transfer.wait_for_news(0.01)
+    assert rank.transfer.take_acks() == {}
+    gate.set()
+    rank.transfer.wait_for_news(60)
+    assert rank.transfer.take_acks() == {1: 1}
+    rank.transfer.wait_saved(ref(), 10)
+    rank.stage()
+    rank.transfer.load(Load(7, "r", 0, list(range(1, 26))))
+    rank.transfer.wait_for_news(60)
+    assert rank.transfer.take_loaded() == {"r"}
+    rank.transfer.wait_for_news(60)
+
+
 def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
     def broken(block_ids):
         raise RuntimeError("the device is gone")
