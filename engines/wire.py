@@ -74,6 +74,16 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment of the engine. All counters only grow.
+
+    Its store's are those of ``kvstore.stats.StoreStats``, but misses are counted per turn. Its own:
+    ``prompts``, ``prompt_tokens``, ``cached_tokens``, ``source.<where the KV came from>``,
+    ``misses.<reason>``; ``turns``, ``failed_turns``, ``generated_tokens``; ``sent_back``: rows that
+    had to make room and wait again. ``keep_failures``: sessions whose KV could not be kept after a
+    turn, or not be given to the store. ``rebuild_failures`` (mlx) and ``loads_failed`` (vLLM):
+    restored KV that was no use, and was computed again.
+    """
+
     hot_bytes: int  # measured: idle hot sessions and running requests together
     idle_hot_bytes: int  # of these, what dropping idle sessions would free
     hot_capacity_bytes: int
@@ -82,7 +92,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     save_queue_bytes: int
     tiers: list[TierReport]
-    counters: dict[str, int]  # monotonic: saves, saves_skipped, restores, misses.<reason>, ...
+    counters: dict[str, int]
 
 
 # ---- gateway -> engine

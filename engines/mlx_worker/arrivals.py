@@ -252,6 +252,7 @@ class Arrivals:
             self._keeper.keep(session, restored.tokens, caches, saved=resolved(True))
         except Exception:  # as in _use_cold
             logger.exception("a restored session could not be used")
+            self.counters["rebuild_failures"] += 1
             return
         self._came_back(session)
 

@@ -8,6 +8,7 @@ a cache, and running requests need the memory.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal, TypeAlias
@@ -47,6 +48,7 @@ class Keeper:
         self._tell = tell
         self._nudge = nudge
         self._tried_twice: set[SessionKey] = set()
+        self.counters: Counter[str] = Counter()
 
     def keep(
         self,
@@ -87,6 +89,7 @@ class Keeper:
             self._cold.save(hot, snapshots, then)
         except Exception:  # mlx, the store: whatever it is, running requests must not feel it
             logger.exception("a session could not be saved")
+            self.counters["keep_failures"] += 1
 
     def borrow(self, session: SessionRef, prompt: np.ndarray, limit: int) -> Candidate | None:
         """The hot session to start this prompt from; the session's own is taken out."""

@@ -86,6 +86,7 @@ class Reports:
             **{name: count for name, count in stored.items() if not name.startswith("misses.")},
             **dict(parts.arrivals.counters),
             **dict(parts.serving.counters),
+            **dict(parts.keeper.counters),
         }
 
 

@@ -251,7 +251,7 @@ class Serving:
             self._keeper.keep(session, tokens, caches, turn.snapshots, unchanged)
         except Exception:  # mlx, a defect: the answer is out, and its KV can be computed again
             logger.exception("the KV of a turn could not be kept")
-            self.counters["keep_failures"] += 1
+            self._keeper.counters["keep_failures"] += 1
         turn.snapshots = []
 
     def _over(self, turn: Turn) -> None:

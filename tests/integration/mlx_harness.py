@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from engines.config import EngineConfig
 from engines.mlx_worker.generation import (
@@ -142,3 +143,21 @@ async def engine(
         await owner.close()
         if owner.store is not None:
             await asyncio.to_thread(owner.store.close)
+
+
+class Around:
+    """The store of an engine, but for the methods that a test puts in its place."""
+
+    def __init__(self, store: ColdStore, **replaced: Callable[..., Any]) -> None:
+        self._store = store
+        self._replaced = replaced
+
+    def __getattr__(self, name: str) -> Any:
+        return self._replaced.get(name) or getattr(self._store, name)
+
+
+def surround(it: Engine, **replaced: Callable[..., Any]) -> None:
+    """From now on the owner thread and the restores go through these."""
+    cold = it.owner.parts.cold
+    assert cold is not None
+    cold.store = cast(ColdStore, Around(it.store, **replaced))

@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from engines.mlx_worker import parking
 from engines.mlx_worker.turn import Caches, LiveRow
 from kvstore.records import SessionRecord, SessionRef
-from kvstore.store import ColdStore, Match, Restored
-from tests.integration.mlx_harness import Engine, engine, session, text
+from kvstore.store import Match, Restored
+from tests.integration.mlx_harness import engine, session, surround, text
 
 pytestmark = pytest.mark.mlx
 
 NEW = [5, 6, 7, 8]
 A, B = session("a"), session("b")
-
-
-class Around:
-    """The store of an engine, but for the methods that a test puts in its place."""
-
-    def __init__(self, store: ColdStore, **replaced: Callable[..., Any]) -> None:
-        self._store = store
-        self._replaced = replaced
-
-    def __getattr__(self, name: str) -> Any:
-        return self._replaced.get(name) or getattr(self._store, name)
-
-
-def surround(it: Engine, **replaced: Callable[..., Any]) -> None:
-    """From now on the owner thread and the restores go through these."""
-    cold = it.owner.parts.cold
-    assert cold is not None
-    cold.store = cast(ColdStore, Around(it.store, **replaced))
 
 
 async def test_a_prefetch_pairs_kv_with_its_own_tokens_though_a_save_comes_in_between(
@@ -91,6 +73,7 @@ async def test_a_save_that_fails_fails_nobody(
         assert not any(x.failed for x in (*turns, other))
         kept = (await it.verbs.demote(A, None)).kept
         assert kept == "no-cold-copy"  # not "busy": the turn is over
+        assert it.reports.engine().counters["keep_failures"] == 2  # after the turn, and to demote
         assert not it.owner.parts.keeper.is_saving
         surround(it, save=store.save)
         assert (await it.verbs.demote(A, None)).kept == ""
@@ -116,6 +99,7 @@ async def test_kv_that_cannot_be_kept_fails_nobody(
         assert not lost.failed and not other.failed and len(other.tokens) == 100
         await it.settled()
         assert [x.id for x in it.reports.sessions()] == ["b"]
+        assert it.reports.engine().counters["keep_failures"] == 1
     assert "could not be kept" in caplog.text
 
 
@@ -134,6 +118,22 @@ async def test_a_row_lost_between_its_prompt_and_its_batch_is_told(
         assert not it.owner.parts.keeper.hot.is_busy((A.tenant, A.id))
         assert (await it.turn(text(1, 40), A)).finished == {0: "length"}
     assert "a round of the engine failed" in caplog.text
+
+
+async def test_a_prefetch_whose_kv_is_no_use_is_counted(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path) as it:
+        await it.turn(text(1, 200), A)
+        await it.settled()
+        await it.demote_all()
+        store = it.store
+
+        def load(match: Match) -> Restored:
+            return replace(store.load(match), run=[])
+
+        surround(it, load=load)
+        report = (await it.verbs.prefetch(A)).report
+        assert report is not None and not report.hot
+        assert it.reports.engine().counters["rebuild_failures"] == 1
 
 
 async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: Path) -> None:
