@@ -1,0 +1,95 @@
+"""Redis tiers for tests of their faults: a clock to move, a slow line, blobs to lose."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import redis
+
+from kvstore.tiers.redis_tier import RedisTier
+
+AMPLE = 1 << 30
+DEADLINE_S = 0.5
+LONGEST_S = 1.5 * DEADLINE_S + 0.4  # what a call may take at most, and a busy machine
+
+
+class Clock:
+    """Real time that a test can move forward."""
+
+    def __init__(self) -> None:
+        self.skipped_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+
+@contextmanager
+def tier_at(url: str, **options: float) -> Iterator[tuple[RedisTier, Clock]]:
+    clock = Clock()
+    tier = RedisTier(
+        url,
+        AMPLE,
+        deadline_s=options.get("deadline_s", DEADLINE_S),
+        ttl_s=options.get("ttl_s", 0.0),
+        monotonic=clock,
+    )
+    try:
+        yield tier, clock
+    finally:
+        tier.close()
+
+
+def blobs(count: int, length: int = 700_000) -> dict[bytes, bytes]:
+    return {b"c%032d" % i: random.Random(i).randbytes(length) for i in range(count)}
+
+
+def names(client: redis.Redis) -> list[bytes]:
+    return sorted(client.scan_iter())
+
+
+class SlowLine:
+    """A TCP proxy that passes on a few bytes at a time."""
+
+    def __init__(self, url: str, bytes_per_s: int) -> None:
+        self._target = int(url.rpartition(":")[2].partition("/")[0])
+        self._pause_s = 65536 / bytes_per_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._links: list[socket.socket] = []
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+
+    def __enter__(self) -> SlowLine:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        for link in self._links:
+            link.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._target))
+            self._links += [near, far]
+            threading.Thread(target=self._pass_on, args=(near, far, 0.0), daemon=True).start()
+            threading.Thread(
+                target=self._pass_on, args=(far, near, self._pause_s), daemon=True
+            ).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, pause_s: float) -> None:
+        try:
+            while data := source.recv(65536):
+                time.sleep(pause_s * len(data) / 65536)
+                target.sendall(data)
+        except OSError:
+            pass
+        finally:
+            target.close()
