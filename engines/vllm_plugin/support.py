@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-SUPPORTED: Final = "0.32."
+from engines.vllm_env import SUPPORTED
 
 
 class Unsupported(ValueError):

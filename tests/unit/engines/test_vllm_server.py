@@ -6,6 +6,7 @@ import asyncio
 import json
 import stat
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -153,3 +154,43 @@ def test_it_is_in_the_registry():
 def test_an_environment_without_vllm_is_told_apart(tmp_path):
     assert "has no vLLM" in inspect_environment(sys.executable).problem
     assert "cannot be run" in inspect_environment(str(tmp_path / "python")).problem
+
+
+def interpreter(folder: Path, **found: object) -> str:
+    """Stands in for a Python that finds this."""
+    whole = {
+        "vllm": "0.32.1",
+        "cpu": False,
+        "missing": [],
+        "plugin": True,
+        "plugin_version": version("thermocline"),
+    }
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(whole | found)}'\n")
+    python.chmod(0o700)
+    return str(python)
+
+
+def test_an_environment_that_has_all_of_it(tmp_path):
+    found = inspect_environment(interpreter(tmp_path))
+    assert (found.version, found.problem) == ("0.32.1", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"vllm": "0.33.0"}, "vLLM 0.33.0 is not supported; install vllm==0.32.*"),
+        ({"missing": ["lmdb"]}, "lacks lmdb"),
+        ({"plugin": False}, "our plug-in is missing"),
+    ],
+)
+def test_what_an_environment_lacks_is_said(tmp_path, found, words):
+    assert words in inspect_environment(interpreter(tmp_path, **found)).problem
+
+
+def test_a_plug_in_of_another_release_is_not_taken(tmp_path, monkeypatch):
+    """Where the gateway is installed, vLLM's environment has a plug-in of its own."""
+    monkeypatch.setattr("engines.vllm_env.import_path", lambda: "")
+    assert inspect_environment(interpreter(tmp_path)).problem == ""
+    problem = inspect_environment(interpreter(tmp_path, plugin_version="0.0.1")).problem
+    assert f"release 0.0.1, the gateway is {version('thermocline')}" in problem
