@@ -52,15 +52,23 @@ def _packages_of(python: str) -> Path:
 class LmcacheVllm:
     """LMCache's server with ``ram_bytes``, and vLLM with LMCache's connector.
 
-    The chunk is one block of vLLM's, which wastes least. By default LMCache begins to evict when
-    its memory is 80 % full and then frees a fifth; here it may fill up as far as it can.
+    The chunk is one block of vLLM's, which wastes least. LMCache evicts once a second, when its
+    memory is fuller than a watermark, and what does not fit in between is not stored at all. So
+    that it can keep all of ``ram_bytes``, it gets ``headroom_bytes`` on top, for the newest.
     """
 
     def __init__(
-        self, python: Path, ram_bytes: int, pool_bytes: int, max_context: int, dtype: str
+        self,
+        python: Path,
+        ram_bytes: int,
+        headroom_bytes: int,
+        pool_bytes: int,
+        max_context: int,
+        dtype: str,
     ) -> None:
         self._python = python
-        self._ram_bytes = ram_bytes
+        self._all_bytes = ram_bytes + headroom_bytes
+        self._watermark = ram_bytes / self._all_bytes
         self._port, self._http_port = free_port(), free_port()
         self.vllm = PlainVllm(
             pool_bytes,
@@ -97,10 +105,10 @@ class LmcacheVllm:
             *("--host", "127.0.0.1", "--port", str(self._port)),
             *("--http-host", "127.0.0.1", "--http-port", str(self._http_port)),
             *("--prometheus-port", str(free_port())),
-            *("--chunk-size", "32", "--l1-size-gb", repr(self._ram_bytes / GIB)),
+            *("--chunk-size", "32", "--l1-size-gb", repr(self._all_bytes / GIB)),
             "--no-l1-use-lazy",
             *("--eviction-policy", "LRU"),
-            *("--eviction-trigger-watermark", "0.95", "--eviction-ratio", "0.05"),
+            *("--eviction-trigger-watermark", repr(self._watermark), "--eviction-ratio", "0.02"),
             # With the default transfer mode nothing is ever reused on a CPU.
             *("--supported-transfer-mode", "auto"),
             *("--shm-name", f"thermocline-bench-{os.getpid()}"),

@@ -258,7 +258,8 @@ def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[P
     ram_bytes = args.ram_mib * MIB
     lmcache = python_with_lmcache(CACHE / "lmcache")
     plain = PlainVllm(pool_bytes + ram_bytes, max_context, dtype=DTYPE)
-    theirs = LmcacheVllm(lmcache, ram_bytes, pool_bytes, max_context, DTYPE)
+    headroom = max_context * BYTES_PER_TOKEN
+    theirs = LmcacheVllm(lmcache, ram_bytes, headroom, pool_bytes, max_context, DTYPE)
     ours = [
         with_plugin(pool_bytes, codec, ram_bytes, max_context, DTYPE, chunk_tokens=CPU_BLOCK_TOKENS)
         for codec in args.codecs
