@@ -1,9 +1,13 @@
 """``RotatedRows`` as Triton kernels on vLLM's paged cache: gather and pack, unpack and scatter.
 
-One launch handles one side (K or V) of one layer for the tokens of one chunk. Rows come head by
-head, token by token, exactly as a payload wants them (``kvstore.codecs.payload``), so what a kernel
-writes *is* the middle of the payload; and the arithmetic is the one of
+One launch handles all sides (K and V of all layers) of one shape for the tokens of one chunk: the
+grid is (rows, sides). Rows come head by head, token by token, exactly as a payload wants them
+(``kvstore.codecs.payload``), so what a kernel writes *is* the payload. The arithmetic is the one of
 ``kvstore.codecs.rotated_rows``, operation by operation, so the bytes are the same as on a CPU.
+
+Every layer is an allocation of its own, so ``sides`` holds where each side begins, in elements from
+``cache``; ``places`` says where in the payload it belongs. A block id below zero is a block that
+nobody asked for: it is neither read nor written.
 
 Habits that keep them the same in the interpreter, on a GPU and in numpy:
 
@@ -15,11 +19,17 @@ Habits that keep them the same in the interpreter, on a GPU and in numpy:
 - Stages are unrolled by hand. A loop that carries a tensor whose shape changes passes the
   interpreter and is rejected by the compiler.
 
-Head dimensions are powers of two from 32 to 256; others are packed on the host.
+Packed head dimensions are powers of two from 32 to 256; others are packed on the host. Rows of any
+multiple of eight are copied.
 """
 
 import triton
 import triton.language as tl
+
+# Numbers that differ from launch to launch: no kernel is compiled anew for them.
+VARYING = ("num_rows", "first_token", "num_tokens")
+# Sides and payloads begin, and strides are, multiples of so many elements: loads of 16 bytes.
+ALIGNED = tl.constexpr(8)
 
 
 @triton.jit
@@ -85,12 +95,23 @@ def _norms(x, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _offsets(row, ok, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token):
-    """Where each row begins in the cache: row = head * num_tokens + token."""
+def _offsets(
+    row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
+):
+    """Where each row begins, from ``cache`` (row = head * num_tokens + token), and if anywhere."""
     token = first_token + row % num_tokens
-    block = tl.load(blocks + token // block_tokens, mask=ok, other=0).to(tl.int64)
+    block = tl.load(blocks + token // block_tokens, mask=ok, other=-1)
     head = (row // num_tokens).to(tl.int64)
-    return block * s_block + head * s_head + (token % block_tokens).to(tl.int64) * s_token
+    side = tl.load(sides + tl.program_id(1))
+    within = head * s_head + (token % block_tokens).to(tl.int64) * s_token
+    return tl.multiple_of(side + block * s_block + within, ALIGNED), ok & (block >= 0)
+
+
+@triton.jit
+def _places(payload, payload16, places):
+    """Packed rows and scales of this side; scales are counted in units of two bytes."""
+    place = places + 2 * tl.program_id(1)
+    return payload + tl.load(place), payload16 + tl.load(place + 1)
 
 
 @triton.jit
@@ -119,19 +140,19 @@ def _fp16_scale(scale):
     return tl.where(normal, rounded, 0).to(tl.uint16).to(tl.int16, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def pack_kernel(
-    cache, blocks, planes, scales, signs, bounds, squares, num_rows, first_token, num_tokens,
-    block_tokens, s_block, s_head, s_token,
+    cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
+    payload, payload16, places, signs, bounds, squares,
     R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok = row < num_rows
     d = tl.arange(0, D)
-    start = _offsets(
-        row, ok, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
+    start, there = _offsets(
+        row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
     )
-    raw = tl.load(cache + start[:, None] + d[None, :], mask=ok[:, None], other=0)
+    raw = tl.load(cache + start[:, None] + d[None, :], mask=there[:, None], other=0)
     if FP16:
         x = raw.to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -158,6 +179,7 @@ def pack_kernel(
     length = tl.sqrt_rn(total.to(tl.float32)) * 0.00390625  # squares are integers of 2^-16
     scale = tl.div_rn(norm, length)
     P: tl.constexpr = D // 8
+    planes, scales = _places(payload, payload16, places)
     out = planes + row[:, None].to(tl.int64) * (BITS * P) + tl.arange(0, P)[None, :]
     keep = ok[:, None] & (tl.arange(0, P)[None, :] >= 0)
     negative = z.to(tl.uint32, bitcast=True) >> 31
@@ -174,16 +196,17 @@ def _bits(source, keep, plane: tl.constexpr, P: tl.constexpr, shift):
     return (tl.load(source + plane * P, mask=keep, other=0).to(tl.int32) >> shift) & 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def unpack_kernel(
-    cache, blocks, planes, scales, signs, levels, num_rows, first_token, num_tokens,
-    block_tokens, s_block, s_head, s_token, unit,
+    cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
+    payload, payload16, places, signs, levels, unit,
     R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok = row < num_rows
     d = tl.arange(0, D)
     P: tl.constexpr = D // 8
+    planes, scales = _places(payload, payload16, places)
     source = planes + row[:, None].to(tl.int64) * (BITS * P) + (d // 8)[None, :]
     keep = ok[:, None] & (d[None, :] >= 0)
     shift = (d % 8)[None, :]
@@ -203,9 +226,47 @@ def unpack_kernel(
         bits = z.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         value = rounded.to(tl.uint16).to(tl.int16, bitcast=True)
-    start = _offsets(
-        row, ok, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
+    start, there = _offsets(
+        row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
     )
     # A scale of zero marks a row that is kept as it is; somebody else writes it.
-    write = keep & (stored != 0)[:, None]
+    write = keep & (there & (stored != 0))[:, None]
     tl.store(cache + start[:, None] + d[None, :], value, mask=write)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gather_kernel(
+    cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
+    out, places, D,
+    R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Rows of ``D`` elements as they are, W the power of two above; any element type."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    ok = row < num_rows
+    start, there = _offsets(
+        row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
+    )
+    d = tl.arange(0, W)[None, :]
+    mask = there[:, None] & (d < D)
+    values = tl.load(cache + start[:, None] + d, mask=mask, other=0)
+    target = tl.multiple_of(tl.load(places + tl.program_id(1)) + row.to(tl.int64) * D, ALIGNED)
+    tl.store(out + target[:, None] + d, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def scatter_kernel(
+    cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
+    source, places, D,
+    R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The inverse of ``gather_kernel``."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    ok = row < num_rows
+    start, there = _offsets(
+        row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
+    )
+    d = tl.arange(0, W)[None, :]
+    mask = there[:, None] & (d < D)
+    origin = tl.multiple_of(tl.load(places + tl.program_id(1)) + row.to(tl.int64) * D, ALIGNED)
+    values = tl.load(source + origin[:, None] + d, mask=mask, other=0)
+    tl.store(cache + start[:, None] + d, values, mask=mask)

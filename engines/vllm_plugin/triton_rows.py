@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from engines.vllm_plugin.triton_kernels import pack_kernel, unpack_kernel
+from engines.vllm_plugin.device_sides import SideGroup
+from engines.vllm_plugin.triton_kernels import (
+    gather_kernel,
+    pack_kernel,
+    scatter_kernel,
+    unpack_kernel,
+)
 from kvstore.codecs import rotation
 from kvstore.codecs.rotated_rows import RotatedRows, inverse_root, squared_levels
 
@@ -18,18 +23,27 @@ ROWS: Final = 16  # per program
 DIMS: Final = (32, 64, 128, 256)
 
 
-@dataclass(frozen=True)
 class TritonRows:
-    """One row format on one device.
+    """One row format on one device, for a group of bf16 or fp16 sides.
 
-    ``cache`` in every call is a view (num_blocks, num_kv_heads, block_tokens, head_dim) of bf16 or
-    fp16, last axis contiguous; ``blocks`` (int64) the run's blocks in order; the rows are those of
-    tokens ``first_token .. first_token + num_tokens`` of that run, head by head.
+    In every call ``blocks`` (int64, on the device) are the blocks of a run of tokens in order, and
+    the rows are those of tokens ``first .. first + count`` of that run, head by head. ``payload``
+    (uint8) may be memory of the device or pinned memory of the host; ``places`` (int64, on the
+    device) says for each side where in it the packed rows begin, in bytes, and the scales, in units
+    of two bytes.
     """
 
-    rows: RotatedRows
-    dim: int
-    device: torch.device
+    def __init__(self, rows: RotatedRows, dim: int, dtype: torch.dtype, device: torch.device):
+        self._signs = _floats(np.where(rotation.sign_masks(dim) > 0, -1, 1), device)
+        self._bounds = _floats(rows.table.bound_array, device)
+        self._levels = _floats(rows.table.level_array, device)
+        self._unit = _floats(np.array([inverse_root(dim)]), device)
+        squares = torch.tensor(squared_levels(rows.num_bits), dtype=torch.int32)
+        self._squares = squares.to(device)
+        fp16 = int(dtype == torch.float16)
+        self._constants: dict[str, Any] = {"R": ROWS, "D": dim, "BITS": rows.num_bits, "FP16": fp16}
+        if device.type != "cpu":
+            self._constants["enable_fp_fusion"] = False
 
     @staticmethod
     def supports(rows: object, dim: int, dtype: torch.dtype) -> bool:
@@ -41,60 +55,65 @@ class TritonRows:
         )
 
     def pack(
-        self, cache: Tensor, blocks: Tensor, first: int, count: int, packed: Tensor, scales: Tensor
+        self,
+        group: SideGroup,
+        blocks: Tensor,
+        first: int,
+        count: int,
+        payload: Tensor,
+        places: Tensor,
     ) -> None:
-        """Fill ``packed`` uint8 (num_rows, packed_nbytes) and ``scales`` int16 bits (num_rows,)."""
-        sizes = _sizes(cache, first, count)
-        pack_kernel[_grid(sizes[0])](
-            cache.view(torch.int16), blocks, packed, scales, self._signs, self._bounds,
-            self._squares, *sizes, **self._constants(cache),
+        """Fill the packed rows and the scales of ``payload``."""
+        pack_kernel[_grid(group, count)](
+            group.views[0], group.starts, blocks, *group.sizes(first, count),
+            payload, payload.view(torch.int16), places,
+            self._signs, self._bounds, self._squares, **self._constants,
         )  # fmt: skip
 
     def unpack(
-        self, cache: Tensor, blocks: Tensor, first: int, count: int, packed: Tensor, scales: Tensor
+        self,
+        group: SideGroup,
+        blocks: Tensor,
+        first: int,
+        count: int,
+        payload: Tensor,
+        places: Tensor,
     ) -> None:
         """The inverse; rows with a scale of zero are left alone."""
-        sizes = _sizes(cache, first, count)
-        unpack_kernel[_grid(sizes[0])](
-            cache.view(torch.int16), blocks, packed, scales, self._signs, self._levels, *sizes,
-            self._unit, **self._constants(cache),
+        unpack_kernel[_grid(group, count)](
+            group.views[0], group.starts, blocks, *group.sizes(first, count),
+            payload, payload.view(torch.int16), places,
+            self._signs, self._levels, self._unit, **self._constants,
         )  # fmt: skip
 
-    @property
-    def _signs(self) -> Tensor:
-        masks = rotation.sign_masks(self.dim)
-        return self._floats(np.where(masks > 0, -1, 1))
 
-    @property
-    def _bounds(self) -> Tensor:
-        return self._floats(self.rows.table.bound_array)
-
-    @property
-    def _squares(self) -> Tensor:
-        return torch.tensor(squared_levels(self.rows.num_bits), dtype=torch.int32).to(self.device)
-
-    @property
-    def _levels(self) -> Tensor:
-        return self._floats(self.rows.table.level_array)
-
-    @property
-    def _unit(self) -> Tensor:
-        return self._floats(np.array([inverse_root(self.dim)]))
-
-    def _floats(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.float32)).to(self.device)
-
-    def _constants(self, cache: Tensor) -> dict[str, Any]:
-        fp16 = int(cache.dtype == torch.float16)
-        fixed = {"R": ROWS, "D": self.dim, "BITS": self.rows.num_bits, "FP16": fp16}
-        return fixed if cache.device.type == "cpu" else {**fixed, "enable_fp_fusion": False}
+def gather(
+    group: SideGroup, blocks: Tensor, first: int, count: int, out: Tensor, places: Tensor
+) -> None:
+    """Rows as they are. ``out`` is uint8; ``places`` counts elements of the cache."""
+    gather_kernel[_grid(group, count)](
+        group.views[0], group.starts, blocks, *group.sizes(first, count),
+        out.view(group.views[0].dtype), places, group.dim, R=ROWS, W=_width(group),
+    )  # fmt: skip
 
 
-def _sizes(cache: Tensor, first: int, count: int) -> tuple[int, ...]:
-    _, heads, block_tokens, _ = cache.shape
-    s_block, s_head, s_token = cache.stride()[:3]
-    return heads * count, first, count, block_tokens, s_block, s_head, s_token
+def scatter(
+    group: SideGroup, blocks: Tensor, first: int, count: int, source: Tensor, places: Tensor
+) -> None:
+    """The inverse of ``gather``."""
+    scatter_kernel[_grid(group, count)](
+        group.views[0], group.starts, blocks, *group.sizes(first, count),
+        source.view(group.views[0].dtype), places, group.dim, R=ROWS, W=_width(group),
+    )  # fmt: skip
 
 
-def _grid(num_rows: int) -> tuple[int]:
-    return (triton.cdiv(num_rows, ROWS),)
+def _grid(group: SideGroup, count: int) -> tuple[int, int]:
+    return triton.cdiv(group.sizes(0, count)[0], ROWS), len(group.views)
+
+
+def _width(group: SideGroup) -> int:
+    return int(triton.next_power_of_2(group.dim))
+
+
+def _floats(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32)).to(device)

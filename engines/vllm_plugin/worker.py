@@ -15,13 +15,12 @@ from vllm.model_executor.layers.attention import Attention
 from engines.vllm_plugin.affinity import roaming
 from engines.vllm_plugin.arrangement import UnknownLayout, WriteBlock, probe
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.device_check import blocks_for
 from engines.vllm_plugin.fingerprint import fingerprint
-from engines.vllm_plugin.host_blocks import HostBlocks
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.paging import paged_cache
 from engines.vllm_plugin.plan import Step
 from engines.vllm_plugin.rank import RankLink, StagingArea
-from engines.vllm_plugin.streams import SideStream
 from engines.vllm_plugin.transfer import Transfer
 from kvstore.block_keys import BlockKeys
 from kvstore.block_records import BlockRecord
@@ -63,7 +62,7 @@ class Worker:
         self._store = BlockStore(config, packer, keys, identity, open_tiers(config, disk))
         self._staging = StagingArea()
         self._patience_s = 0.0
-        blocks = HostBlocks(self._cache, self._store, SideStream(self._cache.device))
+        blocks = blocks_for(self._cache, self._store)
         self._transfer = Transfer(blocks, self._store, self._staging, config.save_queue_bytes)
         hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token)
         self._link = RankLink(
@@ -75,7 +74,8 @@ class Worker:
             self._transfer.wait_saved,
         )
         self._store.listen(self._lost)
-        logger.info("rank %d: %s, codec %s", rank, type(self._cache.sides[0][0]).__name__, codec.id)
+        ways = type(self._cache.sides[0][0]).__name__, type(blocks).__name__
+        logger.info("rank %d: %s, %s, codec %s", rank, *ways, codec.id)
 
     def start_loads(self, step: Step) -> None:
         self._patience_s = step.patience_s

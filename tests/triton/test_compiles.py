@@ -22,45 +22,54 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from engines.vllm_plugin import triton_kernels
 
-POINTERS = {"cache": "*i16", "blocks": "*i64", "planes": "*u8", "scales": "*i16",
-            "signs": "*fp32", "bounds": "*fp32", "levels": "*fp32", "unit": "*fp32",
-            "squares": "*i32"}
+POINTERS = {"cache": "*i16", "sides": "*i64", "blocks": "*i64", "payload": "*u8",
+            "payload16": "*i16", "places": "*i64", "signs": "*fp32", "bounds": "*fp32",
+            "levels": "*fp32", "unit": "*fp32", "squares": "*i32", "out": "*i16",
+            "source": "*i16"}
 STRIDES = {"s_block", "s_head", "s_token"}
-capability, dim, bits = map(int, sys.argv[1:])
+capability, dim, bits, fp16 = map(int, sys.argv[1:])
 found = {}
-for kernel in (triton_kernels.pack_kernel, triton_kernels.unpack_kernel):
-    constants = {"R": 16, "D": dim, "BITS": bits, "FP16": 0}
+for name in ("pack_kernel", "unpack_kernel", "gather_kernel", "scatter_kernel"):
+    kernel = getattr(triton_kernels, name)
     names = kernel.arg_names
+    copies = "W" in names
+    constants = {"R": 16, "W": dim} if copies else {"R": 16, "D": dim, "BITS": bits, "FP16": fp16}
     kinds = {n: POINTERS.get(n, "i64" if n in STRIDES else "i32") for n in names}
     signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
-    aligned = [i for i, n in enumerate(names) if n in POINTERS or n in STRIDES]
+    divisible = POINTERS.keys() | STRIDES | {"D"} - constants.keys()
+    aligned = [i for i, n in enumerate(names) if n in divisible]
     hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=hints)
     options = {"num_warps": 4, "enable_fp_fusion": False}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = built.asm["ptx"]
-    found[kernel.fn.__name__] = {
+    found[name] = {
         "cubin": len(built.asm["cubin"]),
         "local": ".local" in ptx,
         "fused": ptx.count("fma.rn.f32"),
+        "wide": ptx.count("ld.global.v4.b32") + ptx.count("ld.global.v2.b64"),
     }
 print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+KINDS = [(64, 3, 0), (128, 3, 0), (256, 3, 0), (128, 4, 1)]
+
+
+@pytest.mark.parametrize(("dim", "bits", "fp16"), KINDS)
 @pytest.mark.parametrize("capability", [90, 121])
-def test_compiles_without_fusing_or_spilling(capability, dim, tmp_path):
+def test_compiles_without_fusing_or_spilling(capability, dim, bits, fp16, tmp_path):
     env = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": "."}
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(capability), str(dim), "3"],
+        [sys.executable, "-c", SCRIPT, *map(str, (capability, dim, bits, fp16))],
         capture_output=True,
         text=True,
         env=env,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    assert set(found) == {"pack_kernel", "unpack_kernel"}
+    assert len(found) == 4
+    assert found["pack_kernel"]["wide"] > 0, "rows are not read 16 bytes at a time"
     for kernel in found.values():
         assert kernel["cubin"] > 0
         assert not kernel["local"], "registers spill to local memory"

@@ -16,13 +16,14 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from engines.vllm_plugin.device_sides import SideGroup  # noqa: E402
 from engines.vllm_plugin.triton_rows import TritonRows  # noqa: E402
 from kvstore.codecs import floats  # noqa: E402
 from kvstore.codecs.rotated_rows import RotatedRows  # noqa: E402
 
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-HEADS, BLOCK, BLOCKS = 2, 8, 9
+HEADS, BLOCK, BLOCKS, COUNT = 2, 8, 9, 17
 
 
 def paged(dim: int, dtype: torch.dtype, token_major: bool) -> torch.Tensor:
@@ -43,14 +44,26 @@ def rows_of(cache: torch.Tensor, blocks: torch.Tensor, first: int, count: int) -
     return flat.view(torch.int16).cpu().numpy().view(np.uint16)
 
 
-def packed_by(
-    kernels: TritonRows, cache, blocks, first, count
-) -> tuple[torch.Tensor, torch.Tensor]:
-    nbytes = kernels.rows.packed_nbytes(kernels.dim)
-    packed = torch.zeros(HEADS * count, nbytes, dtype=torch.uint8, device=DEVICE)
-    scales = torch.zeros(HEADS * count, dtype=torch.int16, device=DEVICE)
-    kernels.pack(cache, blocks, first, count, packed, scales)
-    return packed, scales
+def group_of(cache: torch.Tensor) -> SideGroup:
+    """The cache as the only side there is."""
+    starts = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    return SideGroup((0,), (cache.view(torch.int16),), starts)
+
+
+class Packed:
+    """A payload of nothing but the packed rows and their scales."""
+
+    def __init__(self, rows: RotatedRows, dim: int, count: int) -> None:
+        self._nbytes = HEADS * count * rows.packed_nbytes(dim)
+        size = self._nbytes + 2 * HEADS * count
+        self.payload = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+        self.places = torch.tensor([[0, self._nbytes // 2]], device=DEVICE)
+
+    def rows(self) -> np.ndarray:
+        return self.payload[: self._nbytes].cpu().numpy().reshape(HEADS * COUNT, -1)
+
+    def scales(self) -> np.ndarray:
+        return self.payload[self._nbytes :].cpu().numpy().view(np.uint16)
 
 
 @pytest.mark.parametrize("token_major", [False, True])
@@ -59,40 +72,20 @@ def packed_by(
 @pytest.mark.parametrize("bits", [3, 4])
 def test_same_bytes_as_the_definition(bits, dim, dtype, token_major):
     rows = RotatedRows(bits)
-    kernels = TritonRows(rows, dim, DEVICE)
+    kernels = TritonRows(rows, dim, dtype, DEVICE)
     name = "float16" if dtype == torch.float16 else "bfloat16"
     cache = paged(dim, dtype, token_major)
     blocks = torch.tensor([7, 2, 5], device=DEVICE)
-    first, count = 4, 17
-    packed, scales = packed_by(kernels, cache, blocks, first, count)
+    packed = Packed(rows, dim, COUNT)
+    kernels.pack(group_of(cache), blocks, 4, COUNT, packed.payload, packed.places)
 
-    stored = rows_of(cache, blocks, first, count)
+    stored = rows_of(cache, blocks, 4, COUNT)
     expected, expected_scales = rows.pack(floats.widen(stored, name))
-    assert np.array_equal(packed.cpu().numpy(), expected)
-    assert np.array_equal(scales.cpu().numpy().view(np.uint16), expected_scales)
+    assert np.array_equal(packed.rows(), expected)
+    assert np.array_equal(packed.scales(), expected_scales)
 
     back = torch.zeros_like(cache)
-    kernels.unpack(back, blocks, first, count, packed, scales)
+    kernels.unpack(group_of(back), blocks, 4, COUNT, packed.payload, packed.places)
     wanted = floats.narrow(rows.unpack(expected, expected_scales, dim), name).view(np.uint16)
-    assert np.array_equal(rows_of(back, blocks, first, count), wanted)
-    assert int((back != 0).any(3).sum()) == HEADS * count  # no other row was touched
-
-
-def test_rows_that_cannot_be_packed_say_so():
-    rows, dim = RotatedRows(3), 64
-    kernels = TritonRows(rows, dim, DEVICE)
-    cache = paged(dim, torch.bfloat16, token_major=False)
-    blocks = torch.tensor([0, 1], device=DEVICE)
-    odd = [0.0, float("inf"), float("nan"), 1e-40, 1e30]
-    for token, value in enumerate(odd):
-        cache[0, 0, token] = value
-    packed, scales = packed_by(kernels, cache, blocks, 0, 16)
-    assert scales[: len(odd)].tolist() == [0] * len(odd)
-    assert bool((scales[len(odd) :] != 0).all())
-    stored = rows_of(cache, blocks, 0, 16)
-    _, expected = rows.pack(floats.widen(stored, "bfloat16"))
-    assert np.array_equal(scales.cpu().numpy().view(np.uint16), expected)
-
-    back = torch.full_like(cache, 5.0)
-    kernels.unpack(back, blocks, 0, 16, packed, scales)
-    assert bool((back[0, 0, : len(odd)] == 5.0).all())
+    assert np.array_equal(rows_of(back, blocks, 4, COUNT), wanted)
+    assert int((back != 0).any(3).sum()) == HEADS * COUNT  # no other row was touched

@@ -1,0 +1,291 @@
+"""Blocks and blobs on a device: byte for byte what the host's codec makes, slot for slot.
+
+In Triton's interpreter on the host's memory, or on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from engines.vllm_plugin.arrangement import SplitContent  # noqa: E402
+from engines.vllm_plugin.device_blocks import DeviceBlocks  # noqa: E402
+from engines.vllm_plugin.device_check import agree, blocks_for  # noqa: E402
+from engines.vllm_plugin.device_sides import side_groups  # noqa: E402
+from engines.vllm_plugin.host_blocks import HostBlocks  # noqa: E402
+from engines.vllm_plugin.paging import PagedCache, paged_cache  # noqa: E402
+from engines.vllm_plugin.streams import SideStream  # noqa: E402
+from engines.vllm_plugin.transfer import Filling, Packing  # noqa: E402
+from engines.vllm_plugin.triton_rows import TritonRows  # noqa: E402
+from kvstore.block_keys import BlockKeys, Piece  # noqa: E402
+from kvstore.block_store import BlockStore  # noqa: E402
+from kvstore.codecs.presets import codec_by_name  # noqa: E402
+from kvstore.config import StoreConfig  # noqa: E402
+from kvstore.packer import Packer  # noqa: E402
+from kvstore.tiers.ram_tier import RamTier  # noqa: E402
+from tests.block_sessions import FINGERPRINT, hashes, ref  # noqa: E402
+
+pytestmark = pytest.mark.triton
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_BLOCKS, PER_CHUNK = 12, 2
+EMPTY = 7.0  # of a block that nobody has written
+
+
+@dataclass(frozen=True)
+class Shape:
+    layout: str = "NHD"
+    block: int = 8
+    heads: int = 2
+    dim: int = 64
+    layers: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    codec: str = "tq3"
+
+
+@dataclass
+class Rig:
+    """A cache, its store, and both ways to it."""
+
+    shape: Shape
+    caches: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.caches = {f"layer{i}": fused(self.shape, i) for i in range(self.shape.layers)}
+        self.cache: PagedCache = paged_cache(self.caches, SplitContent())
+        codec = codec_by_name(self.shape.codec)
+        keys = BlockKeys(FINGERPRINT, codec.id, self.shape.block, PER_CHUNK)
+        packer = Packer(codec, self.cache.layout, FINGERPRINT)
+        config = StoreConfig(chunk_tokens=self.shape.block * PER_CHUNK, num_threads=1)
+        self.store = BlockStore(config, packer, keys, FINGERPRINT, [RamTier(1 << 26)])
+        groups = side_groups(self.cache)
+        assert groups is not None
+        self.device = DeviceBlocks(self.cache, groups, self.store, staging_bytes=1)
+        self.host = HostBlocks(self.cache, self.store, SideStream(DEVICE))
+
+    def pieces(self, num_blocks: int = 5) -> list[Piece]:
+        """Two chunks, the first with the sinks, and a tail."""
+        return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
+
+    def packing(self, ids: list[int]) -> list[Packing]:
+        pieces = self.pieces(len(ids))
+        return [Packing(x, ids[x.first_block : x.end_block]) for x in pieces]
+
+    def blobs(self, blocks: DeviceBlocks | HostBlocks, ids: list[int]) -> list[bytes]:
+        return [x.result() for x in blocks.pack(self.packing(ids), blocks.mark())]
+
+    def filled(
+        self, blocks: DeviceBlocks | HostBlocks, wanted: list[Filling]
+    ) -> tuple[set[int], list[torch.Tensor]]:
+        """What is filled, and the whole cache afterwards, bit for bit."""
+        for cache in self.caches.values():
+            cache.fill_(EMPTY)
+        done = blocks.fill(wanted, blocks.mark())
+        return done, [bits(x) for x in self.caches.values()]
+
+    def close(self) -> None:
+        self.device.close()
+        self.store.close()
+
+
+def fused(shape: Shape, layer: int) -> torch.Tensor:
+    """One layer as vLLM shows it, (blocks, heads, tokens, K | V), in either physical order."""
+    token_major = shape.layout == "NHD"
+    inner = (shape.block, shape.heads) if token_major else (shape.heads, shape.block)
+    generator = torch.Generator().manual_seed(layer)
+    loud = torch.exp(torch.randn(2 * shape.dim, generator=generator))
+    values = torch.randn(NUM_BLOCKS, *inner, 2 * shape.dim, generator=generator) * loud
+    cache = values.to(shape.dtype).to(DEVICE)
+    return cache.transpose(1, 2) if token_major else cache
+
+
+def bits(cache: torch.Tensor) -> torch.Tensor:
+    kinds = {2: torch.int16, 4: torch.int32}
+    return cache.contiguous().view(kinds[cache.element_size()]).cpu().clone()
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    opened: list[Rig] = []
+    yield opened
+    for rig in opened:
+        rig.close()
+
+
+def opened(rigs: list[Rig], **changes) -> Rig:
+    rigs.append(Rig(Shape(**changes)))
+    return rigs[-1]
+
+
+SHAPES = {
+    "NHD": {},
+    "HND": {"layout": "HND"},
+    "HND of 16 tokens": {"layout": "HND", "block": 16, "heads": 1},
+    "head_dim 128": {"dim": 128, "heads": 1},
+    "head_dim 256": {"dim": 256, "heads": 1, "layers": 1},
+    "fp16": {"dtype": torch.float16},
+    "fp16 HND 128": {"dtype": torch.float16, "layout": "HND", "dim": 128, "heads": 1},
+    "four bits": {"codec": "tq4", "block": 16, "heads": 1},
+    "raw": {"codec": "raw"},
+    "raw fp32": {"codec": "raw", "dtype": torch.float32, "layout": "HND"},
+    "fp32, packed on the host": {"dtype": torch.float32},
+    "head_dim 80, packed on the host": {"dim": 80},
+    "lm3, packed on the host": {"codec": "lm3"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_host_and_the_device_make_and_read_the_same_blobs(rigs, shape):
+    rig = opened(rigs, **shape)
+    ids = [7, 2, 10, 4, 5]
+    blobs = rig.blobs(rig.device, ids)
+    assert blobs == rig.blobs(rig.host, ids)
+
+    target = [3, 9, 0, 6, 8]
+    wanted = [
+        Filling(x, blob, 0, target[x.first_block : x.end_block])
+        for x, blob in zip(rig.pieces(), blobs, strict=True)
+    ]
+    done, found = rig.filled(rig.device, wanted)
+    assert done == set(target)
+    _, expected = rig.filled(rig.host, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    untouched = [x for x in range(NUM_BLOCKS) if x not in target]
+    empty = bits(torch.full((1,), EMPTY, dtype=rig.cache.dtype))
+    assert all(bool((x[untouched] == empty).all()) for x in found)
+
+
+@pytest.mark.parametrize("codec", ["tq3", "raw"])
+def test_only_the_blocks_that_are_asked_for_are_written(rigs, codec):
+    rig = opened(rigs, codec=codec)
+    first, second, tail = rig.pieces()
+    blobs = rig.blobs(rig.device, [7, 2, 10, 4, 5])
+    wanted = [Filling(first, blobs[0], 1, [9]), Filling(second, blobs[1], 0, [1])]
+    done, found = rig.filled(rig.device, wanted)
+    assert done == {9, 1}
+    _, expected = rig.filled(rig.host, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert tail.is_tail
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
+    rig = opened(rigs, layout=layout)
+    odd = [0.0, float("inf"), float("nan"), 1e-40, 1e30]
+    for i, value in enumerate(odd):
+        rig.caches["layer0"][2, 1, i, :64] = value  # keys
+        rig.caches["layer1"][10, 0, 7 - i, 64:] = value  # values
+        rig.caches["layer1"][7, 0, i, 64:] = value  # sinks, and one row behind them
+    ids, target = [7, 2, 10, 4], [3, 9, 0, 6]
+    before = [bits(x)[ids] for x in rig.caches.values()]
+    blobs = rig.blobs(rig.device, ids)
+    assert blobs == rig.blobs(rig.host, ids)
+    pieces = rig.pieces(4)
+    wanted = [Filling(pieces[0], blobs[0], 0, target[:2]), Filling(pieces[1], blobs[1], 1, [6])]
+    _, found = rig.filled(rig.device, wanted)
+    _, expected = rig.filled(rig.host, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    kept = (slice(None), 1, slice(0, 5), slice(0, 64))
+    assert torch.equal(found[0][target][kept][1], before[0][kept][1])
+
+
+def test_a_blob_that_is_damaged_fills_nothing_and_is_never_offered_again(rigs):
+    rig = opened(rigs)
+    ids = [7, 2, 10, 4]
+    pieces, blobs = rig.pieces(4), rig.blobs(rig.device, ids)
+    keys = [x.key for x in pieces]
+    rig.store.commit(ref(), hashes(list(range(16))), dict(zip(keys, blobs, strict=True)))
+    broken = bytearray(blobs[0])
+    broken[-1] ^= 1
+    wanted = [
+        Filling(pieces[0], bytes(broken), 0, [3, 9]),
+        Filling(pieces[1], blobs[1], 0, [0, 6]),
+    ]
+    done, found = rig.filled(rig.device, wanted)
+    assert done == {0, 6}
+    empty = bits(torch.full((1,), EMPTY, dtype=rig.cache.dtype))
+    assert all(bool((x[[3, 9]] == empty).all()) for x in found)
+    assert [x.key for x in rig.store.missing(hashes(list(range(16))))] == [pieces[0].key]
+
+
+def test_a_payload_that_lies_about_its_rows_is_refused(rigs):
+    """Sealed and of the right length, but with a scale that no kernel may be given."""
+    rig = opened(rigs)
+    piece, blob = rig.pieces(4)[1], rig.blobs(rig.device, [7, 2, 10, 4])[1]
+    packer = rig.store.packer
+    payload = np.frombuffer(packer.open_chunk(blob, piece.key, 16, 16), np.uint8).copy()
+    payload[:2] = 0xFF
+    forged = packer.seal_chunk(piece.key, payload.data, 16, 16)
+    assert rig.filled(rig.device, [Filling(piece, forged, 0, [0, 6])])[0] == set()
+
+
+def test_a_fault_in_the_middle_leaves_the_ring_whole(rigs, monkeypatch):
+    rig = opened(rigs)
+    ids = [7, 2, 10, 4]
+    blobs = rig.blobs(rig.device, ids)
+    lane = rig.device._saving
+
+    def broken(piece):
+        if piece.first_block:
+            raise RuntimeError("the device is gone")
+        return form_of(piece)
+
+    form_of = lane.form_of
+    object.__setattr__(lane, "form_of", broken)
+    with pytest.raises(RuntimeError, match="gone"):
+        rig.device.pack(rig.packing(ids), None)
+    object.__setattr__(lane, "form_of", form_of)
+    assert rig.blobs(rig.device, ids) == blobs
+
+
+def test_saves_and_loads_at_the_same_time(rigs):
+    """More pieces than the rings have room for, on three threads."""
+    rig = opened(rigs, layers=1, heads=1)
+    ids = [x % NUM_BLOCKS for x in range(21)]
+    blobs = rig.blobs(rig.device, ids)
+    pieces = rig.pieces(len(ids))
+    wanted = [
+        Filling(x, blob, 0, ids[x.first_block : x.end_block])
+        for x, blob in zip(pieces, blobs, strict=True)
+    ]
+    results: list[object] = []
+
+    def save() -> None:
+        results.append(len(rig.blobs(rig.device, ids)) == len(blobs))
+
+    def load() -> None:
+        results.append(rig.device.fill(wanted, None) == set(ids))
+
+    threads = [threading.Thread(target=x) for x in (save, load, load)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 3
+
+
+@pytest.mark.parametrize("codec", ["tq3", "raw"])
+def test_the_kernels_prove_themselves_before_they_are_trusted(rigs, codec, monkeypatch):
+    rig = opened(rigs, codec=codec, heads=1, layers=1)
+    assert agree(rig.cache, rig.store)
+    monkeypatch.setattr(TritonRows, "pack", lambda *args: None)
+    assert agree(rig.cache, rig.store) == (codec == "raw")
+
+
+def test_memory_of_the_host_is_the_hosts_business(rigs):
+    rig = opened(rigs)
+    expected = HostBlocks if DEVICE.type == "cpu" else DeviceBlocks
+    assert isinstance(blocks_for(rig.cache, rig.store), expected)
+
+
+def test_sides_that_kernels_cannot_address_are_left_to_the_host():
+    permuted = torch.zeros(4, 2, 8, 128, dtype=torch.bfloat16)
+    shifted = torch.zeros(4, 2, 8, 132, dtype=torch.bfloat16)[..., 4:]
+    for cache in (permuted[..., ::2], shifted):
+        assert side_groups(paged_cache({"layer": cache}, SplitContent())) is None
