@@ -171,7 +171,8 @@ def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
     yield _gauge("engine_hot_bytes", "Live KV.", report.hot_bytes)
     yield _gauge("engine_hot_capacity_bytes", "Budget of live KV.", report.hot_capacity_bytes)
     yield _gauge("engine_idle_hot_bytes", "Live KV of idle sessions.", report.idle_hot_bytes)
-    yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
+    if report.active_bytes:  # vLLM's is in processes that are not asked
+        yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
     yield _gauge("engine_running", "Requests being served.", report.num_running)
     yield _gauge("engine_waiting", "Requests in the engine's own line.", report.num_waiting)
     yield _gauge(

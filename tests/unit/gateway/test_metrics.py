@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -70,6 +71,12 @@ def test_engine_and_tiers_of_the_moment() -> None:
     assert found["thermocline_tier_bytes{disk}"] == 7
     assert found["thermocline_engine_events_total{saves}"] == 5
     assert found["thermocline_turns_waiting{}"] == 4
+
+
+def test_what_an_engine_does_not_know_is_left_out() -> None:
+    report = msgspec.structs.replace(REPORT, active_bytes=0)
+    assert "thermocline_engine_active_bytes{}" in samples(Metrics(), REPORT)
+    assert "thermocline_engine_active_bytes{}" not in samples(Metrics(), report)
 
 
 def test_without_an_engine_its_figures_are_absent() -> None:
