@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import resource
+import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ ROOMS = ("gateway", "engines", "kvstore", "scheduler", "launch")
 PINNED = ("mlx", "mlx-lm")
 MIN_OPEN_FILES = 1024
 REDIS_DEADLINE_S = 3.0
+ATTACH_DEADLINE_S = 3.0
 
 Verdict: TypeAlias = Literal["ok", "warning", "failure"]
 
@@ -91,6 +93,8 @@ def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
     kind = effective.engine_kind
     if kind == "vllm":
         return _vllm(effective.settings.engine.vllm.python, environ)
+    if kind == "attached":
+        return _attached(effective.settings.engine.url, effective.settings.engine.control)
     require_installed(effective)
     if kind != "mlx":
         return "ok", kind
@@ -111,6 +115,30 @@ def _vllm(python: str, environ: Mapping[str, str]) -> Answer:
         words = "vLLM refuses expandable segments with our plug-in"
         return "failure", f"{words}; run: unset PYTORCH_CUDA_ALLOC_CONF"
     return "ok", f"vLLM {found.version}{' for CPUs' if found.cpu else ''}, plug-in found, {python}"
+
+
+def _attached(url: str, control: str) -> Answer:
+    if not control:
+        return "failure", f"{url} needs engine.control, too; a vLLM without our plug-in has none"
+    try:
+        _connect(control).close()
+    except (OSError, ValueError) as error:
+        return "failure", f"nobody listens at {control}, of the engine at {url}: {error}"
+    return "ok", f"{url}, and {control} listens"
+
+
+def _connect(address: str) -> socket.socket:
+    scheme, _, rest = address.partition(":")
+    if scheme != "unix":
+        host, _, port = rest.removeprefix("//").rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), ATTACH_DEADLINE_S)
+    there = socket.socket(socket.AF_UNIX)
+    try:
+        there.connect(rest)
+    except OSError:
+        there.close()
+        raise
+    return there
 
 
 def pinned_versions(requirements: Sequence[str]) -> dict[str, str]:

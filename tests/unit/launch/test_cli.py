@@ -186,6 +186,22 @@ def test_doctor_finds_what_is_wrong(run, model):
     assert "lower engine.hot_bytes" in findings["memory"]["text"]
 
 
+def test_doctor_knocks_at_the_engine_that_runs_elsewhere(run):
+    elsewhere = ["doctor", "--json", "--set", "engine.url=http://127.0.0.1:1"]
+    elsewhere += ["--set", "gateway.port=0"]
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        control = f"tcp://127.0.0.1:{there.getsockname()[1]}"
+        words = [*elsewhere, "--set", f"engine.control={control}"]
+        assert verdict(run(*words)[1], "engine")[0] == "ok"
+    assert "nobody listens" in verdict(run(*words)[1], "engine")[1]
+    assert "without our plug-in" in verdict(run(*elsewhere)[1], "engine")[1]
+
+
+def verdict(out: str, about: str) -> tuple[str, str]:
+    (found,) = (x for x in json.loads(out) if x["about"] == about)
+    return found["verdict"], found["text"]
+
+
 @pytest.mark.parametrize("name", ["data.foreign", "data.damaged"])
 def test_doctor_mentions_what_lies_in_the_disk_folder_under_no_limit(run, tmp_path, name):
     (tmp_path / "cold").mkdir()
