@@ -56,6 +56,22 @@ def test_a_forgotten_session_is_gone_everywhere(engine, sessions):
     assert done(engine, Forget(ref("nobody"))).report is None
 
 
+def test_a_session_that_is_forgotten_while_it_is_saved_leaves_nothing(engine, sessions):
+    prompt = sessions[4][::-1]
+    saves = engine.counters().get("saves", 0)
+    engine.ask(prompt, "hasty", tokens=2)
+    done(engine, Forget(ref("hasty")))
+    assert engine.counters()["saves"] == saves + 1  # it had ended before
+    assert "hasty" not in engine.sessions()
+    assert engine.ask(prompt, "hasty2", tokens=2).cached == 0
+
+
+def test_a_session_is_pinned_as_soon_as_its_turn_is_over(engine, sessions):
+    engine.ask(sessions[5], "hasty3", tokens=2)
+    assert done(engine, Pin(ref("hasty3"))).report.pinned
+    assert not done(engine, Unpin(ref("hasty3"))).report.pinned
+
+
 def test_verbs_of_an_unknown_session(engine):
     assert done(engine, Demote(ref("nobody"))).report is None
     assert done(engine, Prefetch(ref("nobody"))).report is None
