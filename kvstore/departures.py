@@ -9,6 +9,7 @@ along with that.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -29,12 +30,13 @@ class Listed(NamedTuple):
 
 
 class Departures:
-    """``look`` on one thread at a time."""
+    """Thread-safe."""
 
     def __init__(self, stack: TierStack, listed: Callable[[], Iterable[Listed]]) -> None:
         self._stack = stack
         self._listed = listed
         self._listener: OnGone | None = None
+        self._looking = threading.Lock()
         self._num_evictions = 0
         self._missing: set[bytes] = set()  # record keys of sessions that were not found last time
         self._told: set[bytes] = set()
@@ -55,6 +57,10 @@ class Departures:
 
         Missed twice, because right after a save the slower tiers may still be writing.
         """
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
         num_evictions = sum(x.evictions for x in self._stack.stats())
         if num_evictions == self._num_evictions and self._missing <= self._told:
             return
