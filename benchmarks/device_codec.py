@@ -1,0 +1,270 @@
+"""The kernels on a CUDA machine: right or wrong, how fast, and at what price to decoding.
+
+    python benchmarks/device_codec.py [--codec tq3] [--dims 64 128 256] [--seconds 2] [--json OUT]
+
+Run it with the Python of vLLM's environment. Without a CUDA device it says so and ends with 2; with
+one that packs other bytes than the host, with 1.
+
+1. Correctness: blobs and blocks against the host's codec, through the whole path, in NHD and HND.
+2. Speed: kernels alone and the whole path, in GB/s of hot KV, beside a copy of the same memory on
+   the device and the copies to and from pinned host memory. For packing straight into host memory
+   and for packing on the device with a copy behind it: which is better depends on the machine.
+3. Disturbance: a decode-like step (a chain of matrix products that read a weight of their own each)
+   with nothing beside it, and with saves or loads going on all the time on the side stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engines.vllm_plugin.arrangement import SplitContent
+from engines.vllm_plugin.device_blocks import DeviceBlocks, kernels_for
+from engines.vllm_plugin.device_check import agree
+from engines.vllm_plugin.device_sides import SideGroup, side_groups
+from engines.vllm_plugin.paging import PagedCache, paged_cache
+from engines.vllm_plugin.transfer import Filling, Packing
+from kvstore.block_keys import BlockKeys
+from kvstore.block_store import BlockStore
+from kvstore.codecs.payload import plan_payload
+from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.row_codec import RowCodec
+from kvstore.config import StoreConfig
+from kvstore.packer import Packer
+
+NO_DEVICE: Final = 2
+LAYERS, KV_HEADS, BLOCK_TOKENS, CHUNK_TOKENS = 32, 8, 16, 128
+SESSION_TOKENS: Final = 8192
+STEP_LAYERS, STEP_WIDTH = 32, 4096
+
+
+@dataclass(frozen=True)
+class Figure:
+    dim: int
+    layout: str
+    what: str
+    gb_per_s: float  # of hot KV
+
+
+class Rig:
+    """One session's worth of cache, and the device's way to it."""
+
+    def __init__(self, codec: str, dim: int, layout: str, device: torch.device) -> None:
+        self.device = device
+        num_blocks = 2 * SESSION_TOKENS // BLOCK_TOKENS
+        caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(LAYERS)}
+        self.cache: PagedCache = paged_cache(caches, SplitContent())
+        chosen = codec_by_name(codec)
+        keys = BlockKeys("", chosen.id, BLOCK_TOKENS, CHUNK_TOKENS // BLOCK_TOKENS)
+        self.packer = Packer(chosen, self.cache.layout, "")
+        self.store = BlockStore(StoreConfig(), self.packer, keys, "", [])
+        groups = side_groups(self.cache)
+        assert groups is not None
+        self.groups: list[SideGroup] = groups
+        self.blocks = DeviceBlocks(self.cache, groups, self.store)
+        ids = torch.randperm(num_blocks)[: SESSION_TOKENS // BLOCK_TOKENS].tolist()
+        hashes = [i.to_bytes(32, "little") for i in range(len(ids))]
+        self.wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in keys.whole(hashes)]
+        self.hot_bytes = SESSION_TOKENS * self.cache.layout.bytes_per_token
+
+    def save(self) -> list[bytes]:
+        return [x.result() for x in self.blocks.pack(self.wanted, self.blocks.mark())]
+
+    def load(self, blobs: list[bytes]) -> None:
+        fillings = [
+            Filling(x.piece, blob, 0, x.block_ids)
+            for x, blob in zip(self.wanted, blobs, strict=True)
+        ]
+        filled = self.blocks.fill(fillings, self.blocks.mark())
+        assert len(filled) == SESSION_TOKENS // BLOCK_TOKENS, "a blob was refused"
+
+    def close(self) -> None:
+        self.blocks.close()
+        self.store.close()
+
+
+def _fused(num_blocks: int, dim: int, layout: str, device: torch.device) -> Tensor:
+    inner = (BLOCK_TOKENS, KV_HEADS) if layout == "NHD" else (KV_HEADS, BLOCK_TOKENS)
+    cache = torch.randn(num_blocks, *inner, 2 * dim, device=device, dtype=torch.bfloat16)
+    return cache.transpose(1, 2) if layout == "NHD" else cache
+
+
+class Kernels:
+    """The bare launches for one chunk after the other, without blobs and without the ring."""
+
+    def __init__(self, rig: Rig) -> None:
+        codec = rig.packer.codec
+        assert isinstance(codec, RowCodec)
+        found = kernels_for(rig.groups, rig.packer, rig.cache.dtype)
+        assert found is not None, f"codec {codec.id} has no kernels"
+        self._group, self._rows = rig.groups[0], found[0]
+        plan = plan_payload(codec.rows, rig.cache.layout, CHUNK_TOKENS, CHUNK_TOKENS)
+        places = [(x.packed_at, x.scales_at // 2) for x in plan.slots]
+        self._places = torch.tensor(places, device=rig.device)
+        ids = [i for x in rig.wanted for i in x.block_ids]
+        self._blocks = torch.tensor(ids, device=rig.device)
+        self.on_device = torch.empty(plan.nbytes, dtype=torch.uint8, device=rig.device)
+        self.on_host = torch.empty(plan.nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def pack(self, target: Tensor) -> None:
+        for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
+            self._rows.pack(self._group, self._blocks, first, CHUNK_TOKENS, target, self._places)
+
+    def pack_and_copy(self) -> None:
+        for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
+            self._rows.pack(
+                self._group, self._blocks, first, CHUNK_TOKENS, self.on_device, self._places
+            )
+            self.on_host.copy_(self.on_device, non_blocking=True)
+
+    def unpack(self, source: Tensor) -> None:
+        for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
+            self._rows.unpack(self._group, self._blocks, first, CHUNK_TOKENS, source, self._places)
+
+
+def seconds_of(work: Callable[[], object], within_s: float) -> float:
+    """Of the best round; the first one compiles and is not counted."""
+    work()
+    torch.cuda.synchronize()
+    best, end = float("inf"), time.perf_counter() + within_s
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def speeds(rig: Rig, dim: int, layout: str, within_s: float) -> Iterator[Figure]:
+    kernels, blobs = Kernels(rig), rig.save()
+    hot = torch.empty(rig.hot_bytes, dtype=torch.uint8, device=rig.device)
+    twin, host = torch.empty_like(hot), torch.empty(rig.hot_bytes // 8, dtype=torch.uint8)
+    pinned = host.pin_memory()
+    part = hot[: len(pinned)]
+    works: dict[str, tuple[Callable[[], object], int]] = {
+        "copy on the device": (lambda: twin.copy_(hot), rig.hot_bytes),
+        "copy to pinned": (lambda: pinned.copy_(part, non_blocking=True), len(pinned)),
+        "copy from pinned": (lambda: part.copy_(pinned, non_blocking=True), len(pinned)),
+        "pack, to the device": (lambda: kernels.pack(kernels.on_device), rig.hot_bytes),
+        "pack, to the host": (lambda: kernels.pack(kernels.on_host), rig.hot_bytes),
+        "pack, and copy": (kernels.pack_and_copy, rig.hot_bytes),
+        "unpack": (lambda: kernels.unpack(kernels.on_device), rig.hot_bytes),
+        "save, whole path": (rig.save, rig.hot_bytes),
+        "load, whole path": (lambda: rig.load(blobs), rig.hot_bytes),
+    }
+    for what, (work, nbytes) in works.items():
+        yield Figure(dim, layout, what, nbytes / seconds_of(work, within_s) / 1e9)
+
+
+class Step:
+    """As heavy on memory as decoding one token: every weight is read once."""
+
+    def __init__(self, device: torch.device) -> None:
+        shape = (STEP_LAYERS, STEP_WIDTH, STEP_WIDTH)
+        self._weights = torch.randn(shape, device=device, dtype=torch.bfloat16) / STEP_WIDTH**0.5
+        self._x = torch.randn(8, STEP_WIDTH, device=device, dtype=torch.bfloat16)
+
+    def milliseconds(self, within_s: float) -> list[float]:
+        """Of each step, by the device's own clock on the model's stream."""
+        found, end = [], time.perf_counter() + within_s
+        while time.perf_counter() < end:
+            begun, done = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            begun.record()
+            x = self._x
+            for weight in self._weights:
+                x = x @ weight
+            done.record()
+            done.synchronize()
+            found.append(begun.elapsed_time(done))
+        return found
+
+
+@contextmanager
+def going_on(work: Callable[[], object] | None) -> Iterator[None]:
+    """``work`` over and over on another thread."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while work is not None and not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def disturbance(rig: Rig, within_s: float) -> dict[str, dict[str, float]]:
+    blobs, step = rig.save(), Step(rig.device)
+    step.milliseconds(0.5)
+    beside = {"alone": None, "beside saves": rig.save, "beside loads": lambda: rig.load(blobs)}
+    found = {}
+    for name, work in beside.items():
+        with going_on(work):
+            times = step.milliseconds(within_s)
+        p99 = statistics.quantiles(times, n=100)[98]
+        found[name] = {"p50_ms": statistics.median(times), "p99_ms": p99}
+    return found
+
+
+def report(figures: list[Figure]) -> None:
+    copies = {(x.dim, x.layout): x.gb_per_s for x in figures if x.what == "copy on the device"}
+    print(f"{'dim':>4} {'layout':7} {'what':20} {'GB/s':>9} {'of a copy':>10}")
+    for x in figures:
+        share = x.gb_per_s / copies[x.dim, x.layout]
+        print(f"{x.dim:4} {x.layout:7} {x.what:20} {x.gb_per_s:9.1f} {share:10.2f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--codec", default="tq3")
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing was measured", file=sys.stderr)
+        return NO_DEVICE
+    device, figures, right = torch.device("cuda"), [], True
+    beside: dict[str, dict[str, float]] = {}
+    for dim in options.dims:
+        for layout in ("NHD", "HND"):
+            rig = Rig(options.codec, dim, layout, device)
+            same = agree(rig.cache, rig.store)
+            print(f"dim {dim}, {layout}: {'the same bytes as the host' if same else 'WRONG'}")
+            right = right and same
+            figures += speeds(rig, dim, layout, options.seconds)
+            if (dim, layout) == (options.dims[0], "NHD"):
+                beside = disturbance(rig, options.seconds)
+            rig.close()
+    report(figures)
+    for name, times in beside.items():
+        print(f"decode step {name}: p50 {times['p50_ms']:.3f} ms, p99 {times['p99_ms']:.3f} ms")
+    if options.json:
+        found = {
+            "device": torch.cuda.get_device_name(device),
+            "right": right,
+            "figures": [asdict(x) for x in figures],
+            "decode_step": beside,
+        }
+        options.json.write_text(json.dumps(found, indent=2))
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
