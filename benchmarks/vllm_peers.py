@@ -4,8 +4,14 @@
     .venv/bin/python benchmarks/vllm_peers.py [--codecs tq3] [--json OUT]
 
 The first run also makes an environment for LMCache (see ``lmcache_stack``). All three run the same
-model in bfloat16 with the same pool; plain vLLM gets the RAM that the others use as a cold tier on
-top of its pool. Prompts are token ids, equal for all. Of each system:
+model with a pool for the same number of tokens; plain vLLM gets the RAM that the others use as a
+cold tier on top of its pool. Prompts are token ids, equal for all.
+
+The engine computes in float32, because most CPUs are several times faster at it, and because vLLM's
+own prefix cache is exact then. Plain vLLM and LMCache keep KV as the engine has it. So that they
+are measured as if it were bfloat16, as on a GPU, they get *twice* the RAM that Thermocline gets.
+
+Of each system:
 
 1. ``--sessions`` conversations have a first turn each, more than anybody can keep.
 2. They come back with a short new message, newest first: that shows how many are kept. A session
@@ -18,8 +24,7 @@ top of its pool. Prompts are token ids, equal for all. Of each system:
    has continued them greedily before, with nothing cached. Each of those tokens is asked for once,
    with all before it given (teacher forcing; vLLM gives log-probabilities of a prompt only without
    any cache, so every position is a request). Reported is how often the most likely token is the
-   reference's. In bfloat16 even vLLM's own prefix cache does not always agree with a fresh
-   prefill, because matrices of other shapes round otherwise: plain vLLM's row is the yardstick.
+   reference's.
 
 Chunks of Thermocline are one block here, as LMCache's are: sessions are short.
 """
@@ -45,11 +50,11 @@ from tokenizers import Tokenizer
 from engines.vllm_plugin.command import CPU_BLOCK_TOKENS
 from launch.sample_model import sample_model
 from stack import MIB, Stack, prose, write_json
-from vllm_stack import MODEL_NAME, PlainVllm, with_plugin
+from vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
 
 CACHE = Path.home() / ".cache" / "thermocline"
-BYTES_PER_TOKEN = 30 * 3 * 128 * 2  # SmolLM2-135M in bfloat16
-DTYPE = "bfloat16"  # as LMCache keeps it, and half of what float32 would take of its RAM
+WIDER = 2  # float32 than bfloat16
+DTYPE = "float32"
 RESTORABLE = 0.95
 GIVE_UP = 3  # sessions in a row
 SETTLE_S = 3.0  # saves may go on when the answer is there
@@ -206,7 +211,7 @@ class Row:
     ttft_p50_s: float
     ttft_p95_s: float
     first_ttft_p50_s: float  # nothing restored
-    bytes_per_token: int  # at rest
+    bytes_per_token: int  # at rest; of those who do not pack, as if it were bfloat16
     top1: float
 
 
@@ -242,7 +247,7 @@ async def measure(
         ttft_p50_s=round(statistics.median(seconds), 3),
         ttft_p95_s=round(seconds[int(0.95 * (len(seconds) - 1))], 3),
         first_ttft_p50_s=round(statistics.median(x.seconds for x in firsts), 3),
-        bytes_per_token=round(weight / weighed) if weight else BYTES_PER_TOKEN,
+        bytes_per_token=round(weight / weighed) if weight else BYTES_PER_TOKEN // WIDER,
         top1=round(top1, 4),
     )
 
@@ -257,16 +262,21 @@ class Peer:
 def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[Peer]:
     ram_bytes = args.ram_mib * MIB
     lmcache = python_with_lmcache(CACHE / "lmcache")
-    plain = PlainVllm(pool_bytes + ram_bytes, max_context, dtype=DTYPE)
+    wide_bytes = WIDER * ram_bytes
+    plain = PlainVllm(pool_bytes + wide_bytes, max_context, dtype=DTYPE)
     headroom = max_context * BYTES_PER_TOKEN
-    theirs = LmcacheVllm(lmcache, ram_bytes, headroom, pool_bytes, max_context, DTYPE)
+    theirs = LmcacheVllm(lmcache, wide_bytes, headroom, pool_bytes, max_context, DTYPE)
     ours = [
         with_plugin(pool_bytes, codec, ram_bytes, max_context, DTYPE, chunk_tokens=CPU_BLOCK_TOKENS)
         for codec in args.codecs
     ]
     return [
         Peer("plain vLLM", plain, lambda _: 0.0),
-        Peer(LMCACHE.replace("==", " "), theirs, lambda x: float(x.ram_used)),
+        Peer(
+            LMCACHE.replace("==", " "),
+            theirs,
+            lambda x: x.ram_used / WIDER,
+        ),
         *(
             Peer(f"Thermocline {codec}", stack, ram_tier_bytes)
             for codec, stack in zip(args.codecs, ours, strict=True)
