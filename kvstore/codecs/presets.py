@@ -1,7 +1,8 @@
 """The table of codecs by name.
 
-A name outside the table may be the import string of one's own, ``module:Attr``: a codec, or
-something that returns one when called.
+Some presets have to know the model: they are opened with its profile (see ``calibrated``), and
+``dense3`` knows how to do without. A name outside the table may be the import string of one's own,
+``module:Attr``: a codec, or something that returns one when called.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import importlib
 
 from kvstore.codecs.base import Codec
+from kvstore.codecs.calibrated import CALIBRATED, calibrated_codec
 from kvstore.codecs.plain_rows import PlainRows
+from kvstore.codecs.profile import Profile
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.rotated_rows import RotatedRows
 from kvstore.codecs.row_codec import RowCodec
@@ -21,6 +24,7 @@ PRESETS = {
     "lm3": "kvstore.codecs.presets:lm3",
     "tq3": "kvstore.codecs.presets:tq3",
     "tq4": "kvstore.codecs.presets:tq4",
+    "dense3": "kvstore.codecs.presets:dense3",
 }
 
 
@@ -42,6 +46,26 @@ def tq3() -> Codec:
 def tq4() -> Codec:
     """Four bits, rotated: 3.76x over bf16 at 64 values per row, 3.88x at 128."""
     return RowCodec("tq4.1", RotatedRows(4))
+
+
+def dense3() -> Codec:
+    """Three bits for a model nothing is known of: the arithmetic of ``tq3``."""
+    return RowCodec("dense3.1", RotatedRows(3))
+
+
+def open_codec(name: str, profile: Profile | None = None) -> Codec:
+    """The calibrated preset of that name if ``profile`` has one, else what needs no profile.
+
+    Raises:
+        UnknownCodec: no such name, or it needs a profile that there is none of; says what to do.
+    """
+    if profile is not None and name in profile.learned and name in CALIBRATED:
+        return calibrated_codec(name, profile)
+    if name in CALIBRATED and name not in PRESETS:
+        raise UnknownCodec(
+            f"codec {name!r} needs a profile of the model: run thermocline calibrate"
+        )
+    return codec_by_name(name)
 
 
 def codec_by_name(name: str) -> Codec:

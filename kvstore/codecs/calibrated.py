@@ -1,0 +1,52 @@
+"""The table of calibrated presets, and codecs of them for a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvstore.codecs.fixed_rate import FixedRate
+from kvstore.codecs.one_step import OneStep
+from kvstore.codecs.pipeline import Pipeline
+from kvstore.codecs.profile import Profile
+from kvstore.codecs.stack_codec import StackCodec
+from kvstore.codecs.stacks import Scope
+from kvstore.errors import UnknownCodec
+from kvstore.shapes import KVLayout
+
+Preset: TypeAlias = FixedRate | OneStep
+
+CALIBRATED: dict[str, Preset] = {
+    "dense3": FixedRate(Scope("head"), 3.0),
+    "balanced": OneStep(Scope("layer"), 2.0),
+    "max": OneStep(Scope("group", 10), 0.8),
+    "safe": OneStep(Scope("layer"), 6.0),
+}
+ARITHMETIC = 1  # raise it when a calibrated preset's bytes change
+
+
+def calibrated_codec(name: str, profile: Profile) -> StackCodec:
+    """Raises ``UnknownCodec`` for a preset that the profile has learned nothing for."""
+    if name not in profile.learned:
+        raise UnknownCodec(f"the profile knows no preset {name!r}; calibrate the model again")
+    codec_id = f"{name}.{ARITHMETIC}-{profile.ids[name]}"
+    return StackCodec(codec_id, _Assembled(CALIBRATED[name], name, profile))
+
+
+@dataclass
+class _Assembled:
+    """The pipelines of one layout: a profile is of one model, so there is no other."""
+
+    preset: Preset
+    name: str
+    profile: Profile
+    pipelines: tuple[Pipeline, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        learned = self.profile.learned[self.name]
+        self.pipelines = self.preset.assemble(self.profile, learned, self.profile.layout)
+
+    def __call__(self, layout: KVLayout) -> tuple[Pipeline, ...]:
+        if layout.layers != self.profile.layout.layers:
+            raise UnknownCodec(f"codec {self.name} was calibrated for a model of other layers")
+        return self.pipelines

@@ -1,0 +1,140 @@
+"""Static symbol tables, learned in calibration and kept in the profile as integers.
+
+How codes of a component are distributed depends, to a very good approximation, on one number: its
+deviation over the quantiser's step. So there is one table for each *class* of that ratio, an eighth
+of an octave wide, and no component needs a table of its own.
+
+A symbol stands for one code, ``largest`` of the class on either side of zero; the last symbol is
+the escape for all others, which follow elsewhere as they are. The lowest bits of the codes of a
+wide class are nearly uniform and follow as bit planes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+CLASSES_PER_OCTAVE = 8
+LOWEST_CLASS = -4 * CLASSES_PER_OCTAVE  # deviation of a sixteenth of a step
+NUM_CLASSES = 16 * CLASSES_PER_OCTAVE
+MAX_LARGEST = 62
+NUM_SYMBOLS = 2 * MAX_LARGEST + 2
+PRECISION = 12  # bits of a frequency
+TOTAL = 1 << PRECISION
+CODED_BITS = 3  # of a ratio of 8 and more; what is below goes into planes
+RARE = 2.0**-14
+PRIOR_WEIGHT = 20.0
+
+
+def classes_of(ratios: np.ndarray) -> np.ndarray:
+    """int64 class numbers of deviations over steps."""
+    with np.errstate(divide="ignore"):
+        octaves = np.log2(np.maximum(ratios, 1e-30))
+    numbers = np.rint(CLASSES_PER_OCTAVE * octaves).astype(np.int64) - LOWEST_CLASS
+    classes: np.ndarray = np.clip(numbers, 0, NUM_CLASSES - 1)
+    return classes
+
+
+def ratio_of(classes: np.ndarray) -> np.ndarray:
+    ratios: np.ndarray = np.exp2((classes + LOWEST_CLASS) / CLASSES_PER_OCTAVE)
+    return ratios
+
+
+def plane_bits(classes: np.ndarray) -> np.ndarray:
+    """How many of the lowest bits of a code go into planes, int64."""
+    whole_octaves = (classes + LOWEST_CLASS) // CLASSES_PER_OCTAVE
+    bits: np.ndarray = np.maximum(whole_octaves - CODED_BITS, 0)
+    return bits
+
+
+@dataclass(frozen=True, eq=False)
+class SymbolTables:
+    """``frequencies``: uint16 (NUM_CLASSES, NUM_SYMBOLS), each row adds up to ``TOTAL``.
+
+    ``largest``: uint8 (NUM_CLASSES,).
+    """
+
+    frequencies: np.ndarray
+    largest: np.ndarray
+
+    def __post_init__(self) -> None:
+        shapes = (self.frequencies.shape, self.largest.shape)
+        if shapes != ((NUM_CLASSES, NUM_SYMBOLS), (NUM_CLASSES,)):
+            raise ValueError(f"symbol tables of shapes {shapes}")
+        beyond = np.arange(NUM_SYMBOLS) > self.escapes[:, None]
+        if np.any(self.frequencies.astype(np.int64).sum(axis=1) != TOTAL):
+            raise ValueError("frequencies of a class do not add up")
+        if np.any(self.largest > MAX_LARGEST) or np.any((self.frequencies > 0) == beyond):
+            raise ValueError("a symbol has no frequency, or one beyond the alphabet has")
+
+    @functools.cached_property
+    def escapes(self) -> np.ndarray:
+        """The last symbol of every class, int64."""
+        return 2 * self.largest.astype(np.int64) + 1
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """Sum of the frequencies before each symbol, uint32 (NUM_CLASSES, NUM_SYMBOLS)."""
+        counts = self.frequencies.astype(np.uint32)
+        return np.cumsum(counts, axis=1, dtype=np.uint32) - counts
+
+    @functools.cached_property
+    def symbols(self) -> np.ndarray:
+        """Which symbol each slot of the total belongs to, uint8 (NUM_CLASSES, TOTAL)."""
+        numbers = np.arange(NUM_SYMBOLS, dtype=np.uint8)
+        return np.stack([np.repeat(numbers, row) for row in self.frequencies.astype(np.int64)])
+
+    def bits(self) -> np.ndarray:
+        """Mean length of a code of each class, with its planes, float64 (NUM_CLASSES,)."""
+        shares = self.frequencies / TOTAL
+        lengths = -np.log2(np.where(shares > 0, shares, 1))
+        means: np.ndarray = (shares * lengths).sum(axis=1) + plane_bits(np.arange(NUM_CLASSES))
+        return means
+
+
+def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables:
+    """From codes (rows, tokens) and the classes of their rows (rows,)."""
+    counts = np.zeros((NUM_CLASSES, NUM_SYMBOLS - 1))
+    for codes, classes in samples:
+        high = codes.astype(np.int64) >> plane_bits(classes)[:, None]
+        for number in np.unique(classes):
+            values = np.clip(high[classes == number], -MAX_LARGEST, MAX_LARGEST) + MAX_LARGEST
+            counts[number] += np.bincount(values.reshape(-1), minlength=NUM_SYMBOLS - 1)
+    shares = counts + PRIOR_WEIGHT * _prior()
+    shares /= shares.sum(axis=1, keepdims=True)
+    rows = [_row(row) for row in shares]
+    return SymbolTables(
+        np.stack([frequencies for frequencies, _ in rows]),
+        np.array([largest for _, largest in rows], np.uint8),
+    )
+
+
+def _prior() -> np.ndarray:
+    """Laplace-shaped, for symbols that calibration never saw."""
+    classes = np.arange(NUM_CLASSES)
+    ratios = ratio_of(classes) / 2.0 ** plane_bits(classes)
+    sizes = np.abs(np.arange(NUM_SYMBOLS - 1) - MAX_LARGEST)
+    prior = np.exp(-sizes / (0.9 * ratios[:, None] + 0.05))
+    prior /= prior.sum(axis=1, keepdims=True)
+    return np.asarray(prior)
+
+
+def _row(shares: np.ndarray) -> tuple[np.ndarray, int]:
+    """Integer frequencies of one class and its ``largest``."""
+    sizes = np.abs(np.arange(len(shares)) - MAX_LARGEST)
+    tails = [shares[sizes > largest].sum() for largest in range(MAX_LARGEST)]
+    largest = next((k for k, tail in enumerate(tails) if tail < RARE), MAX_LARGEST)
+    kept = shares[sizes <= largest]
+    exact = np.append(kept, max(1 - kept.sum(), 0.0)) * TOTAL
+    counts = np.maximum(np.rint(exact), 1)
+    while counts.sum() != TOTAL:  # by those that notice least
+        excess = int(np.sign(counts.sum() - TOTAL))
+        costs = exact * np.abs(np.log2(np.maximum(counts - excess, 0.5) / counts))
+        costs[counts <= excess] = np.inf
+        counts[np.argmin(costs)] -= excess
+    row = np.zeros(NUM_SYMBOLS, np.uint16)
+    row[: len(counts)] = counts
+    return row, largest

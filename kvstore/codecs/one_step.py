@@ -1,0 +1,201 @@
+"""Calibrated presets that are entropy-coded: KLT over heads, K|V or layers, and one step for all.
+
+Un-RoPE, the model's mean, a gain of 1.5 dB steps for K and V of each layer, the weight of each
+head, KLT, one step for every component of the model, rANS with static tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.codecs.entropy.tables import (
+    NUM_CLASSES,
+    SymbolTables,
+    classes_of,
+    fit_tables,
+    plane_bits,
+)
+from kvstore.codecs.pieces.class_coder import ClassCoder
+from kvstore.codecs.pieces.gain import STEPS_PER_OCTAVE, LogGain, root_mean_squares
+from kvstore.codecs.pieces.klt import Klt
+from kvstore.codecs.pieces.mean import ModelMean
+from kvstore.codecs.pieces.rope import UnRope
+from kvstore.codecs.pieces.uniform import NUM_SHIFTS, UniformStep
+from kvstore.codecs.pipeline import Pipeline
+from kvstore.codecs.profile import Profile
+from kvstore.codecs.samples import Samples
+from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
+from kvstore.codecs.statistics import principal_axes, unit_rows
+from kvstore.shapes import KVLayout
+
+SAMPLED_TOKENS = 1024  # of all texts together: enough to find the step by
+LIVE_RATIO = 0.2  # deviation over step below which a component is hardly ever anything but zero
+COMPONENTS_ROUNDED_TO = 16
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """``bits`` per element in calibration, gains apart."""
+
+    scope: Scope
+    bits: float
+
+    def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
+        shapes = stack_shapes(self.scope, samples.layout)
+        spectra = [_Spectrum(samples, shape, means) for shape in shapes]
+        step = _find_step([x.sampled() for x in spectra], self.bits)
+        learned = {"step": np.array([step], np.float32)}
+        for number, spectrum in enumerate(spectra):
+            spectrum.truncate(step)
+            learned |= {f"{name}.{number}": x for name, x in spectrum.learned().items()}
+        codes = [(c, k) for x in spectra for c, k in x.codes(step)]
+        learned |= _learned_tables("", codes)
+        shifts = _shifts([pair for x in spectra for pair in x.misses(step)])
+        for number, spectrum in enumerate(spectra):
+            learned[f"shifts.{number}"] = shifts[spectrum.classes(step)]
+        learned |= _learned_tables("gain_", [x.gain_codes() for x in spectra])
+        return learned
+
+    def assemble(
+        self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
+    ) -> tuple[Pipeline, ...]:
+        step = float(learned["step"][0])
+        tables = SymbolTables(learned["frequencies"], learned["largest"])
+        gain_tables = SymbolTables(learned["gain_frequencies"], learned["gain_largest"])
+        pipelines = []
+        for number, shape in enumerate(stack_shapes(self.scope, layout)):
+            gains = ClassCoder(learned[f"gain_classes.{number}"], gain_tables)
+            deviations = learned[f"deviations.{number}"]
+            pipelines.append(
+                Pipeline(
+                    shape,
+                    (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
+                    LogGain(shape, learned[f"gain_centres.{number}"], gains),
+                    (Klt(learned[f"basis.{number}"], learned[f"weights.{number}"]),),
+                    UniformStep(step, learned[f"shifts.{number}"]),
+                    ClassCoder(classes_of(deviations / step), tables),
+                )
+            )
+        return tuple(pipelines)
+
+
+class _Spectrum:
+    """Bases and components of one stack of the samples, while learning."""
+
+    def __init__(self, samples: Samples, shape: StackShape, means: np.ndarray) -> None:
+        self._samples, self._shape, self._means = samples, shape, means
+        self._weights = samples.weights(shape)
+        self.deviations, self.basis = principal_axes(x for x, _ in self._rows())
+        steps = [STEPS_PER_OCTAVE * np.log2(gains) for _, gains in self._rows()]
+        self._gain_steps = np.rint(np.concatenate(steps, axis=1)).astype(np.int64)
+        self._gain_centres = np.rint(self._gain_steps.mean(axis=1)).astype(np.int64)
+
+    def _rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for stack, gains in unit_rows(self._samples, self._shape, self._means, self._sizes):
+            stack *= self._weights[:, None]
+            yield stack, gains
+
+    def _sizes(self, stack: np.ndarray) -> np.ndarray:
+        sizes = root_mean_squares(stack, self._shape)
+        steps = np.rint(STEPS_PER_OCTAVE * np.log2(np.maximum(sizes, 1e-9)))
+        gains: np.ndarray = np.exp2(steps / STEPS_PER_OCTAVE).astype(np.float32)
+        return gains
+
+    def components(self) -> Iterator[np.ndarray]:
+        """fp32 (units, components, tokens), text by text."""
+        for stack, _ in self._rows():
+            yield np.matmul(self.basis.swapaxes(1, 2), stack.swapaxes(1, 2))
+
+    def sampled(self) -> tuple[np.ndarray, np.ndarray]:
+        """Components (rows, some tokens) and deviations (rows,)."""
+        every = max(self._gain_steps.shape[1] // SAMPLED_TOKENS, 1)
+        parts = [x[:, :, ::every].reshape(self.deviations.size, -1) for x in self.components()]
+        return np.concatenate(parts, axis=1), self.deviations.reshape(-1)
+
+    def truncate(self, step: float) -> None:
+        """Forget components that this step leaves at zero, and round the basis to fp16."""
+        live = int((self.deviations > LIVE_RATIO * step).sum(axis=1).max())
+        live = min(-(-live // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO, self._shape.width)
+        self.basis = self.basis[:, :, :live].astype(np.float16).astype(np.float32)
+        self.deviations = self.deviations[:, :live].astype(np.float32)
+
+    def classes(self, step: float) -> np.ndarray:
+        return classes_of(self.deviations / step)
+
+    def learned(self) -> dict[str, np.ndarray]:
+        return {
+            "basis": self.basis.astype(np.float16),
+            "deviations": self.deviations,
+            "weights": self._weights,
+            "gain_centres": self._gain_centres.astype(np.int16),
+            "gain_classes": self._gain_classes().astype(np.uint8),
+        }
+
+    def codes(self, step: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        classes = self.classes(step).reshape(-1)
+        for x in self.components():
+            yield np.rint(x / step).reshape(len(classes), -1).astype(np.int32), classes
+
+    def misses(self, step: float) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Sizes of codes, how far the values behind them lie above, and classes."""
+        classes = self.classes(step).reshape(-1)
+        for x in self.components():
+            scaled = np.abs(x.reshape(len(classes), -1)) / step
+            sizes = np.rint(scaled)
+            yield np.minimum(sizes, NUM_SHIFTS - 1).astype(np.int64), scaled - sizes, classes
+
+    def _gain_classes(self) -> np.ndarray:
+        deviations = (self._gain_steps - self._gain_centres[:, None]).std(axis=1)
+        classes: np.ndarray = np.maximum(classes_of(deviations), 1)
+        return classes
+
+    def gain_codes(self) -> tuple[np.ndarray, np.ndarray]:
+        codes = (self._gain_steps - self._gain_centres[:, None]).swapaxes(1, 2)
+        classes = self._gain_classes().reshape(-1)
+        return codes.reshape(len(classes), -1), classes
+
+
+def _learned_tables(
+    prefix: str, codes: list[tuple[np.ndarray, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    tables = fit_tables(codes)
+    return {f"{prefix}frequencies": tables.frequencies, f"{prefix}largest": tables.largest}
+
+
+def _find_step(sampled: list[tuple[np.ndarray, np.ndarray]], bits: float) -> float:
+    """Bisection in octaves; finer steps cost more bits."""
+    size = sum(len(deviations) for _, deviations in sampled)
+    high = float(np.log2(max(deviations.max() for _, deviations in sampled)))
+    low = high - 20
+    for _ in range(16):
+        step = 2 ** ((low + high) / 2)
+        spent = sum(_entropy(x, deviations, step) for x, deviations in sampled) / size
+        low, high = ((low + high) / 2, high) if spent > bits else (low, (low + high) / 2)
+    return 2 ** ((low + high) / 2)
+
+
+def _entropy(components: np.ndarray, deviations: np.ndarray, step: float) -> float:
+    """Bits of one token's codes under one table for each class."""
+    classes, total = classes_of(deviations / step), 0.0
+    for number in np.unique(classes):
+        low = int(plane_bits(number))
+        codes = np.rint(components[classes == number] / step).astype(np.int64) >> low
+        counts = np.bincount((codes - codes.min()).reshape(-1))
+        shares = counts[counts > 0] / codes.size
+        total += len(codes) * (low - float((shares * np.log2(shares)).sum()))
+    return total
+
+
+def _shifts(misses: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
+    """fp32 (NUM_CLASSES, NUM_SHIFTS): how far centroids lie from the middles of cells."""
+    totals, counts = np.zeros((2, NUM_CLASSES * NUM_SHIFTS))
+    for sizes, beyond, classes in misses:
+        keys = (classes[:, None] * NUM_SHIFTS + sizes).reshape(-1)
+        totals += np.bincount(keys, beyond.reshape(-1), len(totals))
+        counts += np.bincount(keys, minlength=len(counts))
+    shifts = (totals / (counts + 50)).reshape(NUM_CLASSES, NUM_SHIFTS).astype(np.float32)
+    shifts[:, 0] = 0
+    return shifts

@@ -1,0 +1,118 @@
+"""The size of every token, taken out before the transform and put back after it.
+
+Noise then scales with the token: tokens with small values are often the most attended, and a step
+that suits the large ones would drown them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.codecs.floats import FP16_LARGEST
+from kvstore.codecs.pieces.seams import Coder
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks import StackShape
+from kvstore.errors import Corrupt
+
+FP16_SMALLEST = np.float32(2.0**-14)
+STEPS_PER_OCTAVE = 4  # 1.5 dB
+LARGEST_INDEX = 31 * STEPS_PER_OCTAVE
+
+
+def root_mean_squares(stack: np.ndarray, shape: StackShape) -> np.ndarray:
+    """fp32 (units, tokens, parts); infinite or undefined where a part of a row is."""
+    sizes = np.empty((*stack.shape[:2], len(shape.parts)), np.float32)
+    with np.errstate(all="ignore"):
+        for number, part in enumerate(shape.parts):
+            x = stack[:, :, part.start : part.stop]
+            np.einsum("utw,utw->ut", x, x, out=sizes[:, :, number])
+            sizes[:, :, number] /= part.stop - part.start
+        return np.sqrt(sizes)
+
+
+class NoGain:
+    """Rows keep their size. Implements ``Gain``."""
+
+    is_fitted = False
+
+    def __init__(self, shape: StackShape) -> None:
+        self._shape = shape
+
+    def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sizes = root_mean_squares(stack, self._shape)
+        return np.ones_like(sizes), ~np.isfinite(sizes)
+
+    def write(self, gains: np.ndarray) -> bytes:
+        return b""
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        return np.ones((self._shape.num_units, num_tokens, len(self._shape.parts)), np.float32)
+
+    def nbytes(self, num_tokens: int) -> int:
+        return 0
+
+
+class HalfGain:
+    """A fp16 number for each row. Implements ``Gain``.
+
+    ``is_fitted``: the gain that fits the *quantised* row best, which costs nothing and takes off
+    the shrinkage of a quantiser.
+    """
+
+    def __init__(self, shape: StackShape, is_fitted: bool = True) -> None:
+        self._shape = shape
+        self.is_fitted = is_fitted and len(shape.parts) == 1
+
+    def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        gains = root_mean_squares(stack, self._shape)
+        # Twice the range is left for what fitting does to a gain.
+        fits = (gains == 0) | ((gains >= 2 * FP16_SMALLEST) & (gains <= FP16_LARGEST / 2))
+        return gains, ~fits
+
+    def write(self, gains: np.ndarray) -> bytes:
+        return gains.astype("<f2").tobytes()
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        shape = (self._shape.num_units, num_tokens, len(self._shape.parts))
+        gains = reader.take("<f2", *shape).astype(np.float32)
+        if not np.isfinite(gains).all():
+            raise Corrupt("a gain is none that was written")
+        return gains
+
+    def nbytes(self, num_tokens: int) -> int:
+        return 2 * self._shape.num_units * num_tokens * len(self._shape.parts)
+
+
+class LogGain:
+    """Steps of 1.5 dB, coded as integers. Implements ``Gain``."""
+
+    is_fitted = False
+
+    def __init__(self, shape: StackShape, centres: np.ndarray, coder: Coder) -> None:
+        """``centres``: (units, parts), the steps from which the coder's codes count."""
+        self._shape = shape
+        self._centres = centres[:, None].astype(np.int32)
+        self._coder = coder
+
+    def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sizes = root_mean_squares(stack, self._shape)
+        with np.errstate(all="ignore"):
+            steps = np.rint(STEPS_PER_OCTAVE * np.log2(sizes))
+        fits = steps <= LARGEST_INDEX  # what is too small comes out as zeros, which is close enough
+        return _gains(np.where(fits, steps, 0)), ~fits
+
+    def write(self, gains: np.ndarray) -> bytes:
+        steps = np.rint(STEPS_PER_OCTAVE * np.log2(gains)).astype(np.int32)
+        return self._coder.write(steps - self._centres)
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        return _gains(self._coder.read(reader, num_tokens) + self._centres)
+
+    def nbytes(self, num_tokens: int) -> int:
+        return self._coder.nbytes(num_tokens)
+
+
+def _gains(steps: np.ndarray) -> np.ndarray:
+    limited = np.clip(steps, -LARGEST_INDEX, LARGEST_INDEX)
+    gains: np.ndarray = np.exp2(limited / np.float32(STEPS_PER_OCTAVE)).astype(np.float32)
+    return gains

@@ -1,0 +1,44 @@
+"""Karhunen-Loeve transform: onto the principal axes of what was seen in calibration.
+
+Components come out uncorrelated, with very uneven variances, and bits go where variance is. Axes of
+components that never get a bit need not exist: a basis may have fewer columns than rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.codecs.reader import Reader
+
+
+class Klt:
+    """Implements ``Transform``, for bases with orthonormal columns."""
+
+    def __init__(self, basis: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """``basis``: (units, width, components).
+
+        ``weights``, fp32 (units, width): how much an error in a column matters. Columns are
+        multiplied by them first, so that one error size for all components is the right one.
+        """
+        self._basis = np.ascontiguousarray(basis, np.float32)
+        self._weights = None if weights is None else weights[:, None].astype(np.float32)
+        self._inverse = None if self._weights is None else 1 / self._weights
+
+    def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
+        if self._weights is not None:
+            stack = stack * self._weights
+        # Component by component in memory, which is the order of the coders.
+        components = np.matmul(self._basis.swapaxes(1, 2), stack.swapaxes(1, 2))
+        return components.swapaxes(1, 2), b""
+
+    def read(self, reader: Reader, num_tokens: int) -> object:
+        return None
+
+    def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
+        restored: np.ndarray = np.matmul(stack, self._basis.swapaxes(1, 2))
+        if self._inverse is not None:
+            restored *= self._inverse
+        return restored
+
+    def note_nbytes(self, num_tokens: int) -> int:
+        return 0

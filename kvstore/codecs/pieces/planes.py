@@ -1,0 +1,42 @@
+"""Bit planes: any number of bits for each component, every chunk of the same length.
+
+A plane is one bit of one component for all tokens of the chunk, lowest token in the lowest bit,
+padded to whole bytes. Planes of a component lie together, lowest bit first; components follow one
+another, then units. So it does not matter how many bits neighbours have.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.codecs.reader import Reader
+
+
+class BitPlanes:
+    """Implements ``Coder`` for codes below two to the power of their bits."""
+
+    def __init__(self, bits: np.ndarray) -> None:
+        """``bits``: (units, components), 0 to 8."""
+        self._bits = bits.astype(np.int64)
+        flat = self._bits.reshape(-1)
+        self._components = np.repeat(np.arange(len(flat)), flat)
+        firsts = np.cumsum(flat) - flat
+        self._places = (np.arange(len(self._components)) - np.repeat(firsts, flat)).astype(np.uint8)
+
+    def write(self, codes: np.ndarray) -> bytes:
+        rows = codes.swapaxes(1, 2).reshape(self._bits.size, -1)
+        planes = (rows[self._components] >> self._places[:, None]) & 1
+        return np.packbits(planes.astype(np.uint8), axis=1, bitorder="little").tobytes()
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        packed = reader.take("u1", len(self._places), -(-num_tokens // 8))
+        planes = np.unpackbits(packed, axis=1, count=num_tokens, bitorder="little")
+        rows = np.zeros((self._bits.size, num_tokens), np.uint8)
+        for place in range(int(self._bits.max(initial=0))):
+            chosen = self._places == place
+            rows[self._components[chosen]] |= planes[chosen] << place
+        units, components = self._bits.shape
+        return rows.reshape(units, components, num_tokens).swapaxes(1, 2)
+
+    def nbytes(self, num_tokens: int) -> int:
+        return len(self._places) * -(-num_tokens // 8)

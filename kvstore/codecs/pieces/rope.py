@@ -1,0 +1,99 @@
+"""Un-RoPE: keys turned back to position zero, where neighbouring tokens resemble each other.
+
+RoPE (arXiv 2104.09864) turns pairs of channels by position times frequency. A turned channel has no
+mean and no preferred direction; turned back, a key has both, and a basis can be learned for it. The
+turn is orthogonal, so errors keep their size.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks import KEY, StackShape
+
+
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a model turns its keys: the first ``2 * len(frequencies)`` channels of every head.
+
+    ``frequencies``: radians per token. ``interleaved``: channel 2i is paired with 2i + 1, not
+    channel i with i + len(frequencies).
+    """
+
+    frequencies: tuple[float, ...]
+    interleaved: bool = False
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * len(self.frequencies)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Columns of some units that are turned alike: whole units, or one head of a unit."""
+
+    units: tuple[int, ...]
+    start: int
+    rope: Rope
+
+
+class UnRope:
+    """Implements ``Transform``."""
+
+    def __init__(self, shape: StackShape, ropes: tuple[Rope | None, ...]) -> None:
+        """``ropes``: one for each layer, None for a layer that turns nothing."""
+        turns: dict[tuple[int, Rope], list[int]] = {}
+        for number, unit in enumerate(shape.units):
+            for start, segment in zip(shape.starts, unit, strict=True):
+                rope = ropes[segment.layer] if segment.side == KEY else None
+                if rope is not None:
+                    turns.setdefault((start, rope), []).append(number)
+        self._turns = [_Turn(tuple(u), start, rope) for (start, rope), u in turns.items()]
+
+    def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
+        return self._turned(stack, first_token, -1), b""
+
+    def read(self, reader: Reader, num_tokens: int) -> object:
+        return None
+
+    def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
+        return self._turned(stack, first_token, 1)
+
+    def note_nbytes(self, num_tokens: int) -> int:
+        return 0
+
+    def _turned(self, stack: np.ndarray, first_token: int, direction: int) -> np.ndarray:
+        for turn in self._turns:
+            cos, sin = _tables(turn.rope, first_token, stack.shape[1])
+            units = list(turn.units)
+            for part in np.array_split(units, max(len(units) // 8, 1)):  # stay in the cache
+                columns = slice(turn.start, turn.start + turn.rope.num_channels)
+                x = stack[part, :, columns]
+                stack[part, :, columns] = _turn(x, cos, direction * sin, turn.rope.interleaved)
+        return stack
+
+
+def _turn(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
+    half = x.shape[-1] // 2
+    pair = (
+        (np.s_[..., ::2], np.s_[..., 1::2])
+        if interleaved
+        else (np.s_[..., :half], np.s_[..., half:])
+    )
+    first, second = x[pair[0]], x[pair[1]]
+    turned = np.empty_like(x)
+    turned[pair[0]] = first * cos - second * sin
+    turned[pair[1]] = first * sin + second * cos
+    return turned
+
+
+@functools.lru_cache(maxsize=256)
+def _tables(rope: Rope, first_token: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, fp32 (num_tokens, channels / 2)."""
+    positions = np.arange(first_token, first_token + num_tokens, dtype=np.float64)
+    angles = np.outer(positions, np.array(rope.frequencies, np.float64))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

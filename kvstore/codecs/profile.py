@@ -1,0 +1,172 @@
+"""What was learned of one model: one immutable file, named by the model's fingerprint.
+
+    "TCPF" | u32 length of the header | header, JSON | arrays | BLAKE2b-256 of all before it
+
+The header names dtype, shape and place of every array; nothing in the file is ever executed. A
+codec's id carries a digest of what *that* codec learned, so a blob never meets another profile than
+the one that it was written with, and measuring quality again changes no id.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvstore.codecs.pieces.rope import Rope
+from kvstore.errors import Corrupt, Mismatch
+from kvstore.shapes import KVLayout
+
+MAGIC: Final = b"TCPF"
+VERSION: Final = 1
+DIGEST_BYTES: Final = 32
+MAX_HEADER_BYTES: Final = 1 << 22
+MAX_BYTES: Final = 1 << 33
+ALIGNMENT: Final = 64
+DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1")
+ID_DIGITS: Final = 10  # of a digest, in a codec's id
+
+
+class QualityRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one preset does to the model, measured."""
+
+    preset: str
+    context: int
+    bits_per_element: float
+    perplexity_change_pct: float
+    kl: float
+    top1: float
+    needle_found: int
+    needle_total: int
+    cos_k: float
+    cos_v: float
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str  # preset/array
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    fingerprint: str
+    layout: KVLayout
+    ropes: tuple[Rope | None, ...]
+    rows: tuple[QualityRow, ...]
+    arrays: tuple[_Entry, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """``learned``: for each preset its arrays by name, as ``fit`` made them."""
+
+    fingerprint: str
+    layout: KVLayout
+    ropes: tuple[Rope | None, ...]  # one for each layer; None where keys are not turned
+    learned: Mapping[str, Mapping[str, np.ndarray]]
+    rows: tuple[QualityRow, ...] = ()
+
+    @functools.cached_property
+    def ids(self) -> dict[str, str]:
+        """For each preset the digits that stand for what it learned."""
+        return {preset: self._digest(preset) for preset in self.learned}
+
+    def _digest(self, preset: str) -> str:
+        known = msgspec.json.encode((self.layout.layers, self.ropes))
+        digest = blake2b(known, digest_size=ID_DIGITS // 2)
+        for name, array in sorted(self.learned[preset].items()):
+            digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Written whole under another name first."""
+        arrays = {f"{p}/{n}": a for p, known in self.learned.items() for n, a in known.items()}
+        entries = tuple(_Entry(name, a.dtype.str, a.shape) for name, a in arrays.items())
+        header = _Header(VERSION, self.fingerprint, self.layout, self.ropes, self.rows, entries)
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        whole = path.with_name(f"{path.name}.{os.getpid()}.new")
+        with whole.open("wb") as file:
+            for piece in _file_pieces(msgspec.json.encode(header), list(arrays.values())):
+                digest.update(piece)
+                file.write(piece)
+            file.write(digest.digest())
+            file.flush()
+            os.fsync(file.fileno())
+        whole.replace(path)
+
+
+def load_profile(path: Path) -> Profile:
+    """Arrays are read-only views of one buffer.
+
+    Raises:
+        OSError: the file cannot be read.
+        Corrupt: it is no profile, or damaged.
+        Mismatch: it was written by another release.
+    """
+    if path.stat().st_size > MAX_BYTES:
+        raise Corrupt(f"{path}: larger than any profile")
+    whole = np.fromfile(path, np.uint8)
+    body = whole[: max(len(whole) - DIGEST_BYTES, 0)]
+    if len(body) < 8 or body[:4].tobytes() != MAGIC:
+        raise Corrupt(f"{path}: not a profile")
+    if blake2b(body.data, digest_size=DIGEST_BYTES).digest() != whole[len(body) :].tobytes():
+        raise Corrupt(f"{path}: damaged; calibrate the model again")
+    length = int(body[4:8].view("<u4")[0])
+    if length > min(MAX_HEADER_BYTES, len(body) - 8):
+        raise Corrupt(f"{path}: a header of {length} bytes")
+    header = _header(body[8 : 8 + length].tobytes(), path)
+    learned = _arrays(body, _aligned(8 + length), header.arrays, path)
+    return Profile(header.fingerprint, header.layout, header.ropes, learned, header.rows)
+
+
+def _header(text: bytes, path: Path) -> _Header:
+    try:
+        version = msgspec.json.decode(text)["version"]
+        if version != VERSION:
+            raise Mismatch(f"{path}: version {version}, {VERSION} expected; calibrate again")
+        return msgspec.json.decode(text, type=_Header)
+    except (msgspec.MsgspecError, TypeError, KeyError) as error:
+        raise Corrupt(f"{path}: {error}") from error
+
+
+def _arrays(
+    body: np.ndarray, at: int, entries: tuple[_Entry, ...], path: Path
+) -> dict[str, dict[str, np.ndarray]]:
+    learned: dict[str, dict[str, np.ndarray]] = {}
+    for entry in entries:
+        preset, _, name = entry.name.partition("/")
+        if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
+            raise Corrupt(f"{path}: an array {entry.name} of {entry.dtype} {entry.shape}")
+        dtype = np.dtype(entry.dtype)
+        end = at + math.prod(entry.shape) * dtype.itemsize
+        if end > len(body):
+            raise Corrupt(f"{path}: shorter than its arrays")
+        array = body[at:end].view(dtype).reshape(entry.shape)
+        array.setflags(write=False)
+        learned.setdefault(preset, {})[name] = array
+        at = _aligned(end)
+    return learned
+
+
+def _file_pieces(header: bytes, arrays: list[np.ndarray]) -> list[bytes | memoryview]:
+    pieces: list[bytes | memoryview] = [MAGIC, len(header).to_bytes(4, "little"), header]
+    at = 8 + len(header)
+    for array in arrays:
+        pieces.append(bytes(_aligned(at) - at))
+        pieces.append(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+        at = _aligned(at) + array.nbytes
+    return pieces
+
+
+def _aligned(at: int) -> int:
+    return -(-at // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,51 @@
+"""Takes a payload apart from the front; nothing beyond its end is ever touched."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvstore.errors import Corrupt
+
+
+class Reader:
+    """Over one payload, used by one thread."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._bytes: np.ndarray = np.frombuffer(payload, np.uint8)
+        self._at = 0
+
+    def take(self, dtype: str, *shape: int) -> np.ndarray:
+        """The next array, a read-only view. ``dtype`` states the byte order.
+
+        Raises:
+            Corrupt: the payload is shorter.
+        """
+        kind = np.dtype(dtype)
+        end = self._at + math.prod(shape) * kind.itemsize
+        if end > len(self._bytes):
+            raise Corrupt(f"payload of {len(self._bytes)} bytes, at least {end} expected")
+        view = self._bytes[self._at : end]
+        self._at = end
+        return view.view(kind).reshape(shape)
+
+    def count(self, most: int) -> int:
+        """The next number, which says how many of something follow.
+
+        Raises:
+            Corrupt: more than there can be.
+        """
+        number = int(self.take("<u4", 1)[0])
+        if number > most:
+            raise Corrupt(f"{number} entries where {most} are the most there can be")
+        return number
+
+    def expect_end(self) -> None:
+        if self._at != len(self._bytes):
+            raise Corrupt(f"payload of {len(self._bytes)} bytes, {self._at} expected")
+
+
+def count_bytes(number: int) -> bytes:
+    """What ``Reader.count`` reads."""
+    return number.to_bytes(4, "little")
