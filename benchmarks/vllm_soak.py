@@ -40,7 +40,7 @@ HABITS = Habits(
 ROLES = {
     "VLLM::EngineCore": "engine_core",
     "VLLM::Worker": "worker",
-    "vllm.entrypoints": "api_server",
+    "engines.vllm_plugin.server": "api_server",
     "-m engines.vllm_plugin": "starter",
 }
 

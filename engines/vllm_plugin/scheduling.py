@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from engines.vllm_plugin.lookup import Lookup
 from engines.vllm_plugin.messages import RankLost, RankNews, RankSaved
 from engines.vllm_plugin.verbs import Verbs
 from engines.vllm_plugin.watch import Watch
-from engines.wire import Notice, Welcome, absent
+from engines.wire import EngineReport, Notice, Welcome, absent
 from kvstore.records import SessionRef
 from kvstore.stats import Counters
 
@@ -66,6 +67,13 @@ class Scheduling:
 
     def bind(self, pool: BlockPool) -> None:
         self._hot.bind(pool)
+
+    async def report(self) -> EngineReport:
+        """Raises as ``Hub.ask`` does. On the hub's loop: see ``spawn``."""
+        return await self._verbs.stats()
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._hub.spawn(work)
 
     def close(self) -> None:
         self._hub.close()

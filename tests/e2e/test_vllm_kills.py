@@ -21,7 +21,7 @@ AWAY_S = 600.0  # what a busy machine may take to start vLLM
 VICTIMS = {
     "worker": "VLLM::Worker",
     "engine core": "VLLM::EngineCore",
-    "HTTP server": "vllm.entrypoints",
+    "HTTP server": "engines.vllm_plugin.server",
 }
 
 

@@ -1,0 +1,133 @@
+"""The engine report as vLLM's own metrics: for who scrapes vLLM and not the gateway.
+
+The report is the one that the gateway gets, so both show the same figures. It is fetched when vLLM
+makes a step, at most once a second: between turns vLLM publishes nothing, so its figures are those
+of the last step, while the gateway asks whenever it is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
+
+import msgspec
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from engines.wire import EngineReport
+from kvstore.records import TierName
+
+EVERY_S: Final = 1.0
+# What vLLM's log says, beside its throughput.
+LOGGED: Final = ("restores", "restored_tokens", "saves", "saves_skipped", "loads_failed")
+# vLLM has no word for a store on another machine.
+SOURCES: Final[dict[TierName | None, CacheHitSource]] = {
+    "ram": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+}
+
+
+def source_of(tier: TierName | None) -> CacheHitSource:
+    return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
+class ColdStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not here to be looked at
+    """``data`` is an ``EngineReport`` in builtins. Its counters are totals: the newest counts."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return self if other.is_empty() else other
+
+    def reduce(self) -> dict[str, int | float]:
+        counters = self.data.get("counters", {})
+        return {name: counters[name] for name in LOGGED if name in counters}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class StatsFeed:
+    """``take`` on vLLM's thread."""
+
+    def __init__(
+        self,
+        report: Callable[[], Awaitable[EngineReport]],
+        spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``spawn`` runs what it gets elsewhere, and lets nobody wait."""
+        self._report = report
+        self._spawn = spawn
+        self._monotonic = monotonic
+        self._asked_at = float("-inf")
+        self._newest: ColdStats | None = None
+
+    def take(self) -> ColdStats | None:
+        """What has come since the last call."""
+        now = self._monotonic()
+        if now - self._asked_at >= EVERY_S:
+            self._asked_at = now
+            self._spawn(self._refresh)
+        stats, self._newest = self._newest, None
+        return stats
+
+    async def _refresh(self) -> None:
+        self._newest = ColdStats(data=msgspec.to_builtins(await self._report()))
+
+
+class ColdMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
+    """In vLLM's API server. Names begin with ``vllm:thermocline_``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge = metric_types[Counter], metric_types[Gauge]
+        self._events = counter(
+            name="vllm:thermocline_events",
+            documentation="What the plug-in counts: saves, restores, misses and the like.",
+            labelnames=[*labelnames, "event"],
+        )
+        self._tiers = {
+            field: gauge(
+                name=f"vllm:thermocline_tier_{name}",
+                documentation=words,
+                labelnames=[*labelnames, "tier"],
+                multiprocess_mode="mostrecent",
+            )
+            for field, (name, words) in TIER_GAUGES.items()
+        }
+        self._counted: dict[tuple[int, str], int] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for event, total in transfer_stats_data["counters"].items():
+            before = self._counted.get((engine_idx, event), 0)
+            self._events.labels(*labels, event).inc(max(0, total - before))
+            self._counted[engine_idx, event] = total
+        for tier in transfer_stats_data["tiers"]:
+            for field, gauge in self._tiers.items():
+                gauge.labels(*labels, tier["name"]).set(tier[field])
+
+
+TIER_GAUGES: Final = {
+    "nbytes": ("bytes", "Bytes of packed sessions held."),
+    "capacity_bytes": ("capacity_bytes", "Bytes that may be held."),
+    "num_blobs": ("blobs", "Blobs held."),
+    "evictions": ("evictions", "Blobs evicted."),
+    "errors": ("errors", "Failed operations."),
+    "available": ("available", "1 while the tier answers."),
+}
