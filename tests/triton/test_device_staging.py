@@ -1,0 +1,67 @@
+"""The ring: regions never overlap, come back in any order, and wait for room."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from engines.vllm_plugin.device_staging import STEP, Region, Staging  # noqa: E402
+
+pytestmark = pytest.mark.triton
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def ring(num_steps: int) -> Staging:
+    return Staging(num_steps * STEP, DEVICE, mirrored=True)
+
+
+def test_regions_of_any_size_in_any_order_never_overlap():
+    staging, held = ring(20), []
+    chance = random.Random(1)
+    for number in range(2000):
+        region = staging.take(chance.randrange(1, 6 * STEP), wait=not held)
+        if region is None:
+            taken, mark = held.pop(chance.randrange(len(held)))
+            assert bool((taken.host == mark).all())
+            staging.give_back(taken)
+            continue
+        region.host.fill_(number % 251)
+        held.append((region, number % 251))
+    assert all(bool((x.host == mark).all()) for x, mark in held)
+
+
+def test_what_fits_the_whole_ring_is_given_once_it_is_empty():
+    staging = ring(4)
+    small = staging.take(1, wait=False)
+    assert small is not None
+    assert staging.take(4 * STEP, wait=False) is None
+    staging.give_back(small)
+    assert staging.take(4 * STEP, wait=False) is not None
+
+
+def test_who_waits_is_woken_when_enough_has_come_back():
+    staging = ring(2)
+    first, second = (staging.take(STEP, wait=False) for _ in "ab")
+    got: list[Region | None] = []
+    thread = threading.Thread(target=lambda: got.append(staging.take(2 * STEP, wait=True)))
+    thread.start()
+    staging.give_back(second)
+    assert got == []
+    staging.give_back(first)
+    thread.join(10)
+    assert len(got) == 1
+    assert len(got[0].host) == 2 * STEP
+
+
+def test_an_upload_reaches_the_twin():
+    region = ring(1).take(100, wait=False)
+    region.host.fill_(7)
+    region.upload()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert bool((region.device == 7).all())
