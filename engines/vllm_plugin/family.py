@@ -15,7 +15,7 @@ import psutil
 
 TRACKER: Final = "multiprocessing.resource_tracker"
 KILLED_S: Final = 1.0  # until a process that was killed is looked for again
-TRACKER_S: Final = 3.0
+TRACKER_S: Final = 5.0
 
 
 def end_family() -> None:
