@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.vllm_plugin.command import CPU_BLOCK_TOKENS, SERVER
+from engines.vllm_plugin.command import CPU_BLOCK_TOKENS
+from engines.vllm_plugin.server import SERVER
 from launch.sample_model import sample_model
 from launch.vllm_home import find_python
 from stack import MIB, Stack, free_port
