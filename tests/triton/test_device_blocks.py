@@ -21,8 +21,10 @@ from engines.vllm_plugin.device_check import agree, blocks_for  # noqa: E402
 from engines.vllm_plugin.device_sides import side_groups  # noqa: E402
 from engines.vllm_plugin.host_blocks import HostBlocks  # noqa: E402
 from engines.vllm_plugin.paging import PagedCache, paged_cache  # noqa: E402
+from engines.vllm_plugin.plan import Load, Save  # noqa: E402
+from engines.vllm_plugin.rank import StagingArea  # noqa: E402
 from engines.vllm_plugin.streams import SideStream  # noqa: E402
-from engines.vllm_plugin.transfer import Filling, Packing  # noqa: E402
+from engines.vllm_plugin.transfer import Filling, Packing, Transfer  # noqa: E402
 from engines.vllm_plugin.triton_rows import TritonRows  # noqa: E402
 from kvstore.block_keys import BlockKeys, Piece  # noqa: E402
 from kvstore.block_store import BlockStore  # noqa: E402
@@ -42,7 +44,7 @@ EMPTY = 7.0  # of a block that nobody has written
 class Shape:
     layout: str = "NHD"
     block: int = 8
-    heads: int = 2
+    heads: int = 1
     dim: int = 64
     layers: int = 2
     dtype: torch.dtype = torch.bfloat16
@@ -57,7 +59,10 @@ class Rig:
     caches: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.caches = {f"layer{i}": fused(self.shape, i) for i in range(self.shape.layers)}
+        layers = [fused(self.shape, i) for i in range(self.shape.layers)]
+        if self.shape.layout == "BLHNC":
+            layers = list(torch.stack(layers, 1).unbind(1))
+        self.caches = {f"layer{i}": x for i, x in enumerate(layers)}
         self.cache: PagedCache = paged_cache(self.caches, SplitContent())
         codec = codec_by_name(self.shape.codec)
         keys = BlockKeys(FINGERPRINT, codec.id, self.shape.block, PER_CHUNK)
@@ -95,7 +100,7 @@ class Rig:
 
 
 def fused(shape: Shape, layer: int) -> torch.Tensor:
-    """One layer as vLLM shows it, (blocks, heads, tokens, K | V), in either physical order."""
+    """One layer as vLLM shows it, (blocks, heads, tokens, K | V), in the physical order wanted."""
     token_major = shape.layout == "NHD"
     inner = (shape.block, shape.heads) if token_major else (shape.heads, shape.block)
     generator = torch.Generator().manual_seed(layer)
@@ -124,16 +129,17 @@ def opened(rigs: list[Rig], **changes) -> Rig:
 
 
 SHAPES = {
-    "NHD": {},
-    "HND": {"layout": "HND"},
-    "HND of 16 tokens": {"layout": "HND", "block": 16, "heads": 1},
-    "head_dim 128": {"dim": 128, "heads": 1},
-    "head_dim 256": {"dim": 256, "heads": 1, "layers": 1},
+    "NHD": {"heads": 2},
+    "HND": {"layout": "HND", "heads": 2},
+    "HND of 16 tokens": {"layout": "HND", "block": 16},
+    "blocks across layers": {"layout": "BLHNC", "heads": 2},
+    "head_dim 128": {"dim": 128},
+    "head_dim 256": {"dim": 256, "layers": 1},
     "fp16": {"dtype": torch.float16},
-    "fp16 HND 128": {"dtype": torch.float16, "layout": "HND", "dim": 128, "heads": 1},
-    "four bits": {"codec": "tq4", "block": 16, "heads": 1},
-    "raw": {"codec": "raw"},
-    "raw fp32": {"codec": "raw", "dtype": torch.float32, "layout": "HND"},
+    "fp16 HND 128": {"dtype": torch.float16, "layout": "HND", "dim": 128},
+    "four bits": {"codec": "tq4", "layers": 1},
+    "raw": {"codec": "raw", "heads": 2},
+    "raw fp32": {"codec": "raw", "dtype": torch.float32, "layout": "HND", "heads": 2},
     "fp32, packed on the host": {"dtype": torch.float32},
     "head_dim 80, packed on the host": {"dim": 80},
     "lm3, packed on the host": {"codec": "lm3"},
@@ -176,7 +182,7 @@ def test_only_the_blocks_that_are_asked_for_are_written(rigs, codec):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
-    rig = opened(rigs, layout=layout)
+    rig = opened(rigs, layout=layout, heads=2)
     odd = [0.0, float("inf"), float("nan"), 1e-40, 1e30]
     for i, value in enumerate(odd):
         rig.caches["layer0"][2, 1, i, :64] = value  # keys
@@ -226,7 +232,7 @@ def test_a_payload_that_lies_about_its_rows_is_refused(rigs):
 
 
 def test_a_fault_in_the_middle_leaves_the_ring_whole(rigs, monkeypatch):
-    rig = opened(rigs)
+    rig = opened(rigs, codec="raw")
     ids = [7, 2, 10, 4]
     blobs = rig.blobs(rig.device, ids)
     lane = rig.device._saving
@@ -246,7 +252,7 @@ def test_a_fault_in_the_middle_leaves_the_ring_whole(rigs, monkeypatch):
 
 def test_saves_and_loads_at_the_same_time(rigs):
     """More pieces than the rings have room for, on three threads."""
-    rig = opened(rigs, layers=1, heads=1)
+    rig = opened(rigs, codec="raw", layers=1)
     ids = [x % NUM_BLOCKS for x in range(21)]
     blobs = rig.blobs(rig.device, ids)
     pieces = rig.pieces(len(ids))
@@ -270,9 +276,31 @@ def test_saves_and_loads_at_the_same_time(rigs):
     assert results == [True] * 3
 
 
+def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
+    rig = opened(rigs)
+    chain, ids, target = hashes(list(range(20))), [7, 2, 10, 4, 5], [3, 9, 0, 6, 8]
+    before = [bits(x)[ids] for x in rig.caches.values()]
+    staging, saved = StagingArea(), threading.Event()
+    transfer = Transfer(rig.device, rig.store, staging, 1 << 30)
+    transfer.save(Save(1, ref(), chain, ids), lambda record: saved.set())
+    assert saved.wait(60)
+    assert transfer.take_acks() == {1: 1}
+    for cache in rig.caches.values():
+        cache.fill_(EMPTY)
+    staging.expect(7)
+    staging.put(7, rig.store.fetch(ref(), chain, 0))
+    transfer.load(Load(7, "request", 0, target))
+    transfer.wait_for_news(60)
+    assert (transfer.take_loaded(), transfer.take_bad_blocks()) == ({"request"}, set())
+    transfer.close()
+    found = [bits(x)[target] for x in rig.caches.values()]
+    kept = [(0, slice(None), slice(0, 4)), (4,)]  # the first tokens, and the tail
+    assert all(torch.equal(a[x], b[x]) for a, b in zip(found, before, strict=True) for x in kept)
+
+
 @pytest.mark.parametrize("codec", ["tq3", "raw"])
 def test_the_kernels_prove_themselves_before_they_are_trusted(rigs, codec, monkeypatch):
-    rig = opened(rigs, codec=codec, heads=1, layers=1)
+    rig = opened(rigs, codec=codec, layers=1)
     assert agree(rig.cache, rig.store)
     monkeypatch.setattr(TritonRows, "pack", lambda *args: None)
     assert agree(rig.cache, rig.store) == (codec == "raw")
