@@ -173,12 +173,17 @@ def calibrate(
     """Measure what each codec costs this model. Takes minutes; a running server is left alone."""
     from launch.calibrate import Wishes, print_report, write_json
     from launch.calibrate import calibrate as run
+    from launch.picture import check_path, draw
 
+    if plot is not None:
+        check_path(plot)
     wishes = Wishes(text or (), eval_text or (), presets, contexts, needles)
     report = run(options.chosen(context, os.environ), wishes, os.environ)
     print_report(report)
     if json is not None:
         write_json(report, json)
+    if plot is not None:
+        draw(report, plot)
 
 
 @keys_app.command("new")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from engines.calibration.cases import Case
 from engines.calibration.instrument import Instrument
-from engines.calibration.metrics import answers, cosines, drift
+from engines.calibration.metrics import answers, cosines, drift, relative_error
 from engines.calibration.round_trip import RoundTrip, round_trip
 from engines.calibration.tally import Quality, Tally
 from kvstore.codecs.base import Codec
@@ -51,5 +51,8 @@ def measure(
 
 def _add_sizes(tally: Tally, instrument: Instrument, run: KVRun, trip: RoundTrip) -> None:
     tally.bits.append(trip.bits_per_element)
-    tally.cos_k.append(cosines(run, trip.run, instrument.layout, 0))
-    tally.cos_v.append(cosines(run, trip.run, instrument.layout, 1))
+    layout = instrument.layout
+    tally.cos_k.append(cosines(run, trip.run, layout, 0))
+    tally.cos_v.append(cosines(run, trip.run, layout, 1))
+    tally.error_k.append(relative_error(run, trip.run, layout, 0))
+    tally.error_v.append(relative_error(run, trip.run, layout, 1))

@@ -46,6 +46,16 @@ def cosines(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> float:
     return float(np.mean([_row_cosines(a[side], b[side], layout) for a, b in pairs]))
 
 
+def relative_error(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> float:
+    """Squared error of K (``side`` 0) or V (1), over the squares themselves."""
+    error = energy = 0.0
+    for a, b in zip(exact, packed, strict=True):
+        x, y = _widened(a[side], layout), _widened(b[side], layout)
+        error += float(np.square(x - y).sum(dtype=np.float64))
+        energy += float(np.square(x).sum(dtype=np.float64))
+    return error / energy if energy else 0.0
+
+
 def _row_cosines(a: np.ndarray, b: np.ndarray, layout: KVLayout) -> np.ndarray:
     x, y = _widened(a, layout), _widened(b, layout)
     lengths = np.sqrt(np.square(x).sum(-1) * np.square(y).sum(-1))

@@ -33,6 +33,8 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     needle_total: int  # of those the exact cache answers
     cos_k: float
     cos_v: float
+    error_k: float  # squared, relative
+    error_v: float
     texts: tuple[TextQuality, ...] = ()
 
 
@@ -43,6 +45,8 @@ class Tally:
     bits: list[float] = field(default_factory=list)
     cos_k: list[float] = field(default_factory=list)
     cos_v: list[float] = field(default_factory=list)
+    error_k: list[float] = field(default_factory=list)
+    error_v: list[float] = field(default_factory=list)
     drifts: dict[str, Drift] = field(default_factory=dict)
     needles: list[bool] = field(default_factory=list)
 
@@ -60,6 +64,8 @@ class Tally:
             needle_total=len(self.needles),
             cos_k=_mean(self.cos_k),
             cos_v=_mean(self.cos_v),
+            error_k=_mean(self.error_k),
+            error_v=_mean(self.error_v),
             texts=tuple(_of_text(name, x) for name, x in self.drifts.items()),
         )
 

@@ -49,12 +49,14 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_table_and_its_rows_as_json(folder: Path) -> None:
     out = folder / "rows.json"
-    done = run(folder, "--presets", "raw,tq4,tq3", "--json", str(out))
+    plot = folder / "rows.png"
+    done = run(folder, "--presets", "raw,tq4,tq3", "--json", str(out), "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     assert "perplexity" in done.stdout and "tq3" in done.stdout
     rows = {row["preset"]: row for row in json.loads(out.read_text())["rows"]}
     assert set(rows) == {"raw", "tq4", "tq3"}
     assert rows["raw"]["kl"] == 0 < rows["tq4"]["kl"] < rows["tq3"]["kl"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert rows["tq3"]["context"] == 256 and rows["tq3"]["bits_per_element"] < 3.6
 
 
@@ -65,6 +67,7 @@ def test_a_table_and_its_rows_as_json(folder: Path) -> None:
         (("--contexts", "2k"), "--contexts 2k: write numbers"),
         (("--contexts", "64"), "fewer than 128 tokens"),
         (("--contexts", "8000"), "no text has 8256 tokens; give longer ones by --eval-text"),
+        (("--plot", "rows.gif"), "ends in .png, .svg, .pdf"),
         (("--text", "nowhere.txt"), "nowhere.txt is no file"),
     ],
 )

@@ -19,6 +19,8 @@ GOOD = Quality(
     needle_total=3,
     cos_k=0.98,
     cos_v=0.98,
+    error_k=0.03,
+    error_v=0.03,
 )
 BOUND = Bound()
 

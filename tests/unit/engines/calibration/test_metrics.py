@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.calibration.metrics import answers, cosines, drift
+from engines.calibration.metrics import answers, cosines, drift, relative_error
 from engines.calibration.tally import Tally
 from kvstore.shapes import KVLayer, KVLayout
 
@@ -57,6 +57,13 @@ def test_cosines_take_each_row_by_itself() -> None:
     turned = np.array([[[0, 1], [1000, 0]]], np.float32)
     assert cosines([(k, k)], [(turned, k)], layout, 0) == pytest.approx(0.5)
     assert cosines([(k, k)], [(turned, k)], layout, 1) == pytest.approx(1)
+
+
+def test_errors_are_relative_to_the_size() -> None:
+    layout = KVLayout("float32", (KVLayer(1, 2, 2),))
+    k = np.array([[[3, 4], [0, 5]]], np.float32)
+    assert relative_error([(k, k)], [(k * 2, k)], layout, 0) == 1
+    assert relative_error([(k, k)], [(k * 2, k)], layout, 1) == 0
 
 
 def test_rows_of_zeros_are_equal_to_themselves() -> None:
