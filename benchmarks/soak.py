@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stack import MIB, Client, Reply, Stack, client_of, prose, rss_mib, write_json
+from stack import MIB, Client, Reply, Server, Stack, client_of, prose, rss_mib, write_json
 
 SAMPLE_S = 2.0
 SERIES_EVERY = 3  # samples
@@ -107,7 +107,7 @@ def growth(samples: list[float]) -> dict[str, Any]:
 
 
 async def soak(
-    stack: Stack,
+    server: Server,
     users: int,
     minutes: float,
     habits: Habits,
@@ -115,7 +115,7 @@ async def soak(
 ) -> tuple[list[Reply], dict[str, Any]]:
     """All users for so long. Returns their replies, and what is to say of them."""
     replies: list[Reply] = []
-    async with client_of(stack) as client:
+    async with client_of(server) as client:
         until = time.monotonic() + minutes * 60
         watcher = asyncio.create_task(watch(sample, until))
         turns = await asyncio.gather(

@@ -1,6 +1,6 @@
 """vLLM: sixteen users at once, several turns each, for minutes; then every token is checked.
 
-    python benchmarks/vllm_soak.py [--users 16] [--minutes 5] [--json OUT]
+    python benchmarks/vllm_soak.py [--users 16] [--minutes 5] [--control] [--json OUT]
 
 Users chat as in ``soak.py``, through the gateway, with codec raw in float32. Live conversations are
 twice what vLLM's pool holds, and more than the RAM tier holds, too: they go cold and come back, by
@@ -41,18 +41,24 @@ ROLES = {
     "VLLM::EngineCore": "engine_core",
     "VLLM::Worker": "worker",
     "engines.vllm_plugin.server": "api_server",
+    "vllm.entrypoints": "api_server",  # of plain vLLM
     "-m engines.vllm_plugin": "starter",
 }
 
 
 def memory_mib(stack: Stack) -> dict[str, float]:
     """By process. The worker's RAM tier fills up to its limit, so it is also left out once."""
-    used = {"gateway": rss_mib(stack.gateway)}
-    for process in stack.gateway.children(recursive=True):
-        if role := _role(process):
-            used[role] = used.get(role, 0.0) + rss_mib(process)
+    used = {"gateway": rss_mib(stack.gateway), **by_role(stack.gateway)}
     ram_tier = gauges_mib(stack, ('thermocline_tier_bytes{tier="ram"} ',))
     return used | {"worker_without_ram_tier": used["worker"] - ram_tier}
+
+
+def by_role(first: psutil.Process) -> dict[str, float]:
+    used: dict[str, float] = {}
+    for process in [first, *first.children(recursive=True)]:
+        if role := _role(process):
+            used[role] = used.get(role, 0.0) + rss_mib(process)
+    return used
 
 
 def _role(process: psutil.Process) -> str | None:
@@ -151,7 +157,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     good = [x for x in replies if x.ok]
     result["tokens_missing"] = sum(x.completion_tokens - len(x.token_ids) for x in good)
     with PlainVllm(1024 * MIB, max_context=MAX_CONTEXT, prefix_caching=False) as server:
-        return result | asyncio.run(check(server, good))
+        result |= asyncio.run(check(server, good))
+    if args.control:
+        result["plain_vllm"] = control(args, pool_bytes)
+    return result
+
+
+def control(args: argparse.Namespace, pool_bytes: int) -> dict[str, Any]:
+    """The same users and pool without us: what vLLM reuses, and how its memory grows, by itself."""
+    with PlainVllm(pool_bytes, max_context=MAX_CONTEXT) as server:
+        _, result = asyncio.run(
+            soak(server, args.users, args.minutes, HABITS, lambda: by_role(server.process))
+        )
+    return result
 
 
 def main() -> None:
@@ -161,6 +179,7 @@ def main() -> None:
     parser.add_argument("--pool-tokens", type=int, default=4096)
     parser.add_argument("--ram-mib", type=int, default=128)
     parser.add_argument("--disk-mib", type=int, default=2048)
+    parser.add_argument("--control", action="store_true", help="plain vLLM afterwards, too")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     write_json(args.json, measure(args))

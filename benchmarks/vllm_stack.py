@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from engines.vllm_plugin.command import CPU_BLOCK_TOKENS
 from engines.vllm_plugin.server import SERVER
 from launch.sample_model import sample_model
@@ -79,6 +81,10 @@ class PlainVllm:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
 
     def command(self) -> list[str]:
         model = sample_model(Path.home() / ".cache" / "thermocline")
