@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 LANES = 8
 LOWEST = 1 << 16  # a state lies in LOWEST .. LOWEST << 16
 HEAD_BYTES = 4 * LANES
+
+# words, classes, then symbols, frequencies and starts of the tables, states, symbols to fill.
+Decoder: TypeAlias = Callable[..., int]
 
 
 def encode(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> bytes:
@@ -41,9 +46,13 @@ def encode(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> by
 
 
 def decode(
-    stream: np.ndarray, classes: np.ndarray, num_tokens: int, tables: SymbolTables
+    stream: np.ndarray,
+    classes: np.ndarray,
+    num_tokens: int,
+    tables: SymbolTables,
+    run: Decoder | None = None,
 ) -> np.ndarray:
-    """uint8 (rows, num_tokens) from a whole stream, uint8.
+    """uint8 (rows, num_tokens) from a whole stream, uint8; by the fastest decoder unless named.
 
     Raises:
         Corrupt: the stream is not one that ``encode`` wrote for as many symbols.
@@ -53,10 +62,8 @@ def decode(
     states = stream[:HEAD_BYTES].view("<u4").astype(np.uint32)
     words = stream[HEAD_BYTES:].view("<u2").astype(np.uint16)
     symbols = np.empty((len(classes), num_tokens), np.uint8)
-    run = compiled_module() or _Reference
-    used = run.decode(
-        words, classes, tables.symbols, tables.frequencies, tables.starts, states, symbols
-    )
+    known = (tables.symbols, tables.frequencies, tables.starts)
+    used = (run or decoder())(words, classes, *known, states, symbols)
     if used != len(words) or np.any(states != LOWEST):
         raise Corrupt("an entropy-coded stream does not end where it should")
     return symbols
@@ -80,36 +87,40 @@ def encode_reference(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTab
     return states.astype("<u4").tobytes() + stream.astype("<u2").tobytes()
 
 
-class _Reference:
-    """What ``compiled`` does, in numpy: eight symbols at a time."""
+def decode_reference(
+    words: np.ndarray,
+    classes: np.ndarray,
+    table: np.ndarray,
+    frequencies: np.ndarray,
+    starts: np.ndarray,
+    states: np.ndarray,
+    symbols: np.ndarray,
+) -> int:
+    """Fills ``symbols``; leaves the final states. The number of words used, -1 for too few."""
+    used = 0
+    for row, number in enumerate(classes):
+        for at in range(0, symbols.shape[1], LANES):
+            state = states[: symbols.shape[1] - at].astype(np.uint64)
+            slot = state & np.uint64(TOTAL - 1)
+            block = table[number, slot]
+            symbols[row, at : at + LANES] = block
+            state = frequencies[number, block] * (state >> np.uint64(PRECISION))
+            state += slot - starts[number, block]
+            low = np.flatnonzero(state < LOWEST)
+            if used + len(low) > len(words):
+                return -1
+            state[low] = state[low] << np.uint64(16) | words[used : used + len(low)]
+            used += len(low)
+            states[: len(block)] = state
+    return used
 
-    @staticmethod
-    def decode(
-        words: np.ndarray,
-        classes: np.ndarray,
-        table: np.ndarray,
-        frequencies: np.ndarray,
-        starts: np.ndarray,
-        states: np.ndarray,
-        symbols: np.ndarray,
-    ) -> int:
-        """Fills ``symbols``; leaves the final states. The number of words used, -1 for too few."""
-        used = 0
-        for row, number in enumerate(classes):
-            for at in range(0, symbols.shape[1], LANES):
-                state = states[: symbols.shape[1] - at].astype(np.uint64)
-                slot = state & np.uint64(TOTAL - 1)
-                block = table[number, slot]
-                symbols[row, at : at + LANES] = block
-                state = frequencies[number, block] * (state >> np.uint64(PRECISION))
-                state += slot - starts[number, block]
-                low = np.flatnonzero(state < LOWEST)
-                if used + len(low) > len(words):
-                    return -1
-                state[low] = state[low] << np.uint64(16) | words[used : used + len(low)]
-                used += len(low)
-                states[: len(block)] = state
-        return used
+
+REFERENCE: Decoder = decode_reference
+
+
+def decoder() -> Decoder:
+    compiled = compiled_module()
+    return REFERENCE if compiled is None else compiled.decode
 
 
 @functools.cache

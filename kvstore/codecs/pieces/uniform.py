@@ -38,5 +38,5 @@ class UniformStep:
         units, _, components = codes.shape
         rows = np.arange(units * components).reshape(units, 1, components)
         shifts = self._shifts.reshape(-1)[rows * NUM_SHIFTS + sizes]
-        restored: np.ndarray = (codes + np.copysign(shifts, codes)) * self._step
+        restored: np.ndarray = (codes + np.sign(codes) * shifts) * self._step
         return restored

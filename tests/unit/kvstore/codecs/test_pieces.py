@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.lloyd_max import gauss_error, gauss_table
+from kvstore.codecs.pieces.allocation import greedy_bits
+from kvstore.codecs.pieces.channel_scale import ChannelScale
+from kvstore.codecs.pieces.digits import Digits
+from kvstore.codecs.pieces.gain import HalfGain
+from kvstore.codecs.pieces.hadamard import SignHadamard
+from kvstore.codecs.pieces.lloyd import LloydMax
+from kvstore.codecs.pieces.mean import ChunkMean
+from kvstore.codecs.pieces.min_max import MinMaxGroups, Rounded
+from kvstore.codecs.pieces.planes import BitPlanes
+from kvstore.codecs.pieces.residual import Residual
+from kvstore.codecs.pieces.rope import Rope, UnRope
+from kvstore.codecs.pieces.sign import Sign
+from kvstore.codecs.pieces.uniform import UniformStep
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks import KEY, Scope, stack_shapes
+from kvstore.errors import Corrupt, UnknownCodec
+from kvstore.shapes import KVLayer, KVLayout
+from tests.unit.kvstore.codecs.samples import layout_of, run_of, uneven
+
+LAYOUT = KVLayout("bfloat16", (KVLayer(2, 32, 16), KVLayer(3, 16, 16), KVLayer(2, 32, 16)))
+
+
+def shape_of(width, num_heads=2):
+    (shape,) = stack_shapes(Scope("head"), layout_of(width, num_heads=num_heads))
+    return shape
+
+
+def there_and_back(transform, stack, first_token=0):
+    mapped, note = transform.forward(stack.copy(), first_token)
+    assert len(note) == transform.note_nbytes(stack.shape[1])
+    reader = Reader(memoryview(note))
+    kept = transform.read(reader, stack.shape[1])
+    reader.expect_end()
+    return transform.backward(mapped, first_token, kept)
+
+
+@pytest.mark.parametrize(
+    ("scope", "widths"),
+    [
+        (Scope("head"), [32, 16]),
+        (Scope("side"), [64, 32, 48]),
+        (Scope("layer"), [96, 96]),
+        (Scope("group", 2), [192, 96]),
+        (Scope("group", 9), [288]),
+    ],
+)
+def test_scopes_deal_every_element_out_once(scope, widths):
+    shapes = stack_shapes(scope, LAYOUT)
+    assert [shape.width for shape in shapes] == widths
+    elements = np.concatenate([shape.elements.reshape(-1) for shape in shapes])
+    assert sorted(elements) == list(range(LAYOUT.elements_per_token))
+    for shape in shapes:
+        assert shape.parts[0].start == 0 and shape.parts[-1].stop == shape.width
+
+
+@pytest.mark.parametrize("scope", [Scope("head"), Scope("side"), Scope("layer"), Scope("group", 2)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_is_gathered_can_be_scattered(scope, dtype):
+    layout = KVLayout(dtype, LAYOUT.layers)
+    run, out = run_of(layout, 9), layout.empty(9)
+    for shape in stack_shapes(scope, layout):
+        shape.scatter(shape.gather(run, 2, dtype), out, 2, dtype)
+    for (k, v), (k2, v2) in zip(run, out, strict=True):
+        assert np.array_equal(k[:, 2:], k2[:, 2:]) and np.array_equal(v[:, 2:], v2[:, 2:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("num_frequencies", [8, 3])
+def test_keys_turned_back_do_not_depend_on_their_position(interleaved, num_frequencies):
+    rope = Rope(tuple(0.3**k for k in range(num_frequencies)), interleaved)
+    layout = layout_of(16)
+    (shape,) = stack_shapes(Scope("layer"), layout)
+    turn = UnRope(shape, (rope,))
+    still = np.broadcast_to(uneven((1, 1, shape.width)), (1, 50, shape.width)).copy()
+    turned = turn.backward(still.copy(), 70, None)
+    moved = np.abs(turned - still).max(axis=(0, 1)) > 1e-4
+    keys = np.array([segment.side == KEY for segment in shape.units[0]])
+    channels = np.arange(16) < rope.num_channels
+    assert np.array_equal(moved, (keys[:, None] & channels).reshape(-1))
+    assert np.allclose(turn.forward(turned, 70)[0], still, atol=1e-4)
+
+
+def test_turning_is_what_models_do():
+    rope, shape = Rope((0.5, 0.25)), shape_of(16, 1)
+    stack = np.zeros((2, 1, 16), np.float32)
+    stack[:, 0, 0] = 1
+    key, value = UnRope(shape, (rope,)).backward(stack, 3, None)
+    assert key[0, [0, 2]] == pytest.approx([np.cos(1.5), np.sin(1.5)])
+    assert value[0, 0] == 1
+
+
+@pytest.mark.parametrize("make", [SignHadamard, ChunkMean])
+def test_transforms_come_back(make):
+    stack = uneven((4, 30, 32))
+    assert np.allclose(there_and_back(make(shape_of(32)), stack), stack, atol=1e-3)
+
+
+def test_the_rotation_keeps_lengths_and_evens_channels_out():
+    stack = uneven((4, 200, 64))
+    rotated, _ = SignHadamard(shape_of(64)).forward(stack, 0)
+    assert np.allclose(np.linalg.norm(rotated, axis=2), np.linalg.norm(stack, axis=2), rtol=1e-4)
+    sizes = np.sqrt((rotated**2).mean(axis=(0, 1)))
+    assert sizes.max() / sizes.min() < 2
+    with pytest.raises(UnknownCodec):
+        SignHadamard(shape_of(50))
+
+
+def test_scales_come_back():
+    scales = np.exp2(uneven((4, 32)))
+    stack = uneven((4, 30, 32))
+    assert np.allclose(there_and_back(ChannelScale(scales), stack), stack, rtol=1e-5)
+
+
+def test_a_damaged_mean_is_a_finite_one():
+    reader = Reader(memoryview(np.full(4 * 32, np.nan, "<f2").tobytes()))
+    assert np.isfinite(ChunkMean(shape_of(32)).read(reader, 5)).all()
+
+
+@pytest.mark.parametrize("along", ["tokens", "width"])
+def test_groups_come_back_within_half_a_step(along):
+    stack = uneven((4, 50, 32))
+    groups, rounded = MinMaxGroups(shape_of(32), 4, 32, along), Rounded(4)
+    mapped, note = groups.forward(stack, 0)
+    assert len(note) == groups.note_nbytes(50)
+    lows, steps = groups.read(Reader(memoryview(note)), 50)
+    restored = groups.backward(rounded.restore(rounded.quantise(mapped)), 0, (lows, steps))
+    assert np.abs(restored - stack).max() <= steps.max() * 0.6
+
+
+def test_groups_refuse_bounds_that_are_no_numbers():
+    groups = MinMaxGroups(shape_of(32), 4, 32, "width")
+    note = np.full(groups.note_nbytes(3) // 2, np.inf, "<f2").tobytes()
+    with pytest.raises(Corrupt):
+        groups.read(Reader(memoryview(note)), 3)
+
+
+def test_lloyd_max_reaches_the_error_of_its_tables():
+    num_levels = np.array([[1, 2, 3, 8, 11, 16, 64, 256]])
+    deviations = np.array([[1, 5, 0.1, 1, 2, 3, 4, 100]], np.float32)
+    quantiser = LloydMax(num_levels, deviations)
+    exact = np.random.default_rng(0).standard_normal((1, 40_000, 8)).astype(np.float32) * deviations
+    restored = quantiser.restore(quantiser.quantise(exact))
+    errors = ((exact - restored) ** 2).mean(axis=(0, 1)) / deviations[0] ** 2
+    assert errors == pytest.approx([gauss_error(int(n)) for n in num_levels[0]], rel=0.06)
+    assert np.isfinite(quantiser.restore(np.full((1, 3, 8), 255, np.uint8))).all()
+
+
+@pytest.mark.parametrize("num_levels", [1, 2, 3, 11, 32, 255, 256])
+def test_tables_of_any_number_of_levels(num_levels):
+    table = gauss_table(num_levels)
+    levels, bounds = table.all_levels(), table.all_bounds()
+    assert (len(levels), len(bounds)) == (num_levels, num_levels - 1)
+    assert np.array_equal(levels, -levels[::-1]) and np.all(np.diff(levels) > 0)
+    assert np.allclose(bounds, (levels[1:] + levels[:-1]) / 2, atol=1e-6)
+    with pytest.raises(ValueError, match="levels"):
+        gauss_table(257)
+
+
+def test_levels_are_the_means_of_their_cells():
+    table = gauss_table(11)
+    samples = np.random.default_rng(1).standard_normal(2_000_000)
+    cells = np.searchsorted(table.all_bounds(), samples)
+    means = np.bincount(cells, samples) / np.bincount(cells)
+    assert np.allclose(means, table.all_levels(), atol=0.01)
+
+
+def test_bits_go_where_the_error_shrinks_most():
+    bits = greedy_bits(np.array([[64.0, 16.0], [1.0, 1e-9]]), 6)
+    assert bits.sum() == 6 and bits.tolist()[0][0] >= bits.tolist()[0][1] >= bits.tolist()[1][0]
+    assert bits[1, 1] == 0
+    assert greedy_bits(np.ones(5), 15).tolist() == [3] * 5
+    assert greedy_bits(np.ones(2), 16).tolist() == [8, 8]
+    with pytest.raises(ValueError, match="bits"):
+        greedy_bits(np.ones(2), 17)
+
+
+def test_codes_stand_for_centroids():
+    shifts = np.tile(np.array([0, -0.1, -0.05, -0.02], np.float32), (1, 2, 1))
+    quantiser = UniformStep(0.5, shifts)
+    exact = np.array([[[0.2, -0.6], [1.1, 50.0], [1e9, -1e9]]], np.float32)
+    codes = quantiser.quantise(exact)
+    assert codes.tolist() == [[[0, -1], [2, 100], [32767, -32767]]]
+    assert np.allclose(quantiser.restore(codes)[0, :2], [[0, -0.45], [0.975, 49.99]])
+    assert UniformStep(1.0, shifts, rounding=0.3).quantise(exact)[0, 0].tolist() == [0, 0]
+
+
+def test_two_stages_see_more_than_one():
+    exact = np.random.default_rng(0).standard_normal((1, 20_000, 4)).astype(np.float32)
+    two = Residual(Sign(), 1, Sign(), np.sqrt(gauss_error(2)))
+    errors = [np.mean((exact - q.restore(q.quantise(exact))) ** 2) for q in (Sign(), two)]
+    assert errors[0] == pytest.approx(0.363, abs=0.02) and errors[1] < 0.2
+    assert two.quantise(exact).max() == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 256), st.integers(1, 100), st.integers(0, 5), st.integers(0, 2**32))
+def test_digits_come_back(base, width, num_tokens, seed):
+    (shape,) = stack_shapes(Scope("head"), layout_of(width, num_heads=1))
+    coder = Digits(shape, base)
+    codes = np.random.default_rng(seed).integers(0, base, (2, num_tokens, width)).astype(np.uint8)
+    packed = coder.write(codes)
+    assert len(packed) == coder.nbytes(num_tokens)
+    assert np.array_equal(coder.read(Reader(memoryview(packed)), num_tokens), codes)
+
+
+def test_thirty_seven_base_eleven_digits_take_sixteen_bytes():
+    assert Digits(shape_of(37, 1), 11).nbytes(1) == 2 * 16
+    assert Digits(shape_of(128, 1), 11).nbytes(1) == 2 * (3 * 16 + 8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=9), st.integers(1, 140), st.integers(0, 99))
+def test_planes_of_any_bits_come_back(bits, num_tokens, seed):
+    widths = np.array([bits, bits[::-1]])
+    coder = BitPlanes(widths)
+    limits = (1 << widths)[:, None]
+    draws = np.random.default_rng(seed).random((2, num_tokens, len(bits)))
+    codes = (draws * limits).astype(np.uint8)
+    packed = coder.write(codes)
+    assert len(packed) == coder.nbytes(num_tokens) == widths.sum() * -(-num_tokens // 8)
+    assert np.array_equal(coder.read(Reader(memoryview(packed)), num_tokens), codes)
+
+
+def test_the_lowest_token_is_the_lowest_bit_of_a_plane():
+    codes = np.zeros((1, 9, 2), np.uint8)
+    codes[0, 0, 1], codes[0, 8, 1] = 0b10, 0b01
+    assert BitPlanes(np.array([[1, 2]])).write(codes) == bytes([0, 0, 0, 1, 1, 0])
+
+
+def test_gains_beyond_fp16_are_refused_and_damaged_ones_noticed():
+    shape = shape_of(16)
+    gain = HalfGain(shape)
+    stack = np.ones((4, 3, 16), np.float32)
+    stack[1, 2], stack[2, 0], stack[3, 1] = 1e6, 1e-7, 0
+    gains, kept = gain.measure(stack)
+    assert np.argwhere(kept).tolist() == [[1, 2, 0], [2, 0, 0]]
+    assert gains[3, 1] == 0
+    with pytest.raises(Corrupt):
+        gain.read(Reader(memoryview(np.full(12, np.inf, "<f2").tobytes())), 3)
