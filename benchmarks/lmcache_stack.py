@@ -26,6 +26,7 @@ ITS_NEEDS = (
     *("opentelemetry-exporter-prometheus", "redis", "sortedcontainers"),
 )
 GIB = 1 << 30
+STORED_S = 0.5  # a store ends soon after the answer
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1"}
 
 
@@ -54,7 +55,8 @@ class LmcacheVllm:
 
     The chunk is one block of vLLM's, which wastes least. LMCache evicts once a second, when its
     memory is fuller than a watermark, and what does not fit in between is not stored at all. So
-    that it can keep all of ``ram_bytes``, it gets ``headroom_bytes`` on top, for the newest.
+    that it can keep all of ``ram_bytes``, it gets ``headroom_bytes`` on top for the newest, and
+    ``settle`` waits until that is free again.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class LmcacheVllm:
         dtype: str,
     ) -> None:
         self._python = python
-        self._all_bytes = ram_bytes + headroom_bytes
+        self._ram_bytes, self._all_bytes = ram_bytes, ram_bytes + headroom_bytes
         self._watermark = ram_bytes / self._all_bytes
         self._port, self._http_port = free_port(), free_port()
         self.vllm = PlainVllm(
@@ -91,6 +93,11 @@ class LmcacheVllm:
         status = self._status() or {}
         return int(status["storage_manager"]["l1_manager"]["memory_used_bytes"])
 
+    def settle(self) -> None:
+        time.sleep(STORED_S)
+        while self.ram_used > self._ram_bytes:
+            time.sleep(0.2)
+
     def _transfer_config(self) -> dict[str, Any]:
         server = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self._port}
         return {
@@ -108,7 +115,7 @@ class LmcacheVllm:
             *("--chunk-size", "32", "--l1-size-gb", repr(self._all_bytes / GIB)),
             "--no-l1-use-lazy",
             *("--eviction-policy", "LRU"),
-            *("--eviction-trigger-watermark", repr(self._watermark), "--eviction-ratio", "0.02"),
+            *("--eviction-trigger-watermark", repr(self._watermark), "--eviction-ratio", "0.05"),
             # With the default transfer mode nothing is ever reused on a CPU.
             *("--supported-transfer-mode", "auto"),
             *("--shm-name", f"thermocline-bench-{os.getpid()}"),

@@ -34,11 +34,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import random
 import statistics
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +109,16 @@ class Answer:
 class Reader:
     """Completions of token ids."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, http: aiohttp.ClientSession, settle: Callable[[], None]) -> None:
         self._url = url
         self._http = http
+        self._settle = settle
+
+    async def turn(self, prompt: list[int], session: str) -> Answer:
+        """The next one comes when the system has tidied up after this one."""
+        answer = await self.ask(prompt, session)
+        await asyncio.to_thread(self._settle)
+        return answer
 
     async def ask(
         self, prompt: list[int], session: str = "", num_tokens: int = 1, **fields: Any
@@ -136,9 +145,9 @@ class Reader:
 
 
 @asynccontextmanager
-async def reader_of(url: str) -> AsyncIterator[Reader]:
+async def reader_of(url: str, settle: Callable[[], None]) -> AsyncIterator[Reader]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
-        reader = Reader(url, http)
+        reader = Reader(url, http, settle)
         await reader.ask(list(range(100, 164)))  # what is made at the first request
         yield reader
 
@@ -149,17 +158,17 @@ class Returned:
     lost: list[Answer]
 
 
-async def come_back(reader: Reader, sessions: Iterable[Session]) -> Returned:
-    """Until some in a row were lost."""
+async def come_back(reader: Reader, sessions: Iterable[Session], give_up: int) -> Returned:
+    """Until ``give_up`` in a row were lost."""
     back = Returned([], [])
     in_a_row = 0
     for session in sessions:
-        answer = await reader.ask(session.again, session.name)
+        answer = await reader.turn(session.again, session.name)
         kept = answer.cached_tokens >= RESTORABLE * session.reusable
         (back.restored if kept else back.lost).append(answer)
         in_a_row = 0 if kept else in_a_row + 1
         print(f"  {session.name}: {answer.cached_tokens}/{session.reusable}", flush=True)
-        if in_a_row == GIVE_UP:
+        if in_a_row == give_up:
             break
     return back
 
@@ -184,13 +193,13 @@ class Reference:
         agreed = []
         for i, session in enumerate([*self.sessions, *([None] * LAG)]):
             if session is not None:
-                await reader.ask(session.first, session.name)
+                await reader.turn(session.first, session.name)
             if i >= LAG:
                 agreed += await self._probe(reader, self.sessions[i - LAG])
         return statistics.mean(agreed) if agreed else float("nan")
 
     async def _probe(self, reader: Reader, session: Session) -> list[bool]:
-        back = await reader.ask(session.again, session.name)
+        back = await reader.turn(session.again, session.name)
         if back.cached_tokens < RESTORABLE * session.reusable:
             print(f"  {session.name} was lost and is left out", flush=True)
             return []
@@ -216,7 +225,7 @@ class Row:
 
 
 async def first_turns(reader: Reader, sessions: list[Session]) -> list[Answer]:
-    answers = [await reader.ask(x.first, x.name) for x in sessions]
+    answers = [await reader.turn(x.first, x.name) for x in sessions]
     await asyncio.sleep(SETTLE_S)
     return answers
 
@@ -225,7 +234,7 @@ async def measure(
     peer: Peer, system: Any, sessions: list[Session], num_in_turn: int, reference: Reference
 ) -> Row:
     print(peer.name, flush=True)
-    async with reader_of(system.url) as reader:
+    async with reader_of(system.url, partial(peer.settle, system)) as reader:
         if not reference.ids:
             await reference.generate(reader)
         await asyncio.sleep(SETTLE_S)
@@ -233,9 +242,9 @@ async def measure(
         firsts = await first_turns(reader, sessions[:WEIGHED])
         weight = peer.cold_bytes(system) - before
         firsts += await first_turns(reader, sessions[WEIGHED:])
-        back = await come_back(reader, reversed(sessions))
+        back = await come_back(reader, reversed(sessions), GIVE_UP)
         for _ in range(LAPS):
-            in_turn = await come_back(reader, sessions[-num_in_turn:])
+            in_turn = await come_back(reader, sessions[-num_in_turn:], num_in_turn)
         top1 = await reference.agreement(reader)
     seconds = sorted(x.seconds for x in back.restored)
     weighed = sum(x.reusable for x in sessions[:WEIGHED])
@@ -245,7 +254,7 @@ async def measure(
         restored_tokens=sum(x.cached_tokens for x in back.restored),
         in_turn=len(in_turn.restored),
         ttft_p50_s=round(statistics.median(seconds), 3),
-        ttft_p95_s=round(seconds[int(0.95 * (len(seconds) - 1))], 3),
+        ttft_p95_s=round(seconds[math.ceil(0.95 * len(seconds)) - 1], 3),
         first_ttft_p50_s=round(statistics.median(x.seconds for x in firsts), 3),
         bytes_per_token=round(weight / weighed) if weight else BYTES_PER_TOKEN // WIDER,
         top1=round(top1, 4),
@@ -257,6 +266,7 @@ class Peer:
     name: str
     start: AbstractContextManager[Any]
     cold_bytes: Callable[[Any], float]  # what its cold tier holds
+    settle: Callable[[Any], None] = lambda _: None  # wait until it has tidied up
 
 
 def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[Peer]:
@@ -276,6 +286,7 @@ def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[P
             LMCACHE.replace("==", " "),
             theirs,
             lambda x: x.ram_used / WIDER,
+            LmcacheVllm.settle,
         ),
         *(
             Peer(f"Thermocline {codec}", stack, ram_tier_bytes)
@@ -331,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=480, help="of a first turn, on average")
-    parser.add_argument("--in-turn", type=int, default=16)
+    parser.add_argument("--in-turn", type=int, default=12)
     parser.add_argument("--ram-mib", type=int, default=48)
     parser.add_argument("--pool-for", type=float, default=2.0, help="sessions that vLLM can hold")
     parser.add_argument("--codecs", nargs="+", default=["tq3"])
