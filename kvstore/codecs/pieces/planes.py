@@ -24,7 +24,7 @@ class BitPlanes:
         self._places = (np.arange(len(self._components)) - np.repeat(firsts, flat)).astype(np.uint8)
 
     def write(self, codes: np.ndarray) -> bytes:
-        rows = codes.swapaxes(1, 2).reshape(self._bits.size, -1)
+        rows = codes.swapaxes(1, 2).reshape(self._bits.size, codes.shape[1])
         planes = (rows[self._components] >> self._places[:, None]) & 1
         return np.packbits(planes.astype(np.uint8), axis=1, bitorder="little").tobytes()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 
@@ -49,7 +50,7 @@ def damaged(stream, number, mask):
     return np.frombuffer(bytes(changed), np.uint8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(0, NUM_CLASSES - 1), max_size=8), st.integers(0, 40), st.integers(0, 999)
 )
@@ -64,7 +65,7 @@ def test_symbols_come_back_and_both_ways_give_the_same_bytes(numbers, num_tokens
     assert np.array_equal(by_numpy, symbols)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 4000), st.integers(1, 255), st.integers(0, 3))
 def test_damage_is_noticed_or_gives_other_symbols(number, mask, cut):
     classes = np.arange(0, NUM_CLASSES, 4)
@@ -85,12 +86,13 @@ def test_a_stream_too_short_is_corrupt(nbytes):
 
 
 def test_bytes_are_frozen():
-    classes = np.array([8, 32, 60])
-    symbols = np.arange(3 * 11).reshape(3, 11).astype(np.uint8) % 3
-    tables = SymbolTables(*uniform_tables())
-    assert rans.encode(symbols, classes, tables).hex() == (
-        "00a0051000041a10005820100060400000844000001840000060400000844000"
-    )
+    """Stored sessions are read by later versions: a change here makes them unreadable."""
+    frequencies, largest = uniform_tables()
+    frequencies[:, :4] = [2000, 1500, 500, 96]
+    symbols = (np.arange(150).reshape(3, 50) ** 2 % 7 % 4).astype(np.uint8)
+    stream = rans.encode(symbols, np.array([8, 40, 70]), SymbolTables(frequencies, largest))
+    assert len(stream) == 56
+    assert hashlib.blake2b(stream, digest_size=8).hexdigest() == "12fad3ecc13324b9"
 
 
 def uniform_tables():
@@ -126,7 +128,7 @@ def test_an_independent_coder_needs_as_many_bytes():
     assert ours == pytest.approx(4 * len(oracle.get_compressed()), rel=0.01)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.floats(0.01, 900), min_size=1, max_size=12),
     st.integers(0, 70),
