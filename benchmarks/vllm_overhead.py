@@ -6,6 +6,8 @@ Two vLLMs stand side by side and take turns, so that both see the same noise: a 
 directly, and one with the plug-in behind our gateway, where every request is packed and kept. Each
 round is ``--users`` users who ask ``--requests`` disjoint prompts each, one after another; a round
 of ours ends only when its last save is done. The figure is the ratio of the summed round times.
+On a machine that others use, the ratio of the processors' time (of all processes, ours with the
+gateway) is the steadier one.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections import defaultdict
 from contextlib import AsyncExitStack
 from typing import Any
 
+import psutil
 from overhead import alternate, figures
 from soak import gauges_mib
 
@@ -35,6 +39,12 @@ async def one_user(client: Client, label: str, args: argparse.Namespace) -> None
         assert reply.ok and not reply.cached_tokens // 64, reply  # the chat template's, at most
 
 
+def cpu_s(process: psutil.Process) -> float:
+    """Processors' seconds of it and of all its children, so far."""
+    times = [x.cpu_times() for x in [process, *process.children(recursive=True)]]
+    return sum(x.user + x.system for x in times)
+
+
 async def saved(stack: Stack) -> None:
     while await asyncio.to_thread(gauges_mib, stack, SAVE_QUEUE):
         await asyncio.sleep(POLL_S)
@@ -47,16 +57,28 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         off = await exits.enter_async_context(client_of(exits.enter_context(plain)))
         on = await exits.enter_async_context(client_of(exits.enter_context(ours)))
 
+        spent: dict[Client, float] = defaultdict(float)
+
         async def one_round(client: Client, label: str, args: argparse.Namespace) -> float:
-            start = time.perf_counter()
+            process = ours.gateway if client is on else plain.process
+            before, start = cpu_s(process), time.perf_counter()
             users = [one_user(client, f"{label}-{i}", args) for i in range(args.users)]
             await asyncio.gather(*users)
             if client is on:
                 await saved(ours)
-            return time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            spent[client] += cpu_s(process) - before
+            return seconds
 
         pairs = await alternate(off, on, args, one_round)
-    return {"engine": "vllm", "codec": args.codec, "dtype": args.dtype, **figures(pairs)}
+    return {
+        "engine": "vllm",
+        "codec": args.codec,
+        "dtype": args.dtype,
+        **figures(pairs),
+        "cpu_off_over_on": round(spent[off] / spent[on], 4),
+        "cpu_s": {"off": round(spent[off], 1), "on": round(spent[on], 1)},
+    }
 
 
 def main() -> None:
