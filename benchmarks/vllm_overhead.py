@@ -42,7 +42,7 @@ async def one_user(client: Client, label: str, args: argparse.Namespace) -> None
 def cpu_s(process: psutil.Process) -> float:
     """Processors' seconds of it and of all its children, so far."""
     times = [x.cpu_times() for x in [process, *process.children(recursive=True)]]
-    return sum(x.user + x.system for x in times)
+    return float(sum(x.user + x.system for x in times))
 
 
 async def saved(stack: Stack) -> None:

@@ -86,11 +86,6 @@ class PlainVllm:
     def process(self) -> psutil.Process:
         return psutil.Process(self._process.pid)
 
-    @property
-    def process(self) -> psutil.Process:
-        """The first of its processes."""
-        return psutil.Process(self._process.pid)
-
     def command(self) -> list[str]:
         model = sample_model(Path.home() / ".cache" / "thermocline")
         return [
