@@ -32,7 +32,7 @@ from torch import Tensor
 
 from engines.vllm_plugin.arrangement import SplitContent
 from engines.vllm_plugin.device_blocks import DeviceBlocks, kernels_for
-from engines.vllm_plugin.device_check import agree
+from engines.vllm_plugin.device_check import STAGING_BYTES, agree
 from engines.vllm_plugin.device_sides import SideGroup, side_groups
 from engines.vllm_plugin.paging import PagedCache, paged_cache
 from engines.vllm_plugin.transfer import Filling, Packing
@@ -73,7 +73,7 @@ class Rig:
         groups = side_groups(self.cache)
         assert groups is not None
         self.groups: list[SideGroup] = groups
-        self.blocks = DeviceBlocks(self.cache, groups, self.store)
+        self.blocks = DeviceBlocks(self.cache, groups, self.store, STAGING_BYTES)
         ids = torch.randperm(num_blocks)[: SESSION_TOKENS // BLOCK_TOKENS].tolist()
         hashes = [i.to_bytes(32, "little") for i in range(len(ids))]
         self.wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in keys.whole(hashes)]

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import Final
 
 import torch
 
@@ -34,18 +33,21 @@ from kvstore.codecs.rotated_rows import RotatedRows
 from kvstore.codecs.row_codec import RowCodec
 from kvstore.packer import Packer
 
-STAGING_BYTES: Final = 64 << 20  # of each direction, and never less than two whole chunks
-
 
 class DeviceBlocks:
-    """Implements ``transfer.Blocks``. ``groups``: of ``cache``, by ``side_groups``."""
+    """Implements ``transfer.Blocks``.
+
+    Args:
+        groups: of ``cache``, by ``side_groups``.
+        staging_bytes: for each direction; room for two whole chunks is always taken.
+    """
 
     def __init__(
         self,
         cache: PagedCache,
         groups: Sequence[SideGroup],
         store: BlockStore,
-        staging_bytes: int = STAGING_BYTES,
+        staging_bytes: int,
     ) -> None:
         self._cache = cache
         keys = store.keys

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from kvstore.packer import Packer
 from kvstore.shapes import KVLayer, KVLayout
 
 logger = logging.getLogger("thermocline.vllm")
+
+STAGING_BYTES: Final = 64 << 20  # for each direction
 
 
 def blocks_for(cache: PagedCache, store: BlockStore) -> Blocks:
@@ -43,13 +46,15 @@ def blocks_for(cache: PagedCache, store: BlockStore) -> Blocks:
     return on_host
 
 
-def device_blocks(cache: PagedCache, store: BlockStore) -> Blocks | None:
+def device_blocks(
+    cache: PagedCache, store: BlockStore, staging_bytes: int = STAGING_BYTES
+) -> Blocks | None:
     """None if kernels cannot address the cache. Raises ``ImportError`` without Triton."""
     from engines.vllm_plugin.device_blocks import DeviceBlocks
     from engines.vllm_plugin.device_sides import side_groups
 
     groups = side_groups(cache)
-    return None if groups is None else DeviceBlocks(cache, groups, store)
+    return None if groups is None else DeviceBlocks(cache, groups, store, staging_bytes)
 
 
 def agree(cache: PagedCache, store: BlockStore) -> bool:
@@ -61,7 +66,7 @@ def agree(cache: PagedCache, store: BlockStore) -> bool:
     packer = Packer(codec, scratch.layout, "")
     aside = BlockStore(StoreConfig(num_threads=1), packer, keys, "", [])
     try:
-        on_device = device_blocks(scratch, aside)
+        on_device = device_blocks(scratch, aside, staging_bytes=0)
         on_host = HostBlocks(scratch, aside, SideStream(cache.device))
         return on_device is not None and _same(scratch, keys, on_device, on_host)
     finally:
