@@ -26,14 +26,23 @@ from engines.vllm_plugin.family import end_family
 from engines.vllm_plugin.orphans import adopt_orphans, die_with_parent
 
 END_S: Final = 25.0  # below the gateway's own patience
+# Left to itself, vLLM kills its processes at once when it is asked to end, and saves that wait are
+# lost. It may take this long, and of that a worker this long.
+ENGINE_END_S: Final = 20
+WORKER_END_S: Final = 15
 
 
 def main() -> int:
     worker = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     settings = write_settings(plugin_settings(worker))
     _remove_sockets(Path(worker.runtime_dir))
-    env = {**os.environ, **environment(worker, os.environ.get("PYTHONPATH", ""))}
+    env = {
+        **os.environ,
+        **environment(worker, os.environ.get("PYTHONPATH", "")),
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_END_S),
+    }
     argv = command(worker, settings, cpu=on_cpu())
+    argv += ["--shutdown-timeout", str(ENGINE_END_S)]
     adopt_orphans()
     with subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent

@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 MODEL_VARIABLE = "SAMPLE_MODEL"
 NUM_TOKENS = 600
+FAULTY_RAW = "tests.vllm.faulty_codec:FaultyRaw"
 DEAF_CONNECTOR = {  # ours, until a test deafens it
     "kv_connector": "DeafConnector",
     "kv_connector_module_path": "tests.vllm.deaf_connector",
@@ -37,9 +38,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 @pytest.fixture(scope="session")
 def shared_engine(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
-    store = StoreConfig(
-        codec="tests.vllm.faulty_codec:FaultyRaw", ram_bytes=1 << 30, disk_bytes=1 << 30
-    )
+    store = StoreConfig(codec=FAULTY_RAW, ram_bytes=1 << 30, disk_bytes=1 << 30)
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
     engine = RealEngine(
         str(model),

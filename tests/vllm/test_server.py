@@ -1,27 +1,30 @@
-"""vLLM's own OpenAI server as the gateway starts it: headers, streams, verbs, crashes."""
+"""vLLM's own OpenAI server as the gateway starts it: headers, streams, verbs, departures."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-import psutil
 import pytest
 
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.vllm_server import VllmServer
 from engines.wire import CACHE_HEADER, SessionRef
+from kvstore.block_records import decode_block_record
+from kvstore.chain import RECORD
 from kvstore.config import StoreConfig
-from tests.vllm.conftest import model_path
+from kvstore.format import parse
+from kvstore.tiers.registry import open_tiers
+from tests.vllm.conftest import FAULTY_RAW, model_path
+from tests.vllm.faulty_codec import Faults
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 HISTORY = "The quick brown fox jumps over the lazy dog and runs far away. " * 40
+DEPARTURES = 3
 
 
 def session(name: str, tenant: str = "t") -> SessionRef:
@@ -31,8 +34,9 @@ def session(name: str, tenant: str = "t") -> SessionRef:
 class Served:
     """The server and an event loop that lives as long as it does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, codec: str) -> None:
         folder.chmod(0o700)
+        self.store = StoreConfig(codec=codec, disk_path=str(folder / "cold"), ram_bytes=512 << 20)
         worker = WorkerConfig(
             engine=EngineConfig(
                 kind="vllm",
@@ -43,7 +47,7 @@ class Served:
                 start_timeout_s=900,
                 vllm=VllmConfig(python=sys.executable),
             ),
-            store=StoreConfig(codec="raw", disk_path=str(folder / "cold"), ram_bytes=512 << 20),
+            store=self.store,
             model_path=model_path(),
             served_model_name="smol",
             runtime_dir=str(folder),
@@ -75,16 +79,7 @@ class Served:
             return upstream.status, dict(upstream.headers), await upstream.read()
 
     def chat(self, name: str, tenant: str = "t", **fields):
-        """Every session's text is its own from the beginning, or they would share blocks."""
-        text = f"This is {name}. {HISTORY}"
-        body = {
-            "model": "smol",
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": 8,
-            "temperature": 0,
-            **fields,
-        }
-        status, headers, answer = self.run(self.post(body, session(name, tenant)))
+        status, headers, answer = self.run(self.post(body_of(name, fields), session(name, tenant)))
         assert status == 200, answer
         return headers, answer
 
@@ -99,17 +94,64 @@ class Served:
 
         return self.run(saved())
 
-    def processes(self, name: str) -> list[psutil.Process]:
-        mine = psutil.Process(self.server.pid).children(recursive=True)
-        return [x for x in mine if name in " ".join(x.cmdline())]
+    def leave(self, names: Sequence[str], when: Callable[[], object], **fields) -> None:
+        """Ask for all of these at once, and close the connections ``when`` it is time."""
+
+        async def left() -> None:
+            asking = [asyncio.create_task(self.post(body_of(x, fields), session(x))) for x in names]
+            await self.until_served(len(names))
+            await until(when)
+            assert not any(x.done() for x in asking), "an answer came too early"
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+        self.run(left())
+
+    async def until_served(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while (report := await self.server.stats()).num_running + report.num_waiting < count:
+                await asyncio.sleep(0.01)
+
+    def wait_whole(self) -> None:
+        """Until no request is served and no block is held by anybody."""
+
+        async def whole() -> None:
+            async with asyncio.timeout(60):
+                while True:
+                    report = await self.server.stats()
+                    held = report.hot_bytes - report.idle_hot_bytes
+                    if not (held or report.num_running or report.num_waiting):
+                        return
+                    await asyncio.sleep(0.05)
+
+        self.run(whole())
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("server"))
+def served(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("server"), FAULTY_RAW)
     yield served
+    faults.clear()
     served.run(served.server.stop(1.0))
     served.loop.close()
+
+
+def body_of(name: str, fields: Mapping[str, object]) -> dict[str, object]:
+    """Every session's text is its own from the beginning, or they would share blocks."""
+    return {
+        "model": "smol",
+        "messages": [{"role": "user", "content": f"This is {name}. {HISTORY}"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        **fields,
+    }
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def cached_tokens(answer: bytes) -> int:
@@ -168,26 +210,36 @@ def test_forget_and_stats(served):
     assert {x.name for x in report.tiers} == {"ram", "disk"}
 
 
-@pytest.mark.parametrize("name", ["VLLM::Worker", "VLLM::EngineCore"])
-def test_after_a_kill_sessions_wake_from_disk(served, name):
-    """The client hears of an error; the engine comes back; what was on disk is still good."""
-    label = f"killed {name}"
-    _, right = served.chat(label)
-    served.wait_saved(label)
-    served.run(served.server.demote(session(label), "disk"))
-    victims = served.processes(name)
-    assert victims
-    pid = served.server.pid
-    os.kill(victims[0].pid, signal.SIGKILL)
-
-    async def restarted() -> None:
-        async with asyncio.timeout(300):
-            while served.server.pid == pid or served.server.pid is None:
-                await asyncio.sleep(0.2)
-
-    served.run(restarted())
-    served.wait_ready()
-    headers, back = served.chat(label)
-    assert headers[CACHE_HEADER].startswith("cold-disk; tokens=")
+def test_clients_that_leave_during_loads_and_saves_leave_nothing_behind(served, faults):
+    _, right = served.chat("left")
+    served.wait_saved("left")
+    for _ in range(DEPARTURES):
+        served.run(served.server.demote(session("left")))
+        faults.delay(0.2)
+        served.leave(["left", "left"], faults.is_decoding)
+        faults.clear()
+        served.wait_whole()
+    for i in range(DEPARTURES):
+        faults.clear()
+        faults.delay_encoding(0.2)
+        served.chat(f"saver {i}", max_tokens=1)
+        served.leave([f"cut {i}"], faults.is_encoding, max_tokens=1000, ignore_eos=True)
+    faults.clear()
+    served.wait_whole()
+    served.run(served.server.demote(session("left")))
+    headers, back = served.chat("left")
+    assert headers[CACHE_HEADER].startswith("cold-ram; tokens=")
     text = [json.loads(x)["choices"][0]["message"]["content"] for x in (right, back)]
     assert text[0] == text[1]
+
+
+def test_a_stop_lets_saves_end(served, faults):
+    """The last test: the engine is gone afterwards, and its disk tier can be looked into."""
+    faults.delay_encoding(1.0)
+    served.chat("last words", max_tokens=1)
+    served.run(until(faults.is_encoding))
+    served.run(served.server.stop(1.0))
+    disk = open_tiers(served.store, Path(served.store.disk_path) / "vllm-rank-0")[-1]
+    blobs = [parse(blob)[1] for _, blob in disk.scan(RECORD)]
+    disk.close()
+    assert "last words" in [decode_block_record(x).id for x in blobs]
