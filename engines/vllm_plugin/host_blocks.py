@@ -8,11 +8,12 @@ threads; and unpacked by them, a few pieces ahead of the copying in.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Final, Protocol
+from typing import Protocol
 
 from engines.vllm_plugin.transfer import Filling, Packing
 from kvstore.block_keys import Piece
@@ -22,8 +23,6 @@ from kvstore.shapes import KVLayout, KVPair
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
-
-DECODES_AHEAD: Final = 4
 
 
 class Pages(Protocol):
@@ -49,6 +48,35 @@ class Stream(Protocol):
     def after(self, mark: object) -> AbstractContextManager[None]: ...
 
 
+class SpareRuns:
+    """Memory to decode chunks into, used again. Thread-safe.
+
+    A chunk of a small model is megabytes. Memory that is fresh from the system is mapped page by
+    page as it is first written, which takes several times as long as decoding into it.
+
+    Args:
+        most: runs that are kept.
+    """
+
+    def __init__(self, layout: KVLayout, most: int) -> None:
+        self._layout = layout
+        self._most = most
+        self._lock = threading.Lock()
+        self._spare: list[list[KVPair]] = []
+
+    def take(self, num_tokens: int) -> list[KVPair]:
+        with self._lock:
+            run = self._spare.pop() if self._spare else []
+        fits = bool(run) and run[0][0].shape[1] == num_tokens
+        return run if fits else self._layout.empty(num_tokens)
+
+    def give(self, run: list[KVPair]) -> None:
+        """Nobody looks at it any more."""
+        with self._lock:
+            if len(self._spare) < self._most:
+                self._spare.append(run)
+
+
 class HostBlocks:
     """Implements ``transfer.Blocks``."""
 
@@ -56,6 +84,9 @@ class HostBlocks:
         self._pages = pages
         self._store = store
         self._stream = stream
+        self._ahead = store.workers.num_threads + 1
+        # What one load has in use: decoded ahead, the next one, and one on its way into blocks.
+        self._runs = SpareRuns(pages.layout, self._ahead + 2)
 
     @property
     def block_bytes(self) -> int:
@@ -79,6 +110,8 @@ class HostBlocks:
             with self._stream.after(ready):
                 self._pages.write(x.block_ids, run, x.skip)
             filled.update(x.block_ids)
+            if not x.piece.is_tail:
+                self._runs.give(run)
         return filled
 
     def close(self) -> None:
@@ -96,7 +129,7 @@ class HostBlocks:
         ahead: deque[tuple[Filling, Future[list[KVPair] | None]]] = deque()
         for x in wanted:
             ahead.append((x, self._store.workers.codec(self._decoded, x.piece, x.blob)))
-            if len(ahead) > DECODES_AHEAD:
+            if len(ahead) > self._ahead:
                 yield ahead.popleft()
         yield from ahead
 
@@ -105,7 +138,7 @@ class HostBlocks:
         first = piece.first_block * self._pages.block_tokens
         packer = self._store.packer
         unpack = packer.unpack_tail if piece.is_tail else packer.unpack_chunk
-        run = self._pages.layout.empty(tokens)
+        run = self._pages.layout.empty(tokens) if piece.is_tail else self._runs.take(tokens)
         try:
             unpack(blob, piece.key, first, tokens, run)
         except Unusable as error:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engines.vllm_plugin.host_blocks import HostBlocks
+from engines.vllm_plugin.host_blocks import HostBlocks, SpareRuns
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
 from engines.vllm_plugin.transfer import Transfer
 from kvstore.block_records import BlockRecord
-from tests.block_sessions import hashes, open_store, ref
+from tests.block_sessions import LAYOUT, hashes, open_store, ref
 from tests.unit.engines.vllm_plugin.numpy_blocks import NoStream, NumpyBlocks
 
 CHAIN = hashes(list(range(100)))  # 25 blocks
@@ -78,6 +78,28 @@ def test_only_the_blocks_that_are_asked_for_are_written(rank):
     assert rank.load(6, [2, 3, 4, 5, 6]) == ({"r"}, set())  # begins and ends inside chunks
     assert rank.blocks.holds(CHAIN, 6, [2, 3, 4, 5, 6])
     assert not any(page[[1, 7, 8]].any() for sides in rank.blocks.pages for page in sides)
+
+
+def test_memory_is_decoded_into_again_and_again(rank):
+    rank.save(CHAIN)
+    target = list(range(1, 26))
+    for _ in range(3):
+        rank.stage()
+        assert rank.load(0, target) == ({"r"}, set())
+        assert rank.blocks.holds(CHAIN, 0, target)
+        for page in (page for sides in rank.blocks.pages for page in sides):
+            page[target] = 0
+
+
+def test_runs_are_kept_up_to_a_number_and_only_used_where_they_fit():
+    runs = SpareRuns(LAYOUT, 2)
+    taken = [runs.take(16) for _ in range(3)]
+    for run in taken:
+        runs.give(run)
+    again = [runs.take(16) for _ in range(3)]
+    assert [any(x is y for y in taken) for x in again] == [True, True, False]
+    runs.give(again[0])
+    assert runs.take(8)[0][0].shape[1] == 8
 
 
 def test_a_second_turn_encodes_only_what_is_new(rank):
