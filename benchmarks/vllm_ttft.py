@@ -1,12 +1,15 @@
 """vLLM: time to first token of a returning session: prefilled, still hot, and restored from cold.
 
-    python benchmarks/vllm_ttft.py [--tokens 2048 6144] [--rounds 3] [--codec tq3]
+    python benchmarks/vllm_ttft.py [--tokens 2048 6144] [--rounds 4] [--codec tq3]
         [--dtype float32] [--json OUT]
 
-Through gateway and HTTP, with vLLM's CPU engine; cold sessions are in RAM. One process; per row one
-conversation, whose first turn has nothing to reuse. It then comes back ``--rounds`` times with the
-same short new message while it is hot, and as often after it was put to sleep. What a hot return
-takes is the floor: computing the new message, with attention to all that is before it.
+Through gateway and HTTP, with vLLM's CPU engine; cold sessions are in RAM. One process, one
+conversation per length. It goes on for ``--rounds`` turns of each kind, in turns: one short new
+message behind all that was said, while the session is hot, and after it was put to sleep. At last
+the session is deleted and its newest prompt sent once more: the same work with nothing to reuse.
+
+What a hot return takes is the floor of a restored one: HTTP, the chat template, and one step of the
+model over the new message and what is left behind the last full block.
 """
 
 from __future__ import annotations
@@ -14,51 +17,91 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+from dataclasses import dataclass, field
 from typing import Any
 
 from stack import MIB, WORD_TOKENS, Client, Reply, client_of, prose, write_json
 from vllm_stack import with_plugin
 
+Messages = list[dict[str, str]]
 
-async def comes_back(
-    client: Client, name: str, history: list[dict[str, str]], *, cold: bool
-) -> Reply:
-    await client.until(name, "idle")
-    if cold:
-        await client.post(f"/v1/sessions/{name}/demote")
-        await client.until(name, "cold")
-    reply = await client.chat(history, session=name, max_tokens=4)
-    assert reply.cache.startswith("cold" if cold else "hot"), reply
-    print(f"  {reply.cache}: {reply.ttft_s:.3f} s", flush=True)
-    return reply
+
+@dataclass
+class Conversation:
+    """One session that goes on; ``prompt`` is the newest."""
+
+    client: Client
+    name: str
+    prompt: Messages
+    prefilled: list[Reply] = field(default_factory=list)
+    returns: dict[str, list[Reply]] = field(default_factory=lambda: {"hot": [], "cold": []})
+
+    async def ask(self) -> Reply:
+        reply = await self.client.chat(self.prompt, session=self.name, max_tokens=4)
+        assert reply.ok, reply
+        left = reply.prompt_tokens - reply.cached_tokens
+        print(f"  {reply.cache}: {left} tokens left, {reply.ttft_s:.3f} s", flush=True)
+        return reply
+
+    async def prefill(self) -> None:
+        reply = await self.ask()
+        assert reply.cache.startswith("miss"), reply
+        self.prefilled.append(reply)
+        self._go_on(reply)
+
+    async def come_back(self, kind: str) -> None:
+        await self.client.until(self.name, "idle")
+        if kind == "cold":
+            await self.client.post(f"/v1/sessions/{self.name}/demote")
+            await self.client.until(self.name, "cold")
+        reply = await self.ask()
+        assert reply.cache.startswith(kind), reply
+        self.returns[kind].append(reply)
+        self._go_on(reply)
+
+    async def prefill_again(self) -> None:
+        await self.client.until(self.name, "idle")
+        await self.client.delete(f"/v1/sessions/{self.name}")
+        self.prompt = self.prompt[:-2]  # the one that was answered last
+        await self.prefill()
+
+    def _go_on(self, reply: Reply) -> None:
+        question = {"role": "user", "content": f"And number {len(self.prompt)}?"}
+        self.prompt = [*self.prompt, {"role": "assistant", "content": reply.text}, question]
+
+    def row(self) -> dict[str, Any]:
+        """Against the prefill of the same prompt; the worst pair is over all of them."""
+        hot = [x.ttft_s for x in self.returns["hot"]]
+        cold = [x.ttft_s for x in self.returns["cold"]]
+        again = self.prefilled[-1]
+        return {
+            "tokens": again.prompt_tokens,
+            "left_to_compute": [x.prompt_tokens - x.cached_tokens for x in self.returns["cold"]],
+            "prefill_ttft_s": [round(x.ttft_s, 3) for x in self.prefilled],
+            "hot_ttft_s": round(statistics.median(hot), 3),
+            "restore_ttft_s": round(statistics.median(cold), 3),
+            "speedup": round(again.ttft_s / statistics.median(cold), 1),
+            "speedup_worst": round(min(x.ttft_s for x in self.prefilled) / max(cold), 1),
+            "speedup_hot": round(again.ttft_s / statistics.median(hot), 1),
+            "restore_to_hot": round(statistics.median(cold) / statistics.median(hot), 2),
+        }
 
 
 async def one_length(client: Client, tokens: int, rounds: int) -> dict[str, Any]:
     name = f"t{tokens}"
     words = prose(name, int(tokens / WORD_TOKENS))
-    first = [{"role": "user", "content": f"{words}\nOne word, please."}]
-    reply = await client.chat(first, session=name, max_tokens=4)
-    print(f"  prefill of {reply.prompt_tokens}: {reply.ttft_s:.2f} s", flush=True)
-    again = {"role": "user", "content": "And another?"}
-    history = [*first, {"role": "assistant", "content": reply.text}, again]
-    hot = [await comes_back(client, name, history, cold=False) for _ in range(rounds)]
-    cold = [await comes_back(client, name, history, cold=True) for _ in range(rounds)]
-    hot_s = statistics.median(x.ttft_s for x in hot)
-    cold_s = statistics.median(x.ttft_s for x in cold)
-    return {
-        "tokens": reply.prompt_tokens,
-        "prefill_ttft_s": round(reply.ttft_s, 3),
-        "hot_ttft_s": round(hot_s, 3),
-        "restore_ttft_s": round(cold_s, 3),
-        "speedup": round(reply.ttft_s / cold_s, 1),
-        "speedup_worst": round(reply.ttft_s / max(x.ttft_s for x in cold), 1),
-        "speedup_hot": round(reply.ttft_s / hot_s, 1),
-        "cached_share": round(cold[0].cached_tokens / cold[0].prompt_tokens, 4),
-    }
+    first = {"role": "user", "content": f"{words}\nOne word, please."}
+    conversation = Conversation(client, name, [first])
+    await conversation.prefill()
+    for _ in range(rounds):
+        await conversation.come_back("hot")
+        await conversation.come_back("cold")
+    await conversation.prefill_again()
+    return conversation.row()
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    with with_plugin(2048 * MIB, args.codec, dtype=args.dtype) as stack:
+    with with_plugin(1024 * MIB, args.codec, dtype=args.dtype) as stack:
         async with client_of(stack) as client:
             await client.chat([{"role": "user", "content": "Hello"}], session="warm")
             rows = [await one_length(client, n, args.rounds) for n in args.tokens]
@@ -68,7 +111,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 6144])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--codec", default="tq3")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--json", default="")
