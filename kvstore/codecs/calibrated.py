@@ -17,7 +17,7 @@ from kvstore.shapes import KVLayout
 Preset: TypeAlias = FixedRate | OneStep
 
 CALIBRATED: dict[str, Preset] = {
-    "dense3": FixedRate(Scope("head"), 3.0),
+    "dense3": FixedRate(Scope("head"), 3.09),
     "balanced": OneStep(Scope("layer"), 2.0),
     "max": OneStep(Scope("group", 10), 0.8),
     "safe": OneStep(Scope("layer"), 6.0),

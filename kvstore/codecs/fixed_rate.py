@@ -1,19 +1,19 @@
 """Calibrated presets whose chunks all have one size: KLT, then so many bits for each component.
 
-Un-RoPE, the model's mean, a fitted fp16 gain for each row, KLT of the row, Lloyd-Max with the bits
-dealt out once and for all where they matter most, bit planes.
+Un-RoPE, the model's mean, a fitted gain of one byte for each row, the weight of each head, KLT of
+the row, Lloyd-Max with the bits dealt out once and for all where they matter most, bit planes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.codecs.pieces.allocation import greedy_bits
-from kvstore.codecs.pieces.gain import HalfGain, root_mean_squares
+from kvstore.codecs.pieces.gain import FINE, byte_gain, root_mean_squares
 from kvstore.codecs.pieces.klt import Klt
 from kvstore.codecs.pieces.lloyd import LloydMax
 from kvstore.codecs.pieces.mean import ModelMean
@@ -22,7 +22,7 @@ from kvstore.codecs.pieces.rope import UnRope
 from kvstore.codecs.pipeline import Pipeline
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.samples import Samples
-from kvstore.codecs.stacks import Scope, stack_shapes
+from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
 from kvstore.codecs.statistics import principal_axes, unit_rows
 from kvstore.shapes import KVLayout
 
@@ -36,23 +36,20 @@ class FixedRate:
     most: int = 6
 
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
+        shapes = stack_shapes(self.scope, samples.layout)
         learned: dict[str, np.ndarray] = {}
-        importances = []
-        for number, shape in enumerate(stack_shapes(self.scope, samples.layout)):
-            sizes = functools.partial(root_mean_squares, shape=shape)
-            rows = unit_rows(samples, shape, means, sizes)
-            deviations, axes = principal_axes(stack for stack, _ in rows)
-            weights = samples.weights(shape)[:, :1]
-            learned[f"basis.{number}"] = axes.astype(np.float16)
-            learned[f"deviations.{number}"] = deviations.astype(np.float32)
-            importances.append((deviations * weights) ** 2)
-        flat = np.concatenate([x.reshape(-1) for x in importances])
-        bits, at = greedy_bits(flat, int(self.bits * len(flat)), self.most), 0
-        for number, shape_like in enumerate(importances):
-            part = bits[at : at + shape_like.size].reshape(shape_like.shape)
-            learned[f"bits.{number}"] = part.astype(np.uint8)
-            at += shape_like.size
+        for number, shape in enumerate(shapes):
+            found = _axes(samples, shape, means)
+            learned |= {f"{name}.{number}": array for name, array in found.items()}
+        deviations = [learned[f"deviations.{number}"] for number in range(len(shapes))]
+        bits = greedy_bits(_joined(deviations) ** 2, self._total_bits(deviations), self.most)
+        ends = np.cumsum([x.size for x in deviations])[:-1]
+        for number, part in enumerate(np.split(bits, ends)):
+            learned[f"bits.{number}"] = part.reshape(deviations[number].shape).astype(np.uint8)
         return learned
+
+    def _total_bits(self, deviations: list[np.ndarray]) -> int:
+        return int(self.bits * sum(x.size for x in deviations))
 
     def assemble(
         self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
@@ -64,10 +61,33 @@ class FixedRate:
                 Pipeline(
                     shape,
                     (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
-                    HalfGain(shape),
-                    (Klt(learned[f"basis.{number}"]),),
+                    byte_gain(shape, learned[f"gain_centres.{number}"]),
+                    (Klt(learned[f"basis.{number}"], learned[f"weights.{number}"]),),
                     LloydMax(1 << bits, learned[f"deviations.{number}"]),
                     BitPlanes(bits),
                 )
             )
         return tuple(pipelines)
+
+
+def _axes(samples: Samples, shape: StackShape, means: np.ndarray) -> dict[str, np.ndarray]:
+    """Of one stack: weights, basis, deviations, and the gains' middle."""
+    sizes = functools.partial(root_mean_squares, shape=shape)
+    weights, octaves = samples.weights(shape), []
+
+    def weighted() -> Iterator[np.ndarray]:
+        for stack, gains in unit_rows(samples, shape, means, sizes):
+            octaves.append(np.log2(gains).mean(axis=1))
+            yield stack * weights[:, None]
+
+    deviations, basis = principal_axes(weighted())
+    return {
+        "weights": weights,
+        "basis": basis.astype(np.float16),
+        "deviations": deviations.astype(np.float32),
+        "gain_centres": np.rint(FINE * np.mean(octaves, axis=0)).astype(np.int16),
+    }
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([x.reshape(-1) for x in arrays])

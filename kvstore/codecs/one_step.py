@@ -19,7 +19,7 @@ from kvstore.codecs.entropy.tables import (
     plane_bits,
 )
 from kvstore.codecs.pieces.class_coder import ClassCoder
-from kvstore.codecs.pieces.gain import STEPS_PER_OCTAVE, LogGain, root_mean_squares
+from kvstore.codecs.pieces.gain import COARSE, LogGain, root_mean_squares
 from kvstore.codecs.pieces.klt import Klt
 from kvstore.codecs.pieces.mean import ModelMean
 from kvstore.codecs.pieces.rope import UnRope
@@ -63,8 +63,8 @@ class OneStep:
         self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
     ) -> tuple[Pipeline, ...]:
         step = float(learned["step"][0])
-        tables = SymbolTables(learned["frequencies"], learned["largest"])
-        gain_tables = SymbolTables(learned["gain_frequencies"], learned["gain_largest"])
+        tables = _tables(learned, "")
+        gain_tables = _tables(learned, "gain_")
         pipelines = []
         for number, shape in enumerate(stack_shapes(self.scope, layout)):
             gains = ClassCoder(learned[f"gain_classes.{number}"], gain_tables)
@@ -89,7 +89,7 @@ class _Spectrum:
         self._samples, self._shape, self._means = samples, shape, means
         self._weights = samples.weights(shape)
         self.deviations, self.basis = principal_axes(x for x, _ in self._rows())
-        steps = [STEPS_PER_OCTAVE * np.log2(gains) for _, gains in self._rows()]
+        steps = [COARSE * np.log2(gains) for _, gains in self._rows()]
         self._gain_steps = np.rint(np.concatenate(steps, axis=1)).astype(np.int64)
         self._gain_centres = np.rint(self._gain_steps.mean(axis=1)).astype(np.int64)
 
@@ -100,8 +100,8 @@ class _Spectrum:
 
     def _sizes(self, stack: np.ndarray) -> np.ndarray:
         sizes = root_mean_squares(stack, self._shape)
-        steps = np.rint(STEPS_PER_OCTAVE * np.log2(np.maximum(sizes, 1e-9)))
-        gains: np.ndarray = np.exp2(steps / STEPS_PER_OCTAVE).astype(np.float32)
+        steps = np.rint(COARSE * np.log2(np.maximum(sizes, 1e-9)))
+        gains: np.ndarray = np.exp2(steps / COARSE).astype(np.float32)
         return gains
 
     def components(self) -> Iterator[np.ndarray]:
@@ -163,6 +163,12 @@ def _learned_tables(
 ) -> dict[str, np.ndarray]:
     tables = fit_tables(codes)
     return {f"{prefix}frequencies": tables.frequencies, f"{prefix}largest": tables.largest}
+
+
+def _tables(learned: Mapping[str, np.ndarray], prefix: str) -> SymbolTables:
+    """Copies: kernels take no read-only arrays, which those of a file are."""
+    frequencies = np.array(learned[f"{prefix}frequencies"], np.uint16)
+    return SymbolTables(frequencies, np.array(learned[f"{prefix}largest"]))
 
 
 def _find_step(sampled: list[tuple[np.ndarray, np.ndarray]], bits: float) -> float:

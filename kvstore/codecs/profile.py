@@ -143,6 +143,7 @@ def _arrays(
     body: np.ndarray, at: int, entries: tuple[_Entry, ...], path: Path
 ) -> dict[str, dict[str, np.ndarray]]:
     learned: dict[str, dict[str, np.ndarray]] = {}
+    end = len(body) if not entries else at
     for entry in entries:
         preset, _, name = entry.name.partition("/")
         if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
@@ -155,6 +156,8 @@ def _arrays(
         array.setflags(write=False)
         learned.setdefault(preset, {})[name] = array
         at = _aligned(end)
+    if end != len(body):
+        raise Corrupt(f"{path}: longer than its arrays")
     return learned
 
 

@@ -6,13 +6,13 @@ The functions release the GIL. They check every index that a stream can influenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from kvstore.codecs.entropy.tables import PRECISION, TOTAL
+from kvstore.codecs.numba_functions import array_of, compiled
 
 LANES = 8
 LOWEST = 1 << 16
@@ -70,24 +70,11 @@ def _decode(
     return used
 
 
-def _compile(function: Callable[..., int], *arguments: Any) -> Any:
-    signature = types.int64(*arguments)
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        return njit(signature, cache=True, **options)(function)
-    except RuntimeError:  # numba found no folder that it may write its cache to
-        return njit(signature, **options)(function)
+_CLASSES = array_of(types.int64, 1)
+_TABLES = (array_of(types.uint16, 2), array_of(types.uint32, 2))
+_STATES = array_of(types.uint32, 1)
+_WORDS = array_of(types.uint16, 1)
+_SYMBOLS = array_of(types.uint8, 2)
 
-
-def _array(kind: Any, ndim: int) -> Any:
-    return types.Array(kind, ndim, "C")
-
-
-_CLASSES = _array(types.int64, 1)
-_TABLES = (_array(types.uint16, 2), _array(types.uint32, 2))
-_STATES = _array(types.uint32, 1)
-_WORDS = _array(types.uint16, 1)
-_SYMBOLS = _array(types.uint8, 2)
-
-encode = _compile(_encode, _SYMBOLS, _CLASSES, *_TABLES, _STATES, _WORDS)
-decode = _compile(_decode, _WORDS, _CLASSES, _SYMBOLS, *_TABLES, _STATES, _SYMBOLS)
+encode = compiled(types.int64, _encode, _SYMBOLS, _CLASSES, *_TABLES, _STATES, _WORDS)
+decode = compiled(types.int64, _decode, _WORDS, _CLASSES, _SYMBOLS, *_TABLES, _STATES, _SYMBOLS)

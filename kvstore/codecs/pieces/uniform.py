@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.codecs.fast import compiled_pieces
+
 NUM_SHIFTS = 4  # codes of size 0, 1, 2, and 3 or more
 LARGEST_CODE = 32767
 
@@ -22,7 +24,7 @@ class UniformStep:
         ``rounding`` below one half widens the cell of zero (a dead zone).
         """
         self._step = np.float32(step)
-        self._shifts = np.ascontiguousarray(shifts, np.float32)
+        self._shifts = np.array(shifts, np.float32).reshape(-1, NUM_SHIFTS)
         self._rounding = np.float32(rounding)
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
@@ -34,9 +36,16 @@ class UniformStep:
         return np.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(np.int16)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
-        sizes = np.minimum(np.abs(codes), NUM_SHIFTS - 1)
-        units, _, components = codes.shape
-        rows = np.arange(units * components).reshape(units, 1, components)
-        shifts = self._shifts.reshape(-1)[rows * NUM_SHIFTS + sizes]
-        restored: np.ndarray = (codes + np.sign(codes) * shifts) * self._step
-        return restored
+        units, num_tokens, components = codes.shape
+        rows = np.ascontiguousarray(codes.swapaxes(1, 2), np.int32)
+        rows = rows.reshape(units * components, num_tokens)
+        out = np.empty(rows.shape, np.float32)
+        fast = compiled_pieces()
+        (fast.restore_steps if fast else _restore)(rows, self._shifts, self._step, out)
+        return out.reshape(units, components, num_tokens).swapaxes(1, 2)
+
+
+def _restore(codes: np.ndarray, shifts: np.ndarray, step: np.float32, out: np.ndarray) -> None:
+    sizes = np.minimum(np.abs(codes), NUM_SHIFTS - 1)
+    towards = np.take_along_axis(shifts, sizes, axis=1)
+    np.multiply(codes.astype(np.float32) + np.sign(codes) * towards, step, out=out)

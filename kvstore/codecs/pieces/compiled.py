@@ -1,0 +1,91 @@
+"""Inner loops of pieces as numba functions, with the results of numpy to the last bit.
+
+Rows are components, (units times components, tokens), contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvstore.codecs.numba_functions import array_of, compiled
+
+
+def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, codes: Any) -> None:
+    """``codes``: how many of the bounds of its row's kind lie below each value times its scale."""
+    scaled = np.empty(x.shape[1], np.float32)
+    for row in range(x.shape[0]):
+        kind = kinds[row]
+        for token in range(x.shape[1]):
+            scaled[token] = x[row, token] * scales[row]
+            codes[row, token] = 0
+        for k in range(counts[kind]):
+            bound = bounds[kind, k]
+            for token in range(x.shape[1]):
+                codes[row, token] += np.uint8(scaled[token] > bound)
+
+
+def _restore_levels(
+    codes: Any, deviations: Any, kinds: Any, levels: Any, counts: Any, out: Any
+) -> None:
+    table = np.empty(levels.shape[1], np.float32)
+    for row in range(codes.shape[0]):
+        kind = kinds[row]
+        for k in range(levels.shape[1]):
+            last = min(k, counts[kind])  # codes beyond the last level stand for it
+            table[k] = levels[kind, last] * deviations[row]
+        for token in range(codes.shape[1]):
+            out[row, token] = table[codes[row, token]]
+
+
+def _pack_planes(codes: Any, bits: Any, packed: Any) -> None:
+    """``packed``: uint8 (planes, bytes), zeros."""
+    plane = 0
+    for row in range(codes.shape[0]):
+        for place in range(bits[row]):
+            for token in range(codes.shape[1]):
+                bit = (codes[row, token] >> place) & 1
+                packed[plane, token >> 3] |= bit << (token & 7)
+            plane += 1
+
+
+def _unpack_planes(packed: Any, bits: Any, spread: Any, codes: Any) -> None:
+    """``spread``: the bits of a byte, lowest first, uint8 (256, 8). ``codes``: zeros."""
+    plane = 0
+    for row in range(codes.shape[0]):
+        for place in range(bits[row]):
+            for at in range(packed.shape[1]):
+                eight = spread[packed[plane, at]]
+                first = 8 * at
+                for k in range(min(codes.shape[1] - first, 8)):
+                    codes[row, first + k] |= eight[k] << place
+            plane += 1
+
+
+def _restore_steps(codes: Any, shifts: Any, step: Any, out: Any) -> None:
+    last = shifts.shape[1] - 1
+    for row in range(codes.shape[0]):
+        for token in range(codes.shape[1]):
+            code = codes[row, token]
+            shift = shifts[row, min(abs(code), last)]
+            value = np.float32(code)
+            out[row, token] = (value + shift if code > 0 else value - shift) * step
+
+
+_FLOATS = array_of(types.float32, 2)
+_SCALES = array_of(types.float32, 1)
+_BYTES = array_of(types.uint8, 2)
+_INTS = array_of(types.int32, 2)
+_NUMBERS = array_of(types.int64, 1)
+
+quantise_levels = compiled(
+    types.void, _quantise_levels, _FLOATS, _SCALES, _NUMBERS, _FLOATS, _NUMBERS, _BYTES
+)
+restore_levels = compiled(
+    types.void, _restore_levels, _BYTES, _SCALES, _NUMBERS, _FLOATS, _NUMBERS, _FLOATS
+)
+pack_planes = compiled(types.void, _pack_planes, _BYTES, _NUMBERS, _BYTES)
+unpack_planes = compiled(types.void, _unpack_planes, _BYTES, _NUMBERS, _BYTES, _BYTES)
+restore_steps = compiled(types.void, _restore_steps, _INTS, _FLOATS, types.float32, _FLOATS)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import dataclasses
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+
+from kvstore.codecs.calibrated import CALIBRATED
+from kvstore.codecs.presets import open_codec
+from kvstore.codecs.profile import DIGEST_BYTES, Profile, QualityRow, load_profile
+from kvstore.errors import Corrupt, Mismatch, UnknownCodec
+from tests.unit.kvstore.codecs.calibration import model_layout, model_profile, model_run
+
+ROW = QualityRow("max", 2048, 0.9, 0.5, 0.004, 0.97, 6, 6, 0.99, 0.96)
+
+
+def file_of(folder, profile=None):
+    path = folder / "profile"
+    (profile or dataclasses.replace(model_profile(), rows=(ROW,))).save(path)
+    return path
+
+
+def with_digest(body):
+    return body + blake2b(body, digest_size=DIGEST_BYTES).digest()
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = file_of(tmp_path)
+    before, after = model_profile(), load_profile(path)
+    assert [x.name for x in tmp_path.iterdir()] == ["profile"], "nothing is left lying about"
+    assert (after.fingerprint, after.layout, after.ropes) == (
+        before.fingerprint,
+        before.layout,
+        before.ropes,
+    )
+    assert after.rows == (ROW,)
+    assert after.ids == before.ids
+    for preset, arrays in before.learned.items():
+        for name, array in arrays.items():
+            assert after.learned[preset][name].dtype == array.dtype
+            assert np.array_equal(after.learned[preset][name], array)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_a_loaded_profile_makes_the_same_codec(tmp_path, name):
+    layout = model_layout()
+    fresh, loaded = (
+        open_codec(name, model_profile()),
+        open_codec(name, load_profile(file_of(tmp_path))),
+    )
+    run = model_run(layout, 64)
+    payload = fresh.encode(run, layout, 0)
+    assert loaded == fresh and loaded.encode(run, layout, 0) == payload
+    loaded.decode(memoryview(payload), layout, 0, layout.empty(64))
+
+
+def test_an_id_stands_for_what_was_learned_and_nothing_else():
+    profile = model_profile()
+    measured = dataclasses.replace(profile, rows=(ROW,), fingerprint="other name")
+    assert measured.ids == profile.ids
+    changed = {name: dict(arrays) for name, arrays in profile.learned.items()}
+    changed["max"]["step"] = changed["max"]["step"] * 2
+    other = dataclasses.replace(profile, learned=changed)
+    differing = [name for name in CALIBRATED if other.ids[name] != profile.ids[name]]
+    assert differing == ["max"]
+
+
+def test_a_preset_that_was_not_learned_is_unknown():
+    profile = dataclasses.replace(model_profile(), learned={})
+    with pytest.raises(UnknownCodec, match="calibrate"):
+        open_codec("max", profile)
+    assert open_codec("dense3", profile).id == "dense3.1"
+
+
+def test_any_damage_is_noticed(tmp_path):
+    path = file_of(tmp_path)
+    whole = path.read_bytes()
+    for number in np.random.default_rng(0).integers(0, 8 * len(whole), 40).tolist():
+        damaged = bytearray(whole)
+        damaged[number // 8] ^= 1 << number % 8
+        path.write_bytes(damaged)
+        with pytest.raises(Corrupt, match="profile"):
+            load_profile(path)
+    for length in (0, 3, 8, 40, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(Corrupt):
+            load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"dtype":"<f4"', b'"dtype":"|O8"'),
+        (b'"shape":[1]', b'"shape":[-1]'),
+        (b'"shape":[1]', b'"shape":[99999999]'),
+        (b'"shape":[1]', b'"shape":[99]'),
+        (b'"fingerprint"', b'"finger"'),
+        (b'"arrays":[', b'"arrays":[['),
+    ],
+)
+def test_a_file_that_somebody_else_made_is_refused(tmp_path, old, new):
+    path = file_of(tmp_path)
+    body = path.read_bytes()[:-DIGEST_BYTES]
+    length = int.from_bytes(body[4:8], "little")
+    header, arrays = body[8 : 8 + length], body[-(-(8 + length) // 64) * 64 :]
+    assert old in header
+    header = header.replace(old, new, 1)
+    start = body[:4] + len(header).to_bytes(4, "little") + header
+    path.write_bytes(with_digest(start.ljust(-(-len(start) // 64) * 64, b"\0") + arrays))
+    with pytest.raises(Corrupt):
+        load_profile(path)
+
+
+def test_a_later_version_is_refused(tmp_path):
+    path = file_of(tmp_path)
+    body = path.read_bytes()[:-DIGEST_BYTES]
+    path.write_bytes(with_digest(body.replace(b'"version":1', b'"version":2', 1)))
+    with pytest.raises(Mismatch, match="calibrate again"):
+        load_profile(path)
+
+
+def test_a_profile_of_nothing(tmp_path):
+    empty = Profile("f", model_layout(), (None,) * 3, {})
+    assert load_profile(file_of(tmp_path, empty)).learned == {}
