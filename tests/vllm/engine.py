@@ -179,14 +179,19 @@ class RealEngine:
         assert isinstance(answer, Stats)
         return answer.report.counters
 
+    def save_queue_bytes(self) -> int:
+        """Of all ranks: what has yet to be saved of turns that have ended."""
+        answer = self.control(GetStats())
+        assert isinstance(answer, Stats)
+        return answer.report.save_queue_bytes
+
     def wait_saved(self, session: str, within_s: float = 60.0) -> SessionReport:
         """Until the newest turn of the session is in the store."""
         end = time.monotonic() + within_s
         while time.monotonic() < end:
-            answer = self.control(GetStats())
-            assert isinstance(answer, Stats)
+            waiting = self.save_queue_bytes()
             found = self.sessions().get(session)
-            if not answer.report.save_queue_bytes and found and found.tier:
+            if not waiting and found and found.tier:
                 return found
             time.sleep(0.05)
         raise AssertionError(f"session {session} was not saved")

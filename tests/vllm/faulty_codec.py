@@ -21,9 +21,9 @@ FOLDER = "THERMOCLINE_TEST_FAULTS"
 
 class FaultyRaw(RawCodec):
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        if first_token in _tokens("fail"):
+        if first_token in tokens_named("fail"):
             raise Corrupt("a fault that the test asked for")
-        if first_token in _tokens("break"):
+        if first_token in tokens_named("break"):
             raise RuntimeError("a fault that the test asked for")
         _wait("delay_s", "decoding")
         super().decode(payload, layout, first_token, out)
@@ -37,7 +37,7 @@ def is_deaf() -> bool:
     return _file("deaf").exists()
 
 
-def _tokens(name: str) -> list[int]:
+def tokens_named(name: str) -> list[int]:
     return [int(x) for x in _read(name).split(",") if x]
 
 
