@@ -75,10 +75,10 @@ class DeviceBlocks:
         return self._saving.stream.mark()
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
-        return Saving(self._saving).run(wanted, ready)
+        return Saving(self._saving).run(wanted, ready) if wanted else []
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        return Loading(self._loading).run(wanted, ready)
+        return Loading(self._loading).run(wanted, ready) if wanted else set()
 
     def close(self) -> None:
         self._saving.stream.drain()

@@ -312,6 +312,12 @@ def test_memory_of_the_host_is_the_hosts_business(rigs):
     assert isinstance(blocks_for(rig.cache, rig.store), expected)
 
 
+def test_a_turn_without_anything_new_asks_nothing_of_the_device(rigs):
+    rig = opened(rigs)
+    assert rig.device.pack([], rig.device.mark()) == []
+    assert rig.device.fill([], rig.device.mark()) == set()
+
+
 def test_sides_that_kernels_cannot_address_are_left_to_the_host():
     permuted = torch.zeros(4, 2, 8, 128, dtype=torch.bfloat16)
     shifted = torch.zeros(4, 2, 8, 132, dtype=torch.bfloat16)[..., 4:]
