@@ -12,12 +12,16 @@ class Codec(Protocol):
     """Turns a run of tokens of all layers into one payload and back.
 
     A codec is stateless and thread-safe: the store calls it from several threads at once.
-    Encoding the same run twice gives the same bytes, on every machine and every backend.
+    Encoding the same run twice gives the same bytes: on every machine and every backend for a row
+    codec, on one machine where the transform is a matrix product. Any machine reads what any wrote.
     """
 
     @property
     def id(self) -> str:
-        """Name and arithmetic version, such as ``tq3.1``: part of every key and header."""
+        """Name and arithmetic version, such as ``tq3.1``: part of every key and header.
+
+        A calibrated codec adds digits of its profile: ``max.1-0123456789``.
+        """
 
     @property
     def exact(self) -> bool:
@@ -27,7 +31,10 @@ class Codec(Protocol):
         """Raise ``UnknownCodec`` with one clear sentence if this layout cannot be encoded."""
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        """Length of the payload; longer only by the rows that have to be kept as they are."""
+        """Length of the payload; longer only by the rows that have to be kept as they are.
+
+        An estimate where codes are entropy-coded.
+        """
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         """``run`` holds tokens ``first_token ..`` of the session; views are read, never kept."""

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvstore.codecs import floats
+from kvstore.codecs.fast import compiled_pieces
 from kvstore.shapes import DType, KVLayout, KVRun
 
 ScopeName: TypeAlias = Literal["head", "side", "layer", "group"]
@@ -104,7 +105,7 @@ class StackShape:
 
     def scatter(self, stack: np.ndarray, out: KVRun, first: int, dtype: DType) -> None:
         """The inverse: ``stack`` rounded to what the layout's rows are kept in."""
-        narrow = floats.narrow(stack, dtype)
+        narrow = _narrow(stack, dtype)
         for unit, start, segment in self._segments():
             target = out[segment.layer][segment.side]
             target[segment.head, first:] = narrow[unit, :, start : start + segment.dim]
@@ -113,6 +114,17 @@ class StackShape:
         for number, unit in enumerate(self.units):
             for start, segment in zip(self.starts, unit, strict=True):
                 yield number, start, segment
+
+
+def _narrow(stack: np.ndarray, dtype: DType) -> np.ndarray:
+    """``floats.narrow``, quicker for the usual dtype."""
+    fast = compiled_pieces()
+    if dtype != "bfloat16" or fast is None:
+        return floats.narrow(stack, dtype)
+    narrow = np.empty(stack.shape, np.uint16)
+    words = np.ascontiguousarray(stack).view(np.uint32)
+    fast.round_to_bf16(words.reshape(-1), narrow.reshape(-1))
+    return narrow
 
 
 @functools.lru_cache(maxsize=64)

@@ -70,8 +70,36 @@ def _restore_steps(codes: Any, shifts: Any, step: Any, out: Any) -> None:
         for token in range(codes.shape[1]):
             code = codes[row, token]
             shift = shifts[row, min(abs(code), last)]
-            value = np.float32(code)
-            out[row, token] = (value + shift if code > 0 else value - shift) * step
+            sign = np.float32((code > 0) - (code < 0))
+            out[row, token] = (np.float32(code) + sign * shift) * step
+
+
+def _turn_keys(
+    stack: Any, units: Any, start: int, cos: Any, sin: Any, direction: Any, interleaved: bool
+) -> None:
+    """``stack``: fp32 (units, tokens, width), in place."""
+    half = cos.shape[1]
+    for number in range(len(units)):
+        unit = units[number]
+        for token in range(stack.shape[1]):
+            for k in range(half):
+                first = start + (2 * k if interleaved else k)
+                second = first + (1 if interleaved else half)
+                x, y = stack[unit, token, first], stack[unit, token, second]
+                c, s = cos[token, k], sin[token, k] * direction
+                stack[unit, token, first] = x * c - y * s
+                stack[unit, token, second] = x * s + y * c
+
+
+def _round_to_bf16(words: Any, out: Any) -> None:
+    """Bit patterns of fp32, uint32 (n,), to those of bf16, uint16 (n,); a NaN stays one."""
+    for i in range(len(words)):
+        word = words[i]
+        rounded = (
+            word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+        ) >> np.uint32(16)
+        is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[i] = np.uint16((word >> np.uint32(16)) | np.uint32(0x40) if is_nan else rounded)
 
 
 _FLOATS = array_of(types.float32, 2)
@@ -88,4 +116,18 @@ restore_levels = compiled(
 )
 pack_planes = compiled(types.void, _pack_planes, _BYTES, _NUMBERS, _BYTES)
 unpack_planes = compiled(types.void, _unpack_planes, _BYTES, _NUMBERS, _BYTES, _BYTES)
+turn_keys = compiled(
+    types.void,
+    _turn_keys,
+    array_of(types.float32, 3),
+    _NUMBERS,
+    types.int64,
+    _FLOATS,
+    _FLOATS,
+    types.float32,
+    types.boolean,
+)
+round_to_bf16 = compiled(
+    types.void, _round_to_bf16, array_of(types.uint32, 1), array_of(types.uint16, 1)
+)
 restore_steps = compiled(types.void, _restore_steps, _INTS, _FLOATS, types.float32, _FLOATS)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from kvstore.codecs.fast import compiled_pieces
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks import KEY, StackShape
 
@@ -67,9 +68,15 @@ class UnRope:
         return 0
 
     def _turned(self, stack: np.ndarray, first_token: int, direction: int) -> np.ndarray:
+        stack = np.ascontiguousarray(stack)
+        fast = compiled_pieces()
         for turn in self._turns:
             cos, sin = _tables(turn.rope, first_token, stack.shape[1])
-            units = list(turn.units)
+            units = np.array(turn.units)
+            if fast is not None:
+                known = (cos, sin, np.float32(direction), turn.rope.interleaved)
+                fast.turn_keys(stack, units, turn.start, *known)
+                continue
             for part in np.array_split(units, max(len(units) // 8, 1)):  # stay in the cache
                 columns = slice(turn.start, turn.start + turn.rope.num_channels)
                 x = stack[part, :, columns]

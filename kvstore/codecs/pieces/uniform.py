@@ -48,4 +48,5 @@ class UniformStep:
 def _restore(codes: np.ndarray, shifts: np.ndarray, step: np.float32, out: np.ndarray) -> None:
     sizes = np.minimum(np.abs(codes), NUM_SHIFTS - 1)
     towards = np.take_along_axis(shifts, sizes, axis=1)
-    np.multiply(codes.astype(np.float32) + np.sign(codes) * towards, step, out=out)
+    signs = np.sign(codes).astype(np.float32)
+    np.multiply(codes.astype(np.float32) + signs * towards, step, out=out)

@@ -1,0 +1,59 @@
+"""Compiled inner loops give the results of numpy, to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+
+from kvstore.codecs.pieces.lloyd import LloydMax
+from kvstore.codecs.pieces.planes import BitPlanes
+from kvstore.codecs.pieces.rope import Rope, UnRope
+from kvstore.codecs.pieces.uniform import UniformStep
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks import Scope, stack_shapes
+from tests.unit.kvstore.codecs.samples import layout_of, uneven
+
+
+def digest():
+    """Of what every piece with a compiled loop makes of the same numbers."""
+    parts = []
+    bits = np.array([[0, 1, 3, 8], [2, 5, 7, 4]])
+    for num_tokens in (1, 7, 8, 61):
+        stack = uneven((2, num_tokens, 4), seed=num_tokens)
+        lloyd, planes = LloydMax(1 << bits, np.exp2(bits / 3)), BitPlanes(bits)
+        codes = lloyd.quantise(stack)
+        packed = planes.write(codes)
+        again = planes.read(Reader(memoryview(packed)), num_tokens)
+        assert np.array_equal(again, codes)
+        steps = UniformStep(0.07, uneven((2, 4, 4)) / 10)
+        parts += [codes, np.frombuffer(packed, np.uint8), lloyd.restore(codes)]
+        parts.append(steps.restore(steps.quantise(stack)))
+    layout = layout_of(16)
+    (shape,) = stack_shapes(Scope("layer"), layout)
+    stack = uneven((1, 9, 64))
+    stack[0, 3, :4] = np.inf, -np.inf, np.nan, 3e38
+    out = layout.empty(9)
+    shape.scatter(stack, out, 0, "bfloat16")
+    parts += list(out[0])
+    for interleaved in (False, True):
+        turn = UnRope(shape, (Rope((1.0, 0.3, 0.1), interleaved),))
+        parts.append(turn.backward(uneven((1, 9, 64)), 77, None))
+    return hashlib.blake2b(b"".join(x.tobytes() for x in parts), digest_size=8).hexdigest()
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+from tests.unit.kvstore.codecs.test_compiled_pieces import digest
+print(digest())
+"""
+
+
+def test_numpy_gives_the_same():
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMBA]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == digest()
