@@ -36,7 +36,7 @@ def source_of(tier: TierName | None) -> CacheHitSource:
     return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
-class ColdStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not here to be looked at
+class ColdStats(KVConnectorStats):
     """``data`` is an ``EngineReport`` in builtins. Its counters are totals: the newest counts."""
 
     data: dict[str, Any]
@@ -84,7 +84,7 @@ class StatsFeed:
         self._newest = ColdStats(data=msgspec.to_builtins(await self._report()))
 
 
-class ColdMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
+class ColdMetrics(KVConnectorPromMetrics):
     """In vLLM's API server. Names begin with ``vllm:thermocline_``."""
 
     def __init__(
