@@ -19,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 from engines.vllm_plugin.arrangement import UnknownLayout
@@ -34,7 +36,7 @@ from engines.vllm_plugin.worker import Worker
 from kvstore.errors import TierUnavailable, UnknownCodec
 
 
-class ThermoclineConnector(KVConnectorBase_V1):
+class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     """Raises ``Unsupported`` or ``BadSettings`` at start, with one sentence, and never later."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -43,14 +45,16 @@ class ThermoclineConnector(KVConnectorBase_V1):
         self._folder = Path(self._settings.runtime_dir)
         with told_in(self._folder, Unsupported):
             check_version(vllm.__version__)
-            check(vllm_config, kv_cache_config)
+            self._groups = check(vllm_config, kv_cache_config)
         if self._settings.die_with_parent:
             die_with_parent()
         self._scheduling: Scheduling | None = None
         self._stats: StatsFeed | None = None
         self._worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduling = Scheduling(self._settings, vllm_config, vllm.__version__)
+            self._scheduling = Scheduling(
+                self._settings, vllm_config, self._groups, vllm.__version__
+            )
             self._stats = StatsFeed(self._scheduling.report, self._scheduling.spawn)
 
     @property
@@ -76,8 +80,7 @@ class ThermoclineConnector(KVConnectorBase_V1):
         return self._half.lookup.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        ids = list(blocks.get_block_ids()[0])
-        self._half.lookup.allocated(request, ids, num_external_tokens)
+        self._half.lookup.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -97,10 +100,11 @@ class ThermoclineConnector(KVConnectorBase_V1):
             connector_output.invalid_block_ids or set(),
             connector_output.finished_recving or (),
             meta.ranks if isinstance(meta, SaveAcks) else {},
+            connector_output.failed_recving,
         )
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._half.lookup.finished(request, block_ids)
 
@@ -132,7 +136,7 @@ class ThermoclineConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = int(self._vllm_config.parallel_config.rank)
         with told_in(self._folder, UnknownLayout, UnknownCodec, TierUnavailable):
-            self._worker = Worker(self._settings, self._vllm_config, rank, kv_caches)
+            self._worker = Worker(self._settings, self._vllm_config, rank, kv_caches, self._groups)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -159,8 +163,16 @@ class ThermoclineConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, (self._worker.take_loaded() or None) if self._worker else None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        failed = self._worker.take_failed(results.finished_recving) if self._worker else set()
+        # With one group vLLM keeps what comes before the first bad block; with more it takes none.
+        results.failed_recving = failed if self._groups.states else set()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_bad_blocks() if self._worker else set()
+        bad = self._worker.take_bad_blocks() if self._worker else set()
+        return set() if self._groups.states else bad
 
     def build_connector_worker_meta(self) -> SaveAcks | None:
         acks = self._worker.take_acks() if self._worker else {}

@@ -11,19 +11,21 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
+from engines.vllm_plugin.groups import DENSE, Groups
 from engines.weights import weight_digests
 
 LAYOUT_VERSION: Final = "vllm-blocks-2"
 _NAMES: Final = ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
-def fingerprint(vllm_config: Any, rank: int, remembered: Path) -> str:
+def fingerprint(vllm_config: Any, rank: int, remembered: Path, groups: Groups = DENSE) -> str:
     """Hex digest; equal only for KV that may be exchanged.
 
     ``remembered``: the folder for what was found in large files, one for all ranks.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     digest = blake2b(digest_size=32)
+    states = [str(vllm_config.cache_config.mamba_ssm_cache_dtype), str(groups)]
     for part in (
         LAYOUT_VERSION,
         model_digest(str(model.model), str(model.revision), remembered),
@@ -33,6 +35,7 @@ def fingerprint(vllm_config: Any, rank: int, remembered: Path) -> str:
         str(vllm_config.cache_config.block_size),
         str(vllm_config.cache_config.prefix_caching_hash_algo),
         f"rank {rank} of {parallel.world_size}",
+        *(states if groups.states else ()),
     ):
         digest.update(f"{len(part)}:{part}".encode())
     return digest.hexdigest()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from engines.vllm_plugin.groups import DENSE, Groups
 from kvstore.records import SessionRef
 
 MAX_SESSIONS: Final = 4096
@@ -69,9 +70,11 @@ class HotSessions:
         self._users: Counter[bytes] = Counter()  # sessions per block hash
         self._to_drop: list[Name] = []
         self._pool: BlockPool | None = None
+        self._groups = DENSE
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind(self, pool: BlockPool, groups: Groups = DENSE) -> None:
         self._pool = pool
+        self._groups = groups
 
     @property
     def pool(self) -> BlockPool:
@@ -155,7 +158,11 @@ class HotSessions:
         return [name for name, _ in cooled]
 
     def _resident(self, entry: HotSession) -> int:
-        if entry.dropping or not entry.hashes or self._cached(entry.hashes[-1]) is None:
+        if (
+            entry.dropping
+            or not entry.hashes
+            or self._cached(entry.hashes[-1], self._groups.full) is None
+        ):
             return 0
         return len(entry.hashes)
 
@@ -187,9 +194,9 @@ class HotSessions:
                 self._users.subtract(entry.hashes)
                 entry.hashes = []
                 entry.dropping = False
-        blocks = [x for x in map(self._cached, hashes) if x is not None]
+        blocks = [x for h in hashes for g in self._groups.ids if (x := self._cached(h, g))]
         self.pool.evict_blocks({x.block_id for x in blocks if x.ref_cnt == 0})
 
-    def _cached(self, block_hash: bytes) -> Any:
-        found = self.pool.get_cached_block(block_hash, [0])
+    def _cached(self, block_hash: bytes, group: int) -> Any:
+        found = self.pool.get_cached_block(block_hash, [group])
         return found[0] if found else None

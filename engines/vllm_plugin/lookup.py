@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from engines.vllm_plugin.groups import DENSE, Groups
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.identity import mark_of, session_of
 from engines.vllm_plugin.messages import Release, Stage, Staged
@@ -108,6 +109,7 @@ class Lookup:
         hot: HotSessions,
         *,
         block_tokens: int,
+        groups: Groups = DENSE,
         num_ranks: int,
         deadline_s: float,
         on_admitted: Callable[[str, str], None],
@@ -119,6 +121,7 @@ class Lookup:
         self._ranks = ranks
         self._hot = hot
         self._block_tokens = block_tokens
+        self._groups = groups
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s + RANK_GRACE_S
         self._on_admitted = on_admitted
@@ -198,7 +201,10 @@ class Lookup:
             self._ranks.staged(turn.restore.ticket)
         turn.restore = None
 
-    def allocated(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """``tables``: the request's blocks, by group."""
         turn = self._turns.get(request.request_id)
         if turn is None or turn.restore is None or turn.restore.loading:
             return
@@ -208,8 +214,9 @@ class Lookup:
         restore, staged = turn.restore, turn.restore.staged
         assert staged is not None, "vLLM loads only what was offered"
         first = staged.end_block - num_external_tokens // self._block_tokens
-        ids = block_ids[first : staged.end_block]
-        self._plan.loads.append(Load(restore.ticket, request.request_id, first, ids))
+        ids = list(tables[self._groups.full][first : staged.end_block])
+        state = self._groups.state_blocks(tables, staged.end_block, first)
+        self._plan.loads.append(Load(restore.ticket, request.request_id, first, ids, state))
         restore.loading = set(ids)
         self._loading[request.request_id] = restore.loading
         turn.restored_tokens, turn.tier = num_external_tokens, staged.tier
@@ -247,9 +254,16 @@ class Lookup:
         if reason:
             self._counters.add(f"misses.{reason}")
 
-    def absorb(self, bad_block_ids: set[int], loaded: Iterable[str], acks: dict[int, int]) -> None:
+    def absorb(
+        self,
+        bad_block_ids: set[int],
+        loaded: Iterable[str],
+        acks: dict[int, int],
+        failed: Collection[str] = (),
+    ) -> None:
+        """``failed``: requests whose load failed, where vLLM takes no failed blocks."""
         for request_id, block_ids in self._loading.items():
-            if block_ids & bad_block_ids:
+            if block_ids & bad_block_ids or request_id in failed:
                 self._failed(request_id)
         for request_id in loaded:
             self._loaded(request_id)
@@ -276,8 +290,9 @@ class Lookup:
 
     # ---- the turn ends
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> dict[str, Any] | None:
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Plan the save. Returns what goes to the client's side with the answer."""
+        block_ids = tables[self._groups.full]
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return None
@@ -289,7 +304,8 @@ class Lookup:
             hashes = self._full_hashes(request, len(block_ids))
         if turn.session is not None:
             if hashes:
-                self._save(turn.session, hashes, list(block_ids[: len(hashes)]))
+                states = self._held_states(request, hashes)
+                self._save(turn.session, hashes, list(block_ids[: len(hashes)]), states)
             self._hot.end(turn.session, hashes)
             self._on_turn_end(turn.session)
         return {
@@ -304,12 +320,30 @@ class Lookup:
         full = min(computed // self._block_tokens, len(request.block_hashes), num_blocks)
         return [bytes(x) for x in request.block_hashes[: max(full, 0)]]
 
-    def _save(self, session: SessionRef, hashes: list[bytes], block_ids: list[int]) -> None:
-        job = next(self._jobs)
-        self._hot.pool.touch([self._hot.pool.blocks[x] for x in block_ids])
-        self._unacked[job] = Unacked(session, block_ids, self._num_ranks)
+    def _held_states(self, request: Any, hashes: Sequence[bytes]) -> dict[int, list[int]]:
+        """The newest, and the last before the answer: templates may change what was answered."""
+        if not self._groups.states:
+            return {}
+        prompt = min((request.num_prompt_tokens - 1) // self._block_tokens, len(hashes))
+        pool = self._hot.pool
+        newest, before = (
+            self._groups.held_states(pool, hashes, range(n, 0, -1)) for n in (len(hashes), prompt)
+        )
+        return before | newest
+
+    def _save(
+        self,
+        session: SessionRef,
+        hashes: list[bytes],
+        block_ids: list[int],
+        states: dict[int, list[int]],
+    ) -> None:
+        save = Save(next(self._jobs), session, hashes, block_ids, states)
+        held = save.held_ids
+        self._hot.pool.touch([self._hot.pool.blocks[x] for x in held])
+        self._unacked[save.job] = Unacked(session, held, self._num_ranks)
         self._hot.count_save(session, +1)
-        self._plan.saves.append(Save(job, session, hashes, block_ids))
+        self._plan.saves.append(save)
 
     def _acked(self, job: int, ranks: int) -> None:
         save = self._unacked[job]

@@ -12,22 +12,38 @@ from kvstore.records import SessionRef
 
 @dataclass(frozen=True)
 class Save:
-    """At the end of a turn. ``block_ids`` are held for the workers until every one of them acks."""
+    """At the end of a turn. All blocks are held for the workers until every one of them acks.
+
+    ``states``: after how many blocks a state is held, and in which blocks (``groups``).
+    """
 
     job: int
     session: SessionRef
     hashes: list[bytes]
     block_ids: list[int]
+    states: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def held_ids(self) -> list[int]:
+        return [*self.block_ids, *(x for ids in self.states.values() for x in ids)]
 
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks ``first_block ..`` of the prompt, out of what is staged under ``ticket``."""
+    """Blocks ``first_block ..`` of the prompt, out of what is staged under ``ticket``.
+
+    ``state_ids``: where the state behind the last of them goes (``groups``).
+    """
 
     ticket: int
     request_id: str
     first_block: int
     block_ids: list[int]
+    state_ids: list[int] = field(default_factory=list)
+
+    @property
+    def end_block(self) -> int:
+        return self.first_block + len(self.block_ids)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from engines.control_server import ControlServer
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.hot import BlockPool, HotSessions
 from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.lookup import Lookup
@@ -23,7 +24,10 @@ from kvstore.stats import Counters
 class Scheduling:
     """``lookup`` belongs to vLLM's thread; the rest runs on the hub's."""
 
-    def __init__(self, settings: PluginSettings, vllm_config: Any, version: str) -> None:
+    def __init__(
+        self, settings: PluginSettings, vllm_config: Any, groups: Groups, version: str
+    ) -> None:
+        self._groups = groups
         block_tokens = int(vllm_config.cache_config.block_size)
         num_ranks = int(vllm_config.parallel_config.world_size)
         counters = Counters()
@@ -35,6 +39,7 @@ class Scheduling:
             self._hub,
             self._hot,
             block_tokens=block_tokens,
+            groups=groups,
             num_ranks=num_ranks,
             deadline_s=settings.store.restore_deadline_s,
             on_admitted=self._hub.admitted,
@@ -66,7 +71,7 @@ class Scheduling:
         self._hub.spawn(Watch(self._hot, self._verbs.look, self._control.publish).run)
 
     def bind(self, pool: BlockPool) -> None:
-        self._hot.bind(pool)
+        self._hot.bind(pool, self._groups)
 
     async def report(self) -> EngineReport:
         """Raises as ``Hub.ask`` does. On the hub's loop: see ``spawn``."""

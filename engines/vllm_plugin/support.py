@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from engines.vllm_env import SUPPORTED
+from engines.vllm_plugin.groups import Groups, StateGroup
+from engines.vllm_plugin.paging import DTYPES
+
+_ALL_KEEP_ALL: Final = (
+    "start vLLM with --disable-hybrid-kv-cache-manager, and layers with windows keep all tokens too"
+)
 
 
 class Unsupported(ValueError):
@@ -29,10 +38,27 @@ def check_version(version: str) -> None:
         )
 
 
-def check(vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
+def check(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Groups:
     """Raises ``Unsupported`` for anything that would be, or might be, silently wrong."""
     for reason in _reasons(vllm_config, kv_cache_config):
         raise Unsupported(f"cold sessions are not possible here: {reason}")
+    return groups_of(kv_cache_config)
+
+
+def groups_of(config: KVCacheConfig) -> Groups:
+    """Of a configuration that ``check`` has found good."""
+    full, states = 0, []
+    for i, group in enumerate(config.kv_cache_groups):
+        spec, layers = _layer_specs(group.kv_cache_spec)[0], tuple(group.layer_names)
+        if isinstance(spec, MambaSpec):
+            states.append(StateGroup(i, layers, 1, True, f"{spec.shapes} {spec.dtypes}"))
+        elif isinstance(spec, SlidingWindowSpec):
+            # A token sees itself and so many before it.
+            num_blocks = -(-(spec.sliding_window - 1) // spec.block_size)
+            states.append(StateGroup(i, layers, num_blocks, False))
+        else:
+            full = i
+    return Groups(full, tuple(config.kv_cache_groups[full].layer_names), tuple(states))
 
 
 def _reasons(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
@@ -50,8 +76,9 @@ def _reasons(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
         yield "data parallelism is not supported inside one engine; start one engine per replica"
     if getattr(parallel, "nnodes", 1) > 1:
         yield "the workers must be on one machine"
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        yield "decode context parallelism splits blocks over ranks"
+    for kind in ("decode", "prefill"):
+        if getattr(parallel, f"{kind}_context_parallel_size", 1) > 1:
+            yield f"{kind} context parallelism splits blocks over ranks; use tensor parallelism"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding writes tokens that may be taken back"
     yield from _cache_reasons(kv_cache_config, cache.block_size)
@@ -59,22 +86,41 @@ def _reasons(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
 
 def _cache_reasons(config: KVCacheConfig, block_size: int) -> Iterator[str]:
     specs = [spec for group in config.kv_cache_groups for spec in _layer_specs(group.kv_cache_spec)]
-    if any(isinstance(x, MambaSpec) for x in specs):
-        yield (
-            "the model has recurrent layers, whose state vLLM hands out at few boundaries only"
-            " (docs/decisions: hybrid models on vLLM)"
-        )
-    if any(isinstance(x, MLAAttentionSpec) for x in specs):
-        yield "the model keeps one latent vector per token (MLA), which has no heads to pack"
-    if any(not isinstance(x, FullAttentionSpec) for x in specs):
-        kinds = sorted({type(x).__name__ for x in specs})
-        yield f"layers of kind {', '.join(kinds)} do not keep all tokens"
-    if len(config.kv_cache_groups) != 1:
-        yield f"the model's layers form {len(config.kv_cache_groups)} groups of blocks, not one"
-    if config.hash_block_size not in (None, block_size):
-        yield f"hashes cover {config.hash_block_size} tokens, blocks {block_size}"
+    for spec in specs:
+        yield from _layer_reasons(spec)
+    if not any(map(_keeps_all, config.kv_cache_groups)):
+        yield "no layer of the model keeps all tokens, so that little would be gained"
+    for reason in _group_reasons(config, {block_size, *(x.block_size for x in specs)}):
+        recurrent = any(isinstance(x, MambaSpec) for x in specs)
+        yield reason if recurrent else f"{reason}; {_ALL_KEEP_ALL}"
     if config.kv_tp_replicas != 1:
         yield "several ranks hold the same heads; use a tensor parallel size up to the KV heads"
+
+
+def _group_reasons(config: KVCacheConfig, sizes: set[int]) -> Iterator[str]:
+    num_full = sum(map(_keeps_all, config.kv_cache_groups))
+    if num_full > 1:
+        yield f"the layers that keep all tokens form {num_full} groups of blocks, not one"
+    if config.hash_block_size is not None:
+        sizes = sizes | {config.hash_block_size}
+    if len(sizes) > 1:
+        yield f"blocks and their hashes cover different numbers of tokens: {sorted(sizes)}"
+
+
+def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
+    """By exact type: what a subclass adds is a way to keep fewer tokens, or other bytes."""
+    if isinstance(spec, MLAAttentionSpec):
+        yield "the model keeps one latent vector per token (MLA), which has no heads to pack"
+    elif type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec):
+        yield f"layers of kind {type(spec).__name__} keep tokens in a way that is not known here"
+    if isinstance(spec, AttentionSpec) and spec.dtype not in DTYPES:
+        yield f"the KV cache is quantised ({spec.dtype}); leave --kv-cache-dtype at auto"
+    if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align":
+        yield "recurrent layers keep no state to return to; set --mamba-cache-mode to align"
+
+
+def _keeps_all(group: KVCacheGroupSpec) -> bool:
+    return isinstance(_layer_specs(group.kv_cache_spec)[0], FullAttentionSpec)
 
 
 def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:

@@ -90,6 +90,7 @@ class Transfer:
         self._under_way = 0  # loads, and saves that still need their blocks
         self._acks: dict[int, int] = {}
         self._loaded: set[str] = set()
+        self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         # One thread saves, so that saves of one session never overlap.
         self._saver = ThreadPoolExecutor(1, "thermocline-save", initializer=roam)
@@ -103,7 +104,7 @@ class Transfer:
     # ---- saving
 
     def save(self, save: Save, on_saved: Callable[[BlockRecord], None]) -> None:
-        nbytes = len(save.block_ids) * self._blocks.block_bytes
+        nbytes = len(save.held_ids) * self._blocks.block_bytes
         with self._lock:
             full = self._queued_bytes and self._queued_bytes + nbytes > self._max_queued_bytes
             if full:
@@ -123,13 +124,13 @@ class Transfer:
     ) -> None:
         acknowledged = False
         try:
-            missing = self._store.missing(save.hashes)
+            missing = self._store.missing(save.hashes, save.states)
             packing = self._blocks.pack([_packing(save, x) for x in missing], ready)
             self._acknowledge(save.job)
             acknowledged = True
             self._store.counters.add("chunks_encoded", len(missing))
             blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
-            record = self._store.commit(save.session, save.hashes, blobs)
+            record = self._store.commit(save.session, save.hashes, blobs, [*save.states])
             on_saved(record)
         except Exception:  # the edge of this thread: one bad save must not end all others
             logger.exception("a session could not be saved")
@@ -162,7 +163,7 @@ class Transfer:
         self._loaders.submit(self._load, load, self._blocks.mark())
 
     def _load(self, load: Load, ready: object) -> None:
-        bad = set(load.block_ids)
+        bad = {*load.block_ids, *load.state_ids}
         try:
             fetched = self._staging.take(load.ticket)
             if fetched is not None:
@@ -174,6 +175,8 @@ class Transfer:
         # Together: vLLM wants the failed blocks no later than the request's own completion.
         with self._settled:
             self._bad_blocks |= bad
+            if bad:
+                self._failed.add(load.request_id)
             self._loaded.add(load.request_id)
             self._under_way -= 1
             self._settled.notify_all()
@@ -197,6 +200,13 @@ class Transfer:
             bad, self._bad_blocks = self._bad_blocks, set()
             return bad
 
+    def take_failed(self, loaded: set[str]) -> set[str]:
+        """Which of these, just taken as loaded, have a bad block."""
+        with self._lock:
+            failed = self._failed & loaded
+            self._failed -= failed
+            return failed
+
     def take_acks(self) -> dict[int, int]:
         """Jobs whose blocks are needed no longer, each with a count of one rank."""
         with self._lock:
@@ -215,6 +225,8 @@ def _name(session: SessionRef) -> tuple[str, str]:
 
 
 def _packing(save: Save, piece: Piece) -> Packing:
+    if piece.is_state:
+        return Packing(piece, save.states[piece.end_block])
     return Packing(piece, save.block_ids[piece.first_block : piece.end_block])
 
 
@@ -222,8 +234,11 @@ def _fillings(load: Load, pieces: Sequence[tuple[Piece, Blob]]) -> list[Filling]
     """What of each piece the load asks for; it may begin and end inside of one."""
     fillings = []
     for piece, blob in pieces:
+        if piece.is_state and piece.end_block == load.end_block:
+            fillings.append(Filling(piece, blob, 0, load.state_ids))
+            continue
         first = max(piece.first_block, load.first_block)
-        last = min(piece.end_block, load.first_block + len(load.block_ids))
+        last = min(piece.end_block, load.end_block)
         if first < last:
             ids = load.block_ids[first - load.first_block : last - load.first_block]
             fillings.append(Filling(piece, blob, first - piece.first_block, ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ from engines.vllm_plugin.arrangement import UnknownLayout, WriteBlock, probe
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device_check import blocks_for
 from engines.vllm_plugin.fingerprint import fingerprint
+from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
-from engines.vllm_plugin.paging import paged_cache
+from engines.vllm_plugin.paging import PagedCache, paged_cache
 from engines.vllm_plugin.plan import Step
 from engines.vllm_plugin.rank import RankLink, StagingArea
+from engines.vllm_plugin.state import Layers, RecurrentLayers, StatefulBlocks, WindowLayers
+from engines.vllm_plugin.streams import SideStream
 from engines.vllm_plugin.transfer import Transfer
 from kvstore.block_keys import BlockKeys
 from kvstore.block_records import BlockRecord
@@ -49,20 +52,27 @@ class Worker:
         vllm_config: Any,
         rank: int,
         caches: Mapping[str, torch.Tensor],
+        groups: Groups,
     ) -> None:
-        self._cache = paged_cache(caches, probe(_first(caches), block_writer(vllm_config, caches)))
+        self._cache = attention_cache(vllm_config, caches, groups.layers)
         config = rank_share(settings.store, vllm_config.parallel_config.world_size)
         codec = codec_by_name(config.codec)
-        identity = fingerprint(vllm_config, rank, Path(settings.disk_path))
+        identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
         packer = Packer(codec, self._cache.layout, identity)
         warm(codec, self._cache.layout)
         chunk_blocks = max(config.chunk_tokens // self._cache.block_tokens, 1)
         keys = BlockKeys(identity, codec.id, self._cache.block_tokens, chunk_blocks)
         disk = Path(settings.disk_path) / f"vllm-rank-{rank}"
-        self._store = BlockStore(config, packer, keys, identity, open_tiers(config, disk))
+        self._store = BlockStore(
+            config, packer, keys, identity, open_tiers(config, disk), has_state=bool(groups.states)
+        )
         self._staging = StagingArea()
         self._patience_s = 0.0
         blocks = blocks_for(self._cache, self._store)
+        if groups.states:
+            layers = [state_layers(vllm_config, caches, x) for x in groups.states]
+            stream = SideStream(self._cache.device)
+            blocks = StatefulBlocks(blocks, groups.states, layers, self._store, stream)
         self._transfer = Transfer(blocks, self._store, self._staging, config.save_queue_bytes)
         hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token)
         self._link = RankLink(
@@ -90,6 +100,9 @@ class Worker:
         """The first of what vLLM asks for at the end of a step."""
         self._transfer.wait_for_news(self._patience_s)
         return self._transfer.take_loaded()
+
+    def take_failed(self, loaded: set[str]) -> set[str]:
+        return self._transfer.take_failed(loaded)
 
     def take_bad_blocks(self) -> set[int]:
         return self._transfer.take_bad_blocks()
@@ -139,5 +152,21 @@ def block_writer(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> WriteB
     return write
 
 
-def _first(caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return next(iter(caches.values()))
+def attention_cache(
+    vllm_config: Any, caches: Mapping[str, torch.Tensor], layers: Sequence[str]
+) -> PagedCache:
+    own = {name: x for name, x in caches.items() if name in layers}
+    first = next(iter(own.values()))
+    whole = int(vllm_config.cache_config.block_size)
+    if first.shape[2] != whole:
+        raise UnknownLayout(
+            f"the attention backend cuts blocks of {whole} tokens into ones of {first.shape[2]};"
+            " choose another with --attention-backend"
+        )
+    return paged_cache(own, probe(first, block_writer(vllm_config, own)))
+
+
+def state_layers(vllm_config: Any, caches: Mapping[str, torch.Tensor], group: StateGroup) -> Layers:
+    if group.recurrent:
+        return RecurrentLayers([x for name, x in caches.items() if name in group.layers])
+    return WindowLayers(attention_cache(vllm_config, caches, group.layers))

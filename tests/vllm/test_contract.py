@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -54,9 +55,13 @@ def is_own_init(owner: type, name: str) -> bool:
     return name == "__init__" and not is_dataclass(owner)
 
 
+class Connector(KVConnectorBase_V1, SupportsHMA):
+    """All that vLLM may call of one."""
+
+
 # vLLM's classes that ours derive from; every method of ours that it calls is one of theirs.
 OURS = [
-    (ThermoclineConnector, KVConnectorBase_V1),
+    (ThermoclineConnector, Connector),
     (StepPlan, KVConnectorMetadata),
     (SaveAcks, KVConnectorWorkerMetadata),
     (ColdStats, KVConnectorStats),

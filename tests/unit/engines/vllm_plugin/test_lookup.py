@@ -136,7 +136,7 @@ def restored(bench: Bench, request: Request, end_block: int = 10) -> list[int]:
     offered, later = bench.lookup.match(request, 0)
     assert (offered, later) == (end_block * BLOCK, True)
     ids = list(range(20, 31))
-    bench.lookup.allocated(request, ids, offered)
+    bench.lookup.allocated(request, [ids], offered)
     return ids[:end_block]
 
 
@@ -172,7 +172,7 @@ def test_a_running_request_waits_for_nobody(bench):
     bench.lookup.add(other)
     bench.lookup.match(other, 0)
     assert bench.ranks.patience == [0]
-    bench.lookup.finished(running, [])
+    bench.lookup.finished(running, [[]])
     assert bench.lookup.take_step([]).patience_s == PATIENCE_S
 
 
@@ -191,7 +191,7 @@ def test_what_is_local_is_not_asked_for(bench):
     bench.ranks.answer(10)
     assert bench.lookup.match(request, 4 * BLOCK) == (6 * BLOCK, True)
     assert bench.lookup.match(request, 7 * BLOCK) == (3 * BLOCK, True)  # others computed more
-    bench.lookup.allocated(request, list(range(50, 61)), 3 * BLOCK)
+    bench.lookup.allocated(request, [list(range(50, 61))], 3 * BLOCK)
     load = bench.lookup.take_step([]).loads[0]
     assert (load.first_block, load.block_ids) == (7, [57, 58, 59])
 
@@ -256,7 +256,7 @@ def test_a_failed_load_is_not_offered_again(bench):
         assert bench.lookup.match(request, 0) == (0, False)
     assert sum(isinstance(x, Stage) for x in bench.ranks.sent) == 1
     request.num_computed_tokens = 42
-    told = bench.lookup.finished(request, ids)
+    told = bench.lookup.finished(request, [ids])
     assert told == {"restored_tokens": 0, "tier": "ram", "reason": "corrupt"}
 
 
@@ -286,7 +286,7 @@ def test_a_miss_is_counted_as_its_client_was_told(bench):
     bench.lookup.take_step([(request.request_id, 0)])
     bench.lookup.take_step([(request.request_id, 0)])  # told twice: after a preemption
     assert (bench.lookup.num_running, bench.lookup.num_waiting) == (1, 0)
-    bench.lookup.finished(request, [])
+    bench.lookup.finished(request, [[]])
     assert (bench.lookup.num_running, bench.lookup.num_waiting) == (0, 0)
     assert bench.counters.as_dict() == {
         "prompts": 1,
@@ -313,7 +313,7 @@ def test_an_abort_before_the_load_releases_what_is_staged(bench, answered):
     if answered:
         bench.ranks.answer(10)
         bench.lookup.match(request, 0)
-    bench.lookup.finished(request, [])
+    bench.lookup.finished(request, [[]])
     assert isinstance(bench.ranks.sent[-1], Release)
     assert bench.lookup.is_settled
     assert not bench.hot.is_busy(("t", "s"))
@@ -323,7 +323,7 @@ def test_an_abort_during_the_load_saves_nothing(bench):
     request = Request(PROMPT, num_computed_tokens=40)
     ids = restored(bench, request)
     bench.lookup.take_step([])
-    bench.lookup.finished(request, ids)
+    bench.lookup.finished(request, [ids])
     assert bench.lookup.take_step([]).saves == []
     bench.lookup.absorb(set(), [request.request_id], {})
     assert bench.lookup.is_settled
@@ -333,7 +333,7 @@ def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
     request = Request(PROMPT, num_computed_tokens=42)
     bench.lookup.add(request)
     ids = bench.pool.fill(request.block_hashes)
-    bench.lookup.finished(request, [*ids, 30])
+    bench.lookup.finished(request, [[*ids, 30]])
     save = bench.lookup.take_step([]).saves[0]
     assert (save.session.id, save.block_ids, len(save.hashes)) == ("s", ids, 10)
     assert {bench.pool.blocks[x].ref_cnt for x in ids} == {1}
@@ -348,21 +348,21 @@ def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
 def test_tokens_of_a_step_in_flight_do_not_count(bench):
     request = Request(PROMPT, num_computed_tokens=40, num_in_flight_tokens=1)
     bench.lookup.add(request)
-    bench.lookup.finished(request, list(range(10)))
+    bench.lookup.finished(request, [list(range(10))])
     assert len(bench.lookup.take_step([]).saves[0].hashes) == 9
 
 
 def test_a_request_without_a_session_is_not_saved(bench):
     request = Request(PROMPT, num_computed_tokens=42, kv_transfer_params=None)
     bench.lookup.add(request)
-    bench.lookup.finished(request, list(range(10)))
+    bench.lookup.finished(request, [list(range(10))])
     assert bench.lookup.is_settled
 
 
 def test_vllms_own_session_id_will_do(bench):
     request = Request(PROMPT, num_computed_tokens=42, kv_transfer_params=None, session_id="theirs")
     bench.lookup.add(request)
-    bench.lookup.finished(request, list(range(10)))
+    bench.lookup.finished(request, [list(range(10))])
     assert bench.lookup.take_step([]).saves[0].session == SessionRef("", "theirs", b"ab")
 
 
@@ -370,7 +370,7 @@ def test_adapters_are_neither_restored_nor_saved(bench):
     request = Request(PROMPT, num_computed_tokens=42, lora_request=object())
     bench.lookup.add(request)
     assert bench.lookup.match(request, 0) == (0, False)
-    bench.lookup.finished(request, list(range(10)))
+    bench.lookup.finished(request, [list(range(10))])
     assert bench.lookup.is_settled
 
 
@@ -385,7 +385,7 @@ def ran(bench: Bench, name: str, tokens: list[int]) -> list[int]:
     request = Request(tokens, name=name, session=name, num_computed_tokens=len(tokens))
     bench.lookup.add(request)
     ids = bench.pool.fill(request.block_hashes)
-    bench.lookup.finished(request, ids)
+    bench.lookup.finished(request, [ids])
     for save in bench.lookup.take_step([]).saves:
         bench.lookup.absorb(set(), [], {save.job: 2})
     return ids
@@ -425,7 +425,7 @@ def test_idle_time_and_business_of_sessions(bench):
     bench.lookup.add(request)
     assert bench.hot.is_busy(("t", "s"))
     bench.now[0] = 107.0
-    bench.lookup.finished(request, list(range(10)))
+    bench.lookup.finished(request, [list(range(10))])
     bench.now[0] = 110.0
     assert not bench.hot.is_busy(("t", "s"))
     assert bench.hot.idle_s(("t", "s")) == 3.0

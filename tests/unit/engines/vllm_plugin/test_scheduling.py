@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.groups import DENSE
 from engines.vllm_plugin.messages import RankHello, RankLost, receive
 from engines.vllm_plugin.rank import RankLink, StagingArea
 from engines.vllm_plugin.scheduling import Scheduling
@@ -32,7 +33,7 @@ class Bench:
             parallel_config=SimpleNamespace(world_size=1),
             model_config=SimpleNamespace(model="m", max_model_len=1000),
         )
-        self.scheduling = Scheduling(settings, config, "0")
+        self.scheduling = Scheduling(settings, config, DENSE, "0")
         self.scheduling.bind(Pool())
         self.store = open_store([RamTier(450_000)])  # room for two sessions
         self.link = RankLink(

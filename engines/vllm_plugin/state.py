@@ -1,0 +1,204 @@
+"""The state of layers that do not keep all tokens, between vLLM's blocks and the cold store.
+
+A state is stored raw, whatever the codec: a recurrent one cannot be cut back or mended, and an
+error in it would stay in every token that follows. A window's rows are read in the order of tokens,
+heads and elements, as those of other layers are, so that the state can be loaded by an engine whose
+backend arranges its blocks differently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK, StateGroup
+from engines.vllm_plugin.paging import PagedCache
+from engines.vllm_plugin.transfer import Blocks, Filling, Packing
+from kvstore.block_keys import Piece
+from kvstore.block_store import BlockStore
+from kvstore.errors import Corrupt, Unusable
+from kvstore.snapshot import StateArray, StateTree
+from kvstore.tiers.base import Blob
+
+logger = logging.getLogger("thermocline.vllm")
+
+_BITS: Mapping[int, tuple[torch.dtype, str]] = {
+    1: (torch.uint8, "uint8"),
+    2: (torch.int16, "int16"),
+    4: (torch.int32, "int32"),
+    8: (torch.int64, "int64"),
+}
+Arrays: TypeAlias = list[np.ndarray]
+
+
+class Layers(Protocol):
+    """The layers of one group."""
+
+    def read(self, block_ids: Sequence[int]) -> Arrays:
+        """What these blocks hold, copied; the first axis or two are the blocks'."""
+
+    def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
+        """Where ``block_ids`` is ``IN_USE``, nothing. Raises ``Corrupt`` before it writes."""
+
+
+class RecurrentLayers:
+    """Tensors (num_blocks, ...) of any shape and dtype; bits are copied.
+
+    vLLM gives one of bytes per layer: a block is the layer's states, one behind the other.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, block_ids: Sequence[int]) -> Arrays:
+        return [_bits(x.index_select(0, _index(block_ids, x))).cpu().numpy() for x in self._tensors]
+
+    def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
+        wanted = [(len(block_ids), *x.shape[1:]) for x in self._tensors]
+        names = [_BITS[x.element_size()][1] for x in self._tensors]
+        _check(arrays, wanted, names)
+        taken = [i for i, x in enumerate(block_ids) if x != IN_USE]
+        index = [block_ids[i] for i in taken]
+        for tensor, array in zip(self._tensors, arrays, strict=True):
+            rows = torch.from_numpy(array)[taken].view(tensor.dtype)
+            tensor.index_copy_(0, _index(index, tensor), rows.to(tensor.device))
+
+
+class WindowLayers:
+    """K and V of layers with a sliding window, in the order of the tokens."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+
+    def read(self, block_ids: Sequence[int]) -> Arrays:
+        return [x for pair in self._cache.read(block_ids) for x in pair]
+
+    def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
+        cache = self._cache
+        like = [x for pair in cache.layout.empty(len(block_ids) * cache.block_tokens) for x in pair]
+        _check(arrays, [x.shape for x in like], [x.dtype.name for x in like])
+        run = list(zip(arrays[::2], arrays[1::2], strict=True))
+        for i, block in enumerate(block_ids):
+            if block != IN_USE:
+                cache.write([block], run, i)
+
+
+class Stream(Protocol):
+    def after(self, mark: object) -> AbstractContextManager[None]: ...
+
+
+class StatefulBlocks:
+    """Implements ``transfer.Blocks``: states here, everything else by ``blocks``.
+
+    The blocks of a state are those of all groups in a row, each with as many as its ``reach``.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        groups: Sequence[StateGroup],
+        layers: Sequence[Layers],
+        store: BlockStore,
+        stream: Stream,
+    ) -> None:
+        self._blocks = blocks
+        self._groups = groups
+        self._layers = layers
+        self._store = store
+        self._stream = stream
+
+    @property
+    def block_bytes(self) -> int:
+        return self._blocks.block_bytes  # vLLM makes blocks of all groups the same size
+
+    def mark(self) -> object:
+        return self._blocks.mark()
+
+    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+        states = [x for x in wanted if x.piece.is_state]
+        rest = [x for x in wanted if not x.piece.is_state]
+        futures = dict(zip((x.piece for x in rest), self._blocks.pack(rest, ready), strict=True))
+        for x in states:
+            with self._stream.after(ready):
+                tree = self._read(x)
+            futures[x.piece] = self._store.workers.codec(self._packed, x.piece, tree)
+        return [futures[x.piece] for x in wanted]
+
+    def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
+        filled = self._blocks.fill([x for x in wanted if not x.piece.is_state], ready)
+        for x in wanted:
+            if x.piece.is_state and NULL_BLOCK not in x.block_ids and self._restored(x, ready):
+                filled.update(x.block_ids)
+        return filled
+
+    def close(self) -> None:
+        self._blocks.close()
+
+    def _shares(self, piece: Piece, block_ids: Sequence[int]) -> list[list[int]]:
+        """Each group's part of a state's blocks."""
+        ids = iter(block_ids)
+        return [list(islice(ids, len(x.reach(piece.end_block)))) for x in self._groups]
+
+    def _read(self, packing: Packing) -> StateTree:
+        shares = self._shares(packing.piece, packing.block_ids)
+        return [
+            [StateArray(x.dtype.name, x) for x in layers.read(ids)]
+            for layers, ids in zip(self._layers, shares, strict=True)
+        ]
+
+    def _packed(self, piece: Piece, tree: StateTree) -> bytes:
+        packer = self._store.packer
+        return packer.pack_snapshot(piece.key, tree, packer.layout.empty(0), self._token(piece), 0)
+
+    def _token(self, piece: Piece) -> int:
+        return piece.end_block * self._store.keys.block_tokens
+
+    def _restored(self, filling: Filling, ready: object) -> bool:
+        piece = filling.piece
+        try:
+            tree = self._unpacked(piece, filling.blob)
+            with self._stream.after(ready):
+                self._write(self._shares(piece, filling.block_ids), tree)
+        except Unusable as error:
+            logger.warning("a verified state cannot be used: %s", error)
+            self._store.discard(piece.key)
+            return False
+        return True
+
+    def _unpacked(self, piece: Piece, blob: Blob) -> StateTree:
+        packer = self._store.packer
+        out = packer.layout.empty(0)
+        return packer.unpack_snapshot(blob, piece.key, self._token(piece), 0, out)
+
+    def _write(self, shares: Sequence[Sequence[int]], tree: StateTree) -> None:
+        if not isinstance(tree, list) or len(tree) != len(shares):
+            raise Corrupt("a state of another model's layers")
+        for layers, ids, leaves in zip(self._layers, shares, tree, strict=True):
+            layers.write(ids, _arrays(leaves))
+
+
+def _arrays(leaves: StateTree) -> Arrays:
+    leaves = leaves if isinstance(leaves, list) else []
+    return [x.array for x in leaves if isinstance(x, StateArray)]
+
+
+def _check(arrays: Arrays, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> None:
+    found = [(tuple(x.shape), x.dtype.name) for x in arrays]
+    if found != [(tuple(shape), name) for shape, name in zip(shapes, dtypes, strict=True)]:
+        raise Corrupt("a state whose arrays have another shape or dtype than the engine's")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_BITS[tensor.element_size()][0])
+
+
+def _index(block_ids: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(block_ids, dtype=torch.long, device=like.device)
