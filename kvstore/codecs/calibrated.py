@@ -30,7 +30,12 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
     if name not in profile.learned:
         raise UnknownCodec(f"the profile knows no preset {name!r}; calibrate the model again")
     codec_id = f"{name}.{ARITHMETIC}-{profile.ids[name]}"
-    return StackCodec(codec_id, _Assembled(CALIBRATED[name], name, profile))
+    try:
+        return StackCodec(codec_id, _Assembled(CALIBRATED[name], name, profile))
+    except (KeyError, ValueError, IndexError) as error:  # whole, but not what this release learns
+        raise UnknownCodec(
+            f"the profile's preset {name!r} is of another release ({error}); calibrate again"
+        ) from error
 
 
 @dataclass

@@ -41,15 +41,15 @@ class FixedRate:
         for number, shape in enumerate(shapes):
             found = _axes(samples, shape, means)
             learned |= {f"{name}.{number}": array for name, array in found.items()}
-        deviations = [learned[f"deviations.{number}"] for number in range(len(shapes))]
-        bits = greedy_bits(_joined(deviations) ** 2, self._total_bits(deviations), self.most)
-        ends = np.cumsum([x.size for x in deviations])[:-1]
+        sizes = [learned.pop(f"importances.{number}") for number in range(len(shapes))]
+        bits = greedy_bits(_joined(sizes) ** 2, self._total_bits(sizes), self.most)
+        ends = np.cumsum([x.size for x in sizes])[:-1]
         for number, part in enumerate(np.split(bits, ends)):
-            learned[f"bits.{number}"] = part.reshape(deviations[number].shape).astype(np.uint8)
+            learned[f"bits.{number}"] = part.reshape(sizes[number].shape).astype(np.uint8)
         return learned
 
-    def _total_bits(self, deviations: list[np.ndarray]) -> int:
-        return int(self.bits * sum(x.size for x in deviations))
+    def _total_bits(self, sizes: list[np.ndarray]) -> int:
+        return int(self.bits * sum(x.size for x in sizes))
 
     def assemble(
         self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
@@ -74,6 +74,8 @@ def _axes(samples: Samples, shape: StackShape, means: np.ndarray) -> dict[str, n
     """Of one stack: weights, basis, deviations, and the gains' middle."""
     sizes = functools.partial(root_mean_squares, shape=shape)
     weights, octaves = samples.weights(shape), []
+    importances = weights[:, :1]  # of a unit; what is left are ratios within it
+    weights = weights / importances
 
     def weighted() -> Iterator[np.ndarray]:
         for stack, gains in unit_rows(samples, shape, means, sizes):
@@ -85,6 +87,7 @@ def _axes(samples: Samples, shape: StackShape, means: np.ndarray) -> dict[str, n
         "weights": weights,
         "basis": basis.astype(np.float16),
         "deviations": deviations.astype(np.float32),
+        "importances": (deviations * importances).astype(np.float32),
         "gain_centres": np.rint(FINE * np.mean(octaves, axis=0)).astype(np.int16),
     }
 

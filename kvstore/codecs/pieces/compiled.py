@@ -30,37 +30,39 @@ def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, 
 def _restore_levels(
     codes: Any, deviations: Any, kinds: Any, levels: Any, counts: Any, out: Any
 ) -> None:
+    """Codes beyond the last level stand for it."""
     table = np.empty(levels.shape[1], np.float32)
     for row in range(codes.shape[0]):
         kind = kinds[row]
-        for k in range(levels.shape[1]):
-            last = min(k, counts[kind])  # codes beyond the last level stand for it
-            table[k] = levels[kind, last] * deviations[row]
+        last = counts[kind]
+        for k in range(last + 1):
+            table[k] = levels[kind, k] * deviations[row]
         for token in range(codes.shape[1]):
-            out[row, token] = table[codes[row, token]]
+            out[row, token] = table[min(codes[row, token], last)]
 
 
-def _pack_planes(codes: Any, bits: Any, packed: Any) -> None:
-    """``packed``: uint8 (planes, bytes), zeros."""
+def _pack_planes(words: Any, bits: Any, packed: Any) -> None:
+    """``words``: eight codes of a byte each, uint64 (rows, words), the lowest token lowest.
+
+    ``packed``: uint8 (planes, words). The product moves the lowest bit of byte k to bit 56 + k.
+    """
     plane = 0
-    for row in range(codes.shape[0]):
+    for row in range(words.shape[0]):
         for place in range(bits[row]):
-            for token in range(codes.shape[1]):
-                bit = (codes[row, token] >> place) & 1
-                packed[plane, token >> 3] |= bit << (token & 7)
+            for at in range(words.shape[1]):
+                eight = (words[row, at] >> np.uint64(place)) & np.uint64(0x0101010101010101)
+                gathered = (eight * np.uint64(0x0102040810204080)) >> np.uint64(56)
+                packed[plane, at] = np.uint8(gathered)
             plane += 1
 
 
-def _unpack_planes(packed: Any, bits: Any, spread: Any, codes: Any) -> None:
-    """``spread``: the bits of a byte, lowest first, uint8 (256, 8). ``codes``: zeros."""
+def _unpack_planes(packed: Any, bits: Any, spread: Any, words: Any) -> None:
+    """``spread``: for every byte its bits as eight bytes, uint64 (256,). ``words``: zeros."""
     plane = 0
-    for row in range(codes.shape[0]):
+    for row in range(words.shape[0]):
         for place in range(bits[row]):
-            for at in range(packed.shape[1]):
-                eight = spread[packed[plane, at]]
-                first = 8 * at
-                for k in range(min(codes.shape[1] - first, 8)):
-                    codes[row, first + k] |= eight[k] << place
+            for at in range(words.shape[1]):
+                words[row, at] |= spread[packed[plane, at]] << np.uint64(place)
             plane += 1
 
 
@@ -106,6 +108,7 @@ _FLOATS = array_of(types.float32, 2)
 _SCALES = array_of(types.float32, 1)
 _BYTES = array_of(types.uint8, 2)
 _INTS = array_of(types.int32, 2)
+_WORDS = array_of(types.uint64, 2)
 _NUMBERS = array_of(types.int64, 1)
 
 quantise_levels = compiled(
@@ -114,8 +117,10 @@ quantise_levels = compiled(
 restore_levels = compiled(
     types.void, _restore_levels, _BYTES, _SCALES, _NUMBERS, _FLOATS, _NUMBERS, _FLOATS
 )
-pack_planes = compiled(types.void, _pack_planes, _BYTES, _NUMBERS, _BYTES)
-unpack_planes = compiled(types.void, _unpack_planes, _BYTES, _NUMBERS, _BYTES, _BYTES)
+pack_planes = compiled(types.void, _pack_planes, _WORDS, _NUMBERS, _BYTES)
+unpack_planes = compiled(
+    types.void, _unpack_planes, _BYTES, _NUMBERS, array_of(types.uint64, 1), _WORDS
+)
 turn_keys = compiled(
     types.void,
     _turn_keys,

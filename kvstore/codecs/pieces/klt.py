@@ -21,7 +21,9 @@ class Klt:
         multiplied by them first, so that one error size for all components is the right one.
         """
         self._basis = np.ascontiguousarray(basis, np.float32)
-        self._weights = None if weights is None else weights[:, None].astype(np.float32)
+        self._weights = None
+        if weights is not None and np.any(weights != 1):
+            self._weights = weights[:, None].astype(np.float32)
         self._inverse = None if self._weights is None else 1 / self._weights
 
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:

@@ -12,8 +12,8 @@ import numpy as np
 from kvstore.codecs.fast import compiled_pieces
 from kvstore.codecs.reader import Reader
 
-# The bits of every byte, lowest first, uint8 (256, 8).
-_SPREAD = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+# The bits of every byte as eight bytes, lowest first, in one word.
+_SPREAD = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little").view("<u8")
 
 
 class BitPlanes:
@@ -28,31 +28,38 @@ class BitPlanes:
         self._places = (np.arange(len(self._components)) - np.repeat(firsts, flat)).astype(np.uint8)
 
     def write(self, codes: np.ndarray) -> bytes:
-        rows = codes.swapaxes(1, 2).reshape(self._bits.size, codes.shape[1])
+        num_tokens = codes.shape[1]
+        rows = np.zeros((self._bits.size, _padded(num_tokens)), np.uint8)
+        units, components = self._bits.shape
+        rows[:, :num_tokens].reshape(units, components, num_tokens)[:] = codes.swapaxes(1, 2)
         fast = compiled_pieces()
         if fast is None:
             planes = (rows[self._components] >> self._places[:, None]) & 1
-            return np.packbits(planes.astype(np.uint8), axis=1, bitorder="little").tobytes()
-        packed = np.zeros((len(self._places), -(-rows.shape[1] // 8)), np.uint8)
-        fast.pack_planes(np.ascontiguousarray(rows, np.uint8), self._bits.reshape(-1), packed)
+            return np.packbits(planes, axis=1, bitorder="little").tobytes()
+        packed = np.empty((len(self._places), rows.shape[1] // 8), np.uint8)
+        fast.pack_planes(rows.view("<u8"), self._bits.reshape(-1), packed)
         return packed.tobytes()
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        packed = reader.take("u1", len(self._places), -(-num_tokens // 8))
-        rows = np.zeros((self._bits.size, num_tokens), np.uint8)
+        packed = reader.take("u1", len(self._places), _padded(num_tokens) // 8)
+        rows = np.zeros((self._bits.size, _padded(num_tokens)), np.uint8)
         fast = compiled_pieces()
         if fast is None:
             self._unpack(packed, rows)
         else:
-            fast.unpack_planes(packed.copy(), self._bits.reshape(-1), _SPREAD, rows)
+            fast.unpack_planes(packed.copy(), self._bits.reshape(-1), _SPREAD, rows.view("<u8"))
         units, components = self._bits.shape
-        return rows.reshape(units, components, num_tokens).swapaxes(1, 2)
+        return rows[:, :num_tokens].reshape(units, components, num_tokens).swapaxes(1, 2)
 
     def _unpack(self, packed: np.ndarray, rows: np.ndarray) -> None:
-        planes = np.unpackbits(packed, axis=1, count=rows.shape[1], bitorder="little")
+        planes = np.unpackbits(packed, axis=1, bitorder="little")
         for place in range(int(self._bits.max(initial=0))):
             chosen = self._places == place
             rows[self._components[chosen]] |= planes[chosen] << place
 
     def nbytes(self, num_tokens: int) -> int:
-        return len(self._places) * -(-num_tokens // 8)
+        return len(self._places) * _padded(num_tokens) // 8
+
+
+def _padded(num_tokens: int) -> int:
+    return -(-num_tokens // 8) * 8
