@@ -10,7 +10,7 @@ import pytest
 from kvstore.config import StoreConfig
 from tests.vllm.engine import BLOCK, RealEngine, Result
 from tests.vllm.faulty_codec import Faults
-from tests.vllm.tiny_hybrids import write_recurrent, write_windowed
+from tests.vllm.tiny_hybrids import write_windowed
 
 pytestmark = pytest.mark.vllm
 
@@ -19,7 +19,6 @@ MAX_TOKENS = 768
 ANSWER = 12  # reaches behind the next boundary
 WHOLE = 599 // BLOCK * BLOCK
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "recurrent": (write_recurrent, {"mamba_cache_mode": "align"}),
     "windowed": (write_windowed, {}),
 }
 

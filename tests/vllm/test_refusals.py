@@ -41,7 +41,6 @@ WINDOW = SlidingWindowSpec(**HEADS, sliding_window=100)
 RECURRENT = MambaSpec(
     block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
 )
-FORM = "((4, 4),) (torch.float32,)"
 
 
 def cache_config(*specs: Any, **fields: Any) -> KVCacheConfig:
@@ -88,17 +87,6 @@ class Engine:
             [WINDOW, FULL],
             Groups(1, ("layer.1",), (StateGroup(0, ("layer.0",), 4, False),)),
         ),
-        (
-            [RECURRENT, RECURRENT, FULL],
-            Groups(
-                2,
-                ("layer.2",),
-                (
-                    StateGroup(0, ("layer.0",), 1, True, FORM),
-                    StateGroup(1, ("layer.1",), 1, True, FORM),
-                ),
-            ),
-        ),
     ],
 )
 def test_what_can_be_served(specs, groups):
@@ -122,14 +110,12 @@ def test_how_far_a_window_reaches(window, blocks):
     ("specs", "reason"),
     [
         ([WINDOW], "no layer of the model keeps all tokens"),
-        ([RECURRENT], "no layer of the model keeps all tokens"),
+        ([RECURRENT, FULL], "recurrent layers"),
         ([FULL, FULL, WINDOW], "form 2 groups .*--disable-hybrid-kv-cache-manager"),
-        ([FULL, FULL, RECURRENT], "form 2 groups of blocks, not one$"),
         ([MLAAttentionSpec(**HEADS)], "MLA"),
         ([ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64), FULL], "ChunkedLocal"),
         ([replace(FULL, dtype=torch.float8_e4m3fn)], "quantised"),
         ([replace(FULL, dtype=torch.uint8), WINDOW], "quantised"),
-        ([replace(RECURRENT, mamba_cache_mode="all"), FULL], "--mamba-cache-mode"),
         ([replace(WINDOW, block_size=64), FULL], "different numbers of tokens"),
     ],
 )
@@ -140,7 +126,7 @@ def test_models_that_cannot(specs, reason):
 
 def test_hashes_finer_than_blocks():
     with pytest.raises(Unsupported, match="different numbers of tokens"):
-        check(Engine().config, cache_config(RECURRENT, FULL, hash_block_size=16))
+        check(Engine().config, cache_config(WINDOW, FULL, hash_block_size=16))
 
 
 @pytest.mark.parametrize(
