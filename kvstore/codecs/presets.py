@@ -16,6 +16,7 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.rotated_rows import RotatedRows
 from kvstore.codecs.row_codec import RowCodec
+from kvstore.codecs.seeds import SEEDS
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout
 
@@ -74,10 +75,11 @@ def codec_by_name(name: str) -> Codec:
     Raises:
         UnknownCodec: no such name, or what it names is no codec; says which names there are.
     """
-    target = PRESETS.get(name, name)
+    known = PRESETS | SEEDS
+    target = known.get(name, name)
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UnknownCodec(f"no codec named {name!r}; there are {', '.join(PRESETS)}")
+        raise UnknownCodec(f"no codec named {name!r}; there are {', '.join(known)}")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:

@@ -4,19 +4,20 @@ import pytest
 
 from kvstore.codecs.presets import PRESETS, codec_by_name, warm
 from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.seeds import SEEDS
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout
 from tests.unit.kvstore.codecs.samples import layout_of
 
 
 def test_every_name_gives_the_codec_of_that_name():
-    for name in PRESETS:
+    for name in [*PRESETS, *SEEDS]:
         assert codec_by_name(name).id.split(".")[0] == name
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(UnknownCodec, match="'tq5'; there are raw, lm3, tq3, tq4"):
-        codec_by_name("tq5")
+    with pytest.raises(UnknownCodec, match="'tq9'; there are raw, lm3, tq3, tq4"):
+        codec_by_name("tq9")
 
 
 def test_an_import_string_is_a_codec_or_makes_one():
