@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final, TypeVar
 
+from kvstore.cores import usable_cores
 from kvstore.errors import StoreClosed
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 def default_threads() -> int:
     """One core is left to the engine."""
-    return min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_DEFAULT_THREADS)
+    return min(max(usable_cores() - 1, 1), MAX_DEFAULT_THREADS)
 
 
 class Workers:

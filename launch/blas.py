@@ -16,13 +16,13 @@ Looked for, in this order, and tried out in a child process before it is trusted
 from __future__ import annotations
 
 import ctypes.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.cores import usable_cores
 from launch.openblas import NoBlas, plain_openblas
 
 PROBE_TIMEOUT_S = 30.0
@@ -156,13 +156,3 @@ def blas_threads(cores: int) -> int:
     contended cores, two threads prefilled 5 to 17 tokens per second, and one thread 57 to 64.
     """
     return max(1, cores - 1)
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may use: its affinity, cut to a container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    try:
-        quota, period = cgroup.read_text().split()
-        return max(1, min(cores, round(int(quota) / int(period))))
-    except (OSError, ValueError):  # no cgroup v2, or its quota is "max"
-        return cores

@@ -26,12 +26,12 @@ def roam() -> None:
 @contextmanager
 def roaming() -> Iterator[None]:
     """``roam`` for a while, so that threads started meanwhile do for good."""
-    if sys.platform != "linux":
+    if sys.platform == "linux":
+        bound = os.sched_getaffinity(0)
+        roam()
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, bound)
+    else:
         yield
-        return
-    bound = os.sched_getaffinity(0)
-    roam()
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, bound)

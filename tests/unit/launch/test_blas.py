@@ -6,7 +6,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
 
-from launch.blas import blas_threads, find_blas, preload_environment, probe, usable_cores
+from kvstore.cores import usable_cores
+from launch.blas import blas_threads, find_blas, preload_environment, probe
 from launch.openblas import PACKAGE, NoBlas, plain_openblas
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
