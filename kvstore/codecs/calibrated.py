@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol
+
+import numpy as np
 
 from kvstore.codecs.fixed_rate import FixedRate
+from kvstore.codecs.learned_seeds import LEARNED_SEEDS
 from kvstore.codecs.one_step import OneStep
 from kvstore.codecs.pipeline import Pipeline
 from kvstore.codecs.profile import Profile
+from kvstore.codecs.samples import Samples
 from kvstore.codecs.stack_codec import StackCodec
 from kvstore.codecs.stacks import Scope
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout
 
-Preset: TypeAlias = FixedRate | OneStep
+
+class Preset(Protocol):
+    """What a method learns of a model, and the pipelines that it makes of that."""
+
+    def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]: ...
+
+    def assemble(
+        self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
+    ) -> tuple[Pipeline, ...]: ...
+
 
 CALIBRATED: dict[str, Preset] = {
     "dense3": FixedRate(Scope("side"), 3.17),  # 3.25 at 64 values per head, all counted
@@ -22,6 +36,8 @@ CALIBRATED: dict[str, Preset] = {
     "max": OneStep(Scope("group", 10), 0.75),
     "safe": OneStep(Scope("layer"), 6.0),
 }
+# With those of the literature, which are learned only where they are asked for.
+LEARNABLE: dict[str, Preset] = {**CALIBRATED, **LEARNED_SEEDS}
 ARITHMETIC = 1  # raise it when a calibrated preset's bytes change
 
 
@@ -31,7 +47,7 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
         raise UnknownCodec(f"the profile knows no preset {name!r}; calibrate the model again")
     codec_id = f"{name}.{ARITHMETIC}-{profile.ids[name]}"
     try:
-        return StackCodec(codec_id, _Assembled(CALIBRATED[name], name, profile))
+        return StackCodec(codec_id, _Assembled(LEARNABLE[name], name, profile))
     except (KeyError, ValueError, IndexError) as error:  # whole, but not what this release learns
         raise UnknownCodec(
             f"the profile's preset {name!r} is of another release ({error}); calibrate again"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.calibrated import CALIBRATED, calibrated_codec
+from kvstore.codecs.calibrated import LEARNABLE, calibrated_codec
 from kvstore.codecs.plain_rows import PlainRows
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.raw import RawCodec
@@ -60,9 +60,9 @@ def open_codec(name: str, profile: Profile | None = None) -> Codec:
     Raises:
         UnknownCodec: no such name, or it needs a profile that there is none of; says what to do.
     """
-    if profile is not None and name in profile.learned and name in CALIBRATED:
+    if profile is not None and name in profile.learned and name in LEARNABLE:
         return calibrated_codec(name, profile)
-    if name in CALIBRATED and name not in PRESETS:
+    if name in LEARNABLE and name not in PRESETS:
         raise UnknownCodec(
             f"codec {name!r} needs a profile of the model: run thermocline calibrate"
         )

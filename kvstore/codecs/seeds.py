@@ -62,11 +62,18 @@ class Seed:
 
 @functools.lru_cache(maxsize=128)
 def _assembled(seed: Seed, layout: KVLayout) -> tuple[Pipeline, ...]:
+    return both_sides(layout, seed.keys, seed.values)
+
+
+def both_sides(
+    layout: KVLayout, keys_made: MakePipeline, values_made: MakePipeline
+) -> tuple[Pipeline, ...]:
+    """Keys and values of every width, each by their own pipeline."""
     pipelines = []
     for shape in stack_shapes(Scope("head"), layout):
         keys = tuple(unit for unit in shape.units if unit[0].side == KEY)
         values = tuple(unit for unit in shape.units if unit[0].side != KEY)
-        for units, make in ((keys, seed.keys), (values, seed.values)):
+        for units, make in ((keys, keys_made), (values, values_made)):
             if units:
                 pipelines.append(make(StackShape(units, shape.parts)))
     return tuple(pipelines)

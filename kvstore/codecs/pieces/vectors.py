@@ -57,7 +57,7 @@ def normal_vectors(dim: int) -> np.ndarray:
 
 def k_means(samples: np.ndarray, num_vectors: int, rounds: int = ROUNDS) -> np.ndarray:
     """Whole numbers in fp64, (samples, dim) -> (num_vectors, dim); starts from the first ones."""
-    vectors = samples[:num_vectors].copy()
+    vectors = samples[np.arange(num_vectors) % len(samples)]
     for _ in range(rounds):
         codes = nearest(samples, vectors)
         counts = np.bincount(codes, minlength=num_vectors)

@@ -10,6 +10,7 @@ import functools
 
 import numpy as np
 
+from kvstore.codecs.calibrated import LEARNABLE
 from kvstore.codecs.fit import fit_profile
 from kvstore.codecs.floats import narrow
 from kvstore.codecs.pieces.rope import Rope, UnRope
@@ -62,4 +63,4 @@ def model_profile(dtype: DType = "bfloat16") -> Profile:
     layout = model_layout(dtype)
     texts = [model_run(layout, 300, seed=seed) for seed in range(100, 104)]
     weights = np.random.default_rng(3).lognormal(0, 0.5, 12).astype(np.float32)
-    return fit_profile(Samples(layout, ropes_of(layout), texts, weights), "no model")
+    return fit_profile(Samples(layout, ropes_of(layout), texts, weights), "no model", LEARNABLE)
