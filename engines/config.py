@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -13,6 +14,11 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 # Exit code of an engine process that cannot serve what it was told to, and has logged why in one
 # line: to start it again would change nothing. (EX_CONFIG of sysexits.h.)
 WRONG_SETTINGS: Final = 78
+
+
+def vllm_rank_folder(root: Path, rank: int) -> Path:
+    """Where one worker of vLLM keeps its cold sessions: each has a disk tier of its own."""
+    return root / f"vllm-rank-{rank}"
 
 
 class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

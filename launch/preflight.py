@@ -11,6 +11,7 @@ import logging
 import time
 from pathlib import Path
 
+from engines.config import vllm_rank_folder
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.tiers.disk_budget import capacity_within
@@ -81,7 +82,7 @@ def check_memory(
 
 def _disk_folders(root: Path, vllm_ranks: int) -> list[Path]:
     """Of each process that has a disk tier."""
-    owners = [root / f"vllm-rank-{rank}" for rank in range(vllm_ranks)] or [root]
+    owners = [vllm_rank_folder(root, rank) for rank in range(vllm_ranks)] or [root]
     return [owner / "cold" for owner in owners]
 
 
