@@ -166,6 +166,12 @@ class HotSessions:
             return 0
         return len(entry.hashes)
 
+    def num_idle_blocks(self) -> int:
+        """Of quiet sessions; what requests and saves hold is counted as used, not here."""
+        with self._lock:
+            quiet = (x for x in self._sessions.values() if not (x.num_requests or x.num_saves))
+            return sum(self._resident(x) for x in quiet)
+
     def num_used_blocks(self) -> int:
         """Held by running requests and by saves."""
         return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()

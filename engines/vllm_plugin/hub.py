@@ -162,6 +162,10 @@ class Hub:
     def bytes_per_token(self) -> int:
         return sum(x.bytes_per_token for x in self._hellos.values())
 
+    @property
+    def packed_bytes_per_token(self) -> int:
+        return sum(x.packed_bytes_per_token for x in self._hellos.values())
+
     async def ask(self, verb: Verb | Look, deadline_s: float) -> list[RankAnswer]:
         """Every rank's answer. Raises ``TimeoutError``, ``ConnectionError``."""
         if not self.ready:

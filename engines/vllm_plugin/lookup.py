@@ -3,6 +3,7 @@
 A request goes through here like this (``->`` are calls of vLLM's, on its own thread):
 
     -> add                 whose turn it is
+    -> match  None         too much is staged for others already; it waits in line
     -> match  None         the ranks were asked to stage what is stored: read it, verify it; if
                            nothing else runs, memory is quick enough to answer at once
     -> match  None         still reading (a disk, Redis); vLLM serves others meanwhile
@@ -29,6 +30,7 @@ from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.identity import mark_of, session_of
 from engines.vllm_plugin.messages import Release, Stage, Staged
 from engines.vllm_plugin.plan import Load, Save, Step
+from engines.vllm_plugin.staging_room import StagingRoom
 from kvstore.records import MissReason, SessionRef, TierName
 from kvstore.stats import Counters
 
@@ -46,6 +48,10 @@ class Ranks(Protocol):
     @property
     def ready(self) -> bool:
         """Every rank is connected."""
+
+    @property
+    def packed_bytes_per_token(self) -> int:
+        """Of all ranks together; known once they are ready."""
 
     def send(self, message: Stage | Release) -> None: ...
     def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
@@ -112,18 +118,23 @@ class Lookup:
         groups: Groups = DENSE,
         num_ranks: int,
         deadline_s: float,
+        max_staged_bytes: int,
         on_admitted: Callable[[str, str], None],
         on_turn_end: Callable[[SessionRef], None],
         counters: Counters,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_admitted`` gets a request's mark and the value of its cache header."""
+        """``on_admitted`` gets a request's mark and the value of its cache header.
+
+        ``max_staged_bytes``: packed, on all ranks together.
+        """
         self._ranks = ranks
         self._hot = hot
         self._block_tokens = block_tokens
         self._groups = groups
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s + RANK_GRACE_S
+        self._room = StagingRoom(max_staged_bytes)
         self._on_admitted = on_admitted
         self._on_turn_end = on_turn_end
         self._counters = counters
@@ -157,16 +168,21 @@ class Lookup:
         # One token at least must be computed, or there would be nothing to sample from.
         last = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
         if first >= last or not self._ranks.ready:
-            return 0, False
-        restore = turn.restore
-        if restore is None or first < restore.first_block:
             self._release(turn)
-            restore = self._stage(turn, first, request.block_hashes[:last])
-        if restore.staged is None and not self._has_answer(turn, restore):
+            return 0, False
+        if turn.restore is not None and first < turn.restore.first_block:
+            self._release(turn)
+        restore = turn.restore or self._stage(turn, first, request.block_hashes[:last])
+        if restore is None or not self._has_answer(turn, restore):
             return None, False
         return self._offer(turn, first)
 
-    def _stage(self, turn: Turn, first: int, hashes: Sequence[bytes]) -> Restore:
+    def _stage(self, turn: Turn, first: int, hashes: Sequence[bytes]) -> Restore | None:
+        """None while there is no room."""
+        num_tokens = (len(hashes) - first) * self._block_tokens
+        nbytes = num_tokens * self._ranks.packed_bytes_per_token
+        if not self._room.enter(turn.request.request_id, nbytes):
+            return None
         ticket = next(self._tickets)
         turn.restore = Restore(ticket, first, self._monotonic())
         joined = b"".join(map(bytes, hashes))
@@ -175,6 +191,8 @@ class Lookup:
 
     def _has_answer(self, turn: Turn, restore: Restore) -> bool:
         """True also once it is not waited for any longer."""
+        if restore.staged is not None:
+            return True
         restore.staged = self._ranks.staged(restore.ticket, self._patience_s())
         if restore.staged is None and self._monotonic() - restore.asked_at < self._deadline_s:
             return False
@@ -200,6 +218,7 @@ class Lookup:
             self._ranks.send(Release(turn.restore.ticket))
             self._ranks.staged(turn.restore.ticket)
         turn.restore = None
+        self._room.leave(turn.request.request_id)
 
     def allocated(
         self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int
@@ -279,6 +298,7 @@ class Lookup:
 
     def _loaded(self, request_id: str) -> None:
         self._loading.pop(request_id, None)
+        self._room.leave(request_id)
         turn = self._turns.get(request_id)
         if turn is None:
             return

@@ -70,6 +70,7 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
     rank: int
     codec: str  # id
     bytes_per_token: int  # hot, on this rank
+    packed_bytes_per_token: int  # cold; about, and without what states take
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):

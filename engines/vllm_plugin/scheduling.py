@@ -42,6 +42,7 @@ class Scheduling:
             groups=groups,
             num_ranks=num_ranks,
             deadline_s=settings.store.restore_deadline_s,
+            max_staged_bytes=settings.store.save_queue_bytes,
             on_admitted=self._hub.admitted,
             on_turn_end=self._turn_ended,
             counters=counters,

@@ -141,12 +141,11 @@ class Verbs:
         stores = [x.stats for x in answers if x.stats is not None]
         block_bytes = self._block_tokens * self._hub.bytes_per_token
         pool = self._hot.pool
-        resident = sum(self._hot.num_resident(x) for x in self._hot.names())
-        used = self._hot.num_used_blocks()
+        idle, used = self._hot.num_idle_blocks(), self._hot.num_used_blocks()
         num_running, num_waiting = self._num_requests()
         return EngineReport(
-            hot_bytes=min(used + resident, pool.num_gpu_blocks) * block_bytes,
-            idle_hot_bytes=resident * block_bytes,
+            hot_bytes=min(used + idle, pool.num_gpu_blocks) * block_bytes,
+            idle_hot_bytes=idle * block_bytes,
             hot_capacity_bytes=pool.num_gpu_blocks * block_bytes,
             active_bytes=0,  # weights and activations are in other processes
             num_running=num_running,

@@ -12,6 +12,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
+from engines.config import vllm_rank_folder
 from engines.vllm_plugin.affinity import roaming
 from engines.vllm_plugin.arrangement import UnknownLayout, WriteBlock, probe
 from engines.vllm_plugin.config import PluginSettings
@@ -62,7 +63,7 @@ class Worker:
         warm(codec, self._cache.layout)
         chunk_blocks = max(config.chunk_tokens // self._cache.block_tokens, 1)
         keys = BlockKeys(identity, codec.id, self._cache.block_tokens, chunk_blocks)
-        disk = Path(settings.disk_path) / f"vllm-rank-{rank}"
+        disk = vllm_rank_folder(Path(settings.disk_path), rank)
         self._store = BlockStore(
             config, packer, keys, identity, open_tiers(config, disk), has_state=bool(groups.states)
         )
@@ -74,7 +75,9 @@ class Worker:
             stream = SideStream(self._cache.device)
             blocks = StatefulBlocks(blocks, groups.states, layers, self._store, stream)
         self._transfer = Transfer(blocks, self._store, self._staging, config.save_queue_bytes)
-        hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token)
+        chunk_tokens = chunk_blocks * self._cache.block_tokens
+        packed = packer.chunk_nbytes(0, chunk_tokens) // chunk_tokens
+        hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token, packed)
         self._link = RankLink(
             settings.hub_path,
             hello,

@@ -50,6 +50,7 @@ class Bench:
             groups=GROUPS,
             num_ranks=1,
             deadline_s=5.0,
+            max_staged_bytes=1000,
             on_admitted=lambda mark, cache: None,
             on_turn_end=lambda session: None,
             counters=Counters(),

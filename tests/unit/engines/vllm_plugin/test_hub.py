@@ -86,7 +86,7 @@ class Engine:
 
     def _link(self, i: int, folder: Path) -> RankLink:
         store: BlockStore = self.stores[i]
-        hello = RankHello(i, "raw.1", 1000)
+        hello = RankHello(i, "raw.1", 1000, 1000)
         path = str(folder / "hub.sock")
         return RankLink(path, hello, store, self.staging[i], store.stats, self._wait_saved)
 
@@ -368,7 +368,7 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
 
 def test_ranks_may_come_before_the_hub(tmp_path):
     store, staging = open_store(), StagingArea()
-    hello = RankHello(0, "raw.1", 1)
+    hello = RankHello(0, "raw.1", 1, 1)
     link = RankLink(
         str(tmp_path / "hub.sock"), hello, store, staging, store.stats, lambda session, s: True
     )

@@ -62,6 +62,7 @@ class Asked:
     """The way to the ranks; a test answers for them."""
 
     ready: bool = True
+    packed_bytes_per_token: int = 1
     sent: list[Stage | Release] = field(default_factory=list)
     answers: dict[int, Staged] = field(default_factory=dict)
     patience: list[float] = field(default_factory=list)
@@ -108,8 +109,7 @@ class Bench:
     counters: Counters
 
 
-@pytest.fixture
-def bench() -> Bench:
+def new_bench() -> Bench:
     now, admitted, ended = [0.0], [], []
     ranks, pool, counters = Asked(), Pool(), Counters()
     hot = HotSessions(monotonic=lambda: now[0])
@@ -120,12 +120,18 @@ def bench() -> Bench:
         block_tokens=BLOCK,
         num_ranks=2,
         deadline_s=5.0,
+        max_staged_bytes=1000,
         on_admitted=lambda mark, cache: admitted.append((mark, cache)),
         on_turn_end=ended.append,
         counters=counters,
         monotonic=lambda: now[0],
     )
     return Bench(lookup, ranks, hot, pool, now, admitted, ended, counters)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return new_bench()
 
 
 def restored(bench: Bench, request: Request, end_block: int = 10) -> list[int]:
@@ -430,6 +436,20 @@ def test_idle_time_and_business_of_sessions(bench):
     assert not bench.hot.is_busy(("t", "s"))
     assert bench.hot.idle_s(("t", "s")) == 3.0
     assert bench.hot.idle_s(("t", "nobody")) is None
+
+
+def test_what_requests_and_saves_hold_is_not_idle(bench):
+    """It is counted as used, and twice would be pressure that is none."""
+    request = Request(PROMPT, num_computed_tokens=len(PROMPT))
+    bench.lookup.add(request)
+    ids = bench.pool.fill(request.block_hashes)
+    bench.lookup.finished(request, [ids])
+    assert (bench.hot.num_used_blocks(), bench.hot.num_idle_blocks()) == (10, 0)
+    for save in bench.lookup.take_step([]).saves:
+        bench.lookup.absorb(set(), [], {save.job: 2})
+    assert (bench.hot.num_used_blocks(), bench.hot.num_idle_blocks()) == (0, 10)
+    bench.lookup.add(Request(PROMPT, name="again"))
+    assert bench.hot.num_idle_blocks() == 0
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Rank:
         )
         self.link = RankLink(
             str(folder / "hub.sock"),
-            RankHello(0, "raw.1", 1000),
+            RankHello(0, "raw.1", 1000, 1000),
             self.store,
             staging,
             self.store.stats,

@@ -38,7 +38,7 @@ class Bench:
         self.store = open_store([RamTier(450_000)])  # room for two sessions
         self.link = RankLink(
             settings.hub_path,
-            RankHello(0, "raw.1", 1000),
+            RankHello(0, "raw.1", 1000, 1000),
             self.store,
             StagingArea(),
             self.store.stats,
