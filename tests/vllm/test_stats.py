@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
@@ -65,13 +66,15 @@ def test_totals_are_not_added_up():
 
 def test_prometheus_gets_them_by_event_and_by_tier():
     config = SimpleNamespace(kv_transfer_config=None)
-    kinds = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    # Its own: an engine that ran in this process may have taken the names in the common one.
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     metrics = ColdMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
     for counters in ({"saves": 2}, {"saves": 5, "restores": 1}, {"saves": 5, "restores": 1}):
         metrics.observe(data(**counters))
 
     def value(name: str, **labels: str) -> float | None:
-        return REGISTRY.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
+        return registry.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
 
     assert value("vllm:thermocline_events_total", event="saves") == 5
     assert value("vllm:thermocline_events_total", event="restores") == 1
