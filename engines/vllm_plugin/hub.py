@@ -116,6 +116,10 @@ class Hub:
     def ready(self) -> bool:
         return len(self._ranks) == self._num_ranks
 
+    @property
+    def packed_bytes_per_token(self) -> int:
+        return sum(x.packed_bytes_per_token for x in self._hellos.values())
+
     def send(self, message: Stage | Release) -> None:
         with self._lock:
             if isinstance(message, Stage):
@@ -161,10 +165,6 @@ class Hub:
     @property
     def bytes_per_token(self) -> int:
         return sum(x.bytes_per_token for x in self._hellos.values())
-
-    @property
-    def packed_bytes_per_token(self) -> int:
-        return sum(x.packed_bytes_per_token for x in self._hellos.values())
 
     async def ask(self, verb: Verb | Look, deadline_s: float) -> list[RankAnswer]:
         """Every rank's answer. Raises ``TimeoutError``, ``ConnectionError``."""
