@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvstore.codecs.pieces.rope import Rope
 from kvstore.shapes import KVLayout, KVRun
 
 
@@ -19,6 +20,14 @@ class Instrument(Protocol):
     @property
     def fingerprint(self) -> str:
         """The same that the engine gives its cold store."""
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """How each layer turns its keys; None where it does not.
+
+        Raises:
+            ValueError: it does so in a way that is not understood.
+        """
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without a chat template, with the model's own first token if it

@@ -13,7 +13,9 @@ from engines.mlx_worker import parking
 from engines.mlx_worker.fingerprint import fingerprint
 from engines.mlx_worker.layout import CachePlan
 from engines.mlx_worker.loading import LoadedModel
+from engines.mlx_worker.rotary import ropes_of
 from engines.mlx_worker.turn import Caches
+from kvstore.codecs.pieces.rope import Rope
 from kvstore.shapes import KVLayout, KVRun
 
 CHUNK_TOKENS = 512  # of a prefill at a time
@@ -43,6 +45,10 @@ class MlxInstrument:
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return ropes_of(self._loaded.model, [x.head_dim for x in self._layout.layers])
 
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.tokenizer.encode(text))
