@@ -14,6 +14,7 @@ import msgspec
 
 from engines.calibration.order import Order, Report
 from engines.calibration.tally import Quality
+from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import PRESETS, codec_by_name
 from kvstore.errors import UnknownCodec
 from launch.blas import find_blas
@@ -36,7 +37,7 @@ class Wishes:
 
     texts: Sequence[Path]
     eval_texts: Sequence[Path]
-    presets: str | None  # names, separated by commas; None = all that there are
+    presets: str | None  # names, separated by commas; None = all of our own
     contexts: str
     needles: bool
 
@@ -96,8 +97,10 @@ def _order(effective: Effective, wishes: Wishes) -> Order:
 
 def _presets(names: str | None) -> tuple[str, ...]:
     if names is None:
-        return tuple(PRESETS)
+        return tuple(PRESETS | CALIBRATED)
     for name in (wanted := tuple(x.strip() for x in names.split(","))):
+        if name in LEARNABLE:
+            continue
         try:
             codec_by_name(name)
         except UnknownCodec as error:
@@ -130,6 +133,8 @@ def print_report(report: Report) -> None:
     columns = ("preset", "tokens", "bits", "KL", "perplexity", "top 1", "needles", "cos K", "cos V")
     right = columns[1:]
     print_table(columns, [_cells(row) for row in report.rows], right=right)
+    if report.profile:
+        print(f"learned: {report.profile}")
 
 
 def _cells(row: Quality) -> list[str]:

@@ -22,10 +22,12 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     contexts: Contexts
     fit_texts: tuple[str, ...] = ()  # files to learn from; none = the texts that ship with us
     eval_texts: tuple[str, ...] = ()  # files to be judged by; none = the texts that ship with us
+    num_windows: Positive = 16  # to learn from
+    window_tokens: Annotated[int, msgspec.Meta(ge=128)] = 1024
     num_scored: Positive = 256  # tokens behind each prefix
     depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles
     chunk_tokens: Positive = 128  # of the cold store
-    data_path: str = ""  # where the digests of large files are remembered; "" = nowhere
+    data_path: str = ""  # where profiles, and digests of large files, are kept; "" = nowhere
     log_level: str = "info"
 
 
@@ -36,3 +38,4 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     engine: str
     dtype: str  # of the live cache
     rows: tuple[Quality, ...]
+    profile: str = ""  # the file with what was learned; "" = no preset had to learn anything

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from engines.calibration.order import Order, Report
+from engines.calibration.profiles import save
 from engines.calibration.survey import CannotCalibrate, survey
 from engines.config import WRONG_SETTINGS
 from engines.log_lines import configure_logging
@@ -49,11 +50,13 @@ def calibrate(order: Order) -> Report:
     loaded = load_model(order.model_path, order.dtype)
     folder = Path(order.data_path) if order.data_path else None
     instrument = MlxInstrument(loaded, probe(loaded.model), folder)
+    rows, profile = survey(instrument, order)
     return Report(
         fingerprint=instrument.fingerprint,
         engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
         dtype=instrument.layout.dtype,
-        rows=tuple(survey(instrument, order)),
+        rows=tuple(rows),
+        profile="" if profile is None or folder is None else str(save(profile, folder)),
     )
 
 

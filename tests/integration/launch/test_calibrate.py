@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvstore.codecs.profile import load_profile
 from tests.integration.tiny_models import write_model
 
 pytestmark = pytest.mark.mlx
@@ -58,6 +59,20 @@ def test_a_table_and_its_rows_as_json(folder: Path) -> None:
     assert rows["raw"]["kl"] == 0 < rows["tq4"]["kl"] < rows["tq3"]["kl"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert rows["tq3"]["context"] == 256 and rows["tq3"]["bits_per_element"] < 3.6
+
+
+def test_a_profile_is_learned_and_kept(folder: Path) -> None:
+    out = folder / "rows.json"
+    done = run(folder, "--no-needles", "--presets", "dense3,tq3", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    profile = load_profile(Path(report["profile"]))
+    assert set(profile.learned) == {"dense3"}
+    assert profile.fingerprint == report["fingerprint"] == Path(report["profile"]).stem
+    rows = {row["preset"]: row for row in report["rows"]}
+    # On a random model there is little to learn; it must not do harm.
+    assert rows["dense3"]["kl"] < 2 * rows["tq3"]["kl"]
+    assert rows["dense3"]["bits_per_element"] < rows["tq3"]["bits_per_element"] + 0.1
 
 
 @pytest.mark.parametrize(
