@@ -2,19 +2,19 @@
 
 One server for every engine, which hands it its own ``SessionVerbs``. It runs inside the engine's
 process, for vLLM in an environment that holds little of ours, so it needs nothing but the standard
-library, ``engines.wire`` and ``kvstore.errors``.
+library, ``engines.sockets``, ``engines.wire`` and ``kvstore.errors``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
 from typing import Final, Protocol
 
+from engines.sockets import private_socket, send_bounded
 from engines.wire import (
     Answer,
     Demote,
@@ -46,8 +46,6 @@ from kvstore.errors import PinLimit
 
 logger = logging.getLogger(__name__)
 
-# A peer that lets so much pile up does not read; it is cut off and will connect again.
-MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_WORDS: Final = 2000  # characters of an error
 
 
@@ -84,7 +82,7 @@ class ControlServer:
         """``unix:/path``, for this user only, or ``tcp://host:port``. Raises ``OSError``."""
         scheme, _, rest = address.partition(":")
         if scheme == "unix":
-            return await asyncio.start_unix_server(self._converse, sock=_private_socket(Path(rest)))
+            return await asyncio.start_unix_server(self._converse, sock=private_socket(Path(rest)))
         host, _, port = rest.removeprefix("//").rpartition(":")
         return await asyncio.start_server(self._converse, host.strip("[]"), int(port))
 
@@ -92,7 +90,7 @@ class ControlServer:
         """To everybody who has said hello."""
         body = frame(notice)
         for writer in list(self._greeted):
-            self._send(writer, body)
+            send_bounded(writer, body)
 
     def close(self) -> None:
         """End every connection."""
@@ -123,14 +121,7 @@ class ControlServer:
         except Exception as error:  # the edge of this process: the gateway gets an answer
             logger.exception("%s failed", type(request.verb).__name__)
             body = frame(Reply(request.number, Refused(_words(error))))
-        self._send(writer, body)
-
-    def _send(self, writer: asyncio.StreamWriter, body: bytes) -> None:
-        if writer.is_closing():
-            return
-        writer.write(body)
-        if writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            writer.transport.abort()
+        send_bounded(writer, body)
 
     async def _answer(self, verb: Verb, writer: asyncio.StreamWriter) -> Answer:
         if isinstance(verb, Hello):
@@ -166,16 +157,3 @@ def _words(error: Exception) -> str:
     """What went wrong, as a message can carry it: short, and without broken surrogates."""
     said = f"{type(error).__name__}: {error}"[:MAX_WORDS]
     return said.encode("utf-8", "replace").decode()
-
-
-def _private_socket(path: Path) -> socket.socket:
-    """Bound, and closed to other users before anybody can connect to it."""
-    path.unlink(missing_ok=True)  # of a process that was killed
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        bound.bind(str(path))
-        path.chmod(0o600)
-    except OSError:
-        bound.close()
-        raise
-    return bound

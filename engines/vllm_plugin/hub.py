@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from engines.sockets import private_socket, send_bounded
 from engines.vllm_plugin.messages import (
     Admitted,
     Ask,
@@ -65,10 +66,9 @@ class Hub:
 
     def start(self, *services: Coroutine[Any, Any, asyncio.Server]) -> None:
         """Open the socket (raises ``OSError`` if that fails); ``services`` listen beside it."""
-        Path(self._path).unlink(missing_ok=True)
+        bound = private_socket(Path(self._path))
         self._thread.start()
-        self._servers.append(self._wait(asyncio.start_unix_server(self._converse, self._path)))
-        Path(self._path).chmod(0o600)
+        self._servers.append(self._wait(asyncio.start_unix_server(self._converse, sock=bound)))
         self._servers += [self._wait(service) for service in services]
 
     def start_behind_front(self, service: Coroutine[Any, Any, asyncio.Server]) -> None:
@@ -181,11 +181,12 @@ class Hub:
     def _broadcast(self, message: Message) -> None:
         body = frame(message)
         for writer in self._ranks.values():
-            writer.write(body)
+            send_bounded(writer, body)
 
     def _tell_fronts(self, message: Admitted) -> None:
+        body = frame(message)
         for writer in self._fronts:
-            writer.write(frame(message))
+            send_bounded(writer, body)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

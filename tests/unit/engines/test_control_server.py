@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engines.control_server import MAX_UNSENT_BYTES, ControlServer
+from engines.control_server import ControlServer
 from engines.fake_worker.shelf import Shelf
+from engines.sockets import MAX_UNSENT_BYTES
 from engines.wire import (
     MAX_FRAME_BYTES,
     Answer,

@@ -7,12 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from engines.control_server import ControlServer
+from engines.sockets import MAX_UNSENT_BYTES
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.messages import (
@@ -265,6 +267,23 @@ def test_a_pin_that_one_rank_has_no_room_for_is_refused_by_all(engine):
     assert [x.record(ref()).pinned for x in engine.stores] == [False, False]
 
 
+def test_a_session_that_one_rank_does_not_have_is_pinned_by_none(engine):
+    engine.save(ranks=1)
+    assert engine.done(Pin(ref())).report is None
+    assert not engine.stores[0].record(ref()).pinned
+
+
+def test_a_session_is_pinned_only_where_every_rank_has_it_pinned(engine):
+    engine.save()
+    engine.stores[0].pin(ref(), True)
+    (report,) = engine.ask(ListSessions()).sessions
+    assert not report.pinned
+    assert engine.done(Pin(ref())).report.pinned
+    engine.stores[1]._pins._max_bytes = 1000  # less than is pinned
+    assert engine.done(Pin(ref())).report.pinned
+    assert [x.record(ref()).pinned for x in engine.stores] == [True, True]
+
+
 def test_forget_tells_what_it_was(engine):
     engine.save()
     assert engine.done(Forget(ref())).report.tokens == 100
@@ -378,3 +397,49 @@ def test_ranks_may_come_before_the_hub(tmp_path):
     link.close()
     store.close()
     hub.close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    hub = Hub(str(tmp_path / "hub.sock"), 1, lambda news: None)
+    hub.start()
+    yield hub
+    hub.close()
+
+
+@contextmanager
+def peer(tmp_path: Path, hello: RankHello | FrontHello) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(str(tmp_path / "hub.sock"))
+        link.sendall(message_frame(hello))
+        yield link
+
+
+MEGABYTE = 1_000_000
+MANY = 2 * MAX_UNSENT_BYTES // MEGABYTE
+
+
+def test_a_rank_that_does_not_read_is_cut_off(hub, tmp_path):
+    with peer(tmp_path, RankHello(0, "raw.1", 1, 1)):
+        wait(lambda: hub.ready)
+        for ticket in range(MANY):
+            hub.send(Stage(ticket, None, 0, bytes(MEGABYTE)))
+        wait(lambda: not hub.ready)
+
+
+def test_an_http_server_that_does_not_read_is_cut_off(hub, tmp_path):
+    with peer(tmp_path, FrontHello()):
+        wait(lambda: bool(hub._fronts))
+        for _ in range(MANY):
+            hub.admitted("x" * MEGABYTE, "hot")
+        wait(lambda: not hub._fronts)
+
+
+def test_the_socket_is_for_this_user_only(tmp_path):
+    path = tmp_path / "hub.sock"
+    path.write_text("of a process that was killed")
+    hub = Hub(str(path), 1, lambda news: None)
+    hub.start()
+    assert path.stat().st_mode & 0o777 == 0o600
+    hub.close()
+    assert not path.exists()
