@@ -45,6 +45,8 @@ class Watch:
                     await self._tell(name)
                 except OSError as error:  # no rank answers: the engine is on its way out
                     logger.warning("nobody hears that a session is cold: %s", error)
+                except Exception:  # the edge of this task: one session must not end the watch
+                    logger.exception("nobody hears that a session is cold")
 
     async def _tell(self, name: Name) -> None:
         session = SessionRef(*name, b"")

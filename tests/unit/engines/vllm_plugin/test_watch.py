@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.watch import Watch
 from engines.wire import Notice, SessionRef, SessionReport
@@ -125,14 +127,15 @@ async def test_a_session_that_nobody_saved_is_lost():
     assert (notice.session.id, notice.session.hot, notice.session.tier) == ("s", False, None)
 
 
-async def test_ranks_that_do_not_answer_end_no_watch():
+@pytest.mark.parametrize("error", [TimeoutError, AssertionError])
+async def test_a_session_that_cannot_be_looked_at_ends_no_watch(error: type[Exception]):
     hot, pool = quiet_session("a")
     turn(hot, pool, "b")
     gateway = Gateway()
 
     async def look(session: SessionRef) -> SessionReport:
         if session.id == "a":
-            raise TimeoutError
+            raise error
         return cold(session)
 
     with running(Watch(hot, look, gateway.hear, every_s=0.001)):
