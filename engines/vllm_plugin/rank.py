@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
-import msgspec
-
 from engines.vllm_plugin.messages import (
     Ask,
     Look,
@@ -32,7 +30,7 @@ from engines.vllm_plugin.messages import (
 from engines.wire import Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
 from kvstore.block_records import BlockRecord, split_hashes
 from kvstore.block_store import BlockStore, Fetched
-from kvstore.errors import PinLimit
+from kvstore.errors import PinLimit, StoreClosed
 from kvstore.records import SessionRef
 from kvstore.stats import StoreStats
 
@@ -58,6 +56,12 @@ class StagingArea:
     def expect(self, ticket: int) -> None:
         with self._lock:
             self._wanted.add(ticket)
+
+    def clear(self) -> None:
+        """Nobody wants anything any more."""
+        with self._lock:
+            self._wanted.clear()
+            self._fetched.clear()
 
     def put(self, ticket: int, fetched: Fetched) -> None:
         """Dropped if nobody wants it any more."""
@@ -108,17 +112,19 @@ class RankLink:
 
     def send(self, message: Message) -> None:
         """Dropped while there is no connection: whoever waits for it gives up by its deadline."""
-        with self._sending, suppress(OSError):
-            if self._connection is not None:
-                self._connection.sendall(frame(message))
+        self._send_on(self._connection, message)
 
     def close(self) -> None:
+        """Waits for nobody: a tier that hangs must not keep the store from its last flush.
+
+        What still runs is heard by no one, and ends as the store closes.
+        """
         self._closed = True
-        if self._connection is not None:
+        if (connection := self._connection) is not None:
             with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
-        self._stagers.shutdown(wait=True, cancel_futures=True)
-        self._servants.shutdown(wait=True, cancel_futures=True)
+                connection.shutdown(socket.SHUT_RDWR)
+        self._stagers.shutdown(wait=False, cancel_futures=True)
+        self._servants.shutdown(wait=False, cancel_futures=True)
 
     def session(self, record: BlockRecord) -> RankSession:
         tier = self._store.tier_of(record)
@@ -139,52 +145,73 @@ class RankLink:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                     connection.connect(self._path)
                     self._listen(connection)
-            except (OSError, EOFError, msgspec.DecodeError):
-                time.sleep(RETRY_S)
+            except (OSError, EOFError):
+                pass  # no hub yet, or none any more
+            except Exception:  # the edge of this thread: without it no session comes back
+                if not self._closed:
+                    logger.exception("the connection to the hub failed and is made anew")
             finally:
                 self._connection = None
+            if not self._closed:
+                time.sleep(RETRY_S)
 
     def _listen(self, connection: socket.socket) -> None:
+        """One connection, to its end. What an earlier one asked for, nobody will ask for again."""
         with self._sending:
+            self._staging.clear()
             connection.sendall(frame(self._hello))
             self._connection = connection
-        while True:
-            self._hear(decode_to_rank(receive(connection)))
+        while not self._closed:
+            self._hear(decode_to_rank(receive(connection)), connection)
 
-    def _hear(self, message: ToRank) -> None:
+    def _hear(self, message: ToRank, connection: socket.socket) -> None:
         match message:
             case Stage():
                 self._staging.expect(message.ticket)
-                self._stagers.submit(self._stage, message)
+                self._stagers.submit(self._stage, message, connection)
             case Release():
                 self._staging.take(message.ticket)
             case Ask():
-                self._servants.submit(self._answer, message)
+                self._servants.submit(self._answer, message, connection)
 
-    def _stage(self, message: Stage) -> None:
+    def _send_on(self, connection: socket.socket | None, message: Message) -> None:
+        """Answers go where the question came from: a hub that came anew counts from 1 again."""
+        with self._sending, suppress(OSError):
+            if connection is not None and connection is self._connection:
+                connection.sendall(frame(message))
+
+    def _stage(self, message: Stage, connection: socket.socket) -> None:
         try:
             if not self._staging.is_wanted(message.ticket):
                 return
             hashes = split_hashes(message.hashes)
             fetched = self._store.fetch(message.session, hashes, message.first_block)
+        except StoreClosed:
+            return
         except Exception:  # the edge of this thread: a defect here costs a prefill, no more
             logger.exception("a session could not be staged")
             fetched = Fetched(message.first_block, [], None, "unavailable")
-        self._staging.put(message.ticket, fetched)
-        self.send(Staged(message.ticket, fetched.end_block, fetched.tier, fetched.reason))
+        with self._sending:  # no other connection may begin here
+            if connection is not self._connection:
+                return
+            self._staging.put(message.ticket, fetched)
+        staged = Staged(message.ticket, fetched.end_block, fetched.tier, fetched.reason)
+        self._send_on(connection, staged)
 
-    def _answer(self, message: Ask) -> None:
+    def _answer(self, message: Ask, connection: socket.socket) -> None:
         try:
             records = self._obey(message.verb)
             stats = self._stats() if isinstance(message.verb, GetStats) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats)
+        except StoreClosed:
+            return
         except PinLimit as error:
             answer = RankAnswer(message.number, [], pin_limit=str(error))
         except Exception as error:  # the edge of this thread: whoever asks gets an answer
             logger.exception("%s failed", type(message.verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
         for page in pages(answer):
-            self.send(page)
+            self._send_on(connection, page)
 
     def _obey(self, verb: Verb | Look) -> list[BlockRecord]:
         """Obeys; gives the records that the answer is about."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,19 +13,23 @@ import pytest
 from engines.vllm_plugin.host_blocks import HostBlocks
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.hub import Hub
-from engines.vllm_plugin.messages import RankHello
+from engines.vllm_plugin.messages import RankHello, Stage, Staged, receive
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.rank import RankLink, StagingArea
 from engines.vllm_plugin.transfer import Transfer
 from engines.vllm_plugin.verbs import Verbs
+from engines.wire import MAX_FRAME_BYTES
+from kvstore.records import SessionRef
 from kvstore.shapes import KVPair
 from kvstore.stats import Counters
-from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref
+from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save
+from tests.faulty_tier import FaultyTier
 from tests.unit.engines.vllm_plugin.numpy_blocks import NoStream, NumpyBlocks
 from tests.unit.engines.vllm_plugin.test_hub import wait
 from tests.unit.engines.vllm_plugin.test_lookup import Pool
 
 CHAIN = hashes(list(range(100)))
+OTHER = hashes(list(range(500, 600)))
 IDS = list(range(len(CHAIN)))
 
 
@@ -44,29 +49,57 @@ class SlowBlocks(NumpyBlocks):
 class Rank:
     def __init__(self, folder: Path) -> None:
         self.blocks = SlowBlocks()
-        self.store = open_store(ram_and_disk(folder))
-        staging = StagingArea()
+        self.ram, self.disk = (FaultyTier(x) for x in ram_and_disk(folder / "disk"))
+        self.store = open_store([self.ram, self.disk])
+        self.staging = StagingArea()
+        self.settling = threading.Event()
         host = HostBlocks(self.blocks, self.store, NoStream())
-        self.transfer = Transfer(host, self.store, staging, 1 << 30)
-        self.hub = Hub(str(folder / "hub.sock"), 1, lambda news: None)
-        self.hub.start()
+        self.transfer = Transfer(host, self.store, self.staging, 1 << 30)
+        self.path = str(folder / "hub.sock")
+        self.hub = self._open_hub()
         hot = HotSessions()
         hot.bind(Pool())
         self.verbs = Verbs(
             self.hub, hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: (0, 0)
         )
         self.link = RankLink(
-            str(folder / "hub.sock"),
+            self.path,
             RankHello(0, "raw.1", 1000, 1000),
             self.store,
-            staging,
+            self.staging,
             self.store.stats,
-            self.transfer.wait_saved,
+            self._wait_saved,
         )
         wait(lambda: self.hub.ready)
 
+    def _open_hub(self) -> Hub:
+        hub = Hub(self.path, 1, lambda news: None)
+        hub.start()
+        return hub
+
+    def restart_hub(self) -> None:
+        self.hub.close()
+        self.hub = self._open_hub()
+        wait(lambda: self.hub.ready)
+
+    def stage(self, ticket: int, chain: list[bytes]) -> None:
+        self.hub.send(Stage(ticket, ref(), 0, b"".join(chain)))
+
+    def staged(self, ticket: int, chain: list[bytes]) -> Staged:
+        self.stage(ticket, chain)
+        staged = self.hub.staged(ticket, 30)
+        assert staged is not None
+        return staged
+
+    def _wait_saved(self, session: SessionRef, within_s: float) -> bool:
+        self.settling.set()
+        return self.transfer.wait_saved(session, within_s)
+
     def close(self) -> None:
+        """As a worker does."""
         self.blocks.go_on.set()
+        self.ram.go_on.set()
+        self.disk.go_on.set()
         self.transfer.close()
         self.link.close()
         self.store.close()
@@ -82,7 +115,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 def test_a_session_that_is_deleted_while_it_is_saved_leaves_nothing(rank: Rank) -> None:
     rank.blocks.compute(CHAIN, IDS)
-    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda record: None)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
     assert rank.blocks.reading.wait(10)
     forgetting = asyncio.run_coroutine_threadsafe(rank.verbs.forget(ref()), rank.hub._loop)
     with pytest.raises(TimeoutError):
@@ -95,7 +128,104 @@ def test_a_session_that_is_deleted_while_it_is_saved_leaves_nothing(rank: Rank) 
 
 def test_saves_of_other_sessions_hold_up_no_delete(rank: Rank) -> None:
     rank.blocks.compute(CHAIN, IDS)
-    rank.transfer.save(Save(1, ref("other"), CHAIN, IDS), lambda record: None)
+    rank.transfer.save(Save(1, ref("other"), CHAIN, IDS), lambda *_: None)
     assert rank.blocks.reading.wait(10)
     forgetting = asyncio.run_coroutine_threadsafe(rank.verbs.forget(ref()), rank.hub._loop)
     assert forgetting.result(30).report is None
+
+
+# ---- the end
+
+
+def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None:
+    rank.disk.hanging = "put_many"
+    rank.disk.go_on.clear()
+    save(rank.store, ref(), CHAIN)
+    assert rank.disk.entered.wait(10)
+    rank.ram.go_on.clear()
+    rank.stage(1, CHAIN)
+    assert rank.ram.entered.wait(10)
+    rank.transfer.close()
+    rank.link.close()
+    assert rank.staging.take(1) is None  # nobody has waited for it
+    closing = threading.Thread(target=rank.store.close)
+    closing.start()
+    rank.disk.go_on.set()
+    keys = [x.key for x in rank.store.keys.whole(CHAIN)]
+    wait(lambda: all(rank.disk.inner.contains_many(keys)))
+    assert not rank.ram.go_on.is_set()
+    rank.ram.go_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+def test_a_verb_that_waits_holds_up_no_end(rank: Rank) -> None:
+    rank.blocks.compute(CHAIN, IDS)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
+    assert rank.blocks.reading.wait(10)
+    asyncio.run_coroutine_threadsafe(rank.verbs.forget(ref()), rank.hub._loop)
+    assert rank.settling.wait(10)
+    rank.link.close()
+    assert rank.transfer.queued_bytes  # the save that it waits for is still under way
+
+
+def test_what_was_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.blocks.compute(CHAIN, IDS)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
+    assert rank.blocks.reading.wait(10)
+    rank.close()
+    again = Rank(tmp_path)
+    staged = again.staged(1, CHAIN)
+    again.close()
+    assert (staged.end_block, staged.tier) == (len(CHAIN), "disk")
+
+
+# ---- a hub that comes anew
+
+
+def test_what_an_earlier_hub_had_staged_is_dropped(rank: Rank) -> None:
+    save(rank.store, ref(), CHAIN)
+    assert rank.staged(1, CHAIN).end_block == len(CHAIN)
+    assert len(rank.staging) == 1
+    rank.restart_hub()
+    assert len(rank.staging) == 0
+    assert rank.staging.take(1) is None
+    assert rank.staged(1, CHAIN).end_block == len(CHAIN)
+
+
+def test_what_an_earlier_hub_asked_for_is_no_answer_to_a_later_one(rank: Rank) -> None:
+    """It counts its tickets from 1 again: these blobs would be another prompt's."""
+    save(rank.store, ref(), CHAIN)
+    rank.ram.go_on.clear()
+    rank.stage(1, CHAIN)
+    assert rank.ram.entered.wait(10)
+    rank.restart_hub()
+    assert rank.staged(1, OTHER).end_block == 0
+    rank.ram.go_on.set()
+    rank.link._stagers.shutdown(wait=True)
+    fetched = rank.staging.take(1)
+    assert fetched is not None and fetched.pieces == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2no", b""],
+    ids=["too long", "garbage", "nothing"],
+)
+def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes) -> None:
+    store = open_store()
+    with socket.socket(socket.AF_UNIX) as hub:
+        hub.settimeout(10)
+        hub.bind(str(tmp_path / "hub.sock"))
+        hub.listen()
+        hello = RankHello(0, "raw.1", 1, 1)
+        link = RankLink(
+            str(tmp_path / "hub.sock"), hello, store, StagingArea(), store.stats, lambda *_: True
+        )
+        for _ in range(2):
+            with hub.accept()[0] as rank:
+                assert receive(rank)
+                rank.sendall(words)
+        link.close()
+    store.close()
