@@ -48,9 +48,12 @@ def test_who_waits_is_woken_when_enough_has_come_back():
     staging = ring(2)
     first, second = (staging.take(STEP, wait=False) for _ in "ab")
     got: list[Region | None] = []
-    thread = threading.Thread(target=lambda: got.append(staging.take(2 * STEP, wait=True)))
+    thread = threading.Thread(
+        target=lambda: got.append(staging.take(2 * STEP, wait=True)), daemon=True
+    )
     thread.start()
     staging.give_back(second)
+    thread.join(0.2)  # time enough to take what it must not
     assert got == []
     staging.give_back(first)
     thread.join(10)
