@@ -10,6 +10,7 @@ vLLM makes one instance beside its scheduler and one in every worker.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from engines.vllm_plugin.arrangement import UnknownLayout
-from engines.vllm_plugin.config import settings_from
+from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.metadata import SaveAcks, StepPlan
 from engines.vllm_plugin.orphans import die_with_parent
 from engines.vllm_plugin.plan import Step
-from engines.vllm_plugin.refusal import told_in
+from engines.vllm_plugin.refusal import given_folder, told_in
 from engines.vllm_plugin.scheduling import Scheduling
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
 from engines.vllm_plugin.support import Unsupported, check, check_version
 from engines.vllm_plugin.worker import Worker
-from kvstore.errors import TierUnavailable, UnknownCodec
+from kvstore.errors import TierInUse, UnknownCodec
+
+logger = logging.getLogger("thermocline.vllm")
 
 
 class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
@@ -41,7 +44,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
+        with told_in(given_folder(), BadSettings):
+            self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
         self._folder = Path(self._settings.runtime_dir)
         with told_in(self._folder, Unsupported):
             check_version(vllm.__version__)
@@ -52,9 +56,10 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: StatsFeed | None = None
         self._worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduling = Scheduling(
-                self._settings, vllm_config, self._groups, vllm.__version__
-            )
+            with told_in(self._folder, OSError, ValueError):  # sockets that cannot be opened
+                self._scheduling = Scheduling(
+                    self._settings, vllm_config, self._groups, vllm.__version__
+                )
             self._stats = StatsFeed(self._scheduling.report, self._scheduling.spawn)
 
     @property
@@ -111,6 +116,11 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self._half.lookup.has_work
 
+    def reset_cache(self) -> bool:
+        """Asked for when weights were replaced. What is stored stays, so it must not be "done"."""
+        logger.warning("cold sessions are not dropped by a reset of vLLM's caches")
+        return False
+
     def get_kv_connector_stats(self) -> ColdStats | None:
         """Workers have none of their own: they tell this half."""
         return self._stats.take() if self._stats else None
@@ -135,7 +145,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = int(self._vllm_config.parallel_config.rank)
-        with told_in(self._folder, UnknownLayout, UnknownCodec, TierUnavailable):
+        with told_in(self._folder, UnknownLayout, UnknownCodec, TierInUse, ValueError, ImportError):
             self._worker = Worker(self._settings, self._vllm_config, rank, kv_caches, self._groups)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -6,6 +6,7 @@ initialization failed", so the sentence goes into a file of the runtime folder.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,14 +16,21 @@ FOLDER_VARIABLE: Final = "THERMOCLINE_RUNTIME_DIR"
 REFUSAL_FILE: Final = "refusal"
 
 
+def given_folder() -> Path | None:
+    """Where a refusal is looked for. None = vLLM was started by hand: nobody looks."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    return Path(given) if given else None
+
+
 @contextmanager
-def told_in(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
+def told_in(folder: Path | None, *kinds: type[Exception]) -> Iterator[None]:
     """Errors of these ``kinds`` are written down for ``read_refusal`` on their way up."""
     try:
         yield
     except kinds as error:
-        with suppress(OSError):  # what is raised says the same, only less well
-            (folder / REFUSAL_FILE).write_text(" ".join(str(error).split()))
+        if folder is not None:
+            with suppress(OSError):  # what is raised says the same, only less well
+                (folder / REFUSAL_FILE).write_text(" ".join(str(error).split()))
         raise
 
 

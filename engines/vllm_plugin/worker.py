@@ -31,9 +31,11 @@ from kvstore.block_records import BlockRecord
 from kvstore.block_store import BlockStore
 from kvstore.codecs.presets import codec_by_name, warm
 from kvstore.config import StoreConfig
+from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.packer import Packer
 from kvstore.records import SessionRef
 from kvstore.stats import StoreStats
+from kvstore.tiers.base import Tier
 from kvstore.tiers.registry import open_tiers
 
 logger = logging.getLogger("thermocline.vllm")
@@ -43,7 +45,8 @@ class Worker:
     """One rank: vLLM's blocks, the cold store, and the way to the hub.
 
     Raises:
-        UnknownLayout, UnknownCodec, TierUnavailable: with a sentence that says what to do.
+        UnknownLayout, UnknownCodec, TierInUse: with a sentence that says what to do.
+        ValueError, ImportError: see ``open_tiers``.
     """
 
     @roaming()  # the threads of the store and of the link are started here
@@ -64,8 +67,9 @@ class Worker:
         chunk_blocks = max(config.chunk_tokens // self._cache.block_tokens, 1)
         keys = BlockKeys(identity, codec.id, self._cache.block_tokens, chunk_blocks)
         disk = vllm_rank_folder(Path(settings.disk_path), rank)
+        tiers = usable_tiers(config, disk)
         self._store = BlockStore(
-            config, packer, keys, identity, open_tiers(config, disk), has_state=bool(groups.states)
+            config, packer, keys, identity, tiers, has_state=bool(groups.states)
         )
         self._staging = StagingArea()
         self._patience_s = 0.0
@@ -139,6 +143,22 @@ def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
         write_queue_bytes=store.write_queue_bytes // num_ranks,
         index_bytes=store.index_bytes // num_ranks,
     )
+
+
+def usable_tiers(config: StoreConfig, folder: Path) -> list[Tier]:
+    """Without the disk if it cannot be used: it may be full or gone at any restart.
+
+    Raises:
+        TierInUse: another engine has the folder, which is a mistake of whoever started both.
+        ValueError, ImportError: see ``open_tiers``.
+    """
+    try:
+        return open_tiers(config, folder)
+    except TierInUse:
+        raise
+    except TierUnavailable as error:
+        logger.warning("cold sessions are not kept on disk: %s", error)
+    return open_tiers(msgspec.structs.replace(config, disk_bytes=0), folder)
 
 
 def block_writer(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> WriteBlock:
