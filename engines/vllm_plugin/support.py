@@ -79,6 +79,10 @@ def _reasons(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
     for kind in ("decode", "prefill"):
         if getattr(parallel, f"{kind}_context_parallel_size", 1) > 1:
             yield f"{kind} context parallelism splits blocks over ranks; use tensor parallelism"
+    if vllm_config.model_config.enable_sleep_mode:
+        yield "a sleeping engine gives up the memory that is being saved; leave sleep mode off"
+    if vllm_config.weight_transfer_config is not None:
+        yield "KV of weights that were replaced since would be offered; leave weight transfer off"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding writes tokens that may be taken back"
     yield from _cache_reasons(kv_cache_config, cache.block_size)

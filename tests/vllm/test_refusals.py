@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 import torch
+from vllm.config import WeightTransferConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -56,6 +57,8 @@ class Engine:
     cache: dict[str, Any] = field(default_factory=dict)
     transfer: dict[str, Any] = field(default_factory=dict)
     speculative: Any = None
+    sleep: bool = False
+    weight_transfer: Any = None
 
     @property
     def config(self) -> Any:
@@ -76,6 +79,8 @@ class Engine:
             cache_config=SimpleNamespace(**(cache | self.cache)),
             kv_transfer_config=SimpleNamespace(**(transfer | self.transfer)),
             speculative_config=self.speculative,
+            model_config=SimpleNamespace(enable_sleep_mode=self.sleep),
+            weight_transfer_config=self.weight_transfer,
         )
 
 
@@ -138,6 +143,8 @@ def test_hashes_finer_than_blocks():
         (Engine(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
         (Engine(parallel={"prefill_context_parallel_size": 2}), "context parallelism"),
         (Engine(speculative=object()), "speculative decoding"),
+        (Engine(sleep=True), "leave sleep mode off"),
+        (Engine(weight_transfer=WeightTransferConfig()), "leave weight transfer off"),
         (Engine(cache={"enable_prefix_caching": False}), "leave prefix caching on"),
         (Engine(transfer={"kv_role": "kv_producer"}), "set kv_role to kv_both"),
         (Engine(transfer={"kv_load_failure_policy": "fail"}), "kv_load_failure_policy"),

@@ -35,6 +35,8 @@ def engine(**parallel: int) -> SimpleNamespace:
         cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=BLOCK),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
         speculative_config=None,
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        weight_transfer_config=None,
     )
 
 
