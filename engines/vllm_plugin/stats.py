@@ -7,6 +7,7 @@ of the last step, while the gateway asks whenever it is asked.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
@@ -21,6 +22,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engines.wire import EngineReport
 from kvstore.records import TierName
+
+logger = logging.getLogger("thermocline.vllm")
 
 EVERY_S: Final = 1.0
 # What vLLM's log says, beside its throughput.
@@ -70,6 +73,7 @@ class StatsFeed:
         self._monotonic = monotonic
         self._asked_at = float("-inf")
         self._newest: ColdStats | None = None
+        self._warned = False
 
     def take(self) -> ColdStats | None:
         """What has come since the last call."""
@@ -81,7 +85,15 @@ class StatsFeed:
         return stats
 
     async def _refresh(self) -> None:
-        self._newest = ColdStats(data=msgspec.to_builtins(await self._report()))
+        try:
+            report = await self._report()
+        except (ConnectionError, TimeoutError) as error:  # a worker is missing; it may come back
+            if not self._warned:
+                logger.warning("vLLM's metrics stand still: %s", error or type(error).__name__)
+            self._warned = True
+            return
+        self._warned = False
+        self._newest = ColdStats(data=msgspec.to_builtins(report))
 
 
 class ColdMetrics(KVConnectorPromMetrics):

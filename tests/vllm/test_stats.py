@@ -56,6 +56,35 @@ def test_a_step_takes_what_has_come_and_asks_once_a_second():
     assert len(work) == 1
 
 
+def test_a_missing_worker_is_warned_of_once(caplog):
+    now, work, missing = [0.0], [], [True]
+
+    async def ask() -> EngineReport:
+        if missing[0]:
+            raise ConnectionError("not every worker of the engine is connected")
+        return report(saves=1)
+
+    feed = StatsFeed(ask, work.append, monotonic=lambda: now[0])
+
+    def second() -> None:
+        now[0] += 1.0
+        feed.take()
+        asyncio.run(work.pop()())
+
+    def warnings() -> int:
+        return caplog.text.count("not every worker of the engine is connected")
+
+    second()
+    second()
+    assert warnings() == 1
+    missing[0] = False
+    second()
+    assert feed.take().reduce() == {"saves": 1}
+    missing[0] = True
+    second()
+    assert warnings() == 2
+
+
 def test_totals_are_not_added_up():
     first, second = ColdStats(data=data(saves=1)), ColdStats(data=data(saves=3))
     assert first.aggregate(second).reduce() == {"saves": 3}
