@@ -2,8 +2,8 @@
 
 vLLM keeps the blocks of finished requests until it needs the room, and tells nobody here when it
 reuses one. So nothing is remembered but the hashes of a session's blocks; whether they are there is
-looked up in vLLM's own table whenever somebody asks. The lookups are single dictionary reads, safe
-from any thread; changes are made on vLLM's thread only.
+looked up in vLLM's own table whenever somebody asks, from any thread: a lookup changes nothing, and
+one that vLLM's thread disturbs is made again. vLLM's table is changed on vLLM's thread only.
 
 A session is hot while vLLM holds all of its blocks. Chains are reused from their tails on, because
 vLLM frees them in that order, and so do we: the last block answers for all. What is left of a
@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -23,6 +24,7 @@ from engines.vllm_plugin.groups import DENSE, Groups
 from kvstore.records import SessionRef
 
 MAX_SESSIONS: Final = 4096
+LOOKUPS: Final = 3  # of one block, each disturbed by vLLM's thread; it takes microseconds
 
 
 class Block(Protocol):
@@ -101,7 +103,7 @@ class HotSessions:
             entry.num_requests -= 1
             entry.last_used_s = self._monotonic()
             if hashes:
-                self._users.subtract(entry.hashes)
+                self._let_go(entry.hashes)
                 entry.hashes = list(hashes)
                 entry.told_hot = True
                 self._users.update(entry.hashes)
@@ -119,7 +121,14 @@ class HotSessions:
             name = next(idle, None)
             if name is None:
                 return
-            self._users.subtract(self._sessions.pop(name).hashes)
+            self._let_go(self._sessions.pop(name).hashes)
+
+    def _let_go(self, hashes: Sequence[bytes]) -> None:
+        """One session less has these blocks; those that none has are not counted any more."""
+        for block_hash in hashes:
+            self._users[block_hash] -= 1
+            if not self._users[block_hash]:
+                del self._users[block_hash]
 
     # ---- looking
 
@@ -180,10 +189,11 @@ class HotSessions:
 
     def ask_to_drop(self, name: Name) -> None:
         """From any thread. It happens before vLLM next looks for a prefix, so it is as good as
-        done; an idle engine runs no code in between."""
+        done; an idle engine runs no code in between. Nothing happens to a session that is busy:
+        its turn would bring the blocks back."""
         with self._lock:
             entry = self._sessions.get(name)
-            if entry is not None:
+            if entry is not None and not entry.num_requests:
                 entry.dropping = True
                 self._to_drop.append(name)
 
@@ -194,15 +204,19 @@ class HotSessions:
         with self._lock:
             names, self._to_drop = self._to_drop, []
             entries = [self._sessions[x] for x in names if x in self._sessions]
-            idle = [x for x in entries if x.dropping and not x.num_requests]
+            idle = [x for x in entries if x.dropping]  # nobody has come back to it meanwhile
             hashes = [h for x in idle for h in x.hashes if self._users[h] <= 1]
             for entry in idle:
-                self._users.subtract(entry.hashes)
+                self._let_go(entry.hashes)
                 entry.hashes = []
                 entry.dropping = False
         blocks = [x for h in hashes for g in self._groups.ids if (x := self._cached(h, g))]
         self.pool.evict_blocks({x.block_id for x in blocks if x.ref_cnt == 0})
 
     def _cached(self, block_hash: bytes, group: int) -> Any:
-        found = self.pool.get_cached_block(block_hash, [group])
-        return found[0] if found else None
+        for _ in range(LOOKUPS):
+            # Where a hash has several blocks, the lookup iterates; vLLM may add or drop one.
+            with suppress(RuntimeError, StopIteration):
+                found = self.pool.get_cached_block(block_hash, [group])
+                return found[0] if found else None
+        return None
