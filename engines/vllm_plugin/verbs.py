@@ -102,14 +102,22 @@ class Verbs:
         return await self._done(Prefetch(session), session)
 
     async def pin(self, session: SessionRef, pinned: bool) -> Done:
-        """All ranks pin it, or none. Raises ``PinLimit``."""
-        await self._until_handed_over(name_of(session), SETTLE_S)
-        if pinned:
-            answers = await self._hub.ask(Pin(session), MOVE_S)
-            if refused := next((x.pin_limit for x in answers if x.pin_limit), ""):
-                await self._hub.ask(Unpin(session), MOVE_S)
-                raise PinLimit(refused)
-        return await self._done(Pin(session) if pinned else Unpin(session), session)
+        """All ranks pin it, or none: one may have no room for it, or not have the session.
+
+        Raises ``PinLimit``.
+        """
+        name = name_of(session)
+        await self._until_handed_over(name, SETTLE_S)
+        if not pinned:
+            return await self._done(Unpin(session), session)
+        answers = await self._hub.ask(Pin(session), MOVE_S)
+        found = _merged(answers).get(name)
+        if found is None or not found.pinned:
+            # No rank refuses what it had pinned before, so all of it was not.
+            found = await self._find(Unpin(session), MOVE_S, name)
+        if refused := next((x.pin_limit for x in answers if x.pin_limit), ""):
+            raise PinLimit(refused)
+        return Done(self._report(name, found))
 
     async def forget(self, session: SessionRef) -> Done:
         """Raises ``TimeoutError``: a save of it is still under way, and would bring it back."""
@@ -205,7 +213,7 @@ def _one(parts: list[RankSession]) -> RankSession:
         min(x.tokens for x in parts),
         sum(x.cold_bytes for x in parts),
         max(x.last_used_s for x in parts),
-        first.pinned,
+        all(x.pinned for x in parts),
     )
 
 
