@@ -34,15 +34,21 @@ class BlockCommitter:
         record: BlockRecord,
         fresh: Mapping[bytes, Blob] | None = None,
         obsolete: Sequence[bytes] = (),
-    ) -> None:
-        """The session is now what ``record`` says."""
+    ) -> bool:
+        """The session is now what ``record`` says. False if no tier has it or will try to."""
+        delivery = self._delivery(record, fresh or {}, obsolete)
+        if not self._is_taken(delivery):
+            return False
         self.follow_pin(record)
         self._index.put(record)
-        delivery = self._delivery(record, fresh or {}, obsolete)
-        if len(self._stack):
-            deliver(self._stack, 0, delivery, whole=False)
         for tier in self._slower:
             tier.offer(dataclasses.replace(delivery, done=Future()))
+        return True
+
+    def _is_taken(self, delivery: Delivery) -> bool:
+        if not len(self._stack):
+            return False
+        return deliver(self._stack, 0, delivery, whole=False).recorded or bool(self._slower)
 
     def follow_pin(self, record: BlockRecord) -> None:
         """Pin what the record names, if it says so; let go of what an older one named."""

@@ -85,10 +85,10 @@ class BlockKeys:
         longest = min(self.chunk_blocks - 1, len(hashes) - first_block)
         return [self.piece(hashes, first_block, n) for n in range(longest, 0, -1)]
 
-    def whole(self, hashes: Sequence[bytes]) -> list[Piece]:
-        """The chain that covers all of these blocks."""
-        chunks = self.chunks(hashes)
-        return chunks + self.tails(hashes, len(chunks) * self.chunk_blocks)[:1]
+    def whole(self, hashes: Sequence[bytes], first_block: int = 0) -> list[Piece]:
+        """The chain that covers these blocks, from the chunk that holds ``first_block`` on."""
+        num_full = len(hashes) // self.chunk_blocks * self.chunk_blocks
+        return self.chunks(hashes, first_block) + self.tails(hashes, num_full)[:1]
 
     def state(self, hashes: Sequence[bytes], num_blocks: int) -> Piece:
         """The state of layers that do not keep all tokens, after the first ``num_blocks``."""

@@ -12,6 +12,7 @@ which blobs exist, where, and whose they are. Tiers, write-behind, format and co
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -104,14 +105,32 @@ class BlockStore:
         places = self._stack.locate([x.key for x in pieces]).places
         return [x for x, place in zip(pieces, places, strict=True) if place is None]
 
+    def unlisted(self, hashes: Sequence[bytes], states: Iterable[int] = ()) -> list[Piece]:
+        """What of the chain no known session has: about what ``missing`` says, at once."""
+        size = self.keys.chunk_blocks
+
+        def is_new(chunk: int) -> bool:
+            return bool(self._index.unused([self.keys.piece(hashes, chunk * size, size).key]))
+
+        # Who has a chunk has all before it.
+        first = bisect_left(range(len(hashes) // size), True, key=is_new) * size
+        pieces = [
+            *self.keys.whole(hashes, first),
+            *(self.keys.state(hashes, x) for x in states),
+        ]
+        new = {*self._index.unused([x.key for x in pieces])}
+        return [x for x in pieces if x.key in new]
+
     def commit(
         self,
         session: SessionRef,
         hashes: Sequence[bytes],
         fresh: Mapping[bytes, Blob],
         states: Sequence[int] = (),
-    ) -> BlockRecord:
+    ) -> BlockRecord | None:
         """The session is now this chain. Fast tier at once, slower ones behind.
+
+        None if no tier takes it: the session stays what it was.
 
         Args:
             states: after how many blocks a state is stored; those before that still hold are kept
@@ -120,9 +139,9 @@ class BlockStore:
         with self._claims.claim(self.keys.record_key(session.tenant, session.id)):
             old = self._index.find(session.tenant, session.id)
             record, obsolete = self._revised(session, hashes, old, fresh, states)
-            self._committer.commit(record, fresh, obsolete)
-        self.counters.add("saves")
-        return record
+            kept = self._committer.commit(record, fresh, obsolete)
+        self.counters.add("saves" if kept else "saves_failed")
+        return record if kept else None
 
     def _revised(
         self,
@@ -178,7 +197,10 @@ class BlockStore:
         first_block: int,
         deadline_s: float | None = None,
     ) -> Fetched:
-        """Verified blobs for blocks ``first_block ..`` of a prompt. Blocks; never raises."""
+        """Verified blobs for blocks ``first_block ..`` of a prompt. Blocks.
+
+        Raises ``StoreClosed``, and nothing else: what cannot be had is a ``reason``.
+        """
         record = self._record_for(session, hashes) if session else None
         wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
         fetched = self._reader.fetch(record, hashes, first_block, wait_s)
@@ -208,20 +230,22 @@ class BlockStore:
 
     def _used(self, record: BlockRecord | None, fetched: Fetched) -> None:
         """What was read is worth keeping near."""
-        chain = [x.key for x, _ in fetched.pieces]
+        keys = chain = [x.key for x, _ in fetched.pieces]
+        branches: set[bytes] = set()
         if record is not None:
             known = self._index.get(self._index.key(record))
             if known is None:
                 return  # forgotten meanwhile: nothing of it may come back
             chain = [self._index.key(known), *self._index.chain(known)]
-        self._promote(fetched)
+            branches = {*known.left_behind}
+        # A blob that no session has may be of one that was forgotten meanwhile, too.
+        gone = {*self._index.unused(keys)} - branches
+        self._promote([(x.key, blob) for x, blob in fetched.pieces if x.key not in gone])
         self._stack.touch(chain)
 
-    def _promote(self, fetched: Fetched) -> None:
-        held = self._stack.holds(0, [x.key for x, _ in fetched.pieces])
-        slow = [
-            (x.key, blob) for (x, blob), near in zip(fetched.pieces, held, strict=True) if not near
-        ]
+    def _promote(self, blobs: list[tuple[bytes, Blob]]) -> None:
+        held = self._stack.holds(0, [key for key, _ in blobs])
+        slow = [x for x, near in zip(blobs, held, strict=True) if not near]
         if slow and self._stack.put(0, slow):
             self.counters.add("promoted_blobs", len(slow))
 

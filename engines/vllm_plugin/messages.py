@@ -92,7 +92,11 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
-    session: RankSession
+    """A save has ended here. Every rank says so of every save, in the same order."""
+
+    job: int
+    session: SessionRef
+    kept: bool  # False: skipped or failed
 
 
 class RankLost(msgspec.Struct, frozen=True, tag="lost"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Literal
@@ -13,7 +12,8 @@ from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.hot import BlockPool, HotSessions
 from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.lookup import Lookup
-from engines.vllm_plugin.messages import RankLost, RankNews, RankSaved
+from engines.vllm_plugin.messages import RankLost, RankNews
+from engines.vllm_plugin.save_tally import SaveTally
 from engines.vllm_plugin.verbs import Verbs
 from engines.vllm_plugin.watch import Watch
 from engines.wire import EngineReport, Notice, Welcome, absent
@@ -32,8 +32,7 @@ class Scheduling:
         num_ranks = int(vllm_config.parallel_config.world_size)
         counters = Counters()
         self._hot = HotSessions()
-        self._saved: Counter[tuple[str, str]] = Counter()  # ranks that saved, per session
-        self._num_ranks = num_ranks
+        self._saves = SaveTally(num_ranks)
         self._hub = Hub(settings.hub_path, num_ranks, self._hear)
         self.lookup = Lookup(
             self._hub,
@@ -91,16 +90,8 @@ class Scheduling:
         """On the hub's loop."""
         if isinstance(news, RankLost):
             self._hub.spawn(partial(self._tell_lost, news.session))
-        else:
-            self._rank_saved(news)
-
-    def _rank_saved(self, saved: RankSaved) -> None:
-        """The last rank that saved passes it on; one that skipped is silent."""
-        name = (saved.session.tenant, saved.session.id)
-        self._saved[name] += 1
-        if self._saved[name] >= self._num_ranks:
-            del self._saved[name]
-            self._hub.spawn(partial(self._tell, "saved", SessionRef(*name, b"")))
+        elif self._saves.is_whole(news):
+            self._hub.spawn(partial(self._tell, "saved", news.session))
 
     async def _tell(self, cause: Literal["turn", "saved"], session: SessionRef) -> None:
         report = await self._verbs.look(session)

@@ -2,8 +2,9 @@
 
 Nothing here runs on the model's thread but the hand-over. A save reads blocks that vLLM's scheduler
 keeps from being reused until this rank has acknowledged; it acknowledges as soon as the rows are
-copied out (or the save was skipped, because too much waits already). A load writes blocks that vLLM
-has set aside for one waiting request.
+copied out (or the save was skipped, because too much waits already). What waits is what the store
+lacks: of a long session that comes back turn by turn, the new blocks. A load writes blocks that
+vLLM has set aside for one waiting request.
 
 A request id is reported as loaded exactly once, whatever happened: vLLM's engine stops when it
 hears of one twice, or of one that it has never seen wait.
@@ -23,12 +24,14 @@ from engines.vllm_plugin.affinity import roam
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
 from kvstore.block_keys import Piece
-from kvstore.block_records import BlockRecord
 from kvstore.block_store import BlockStore
 from kvstore.records import SessionRef
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
+
+
+OnEnded = Callable[[Save, bool], None]  # and whether the store has it now
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Transfer:
         self._staging = staging
         self._max_queued_bytes = max_queued_bytes
         self._lock = threading.Lock()
-        self._queued_bytes = 0
+        self._charges: Counter[int] = Counter()  # hot bytes of saves that wait or run, by job
         self._settled = threading.Condition(self._lock)
         self._saving: Counter[tuple[str, str]] = Counter()  # saves that have begun, per session
         self._under_way = 0  # loads, and saves that still need their blocks
@@ -98,50 +101,61 @@ class Transfer:
 
     @property
     def queued_bytes(self) -> int:
-        """Hot bytes of saves that wait or run."""
-        return self._queued_bytes
+        """Hot bytes that wait to be stored."""
+        with self._lock:
+            return self._charges.total()
 
     # ---- saving
 
-    def save(self, save: Save, on_saved: Callable[[BlockRecord], None]) -> None:
-        nbytes = len(save.held_ids) * self._blocks.block_bytes
+    def save(self, save: Save, on_ended: OnEnded) -> None:
+        """``on_ended`` is called once, on another thread, in the order of the saves."""
+        nbytes = self._nbytes(save, self._store.unlisted(save.hashes, save.states))
         with self._lock:
-            full = self._queued_bytes and self._queued_bytes + nbytes > self._max_queued_bytes
+            queued = self._charges.total()
+            full = nbytes and queued and queued + nbytes > self._max_queued_bytes
             if full:
                 self._acks[save.job] = 1
             else:
-                self._queued_bytes += nbytes
+                self._charges[save.job] = nbytes
                 self._under_way += 1
                 self._saving[_name(save.session)] += 1
         if full:
             self._store.counters.add("saves_skipped")
+            self._saver.submit(on_ended, save, False)
         else:
-            ready = self._blocks.mark()
-            self._saver.submit(self._save, save, nbytes, ready, on_saved)
+            self._saver.submit(self._save, save, self._blocks.mark(), on_ended)
 
-    def _save(
-        self, save: Save, nbytes: int, ready: object, on_saved: Callable[[BlockRecord], None]
-    ) -> None:
-        acknowledged = False
+    def _save(self, save: Save, ready: object, on_ended: OnEnded) -> None:
+        kept = False
         try:
-            missing = self._store.missing(save.hashes, save.states)
-            packing = self._blocks.pack([_packing(save, x) for x in missing], ready)
-            self._acknowledge(save.job)
-            acknowledged = True
-            self._store.counters.add("chunks_encoded", len(missing))
-            blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
-            record = self._store.commit(save.session, save.hashes, blobs, [*save.states])
-            on_saved(record)
+            kept = self._stored(save, ready)
         except Exception:  # the edge of this thread: one bad save must not end all others
             logger.exception("a session could not be saved")
             self._store.counters.add("saves_failed")
+        try:
+            on_ended(save, kept)
         finally:
-            if not acknowledged:  # or its blocks would be held for ever
-                self._acknowledge(save.job)
             with self._settled:
-                self._queued_bytes -= nbytes
+                del self._charges[save.job]
                 self._saving -= Counter([_name(save.session)])
                 self._settled.notify_all()
+
+    def _stored(self, save: Save, ready: object) -> bool:
+        try:
+            missing = self._store.missing(save.hashes, save.states)
+            with self._lock:
+                self._charges[save.job] = self._nbytes(save, missing)
+            packing = self._blocks.pack([_packing(save, x) for x in missing], ready)
+        finally:  # whatever happened: or its blocks would be held for ever
+            self._acknowledge(save.job)
+        self._store.counters.add("chunks_encoded", len(missing))
+        blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
+        record = self._store.commit(save.session, save.hashes, blobs, [*save.states])
+        return record is not None
+
+    def _nbytes(self, save: Save, pieces: Sequence[Piece]) -> int:
+        num_blocks = sum(len(_packing(save, x).block_ids) for x in pieces)
+        return num_blocks * self._blocks.block_bytes
 
     def wait_saved(self, session: SessionRef, within_s: float) -> bool:
         """Until every save of this session that has begun is done. From any other thread."""

@@ -21,13 +21,12 @@ from engines.vllm_plugin.fingerprint import fingerprint
 from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.paging import PagedCache, paged_cache
-from engines.vllm_plugin.plan import Step
+from engines.vllm_plugin.plan import Save, Step
 from engines.vllm_plugin.rank import RankLink, StagingArea
 from engines.vllm_plugin.state import Layers, RecurrentLayers, StatefulBlocks, WindowLayers
 from engines.vllm_plugin.streams import SideStream
 from engines.vllm_plugin.transfer import Transfer
 from kvstore.block_keys import BlockKeys
-from kvstore.block_records import BlockRecord
 from kvstore.block_store import BlockStore
 from kvstore.codecs.presets import codec_by_name, warm
 from kvstore.config import StoreConfig
@@ -125,8 +124,8 @@ class Worker:
     def _lost(self, session: SessionRef) -> None:
         self._link.send(RankLost(session))
 
-    def _saved(self, record: BlockRecord) -> None:
-        self._link.send(RankSaved(self._link.session(record)))
+    def _saved(self, save: Save, kept: bool) -> None:
+        self._link.send(RankSaved(save.job, save.session, kept))
 
     def _stats(self) -> StoreStats:
         return self._store.stats(self._transfer.queued_bytes)

@@ -282,7 +282,7 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
     before = [bits(x)[ids] for x in rig.caches.values()]
     staging, saved = StagingArea(), threading.Event()
     transfer = Transfer(rig.device, rig.store, staging, 1 << 30)
-    transfer.save(Save(1, ref(), chain, ids), lambda record: saved.set())
+    transfer.save(Save(1, ref(), chain, ids), lambda *_: saved.set())
     assert saved.wait(60)
     assert transfer.take_acks() == {1: 1}
     for cache in rig.caches.values():

@@ -63,7 +63,7 @@ class Rank:
 
     def save(self, states: dict[int, list[int]]) -> None:
         save = Save(1, ref(), CHAIN, IDS, states)
-        self.transfer.save(save, lambda record: None)
+        self.transfer.save(save, lambda *_: None)
         wait(lambda: self.transfer.queued_bytes == 0)
 
     def load(self, first: int, end: int, state_ids: list[int]) -> tuple[set[str], set[int]]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvstore.block_records import common_blocks
 from kvstore.records import SessionRef
+from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import (
     BLOCK,
@@ -19,6 +20,7 @@ from tests.block_sessions import (
     ref,
     save,
 )
+from tests.faulty_tier import FaultyTier
 
 LONG = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one
 
@@ -51,6 +53,44 @@ def test_only_new_blobs_are_asked_for(store):
     new = save(store, ref(), longer)
     assert [x.first_block for x in new] == [24, 28, 32]
     assert store.missing(longer) == []
+
+
+def test_what_no_known_session_has_is_told_without_asking_a_tier(store):
+    assert [x.first_block for x in store.unlisted(LONG)] == [0, 4, 8, 12, 16, 20, 24]
+    save(store, ref(), LONG)
+    assert store.unlisted(LONG) == []
+    assert [x.first_block for x in store.unlisted(hashes(list(range(140))))] == [24, 28, 32]
+    fork = hashes([*range(50), *range(900, 950)])
+    assert [x.first_block for x in store.unlisted(fork)] == [12, 16, 20, 24]
+    assert [x.is_state for x in store.unlisted(LONG, [8])] == [True]
+    store.forget(ref())
+    assert len(store.unlisted(LONG)) == 7
+
+
+def test_a_session_that_no_tier_takes_is_not_saved():
+    full = FaultyTier(RamTier(1 << 26))
+    store = open_store([full])
+    save(store, ref(), LONG[:20])
+    full.fails = lambda number, method: True
+    longer = store.missing(LONG)
+    assert store.commit(ref(), LONG, {x.key: b"" for x in longer}) is None
+    full.fails = lambda number, method: False
+    assert store.record(ref()).num_tokens == 80  # still what it was
+    counters = store.counters.as_dict()
+    assert (counters["saves"], counters["saves_failed"]) == (1, 1)
+    assert store.fetch(ref(), LONG, 0).end_block == 20
+    store.close()
+
+
+def test_a_slower_tier_may_still_take_it(tmp_path):
+    full = FaultyTier(RamTier(1 << 26))
+    store = open_store([full, DiskTier(tmp_path, 1 << 26)])
+    full.fails = lambda number, method: method in {"put_many", "replace"}
+    save(store, ref(), LONG)
+    assert store.flush(10)
+    assert store.tier_of(store.record(ref())) == "disk"
+    assert store.counters.as_dict()["saves"] == 1
+    store.close()
 
 
 def test_a_tail_that_grew_is_deleted(store):

@@ -252,6 +252,28 @@ def test_a_restore_that_ends_after_forget_brings_nothing_back(tmp_path):
     store.close()
 
 
+def test_blobs_read_by_content_are_not_brought_back_after_forget(tmp_path):
+    store = open_store(ram_and_disk(tmp_path))
+    save(store, ref(), LONG)
+    store.demote(ref(), "disk")
+    fetched = store._reader.fetch(None, LONG, 0, 10)  # another session, with the same beginning
+    assert fetched.end_block
+    store.forget(ref())
+    store._used(None, fetched)
+    assert [x.num_blobs for x in store.stats().tiers] == [0, 0]
+    store.close()
+
+
+def test_blobs_read_by_content_are_brought_near(tmp_path):
+    store = open_store(ram_and_disk(tmp_path))
+    save(store, ref(), LONG)
+    store.demote(ref(), "disk")
+    assert store.fetch(ref("new"), LONG, 0).tier == "disk"
+    assert store.workers.quiet(10)
+    assert store.fetch(ref("new"), LONG, 0).tier == "ram"
+    store.close()
+
+
 def test_a_tier_that_is_down_is_told_of_it_when_it_is_back(tmp_path):
     disk = FaultyTier(DiskTier(tmp_path, 1 << 26))
     store = open_store([RamTier(1 << 26), disk])

@@ -12,7 +12,7 @@ import pytest
 
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import DENSE
-from engines.vllm_plugin.messages import RankHello, RankLost, receive
+from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved, receive
 from engines.vllm_plugin.rank import RankLink, StagingArea
 from engines.vllm_plugin.scheduling import Scheduling
 from engines.wire import FromEngine, Hello, Notice, Reply, Request, frame
@@ -87,3 +87,13 @@ def test_what_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> None:
     bench.link.send(RankLost(ref("gone")))
     heard = bench.hear()
     assert isinstance(heard, Notice) and heard.session.id == "gone"
+
+
+def test_the_gateway_hears_of_what_was_saved_and_not_of_what_was_skipped(bench: Bench) -> None:
+    for session in ("skipped", "kept"):
+        save(bench.store, ref(session), hashes(list(range(100))))
+    bench.link.send(RankSaved(1, ref("skipped"), False))
+    bench.link.send(RankSaved(2, ref("kept"), True))
+    heard = bench.hear()
+    assert isinstance(heard, Notice)
+    assert (heard.cause, heard.session.id, heard.session.tier) == ("saved", "kept", "ram")

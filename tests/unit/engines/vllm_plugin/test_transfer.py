@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -12,30 +12,35 @@ from engines.vllm_plugin.host_blocks import HostBlocks, SpareRuns
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
 from engines.vllm_plugin.transfer import Transfer
-from kvstore.block_records import BlockRecord
-from tests.block_sessions import LAYOUT, hashes, open_store, ref
+from kvstore.tiers.base import Tier
+from kvstore.tiers.ram_tier import RamTier
+from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ref
 from tests.unit.engines.vllm_plugin.numpy_blocks import NoStream, NumpyBlocks
 
 CHAIN = hashes(list(range(100)))  # 25 blocks
 IDS = list(range(30, 55))
+BLOCK_BYTES = BLOCK * LAYOUT.bytes_per_token
 
 
 class Rank:
     """A worker half with its store, and what it told."""
 
-    def __init__(self, max_queued_bytes: int = 1 << 30) -> None:
+    def __init__(self, max_queued_bytes: int = 1 << 30, tiers: Sequence[Tier] = ()) -> None:
         self.blocks = NumpyBlocks()
-        self.store = open_store()
+        self.store = open_store(tiers)
         self.staging = StagingArea()
-        self.saved: list[BlockRecord] = []
+        self.ended: list[tuple[int, bool]] = []  # job, and whether it was kept
         blocks = HostBlocks(self.blocks, self.store, NoStream())
         self.transfer = Transfer(blocks, self.store, self.staging, max_queued_bytes)
 
     def save(self, chain: list[bytes], job: int = 1) -> None:
         self.blocks.compute(chain, IDS[: len(chain)])
         save = Save(job, ref(), chain, IDS[: len(chain)])
-        self.transfer.save(save, self.saved.append)
-        wait(lambda: self.transfer.queued_bytes == 0)
+        self.transfer.save(save, self.on_ended)
+        assert self.transfer.wait_saved(ref(), 10)
+
+    def on_ended(self, save: Save, kept: bool) -> None:
+        self.ended.append((save.job, kept))
 
     def load(self, first: int, ids: list[int], ticket: int = 7) -> tuple[set[str], set[int]]:
         self.transfer.load(Load(ticket, "r", first, ids))
@@ -65,7 +70,8 @@ def rank() -> Iterator[Rank]:
 def test_what_was_saved_comes_back_into_other_blocks(rank):
     rank.save(CHAIN)
     assert rank.transfer.take_acks() == {1: 1}
-    assert [x.num_tokens for x in rank.saved] == [100]
+    assert rank.ended == [(1, True)]
+    assert rank.store.record(ref()).num_tokens == 100
     rank.stage()
     target = list(range(1, 26))
     assert rank.load(0, target) == ({"r"}, set())
@@ -120,27 +126,95 @@ def test_a_save_too_many_is_skipped_but_acknowledged(rank):
 
     rank.blocks.read = slowly
     rank.transfer._max_queued_bytes = 1
-    rank.transfer.save(Save(1, ref("a"), CHAIN, IDS), rank.saved.append)
+    rank.transfer.save(Save(1, ref("a"), CHAIN, IDS), rank.on_ended)
     assert entered.wait(10)
-    rank.transfer.save(Save(2, ref("b"), CHAIN, IDS), rank.saved.append)
+    rank.transfer.save(Save(2, ref("b"), CHAIN, IDS), rank.on_ended)
     assert rank.transfer.take_acks() == {2: 1}
     gate.set()
     wait(lambda: rank.transfer.queued_bytes == 0)
     assert rank.transfer.take_acks() == {1: 1}
+    wait(lambda: rank.ended == [(1, True), (2, False)])
     assert rank.store.counters.as_dict()["saves_skipped"] == 1
+
+
+def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
+    """What waits is what is new of them; that vLLM holds all their blocks costs nothing here."""
+    chains = {x: hashes([*range(i, i + 100)]) for i, x in enumerate("abc")}
+    for job, (session, chain) in enumerate(chains.items()):
+        rank.transfer.save(Save(job, ref(session), chain[:20], IDS[:20]), rank.on_ended)
+        assert rank.transfer.wait_saved(ref(session), 10)
+    gate = threading.Event()
+    read = rank.blocks.read
+    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    rank.transfer._max_queued_bytes = 15 * BLOCK_BYTES
+    for job, (session, chain) in enumerate(chains.items(), 3):
+        rank.transfer.save(Save(job, ref(session), chain, IDS), rank.on_ended)
+    assert rank.transfer.queued_bytes == 15 * BLOCK_BYTES
+    gate.set()
+    wait(lambda: rank.transfer.queued_bytes == 0)
+    assert rank.ended == [(job, True) for job in range(6)]
+    assert all(rank.store.fetch(ref(x), chain, 0).end_block == 25 for x, chain in chains.items())
+
+
+def test_what_is_stored_already_is_never_one_save_too_many(rank):
+    rank.save(CHAIN)
+    gate = threading.Event()
+    read = rank.blocks.read
+    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    rank.transfer._max_queued_bytes = 1
+    other = hashes(list(range(500, 600)))
+    rank.transfer.save(Save(2, ref("new"), other, IDS), rank.on_ended)
+    rank.transfer.save(Save(3, ref(), CHAIN, IDS), rank.on_ended)
+    rank.transfer.save(Save(4, ref("branch"), CHAIN, IDS), rank.on_ended)
+    gate.set()
+    assert rank.transfer.wait_saved(ref("branch"), 10)
+    assert rank.ended == [(1, True), (2, True), (3, True), (4, True)]
+    assert rank.store.counters.as_dict().get("saves_skipped", 0) == 0
+
+
+def test_what_was_evicted_is_charged_once_that_is_known(rank):
+    rank.save(CHAIN)
+    for piece in rank.store.keys.whole(CHAIN):
+        rank.store.discard(piece.key)
+    gate, entered = threading.Event(), threading.Event()
+    read = rank.blocks.read
+
+    def slowly(block_ids):
+        entered.set()
+        assert gate.wait(10)
+        return read(block_ids)
+
+    rank.blocks.read = slowly
+    rank.transfer.save(Save(2, ref(), CHAIN, IDS), rank.on_ended)
+    assert entered.wait(10)
+    assert rank.transfer.queued_bytes == 25 * BLOCK_BYTES
+    gate.set()
+    assert rank.transfer.wait_saved(ref(), 10)
+    assert rank.store.fetch(ref(), CHAIN, 0).end_block == 25
+
+
+def test_a_save_that_no_tier_takes_is_told_as_failed():
+    rank = Rank(tiers=[RamTier(10)])
+    rank.save(CHAIN)
+    assert rank.ended == [(1, False)]
+    assert rank.transfer.take_acks() == {1: 1}
+    counters = rank.store.counters.as_dict()
+    assert (counters.get("saves", 0), counters["saves_failed"]) == (0, 1)
+    rank.transfer.close()
+    rank.store.close()
 
 
 def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
     gate = threading.Event()
     read = rank.blocks.read
     rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
-    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.saved.append)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
     rank.transfer.wait_saved(ref("other"), 10)
     rank.transfer.wait_saved(ref(), 0.01)
-    assert rank.saved == []
+    assert rank.ended == []
     gate.set()
     rank.transfer.wait_saved(ref(), 10)
-    assert len(rank.saved) == 1
+    assert rank.ended == [(1, True)]
 
 
 def test_news_end_the_wait_for_them(rank):
@@ -148,7 +222,7 @@ def test_news_end_the_wait_for_them(rank):
     gate = threading.Event()
     read = rank.blocks.read
     rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
-    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.saved.append)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
     rank.transfer.wait_for_news(0.01)
     assert rank.transfer.take_acks() == {}
     gate.set()
@@ -167,10 +241,10 @@ def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
         raise RuntimeError("the device is gone")
 
     rank.blocks.read = broken
-    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.saved.append)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
     wait(lambda: rank.transfer.queued_bytes == 0)
     assert rank.transfer.take_acks() == {1: 1}
-    assert rank.saved == []
+    assert rank.ended == [(1, False)]
     assert rank.store.counters.as_dict()["saves_failed"] == 1
 
 
