@@ -216,7 +216,6 @@ class Lookup:
     def _release(self, turn: Turn) -> None:
         if turn.restore is not None and not turn.restore.loading:
             self._ranks.send(Release(turn.restore.ticket))
-            self._ranks.staged(turn.restore.ticket)
         turn.restore = None
         self._room.leave(turn.request.request_id)
 
