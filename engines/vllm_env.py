@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -61,11 +62,11 @@ def import_path(packages: Path = PACKAGES) -> str:
     return "" if packages.name in ("site-packages", "dist-packages") else str(packages)
 
 
-def inspect_environment(python: str) -> VllmEnvironment:
-    """Ask another interpreter. Never raises."""
+def inspect_environment(python: str, extras: Sequence[str] = ()) -> VllmEnvironment:
+    """Ask another interpreter. Never raises. ``extras``: further modules that it needs."""
     try:
         run = subprocess.run(
-            [python, "-c", f"NEEDED = {NEEDED}{_SCRIPT}"],
+            [python, "-c", f"NEEDED = {(*NEEDED, *extras)}{_SCRIPT}"],
             capture_output=True,
             text=True,
             timeout=LOOK_S,

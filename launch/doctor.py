@@ -31,7 +31,7 @@ from launch.model import find_model
 from launch.sample_model import find_gguf
 from launch.sample_model import folder_in as sample_folder
 from launch.serve import take_port
-from launch.settings import masked
+from launch.settings import Settings, masked
 from launch.units import show_bytes
 from launch.vllm_home import require_vllm
 
@@ -92,7 +92,7 @@ def _names(effective: Effective, environ: Mapping[str, str]) -> Answer:
 def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
     kind = effective.engine_kind
     if kind == "vllm":
-        return _vllm(effective.settings.engine.vllm.python, environ)
+        return _vllm(effective.settings, environ)
     if kind == "attached":
         return _attached(effective.settings.engine.url, effective.settings.engine.control)
     require_installed(effective)
@@ -109,8 +109,9 @@ def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return "ok", ", ".join(f"{name} {version}" for name, version in installed.items())
 
 
-def _vllm(python: str, environ: Mapping[str, str]) -> Answer:
-    found = require_vllm(python)
+def _vllm(settings: Settings, environ: Mapping[str, str]) -> Answer:
+    python = settings.engine.vllm.python
+    found = require_vllm(python, settings.store)
     if "expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         words = "vLLM refuses expandable segments with our plug-in"
         return "failure", f"{words}; run: unset PYTORCH_CUDA_ALLOC_CONF"

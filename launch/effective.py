@@ -80,7 +80,7 @@ def require_installed(effective: Effective) -> None:
     if kind == "mlx" and importlib.util.find_spec("mlx_lm") is None:
         raise LaunchError(f"the mlx engine is not installed; run: {INSTALL_MLX}")
     if kind == "vllm":
-        require_vllm(effective.settings.engine.vllm.python)
+        require_vllm(effective.settings.engine.vllm.python, effective.settings.store)
 
 
 def _own_memory(gpus: Sequence[Gpu]) -> int:

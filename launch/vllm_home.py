@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from engines.vllm_env import VllmEnvironment, inspect_environment
+from kvstore.config import StoreConfig
 from launch.errors import LaunchError
 
 FOLDER: Final = ".venv-vllm"
@@ -34,11 +35,12 @@ def find_python(given: str, checkout: Path = CHECKOUT) -> str:
     return sys.executable if importlib.util.find_spec("vllm") is not None else ""
 
 
-def require_vllm(python: str) -> VllmEnvironment:
+def require_vllm(python: str, store: StoreConfig) -> VllmEnvironment:
     """Raises ``LaunchError``: vLLM is not there, or not one that we can work with."""
     if not python:
         raise LaunchError(f"vLLM is not installed; run: {INSTALL}")
-    found = inspect_environment(python)
+    uses_redis = store.redis_url and store.redis_bytes
+    found = inspect_environment(python, ("redis",) if uses_redis else ())
     if found.problem:
         raise LaunchError(found.problem)
     return found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from engines.config import EngineConfig, VllmConfig
 from engines.vllm_env import import_path
+from kvstore.config import StoreConfig
 from launch.effective import effective, engine_kind
 from launch.errors import LaunchError
 from launch.gpus import Gpu, parse_gpus
@@ -27,9 +30,43 @@ def test_the_users_interpreter_comes_before_the_installers(tmp_path):
 
 def test_without_vllm_the_cure_is_named():
     with pytest.raises(LaunchError, match=r"install\.sh vllm"):
-        require_vllm("")
+        require_vllm("", StoreConfig())
     with pytest.raises(LaunchError, match="has no vLLM"):
-        require_vllm(sys.executable)
+        require_vllm(sys.executable, StoreConfig())
+
+
+@pytest.mark.parametrize(
+    ("store", "asked"),
+    [
+        (StoreConfig(redis_url="redis://there"), True),
+        (StoreConfig(redis_url="redis://there", redis_bytes=0), False),
+        (StoreConfig(), False),
+    ],
+)
+def test_redis_is_needed_beside_vllm_where_it_is_used(tmp_path, store, asked):
+    """A Python that has everything but redis-py."""
+    lacking, whole = (
+        json.dumps(
+            {
+                "vllm": "0.32.1",
+                "cpu": True,
+                "missing": missing,
+                "plugin": True,
+                "plugin_version": version("thermocline"),
+            }
+        )
+        for missing in (["redis"], [])
+    )
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\ncase \"$2\" in *\"'redis'\"*) echo '{lacking}';; *) echo '{whole}';; esac\n"
+    )
+    python.chmod(0o700)
+    if asked:
+        with pytest.raises(LaunchError, match="lacks redis; install them beside vLLM"):
+            require_vllm(str(python), store)
+    else:
+        assert require_vllm(str(python), store).cpu
 
 
 def test_gpus_with_memory_of_their_own_and_without():
