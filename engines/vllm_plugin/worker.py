@@ -117,6 +117,7 @@ class Worker:
         return self._transfer.take_acks()
 
     def close(self) -> None:
+        """First the saves: they want the store, and the link to tell of how they ended."""
         self._transfer.close()
         self._link.close()
         self._store.close()

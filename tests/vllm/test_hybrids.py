@@ -147,7 +147,7 @@ def test_two_at_a_time_and_one_that_leaves(hybrid, sessions, faults):
     assert [x.tokens for x in back] == [x.tokens for x in alone]
     hybrid.forget_local()
     faults.delay(0.2)
-    ask(hybrid, prompts[0], "both0", abort_when=faults.is_decoding)
+    assert ask(hybrid, prompts[0], "both0", abort_when=faults.is_decoding).tokens == []
     faults.clear()
     assert hybrid.forget_local()
     assert ask(hybrid, prompts[0], "both0").tokens == alone[0].tokens

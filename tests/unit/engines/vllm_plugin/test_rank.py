@@ -13,7 +13,7 @@ import pytest
 from engines.vllm_plugin.host_blocks import HostBlocks
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.hub import Hub
-from engines.vllm_plugin.messages import RankHello, Stage, Staged, receive
+from engines.vllm_plugin.messages import RankHello, RankNews, Stage, Staged, receive
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.rank import RankLink, StagingArea
 from engines.vllm_plugin.transfer import Transfer
@@ -53,6 +53,7 @@ class Rank:
         self.store = open_store([self.ram, self.disk])
         self.staging = StagingArea()
         self.settling = threading.Event()
+        self.news: list[RankNews] = []
         host = HostBlocks(self.blocks, self.store, NoStream())
         self.transfer = Transfer(host, self.store, self.staging, 1 << 30)
         self.path = str(folder / "hub.sock")
@@ -73,7 +74,7 @@ class Rank:
         wait(lambda: self.hub.ready)
 
     def _open_hub(self) -> Hub:
-        hub = Hub(self.path, 1, lambda news: None)
+        hub = Hub(self.path, 1, self.news.append)
         hub.start()
         return hub
 
