@@ -40,6 +40,7 @@ from kvstore.write_behind import WriteBehind
 
 CLOSE_FLUSH_S: Final = 10.0
 HOUSEKEEPING_S: Final = 15.0
+DISCARD_S: Final = 2.0  # a restore waits for it
 MAX_LEFT_BEHIND: Final = 4096
 
 
@@ -211,6 +212,7 @@ class BlockStore:
     def discard(self, key: bytes) -> None:
         """A blob that could not be decoded must not be offered again."""
         self.counters.add("corrupt")
+        self.workers.quiet(DISCARD_S)  # or a copy on its way to a faster tier would come after
         for place in range(len(self._stack)):
             self._stack.delete(place, [key])
 

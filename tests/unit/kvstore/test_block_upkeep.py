@@ -240,6 +240,25 @@ def test_what_a_restore_brings_near_is_not_left_behind_by_forget(tmp_path):
     store.close()
 
 
+def test_what_a_restore_brings_near_is_not_left_behind_by_discard(tmp_path):
+    near = FaultyTier(RamTier(1 << 26))
+    store = open_store([near, DiskTier(tmp_path, 1 << 26)])
+    bad = save(store, ref(), LONG)[0]
+    store.demote(ref(), "disk")
+    near.hanging = "put_many"
+    near.go_on.clear()
+    store.fetch(ref(), LONG, 0)
+    assert near.entered.wait(10)  # the blobs are on their way up
+    discarding = threading.Thread(target=store.discard, args=(bad.key,))
+    discarding.start()
+    discarding.join(0.05)
+    near.go_on.set()
+    discarding.join(10)
+    assert store.workers.quiet(10)
+    assert [x.key for x in store.missing(LONG)] == [bad.key]
+    store.close()
+
+
 def test_a_restore_that_ends_after_forget_brings_nothing_back(tmp_path):
     store = open_store(ram_and_disk(tmp_path))
     save(store, ref(), LONG)
