@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from engines.calibration.order import Order, Report
-from engines.calibration.tally import Quality
 from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import PRESETS, codec_by_name
+from kvstore.codecs.quality import Quality
 from kvstore.errors import UnknownCodec
 from launch.blas import find_blas
 from launch.build import CHILD_ENV

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from engines.calibration.order import Report
-from engines.calibration.tally import Quality
+from kvstore.codecs.quality import Quality
 from launch.errors import LaunchError, UsageError
 
 if TYPE_CHECKING:

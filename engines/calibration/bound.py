@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from engines.calibration.tally import Quality
+from kvstore.codecs.quality import Quality
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

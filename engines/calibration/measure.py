@@ -9,8 +9,9 @@ from engines.calibration.cases import Case
 from engines.calibration.instrument import Instrument
 from engines.calibration.metrics import answers, cosines, drift, relative_error
 from engines.calibration.round_trip import RoundTrip, round_trip
-from engines.calibration.tally import Quality, Tally
+from engines.calibration.tally import Tally
 from kvstore.codecs.base import Codec
+from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVRun
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ def measure(
         for name, codec in codecs.items():
             trip = round_trip(codec, run, instrument.layout, chunk_tokens)
             packed = instrument.log_probs(trip.run, case.rest)
-            tally = tallies.setdefault((name, len(case.prefix)), Tally(name, len(case.prefix)))
+            at = (name, len(case.prefix))
+            tally = tallies.setdefault(at, Tally(name, codec.id, len(case.prefix)))
             if case.is_needle:
                 tally.needles.append(answers(packed, case.rest, case.num_answer))
             else:

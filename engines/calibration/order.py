@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from engines.calibration.cases import DEPTHS
-from engines.calibration.tally import Quality
 from engines.config import Positive
+from kvstore.codecs.quality import Quality
 
 Contexts = tuple[Annotated[int, msgspec.Meta(ge=128, le=1 << 20)], ...]
 
@@ -38,4 +38,4 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     engine: str
     dtype: str  # of the live cache
     rows: tuple[Quality, ...]
-    profile: str = ""  # the file with what was learned; "" = no preset had to learn anything
+    profile: str = ""  # the file with the rows and with what was learned; "" = nowhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from engines.calibration.cases import Case, needle_cases, text_cases
@@ -11,7 +12,6 @@ from engines.calibration.instrument import Instrument
 from engines.calibration.learn import learn
 from engines.calibration.measure import measure
 from engines.calibration.order import Order
-from engines.calibration.tally import Quality
 from kvstore.codecs.calibrated import LEARNABLE
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import Profile
@@ -21,8 +21,8 @@ class CannotCalibrate(Exception):
     """What was ordered cannot be done. The message is one sentence for the operator."""
 
 
-def survey(instrument: Instrument, order: Order) -> tuple[list[Quality], Profile | None]:
-    """The rows, and what was learned of the model if a preset among them has to know it.
+def survey(instrument: Instrument, order: Order) -> Profile:
+    """What was measured, and what was learned for the presets that have to know the model.
 
     Raises:
         CannotCalibrate: no text is long enough.
@@ -40,13 +40,14 @@ def survey(instrument: Instrument, order: Order) -> tuple[list[Quality], Profile
     for codec in codecs.values():
         codec.check(instrument.layout)
         warm(codec, instrument.layout)
-    return measure(instrument, codecs, cases, order.chunk_tokens), profile
+    rows = measure(instrument, codecs, cases, order.chunk_tokens)
+    return replace(profile, rows=tuple(rows))
 
 
-def _profile(instrument: Instrument, order: Order) -> Profile | None:
+def _profile(instrument: Instrument, order: Order) -> Profile:
     presets = [name for name in order.presets if name in LEARNABLE]
     if not presets:
-        return None
+        return Profile(instrument.fingerprint, instrument.layout, (), {})
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
     return learn(instrument, texts, presets, order.num_windows, order.window_tokens)
 

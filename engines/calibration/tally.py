@@ -5,42 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from engines.calibration.metrics import Drift
+from kvstore.codecs.quality import Quality, TextQuality
 
-
-class TextQuality(msgspec.Struct, frozen=True, kw_only=True):
-    """One text of a row, to see whether a kind of text suffers more than the others."""
-
-    text: str
-    kl: float
-    perplexity_change_pct: float
-    top1: float
-
-
-class Quality(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table: what a preset costs the model, and what it saves."""
-
-    preset: str
-    context: int  # tokens whose KV went through the codec
-    bits_per_element: float  # everything counted: headers, scales, rows kept exact
-    perplexity_change_pct: float
-    kl: float  # nats, mean over all scored positions, from the exact cache to the unpacked one
-    top1: float  # share of positions with the same most likely token
-    needle_found: int
-    needle_total: int  # of those the exact cache answers
-    cos_k: float
-    cos_v: float
-    error_k: float  # squared, relative
-    error_v: float
-    texts: tuple[TextQuality, ...] = ()
+# JSON has no infinity and no NaN, and no bound admits this.
+WORST = 1e9
 
 
 @dataclass
 class Tally:
     preset: str
+    codec_id: str
     context: int
     bits: list[float] = field(default_factory=list)
     cos_k: list[float] = field(default_factory=list)
@@ -55,17 +32,18 @@ class Tally:
         drifts = list(self.drifts.values())
         return Quality(
             preset=self.preset,
+            codec_id=self.codec_id,
             context=self.context,
-            bits_per_element=_mean(self.bits),
+            bits_per_element=_mean([np.array(self.bits)], WORST),
             perplexity_change_pct=_perplexity_change(drifts),
-            kl=_mean(np.concatenate([x.kl for x in drifts])) if drifts else math.nan,
-            top1=_mean(np.concatenate([x.same_top for x in drifts])) if drifts else math.nan,
+            kl=_mean([x.kl for x in drifts], WORST),
+            top1=_mean([x.same_top for x in drifts], 0),
             needle_found=sum(self.needles),
             needle_total=len(self.needles),
-            cos_k=_mean(self.cos_k),
-            cos_v=_mean(self.cos_v),
-            error_k=_mean(self.error_k),
-            error_v=_mean(self.error_v),
+            cos_k=_mean([np.array(self.cos_k)], 0),
+            cos_v=_mean([np.array(self.cos_v)], 0),
+            error_k=_mean([np.array(self.error_k)], WORST),
+            error_v=_mean([np.array(self.error_v)], WORST),
             texts=tuple(_of_text(name, x) for name, x in self.drifts.items()),
         )
 
@@ -73,17 +51,19 @@ class Tally:
 def _of_text(name: str, drift: Drift) -> TextQuality:
     return TextQuality(
         text=name,
-        kl=_mean(drift.kl),
+        kl=_mean([drift.kl], WORST),
         perplexity_change_pct=_perplexity_change([drift]),
-        top1=_mean(drift.same_top),
+        top1=_mean([drift.same_top], 0),
     )
 
 
 def _perplexity_change(drifts: list[Drift]) -> float:
-    if not drifts:
-        return math.nan
-    return 100 * math.expm1(_mean(np.concatenate([x.loss for x in drifts])))
+    loss = _mean([x.loss for x in drifts], WORST)
+    return 100 * math.expm1(loss) if loss < 100 else WORST
 
 
-def _mean(values: list[float] | np.ndarray) -> float:
-    return float(np.mean(values)) if len(values) else math.nan
+def _mean(parts: list[np.ndarray], otherwise: float) -> float:
+    """Of all values in all parts; ``otherwise`` if there are none, or not all are finite."""
+    values = np.concatenate(parts) if parts else np.empty(0)
+    mean = float(np.mean(values)) if values.size else math.nan
+    return mean if math.isfinite(mean) else otherwise

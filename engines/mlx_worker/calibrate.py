@@ -50,13 +50,13 @@ def calibrate(order: Order) -> Report:
     loaded = load_model(order.model_path, order.dtype)
     folder = Path(order.data_path) if order.data_path else None
     instrument = MlxInstrument(loaded, probe(loaded.model), folder)
-    rows, profile = survey(instrument, order)
+    profile = survey(instrument, order)
     return Report(
         fingerprint=instrument.fingerprint,
         engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
         dtype=instrument.layout.dtype,
-        rows=tuple(rows),
-        profile="" if profile is None or folder is None else str(save(profile, folder)),
+        rows=profile.rows,
+        profile="" if folder is None else str(save(profile, folder)),
     )
 
 

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from kvstore.codecs.pieces.rope import Rope
+from kvstore.codecs.quality import Quality
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
 
@@ -35,21 +36,6 @@ DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
 
 
-class QualityRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one preset does to the model, measured."""
-
-    preset: str
-    context: int
-    bits_per_element: float
-    perplexity_change_pct: float
-    kl: float
-    top1: float
-    needle_found: int
-    needle_total: int
-    cos_k: float
-    cos_v: float
-
-
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str  # preset/array
     dtype: str
@@ -61,19 +47,23 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: str
     layout: KVLayout
     ropes: tuple[Rope | None, ...]
-    rows: tuple[QualityRow, ...]
+    rows: tuple[Quality, ...]
     arrays: tuple[_Entry, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """``learned``: for each preset its arrays by name, as ``fit`` made them."""
+    """``learned``: for each preset its arrays by name, as ``fit`` made them.
+
+    ``rows``: what was measured, of presets that had nothing to learn, too.
+    """
 
     fingerprint: str
     layout: KVLayout
-    ropes: tuple[Rope | None, ...]  # one for each layer; None where keys are not turned
+    # One for each layer; None where keys are not turned. Empty if nothing was learned.
+    ropes: tuple[Rope | None, ...]
     learned: Mapping[str, Mapping[str, np.ndarray]]
-    rows: tuple[QualityRow, ...] = ()
+    rows: tuple[Quality, ...] = ()
 
     @functools.cached_property
     def ids(self) -> dict[str, str]:

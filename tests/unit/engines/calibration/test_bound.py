@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engines.calibration.bound import Bound, densest, refusal
-from engines.calibration.tally import Quality
+from kvstore.codecs.quality import Quality
 
 GOOD = Quality(
     preset="tq3",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from engines.calibration.metrics import answers, cosines, drift, relative_error
-from engines.calibration.tally import Tally
+from engines.calibration.tally import WORST, Tally
+from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayer, KVLayout
 
 
@@ -34,13 +36,24 @@ def test_divergence_loss_and_top_token() -> None:
 
 
 def test_perplexity_is_that_of_all_texts_as_one() -> None:
-    tally = Tally("tq3", 64)
+    tally = Tally("tq3", "tq3.1", 64)
     halved, kept = logs([0.25, 0.75], [0.5, 0.5]), logs([0.5, 0.5], [0.5, 0.5])
     tally.drifts["one"] = drift(kept, halved, [1, 0])
     tally.drifts["other"] = drift(kept, kept, [1, 0])
     found = tally.quality()
     assert found.perplexity_change_pct == pytest.approx(100 * (2**0.5 - 1), abs=1e-3)
     assert [x.perplexity_change_pct for x in found.texts] == pytest.approx([100, 0], abs=1e-3)
+
+
+def test_figures_that_are_no_numbers_are_the_worst_there_are() -> None:
+    tally = Tally("lm3", "lm3.1", 64)
+    kept = logs([0.5, 0.5], [0.5, 0.5])
+    tally.drifts["broken"] = drift(kept, np.full_like(kept, np.nan), [1, 0])
+    tally.cos_k, tally.cos_v, tally.error_k = [np.nan], [0.5, np.inf], [np.inf]
+    found = tally.quality()
+    assert (found.kl, found.perplexity_change_pct, found.error_k) == (WORST, WORST, WORST)
+    assert (found.cos_k, found.cos_v) == (0, 0)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Quality) == found
 
 
 def test_an_answer_counts_only_as_a_whole() -> None:

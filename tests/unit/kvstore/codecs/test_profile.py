@@ -8,11 +8,27 @@ import pytest
 
 from kvstore.codecs.calibrated import CALIBRATED
 from kvstore.codecs.presets import open_codec
-from kvstore.codecs.profile import DIGEST_BYTES, Profile, QualityRow, load_profile
+from kvstore.codecs.profile import DIGEST_BYTES, Profile, load_profile
+from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.errors import Corrupt, Mismatch, UnknownCodec
 from tests.unit.kvstore.codecs.calibration import model_layout, model_profile, model_run
 
-ROW = QualityRow("max", 2048, 0.9, 0.5, 0.004, 0.97, 6, 6, 0.99, 0.96)
+ROW = Quality(
+    preset="max",
+    codec_id="max.1-0123456789",
+    context=2048,
+    bits_per_element=0.9,
+    perplexity_change_pct=0.5,
+    kl=0.004,
+    top1=0.97,
+    needle_found=6,
+    needle_total=6,
+    cos_k=0.99,
+    cos_v=0.96,
+    error_k=0.01,
+    error_v=0.08,
+    texts=(TextQuality(text="prose", kl=0.006, perplexity_change_pct=0.7, top1=0.96),),
+)
 
 
 def file_of(folder, profile=None):

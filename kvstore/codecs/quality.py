@@ -1,0 +1,33 @@
+"""What a preset costs a model, measured: a row of the table, and of the model's profile."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TextQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One text of a row, to see whether a kind of text suffers more than the others."""
+
+    text: str
+    kl: float
+    perplexity_change_pct: float
+    top1: float
+
+
+class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One preset at one context length. All figures are finite: JSON knows no others."""
+
+    preset: str
+    codec_id: str = ""  # of the codec that was measured; "" = not said
+    context: int  # tokens whose KV went through the codec
+    bits_per_element: float  # everything counted: headers, scales, rows kept exact
+    perplexity_change_pct: float
+    kl: float  # nats, mean over all scored positions, from the exact cache to the unpacked one
+    top1: float  # share of positions with the same most likely token
+    needle_found: int
+    needle_total: int  # of those the exact cache answers
+    cos_k: float
+    cos_v: float
+    error_k: float = 0.0  # squared, relative
+    error_v: float = 0.0
+    texts: tuple[TextQuality, ...] = ()
