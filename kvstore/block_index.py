@@ -53,7 +53,8 @@ class BlockIndex:
     def pieces(self, record: BlockRecord) -> list[Piece]:
         """States first: without one, nothing of the chain can be used."""
         hashes = record.block_hashes
-        return [*(self._keys.state(hashes, x) for x in record.states), *self._keys.whole(hashes)]
+        states = [self._keys.state(hashes, x) for x in record.states]
+        return [*states, *self._keys.covering(hashes, record.part)]
 
     def chain(self, record: BlockRecord) -> list[bytes]:
         """Keys of all its blobs, in order."""
@@ -169,4 +170,5 @@ class BlockIndex:
 
 
 def _nbytes(record: BlockRecord) -> int:
-    return _ENTRY_BYTES + 2 * len(record.hashes) + 33 * len(record.left_behind)
+    ids = 36 * len(record.part)
+    return _ENTRY_BYTES + 2 * len(record.hashes) + 33 * len(record.left_behind) + ids

@@ -4,7 +4,9 @@ vLLM cuts a request into blocks and gives each a hash over everything that its K
 hash before it, its token ids, the tenant's salt, adapters, images. Here ``chunk_blocks`` blocks in
 a row make one chunk, named by the hash of its *last* block, which by the chain stands for all
 tokens before it. What is left over behind the last full chunk is one tail. Layers that do not keep
-all tokens (recurrent ones, sliding windows) have a state, stored behind a few of the blocks.
+all tokens (recurrent ones, sliding windows) have a state, stored behind a few of the blocks. Tokens
+behind the last full block have no hash of the engine's; they are the *part* of a block, named by
+the hash of the block before it and their ids.
 
     key = kind, H(version, fingerprint, codec, tokens per block, number of blocks, last hash)
 
@@ -19,31 +21,47 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from kvstore.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, RECORD, SNAPSHOT, TAIL
+from kvstore.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, PART, RECORD, SNAPSHOT, TAIL
 
 _BLOCKS: Final = b"thermoclineblock"
 _STATE: Final = b"thermoclineblkst"
+_PART: Final = b"thermoclinepart"
 _SESSION: Final = b"thermoclineblkss"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One blob of a chain of blocks: a full chunk, the tail, or the state behind some block.
+    """One blob of a chain of blocks: a full chunk, the tail, a part, or the state behind a block.
 
     A state covers no blocks of its own: it lies between ``first_block - 1`` and ``first_block``.
+    A part covers no full one: its tokens are the first ``part_tokens`` of ``first_block``.
     """
 
     key: bytes
     first_block: int
     num_blocks: int
+    part_tokens: int = 0
 
     @property
     def end_block(self) -> int:
         return self.first_block + self.num_blocks
 
     @property
+    def is_chunk(self) -> bool:
+        return self.key[:1] == CHUNK
+
+    @property
     def is_tail(self) -> bool:
         return self.key[:1] == TAIL
+
+    @property
+    def is_part(self) -> bool:
+        return self.key[:1] == PART
+
+    @property
+    def is_whole_rows(self) -> bool:
+        """Kept as it is, by whatever codec."""
+        return self.key[:1] in (TAIL, PART)
 
     @property
     def is_state(self) -> bool:
@@ -95,6 +113,20 @@ class BlockKeys:
         sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
         digest = _digest(_STATE, self._prefix, sizes, hashes[num_blocks - 1])
         return Piece(SNAPSHOT + digest, num_blocks, 0)
+
+    def part(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> Piece:
+        """Of the ``tokens`` behind all these blocks, of which there is one at least."""
+        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, len(hashes))
+        ids = struct.pack(f"<{len(tokens)}I", *tokens)
+        digest = _digest(_PART, self._prefix, sizes, hashes[-1], ids)
+        return Piece(PART + digest, len(hashes), 0, len(tokens))
+
+    def covering(self, hashes: Sequence[bytes], part: Sequence[int]) -> list[Piece]:
+        """``whole``, and the part behind it if there is one."""
+        return self.whole(hashes) + ([self.part(hashes, part)] if part else [])
+
+    def num_tokens(self, piece: Piece) -> int:
+        return piece.num_blocks * self.block_tokens + piece.part_tokens
 
     def record_key(self, tenant: str, session_id: str) -> bytes:
         """Apart from other engines' records, and from those of other models, ranks and codecs."""

@@ -33,12 +33,15 @@ class Fetched:
     """Verified blobs that cover blocks ``.. end_block`` of the prompt without a hole.
 
     ``tier`` is the slowest that was read. ``reason``: why not all of what was once stored.
+    ``part``: ids of tokens behind ``end_block`` whose rows are the last of the blobs. Whether the
+    prompt goes on with them is for the caller to see: with the first few of them, perhaps.
     """
 
     end_block: int
     pieces: list[tuple[Piece, Blob]] = field(repr=False)
     tier: TierName | None
     reason: MissReason | None
+    part: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class _Plan:
     pieces: list[Piece]
     end_block: int
     reason: MissReason | None
+    part: tuple[int, ...] = ()
 
 
 class BlockReader:
@@ -113,12 +117,13 @@ class BlockReader:
         if self._has_state and len(good) < len(plan.pieces):
             good = []
         end = min(good[-1][0].end_block, plan.end_block) if good else first_block
-        if end <= first_block:
+        part = plan.part if good and good[-1][0].is_part else ()
+        if end <= first_block and not part:
             good, end, slowest = [], first_block, -1
         if reason is not None:
             self._counters.add(f"misses.{reason}")
         tier = self._stack.name(slowest) if slowest >= 0 else None
-        return Fetched(end, good, tier, reason)
+        return Fetched(end, good, tier, reason, part)
 
     # ---- which
 
@@ -142,8 +147,12 @@ class BlockReader:
             reason = "evicted"
         elif common < min(len(stored), len(hashes)):
             reason = "diverged"
-        best = _Plan(held, reach, reason)
-        return best if reach >= end else _Plan(by_content, end, reason)
+        if reach < end:
+            return _Plan(by_content, end, reason)
+        if not record.part or not common == reach == len(stored):
+            return _Plan(held, reach, reason)
+        behind = self._held([self._keys.part(stored, record.part)])
+        return _Plan(held + behind, reach, reason if behind else "evicted", record.part)
 
     def _plan_to_state(
         self, record: BlockRecord | None, hashes: Sequence[bytes], first_block: int

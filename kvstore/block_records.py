@@ -9,6 +9,7 @@ import msgspec
 from kvstore.errors import Corrupt
 
 HASH_BYTES = 32
+MAX_TOKEN = (1 << 32) - 1
 
 
 class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +31,8 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     # After how many blocks a state is stored, and the size of one; none: the model has no state.
     states: tuple[int, ...] = ()
     state_bytes: int = 0
+    # Ids of the tokens behind the last full block, if their KV is stored, too.
+    part: tuple[int, ...] = ()
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -42,7 +45,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        return len(self.hashes) // HASH_BYTES * self.block_tokens
+        return len(self.hashes) // HASH_BYTES * self.block_tokens + len(self.part)
 
 
 def split_hashes(joined: bytes) -> list[bytes]:
@@ -75,6 +78,12 @@ def decode_block_record(payload: memoryview) -> BlockRecord:
         raise Corrupt(f"not a record of blocks: {error}") from error
     num_blocks = len(record.hashes) // HASH_BYTES
     places = all(0 < x <= num_blocks for x in record.states)
-    if len(record.hashes) % HASH_BYTES or record.block_tokens <= 0 or not places:
+    ids = all(0 <= x <= MAX_TOKEN for x in record.part)
+    behind = not record.part or 0 < len(record.part) < record.block_tokens and num_blocks > 0
+    if (
+        len(record.hashes) % HASH_BYTES
+        or record.block_tokens <= 0
+        or not (places and ids and behind)
+    ):
         raise Corrupt("a record of blocks contradicts itself")
     return record

@@ -100,13 +100,22 @@ class BlockStore:
 
     # ---- turn end
 
-    def missing(self, hashes: Sequence[bytes], states: Iterable[int] = ()) -> list[Piece]:
-        """Which blobs of the chain no tier holds yet; ``states``: after how many blocks."""
-        pieces = [*self.keys.whole(hashes), *(self.keys.state(hashes, x) for x in states)]
+    def missing(
+        self, hashes: Sequence[bytes], states: Iterable[int] = (), part: Sequence[int] = ()
+    ) -> list[Piece]:
+        """Which blobs of the chain no tier holds yet.
+
+        Args:
+            states: after how many blocks.
+            part: ids of the tokens behind the last block.
+        """
+        pieces = [*self.keys.covering(hashes, part), *(self.keys.state(hashes, x) for x in states)]
         places = self._stack.locate([x.key for x in pieces]).places
         return [x for x, place in zip(pieces, places, strict=True) if place is None]
 
-    def unlisted(self, hashes: Sequence[bytes], states: Iterable[int] = ()) -> list[Piece]:
+    def unlisted(
+        self, hashes: Sequence[bytes], states: Iterable[int] = (), part: Sequence[int] = ()
+    ) -> list[Piece]:
         """What of the chain no known session has: about what ``missing`` says, at once."""
         size = self.keys.chunk_blocks
 
@@ -118,6 +127,7 @@ class BlockStore:
         pieces = [
             *self.keys.whole(hashes, first),
             *(self.keys.state(hashes, x) for x in states),
+            *([self.keys.part(hashes, part)] if part else []),
         ]
         new = {*self._index.unused([x.key for x in pieces])}
         return [x for x in pieces if x.key in new]
@@ -128,6 +138,7 @@ class BlockStore:
         hashes: Sequence[bytes],
         fresh: Mapping[bytes, Blob],
         states: Sequence[int] = (),
+        part: Sequence[int] = (),
     ) -> BlockRecord | None:
         """The session is now this chain. Fast tier at once, slower ones behind.
 
@@ -136,10 +147,11 @@ class BlockStore:
         Args:
             states: after how many blocks a state is stored; those before that still hold are kept
                 if there are none.
+            part: ids of the tokens behind the last block that are stored, too.
         """
         with self._claims.claim(self.keys.record_key(session.tenant, session.id)):
             old = self._index.find(session.tenant, session.id)
-            record, obsolete = self._revised(session, hashes, old, fresh, states)
+            record, obsolete = self._revised(session, hashes, old, fresh, states, part)
             kept = self._committer.commit(record, fresh, obsolete)
         self.counters.add("saves" if kept else "saves_failed")
         return record if kept else None
@@ -151,8 +163,9 @@ class BlockStore:
         old: BlockRecord | None,
         fresh: Mapping[bytes, Blob],
         states: Sequence[int],
+        part: Sequence[int],
     ) -> tuple[BlockRecord, list[bytes]]:
-        chain = self.keys.whole(hashes)
+        chain = self.keys.covering(hashes, part)
         states = states or _still_good(old, hashes)
         places = [self.keys.state(hashes, x).key for x in states]
         state_bytes = max((len(fresh[x]) for x in places if x in fresh), default=0)
@@ -167,15 +180,16 @@ class BlockStore:
             packed_bytes=self._chain_bytes(chain, fresh) + len(states) * state_bytes,
             states=tuple(states),
             state_bytes=state_bytes,
+            part=tuple(part),
         )
         if old is None:
             return record, []
         current = {*(x.key for x in chain), *places}
         before = [x for x in self._index.pieces(old) if x.key not in current]
-        # A tail that grew is worth nothing any more, nor is a state that a later one follows;
-        # chunks of another branch may be asked for.
-        tails = [x.key for x in before if x.is_tail or x.is_state]
-        chunks = [x.key for x in before if not (x.is_tail or x.is_state)]
+        # A tail or part that grew is worth nothing any more, nor is a state that a later one
+        # follows; chunks of another branch may be asked for.
+        tails = [x.key for x in before if not x.is_chunk]
+        chunks = [x.key for x in before if x.is_chunk]
         left = [x for x in dict.fromkeys([*old.left_behind, *chunks]) if x not in current]
         record = msgspec.structs.replace(record, left_behind=tuple(left[-MAX_LEFT_BEHIND:]))
         return record, self._index.unshared(tails, old)
@@ -184,8 +198,8 @@ class BlockStore:
         return sum(len(fresh[x.key]) if x.key in fresh else self._piece_bytes(x) for x in chain)
 
     def _piece_bytes(self, piece: Piece) -> int:
-        tokens = piece.num_blocks * self.keys.block_tokens
-        if piece.is_tail:
+        tokens = self.keys.num_tokens(piece)
+        if piece.is_whole_rows:
             return self.packer.tail_nbytes(tokens)
         return self.packer.chunk_nbytes(piece.first_block * self.keys.block_tokens, tokens)
 

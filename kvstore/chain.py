@@ -32,8 +32,9 @@ KEY_BYTES: Final = 1 + DIGEST_BYTES
 CHUNK: Final = b"c"
 TAIL: Final = b"t"
 SNAPSHOT: Final = b"s"
+PART: Final = b"p"
 RECORD: Final = b"r"
-KINDS: Final = frozenset((CHUNK, TAIL, SNAPSHOT, RECORD))
+KINDS: Final = frozenset((CHUNK, TAIL, SNAPSHOT, PART, RECORD))
 
 Tokens: TypeAlias = NDArray[np.int32]
 

@@ -3,7 +3,7 @@
     offset  size
          0     4  magic "TCKV"
          4     2  format version
-         6     1  kind: c chunk, t tail, s snapshot, r session record
+         6     1  kind: c chunk, t tail, s snapshot, p part of a block, r session record
          7     1  flags, 0 (reserved: bit 0 will say that the payload is sealed with AES-GCM, this
                   header being the associated data)
          8    24  codec id, ASCII, zero padded

@@ -19,8 +19,7 @@ from engines.vllm_plugin.transfer import Filling, Packing
 from kvstore.block_keys import Piece
 from kvstore.block_store import BlockStore
 from kvstore.errors import Unusable
-from kvstore.shapes import KVLayout, KVPair
-from kvstore.tiers.base import Blob
+from kvstore.shapes import KVLayout, KVPair, slice_tokens
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -39,6 +38,9 @@ class Pages(Protocol):
 
     def write(self, block_ids: Sequence[int], run: Sequence[KVPair], first_block: int) -> None:
         """Blocks ``first_block ..`` of ``run`` into these blocks."""
+
+    def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
+        """``run`` into the first rows of this block; the others stay as they are."""
 
 
 class Stream(Protocol):
@@ -97,7 +99,7 @@ class HostBlocks:
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
         with self._stream.after(ready):
-            runs = [self._pages.read(x.block_ids) for x in wanted]
+            runs = [self._read(x) for x in wanted]
         codec = self._store.workers.codec
         return [codec(self._packed, x.piece, run) for x, run in zip(wanted, runs, strict=True)]
 
@@ -108,18 +110,30 @@ class HostBlocks:
             if run is None:
                 continue
             with self._stream.after(ready):
-                self._pages.write(x.block_ids, run, x.skip)
+                self._write(x, run)
             filled.update(x.block_ids)
-            if not x.piece.is_tail:
+            if x.piece.is_chunk:
                 self._runs.give(run)
         return filled
 
     def close(self) -> None:
         """Nothing of its own is held."""
 
+    def _read(self, packing: Packing) -> list[KVPair]:
+        """Rows behind a part are of whoever had the block before: they go no further than here."""
+        run = self._pages.read(packing.block_ids)
+        part_tokens = packing.piece.part_tokens
+        return slice_tokens(run, 0, part_tokens) if packing.piece.is_part else run
+
+    def _write(self, filling: Filling, run: list[KVPair]) -> None:
+        if filling.piece.is_part:
+            self._pages.write_part(filling.block_ids[0], run)
+        else:
+            self._pages.write(filling.block_ids, run, filling.skip)
+
     def _packed(self, piece: Piece, run: list[KVPair]) -> bytes:
         packer = self._store.packer
-        pack = packer.pack_tail if piece.is_tail else packer.pack_chunk
+        pack = packer.pack_tail if piece.is_whole_rows else packer.pack_chunk
         return pack(piece.key, run, piece.first_block * self._pages.block_tokens)
 
     def _decodes(
@@ -128,19 +142,23 @@ class HostBlocks:
         """In order, a few begun ahead: decoded, a session is many times what was staged of it."""
         ahead: deque[tuple[Filling, Future[list[KVPair] | None]]] = deque()
         for x in wanted:
-            ahead.append((x, self._store.workers.codec(self._decoded, x.piece, x.blob)))
+            ahead.append((x, self._store.workers.codec(self._decoded, x)))
             if len(ahead) > self._ahead:
                 yield ahead.popleft()
         yield from ahead
 
-    def _decoded(self, piece: Piece, blob: Blob) -> list[KVPair] | None:
-        tokens = piece.num_blocks * self._pages.block_tokens
+    def _decoded(self, filling: Filling) -> list[KVPair] | None:
+        piece = filling.piece
+        tokens = self._store.keys.num_tokens(piece)
         first = piece.first_block * self._pages.block_tokens
         packer = self._store.packer
-        unpack = packer.unpack_tail if piece.is_tail else packer.unpack_chunk
-        run = self._pages.layout.empty(tokens) if piece.is_tail else self._runs.take(tokens)
+        unpack = packer.unpack_tail if piece.is_whole_rows else packer.unpack_chunk
+        if piece.is_chunk:
+            run = self._runs.take(tokens)
+        else:
+            run = self._pages.layout.empty(filling.part_tokens or tokens)
         try:
-            unpack(blob, piece.key, first, tokens, run)
+            unpack(filling.blob, piece.key, first, tokens, run)
         except Unusable as error:
             logger.warning("a verified blob cannot be decoded: %s", error)
             self._store.discard(piece.key)

@@ -55,6 +55,7 @@ def name_of(session: SessionRef) -> Name:
 @dataclass
 class HotSession:
     hashes: list[bytes] = field(default_factory=list)
+    part: tuple[int, ...] = ()  # ids of the tokens behind them whose KV is saved
     num_requests: int = 0  # being served
     last_used_s: float = 0.0  # monotonic
     num_saves: int = 0  # planned, and not yet in the hands of every rank
@@ -94,7 +95,7 @@ class HotSessions:
             self._sessions.move_to_end(name_of(session))
             self._forget_oldest()
 
-    def end(self, session: SessionRef, hashes: Sequence[bytes]) -> None:
+    def end(self, session: SessionRef, hashes: Sequence[bytes], part: tuple[int, ...] = ()) -> None:
         """The turn is over; the session is now these blocks (none: as before)."""
         with self._lock:
             entry = self._sessions.get(name_of(session))
@@ -104,7 +105,7 @@ class HotSessions:
             entry.last_used_s = self._monotonic()
             if hashes:
                 self._let_go(entry.hashes)
-                entry.hashes = list(hashes)
+                entry.hashes, entry.part = list(hashes), part
                 entry.told_hot = True
                 self._users.update(entry.hashes)
 
@@ -156,6 +157,16 @@ class HotSessions:
         with self._lock:
             entry = self._sessions.get(name)
             return 0 if entry is None else self._resident(entry)
+
+    def part_behind(
+        self, session: SessionRef, num_blocks: int, block_hash: bytes
+    ) -> tuple[int, ...]:
+        """Ids of the session's tokens behind this block, if it is the last of its full ones."""
+        with self._lock:
+            entry = self._sessions.get(name_of(session))
+            if entry is None or len(entry.hashes) != num_blocks:
+                return ()
+            return entry.part if entry.hashes[-1] == block_hash else ()
 
     def take_cooled(self) -> list[Name]:
         """Quiet sessions that were hot when they were last told of, and are not any more."""

@@ -134,9 +134,11 @@ class Hub:
             if not self._lock.wait_for(lambda: len(answers) >= self._num_ranks, within_s):
                 return None
             del self._partial[ticket]
-        shortest = min(answers, key=lambda x: x.end_block)
+        shortest = min(answers, key=lambda x: (x.end_block, len(x.part)))
         tier = max((x.tier for x in answers), key=_TIERS.index)
-        return Staged(ticket, shortest.end_block, tier, shortest.reason)
+        same = all((x.end_block, x.part) == (shortest.end_block, shortest.part) for x in answers)
+        part = shortest.part if same else ()
+        return Staged(ticket, shortest.end_block, tier, shortest.reason, part)
 
     def admitted(self, mark: str, cache: str) -> None:
         self.soon(self._tell_fronts, Admitted(mark, cache))

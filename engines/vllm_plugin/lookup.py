@@ -22,16 +22,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from engines.vllm_plugin.groups import DENSE, Groups
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.identity import mark_of, session_of
 from engines.vllm_plugin.messages import Release, Stage, Staged
+from engines.vllm_plugin.parts import ids_between, num_common
 from engines.vllm_plugin.plan import Load, Save, Step
 from engines.vllm_plugin.staging_room import StagingRoom
-from kvstore.records import MissReason, SessionRef, TierName
+from engines.vllm_plugin.turn import Restore, Turn, Unacked
+from kvstore.records import SessionRef, TierName
 from kvstore.stats import Counters
 
 # A rank answers within its own deadline; one that does not answer at all is not waited for.
@@ -58,54 +59,6 @@ class Ranks(Protocol):
         """The answer of all ranks together, once; the shortest of them counts."""
 
 
-@dataclass
-class Restore:
-    """What a request asked its ranks to stage."""
-
-    ticket: int
-    first_block: int
-    asked_at: float
-    staged: Staged | None = None
-    loading: set[int] = field(default_factory=set)  # block ids
-
-
-@dataclass
-class Unacked:
-    """Blocks that are held until ``num_ranks`` more ranks have copied them out."""
-
-    session: SessionRef
-    block_ids: list[int]
-    num_ranks: int
-
-
-@dataclass
-class Turn:
-    request: Any
-    session: SessionRef | None
-    restore: Restore | None = None
-    barred: bool = False  # no more restores for this request
-    failed: bool = False
-    restored_tokens: int = 0
-    tier: TierName | None = None
-    reason: MissReason | None = None
-    reported: bool = False
-
-    def outcome(self, num_computed_tokens: int) -> tuple[str, MissReason | None]:
-        """Where the prompt's KV came from, and why not more of it."""
-        source = "hot" if num_computed_tokens else "miss"
-        if self.restored_tokens and self.tier and not self.failed:
-            source = f"cold-{self.tier}"
-        # Of a hot prompt the last few tokens are always asked for in vain.
-        is_news = (source, self.reason) != ("hot", "never-stored")
-        return source, self.reason if is_news else None
-
-    def cache_header(self, num_computed_tokens: int) -> str:
-        """The value of the cache header, as every engine of ours gives it."""
-        source, reason = self.outcome(num_computed_tokens)
-        text = f"{source}; tokens={num_computed_tokens}"
-        return f"{text}; reason={reason}" if reason else text
-
-
 class Lookup:
     """All methods on vLLM's thread."""
 
@@ -116,6 +69,7 @@ class Lookup:
         *,
         block_tokens: int,
         groups: Groups = DENSE,
+        parts: bool = False,
         num_ranks: int,
         deadline_s: float,
         max_staged_bytes: int,
@@ -126,12 +80,14 @@ class Lookup:
     ) -> None:
         """``on_admitted`` gets a request's mark and the value of its cache header.
 
-        ``max_staged_bytes``: packed, on all ranks together.
+        ``max_staged_bytes``: packed, on all ranks together. ``parts``: keep and restore tokens
+        behind the last full block, too.
         """
         self._ranks = ranks
         self._hot = hot
         self._block_tokens = block_tokens
         self._groups = groups
+        self._parts = parts
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s + RANK_GRACE_S
         self._room = StagingRoom(max_staged_bytes)
@@ -167,15 +123,33 @@ class Lookup:
         first = num_computed_tokens // self._block_tokens
         # One token at least must be computed, or there would be nothing to sample from.
         last = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
-        if first >= last or not self._ranks.ready:
+        if not (first < last or self._is_hot_part(turn, first)) or not self._ranks.ready:
             self._release(turn)
             return 0, False
         if turn.restore is not None and first < turn.restore.first_block:
             self._release(turn)
-        restore = turn.restore or self._stage(turn, first, request.block_hashes[:last])
+        hashes = request.block_hashes[: max(first, last)]
+        restore = turn.restore or self._stage(turn, first, hashes)
         if restore is None or not self._has_answer(turn, restore):
             return None, False
         return self._offer(turn, first)
+
+    def _is_hot_part(self, turn: Turn, first: int) -> bool:
+        """vLLM has all full blocks of the session, and the prompt goes on as the session does.
+
+        Worth a load while nobody else makes it wait for a step of the model.
+        """
+        if not self._parts or self._num_running or turn.session is None or not first:
+            return False
+        part = self._hot.part_behind(
+            turn.session, first, bytes(turn.request.block_hashes[first - 1])
+        )
+        return self._part_tokens(turn.request, first, part) > 0
+
+    def _part_tokens(self, request: Any, block: int, part: Sequence[int]) -> int:
+        if not self._parts:
+            return 0
+        return num_common(part, request, block * self._block_tokens, request.num_tokens - 1)
 
     def _stage(self, turn: Turn, first: int, hashes: Sequence[bytes]) -> Restore | None:
         """None while there is no room."""
@@ -207,11 +181,14 @@ class Lookup:
 
     def _offer(self, turn: Turn, first: int) -> tuple[int, bool]:
         staged = turn.restore.staged if turn.restore else None
-        if staged is None or staged.end_block <= first:
+        offered = 0
+        if staged is not None and staged.end_block >= first:
+            offered = (staged.end_block - first) * self._block_tokens
+            offered += self._part_tokens(turn.request, staged.end_block, staged.part)
+        if not offered:
             self._release(turn)
             turn.barred = True
-            return 0, False
-        return (staged.end_block - first) * self._block_tokens, True
+        return offered, offered > 0
 
     def _release(self, turn: Turn) -> None:
         if turn.restore is not None and not turn.restore.loading:
@@ -231,13 +208,16 @@ class Lookup:
             return
         restore, staged = turn.restore, turn.restore.staged
         assert staged is not None, "vLLM loads only what was offered"
-        first = staged.end_block - num_external_tokens // self._block_tokens
-        ids = list(tables[self._groups.full][first : staged.end_block])
+        num_blocks, part_tokens = divmod(num_external_tokens, self._block_tokens)
+        first = staged.end_block - num_blocks
+        ids = list(tables[self._groups.full][first : staged.end_block + bool(part_tokens)])
         state = self._groups.state_blocks(tables, staged.end_block, first)
-        self._plan.loads.append(Load(restore.ticket, request.request_id, first, ids, state))
+        load = Load(restore.ticket, request.request_id, first, ids, state, part_tokens)
+        self._plan.loads.append(load)
         restore.loading = set(ids)
         self._loading[request.request_id] = restore.loading
         turn.restored_tokens, turn.tier = num_external_tokens, staged.tier
+        turn.only_part = not num_blocks
 
     # ---- a step
 
@@ -322,10 +302,12 @@ class Lookup:
             self._release(turn)
             hashes = self._full_hashes(request, len(block_ids))
         if turn.session is not None:
+            part = self._part(request, len(hashes), len(block_ids))
             if hashes:
+                ids = list(block_ids[: len(hashes) + bool(part)])
                 states = self._held_states(request, hashes)
-                self._save(turn.session, hashes, list(block_ids[: len(hashes)]), states)
-            self._hot.end(turn.session, hashes)
+                self._save(Save(next(self._jobs), turn.session, hashes, ids, states, part))
+            self._hot.end(turn.session, hashes, part)
             self._on_turn_end(turn.session)
         return {
             "restored_tokens": 0 if turn.failed else turn.restored_tokens,
@@ -335,9 +317,15 @@ class Lookup:
 
     def _full_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
         """Of blocks whose every token was computed; a step in flight does not count."""
-        computed = request.num_computed_tokens - request.num_in_flight_tokens
-        full = min(computed // self._block_tokens, len(request.block_hashes), num_blocks)
+        full = min(_num_final(request) // self._block_tokens, len(request.block_hashes), num_blocks)
         return [bytes(x) for x in request.block_hashes[: max(full, 0)]]
+
+    def _part(self, request: Any, num_full: int, num_blocks: int) -> tuple[int, ...]:
+        """Ids of what was computed behind so many full blocks."""
+        first, last = num_full * self._block_tokens, _num_final(request)
+        if not (self._parts and 0 < num_full < num_blocks and last - first < self._block_tokens):
+            return ()
+        return ids_between(request, first, last)
 
     def _held_states(self, request: Any, hashes: Sequence[bytes]) -> dict[int, list[int]]:
         """The newest, and the last before the answer: templates may change what was answered."""
@@ -350,18 +338,11 @@ class Lookup:
         )
         return before | newest
 
-    def _save(
-        self,
-        session: SessionRef,
-        hashes: list[bytes],
-        block_ids: list[int],
-        states: dict[int, list[int]],
-    ) -> None:
-        save = Save(next(self._jobs), session, hashes, block_ids, states)
+    def _save(self, save: Save) -> None:
         held = save.held_ids
         self._hot.pool.touch([self._hot.pool.blocks[x] for x in held])
-        self._unacked[save.job] = Unacked(session, held, self._num_ranks)
-        self._hot.count_save(session, +1)
+        self._unacked[save.job] = Unacked(save.session, held, self._num_ranks)
+        self._hot.count_save(save.session, +1)
         self._plan.saves.append(save)
 
     def _acked(self, job: int, ranks: int) -> None:
@@ -397,3 +378,10 @@ class Lookup:
     def is_settled(self) -> bool:
         """Nothing is held for anybody; for tests."""
         return not (self._turns or self._loading or self.has_work)
+
+
+def _num_final(request: Any) -> int:
+    """Tokens whose KV is there; a step in flight does not count."""
+    computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+    known: int = request.num_tokens
+    return min(computed, known)

@@ -74,12 +74,13 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
-    """Blocks ``.. end_block`` can be loaded."""
+    """Blocks ``.. end_block`` can be loaded, and as many rows behind them as follow ``part``."""
 
     ticket: int
     end_block: int
     tier: TierName | None
     reason: MissReason | None
+    part: tuple[int, ...] = ()  # token ids
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):

@@ -53,6 +53,19 @@ class PagedCache:
                 else:
                     side.write(index, self._blocks(array, side, first_block, len(block_ids)))
 
+    def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
+        """``run``, of fewer tokens than a block has, into the first rows of this one."""
+        index = self._index([block_id])
+        for sides, rows in zip(self.sides, run, strict=True):
+            for side, array in zip(sides, rows, strict=True):
+                if (bits := side.bits) is not None:
+                    bits[block_id, :, : array.shape[1]] = array.view(bits.dtype)
+                else:
+                    block = side.read(index)
+                    part = _as_torch(array, self.dtype).to(self.device)
+                    block[0, :, : array.shape[1]] = part
+                    side.write(index, block)
+
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids, dtype=torch.long, device=self.device)
 

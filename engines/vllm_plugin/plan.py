@@ -15,6 +15,8 @@ class Save:
     """At the end of a turn. All blocks are held for the workers until every one of them acks.
 
     ``states``: after how many blocks a state is held, and in which blocks (``groups``).
+    ``part``: ids of the tokens behind the last full block; ``block_ids`` then has one block more,
+    of which these rows alone are the session's.
     """
 
     job: int
@@ -22,6 +24,7 @@ class Save:
     hashes: list[bytes]
     block_ids: list[int]
     states: dict[int, list[int]] = field(default_factory=dict)
+    part: tuple[int, ...] = ()
 
     @property
     def held_ids(self) -> list[int]:
@@ -33,6 +36,7 @@ class Load:
     """Blocks ``first_block ..`` of the prompt, out of what is staged under ``ticket``.
 
     ``state_ids``: where the state behind the last of them goes (``groups``).
+    ``part_tokens``: of one block more, the last of ``block_ids``, so many rows.
     """
 
     ticket: int
@@ -40,10 +44,12 @@ class Load:
     first_block: int
     block_ids: list[int]
     state_ids: list[int] = field(default_factory=list)
+    part_tokens: int = 0
 
     @property
     def end_block(self) -> int:
-        return self.first_block + len(self.block_ids)
+        """Behind the last full one."""
+        return self.first_block + len(self.block_ids) - bool(self.part_tokens)
 
 
 @dataclass

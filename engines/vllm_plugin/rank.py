@@ -195,7 +195,9 @@ class RankLink:
             if connection is not self._connection:
                 return
             self._staging.put(message.ticket, fetched)
-        staged = Staged(message.ticket, fetched.end_block, fetched.tier, fetched.reason)
+        staged = Staged(
+            message.ticket, fetched.end_block, fetched.tier, fetched.reason, fetched.part
+        )
         self._send_on(connection, staged)
 
     def _answer(self, message: Ask, connection: socket.socket) -> None:

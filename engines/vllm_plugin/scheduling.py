@@ -39,6 +39,7 @@ class Scheduling:
             self._hot,
             block_tokens=block_tokens,
             groups=groups,
+            parts=not groups.states and vllm_config.device_config.device_type == "cpu",
             num_ranks=num_ranks,
             deadline_s=settings.store.restore_deadline_s,
             max_staged_bytes=settings.store.save_queue_bytes,

@@ -36,7 +36,7 @@ OnEnded = Callable[[Save, bool], None]  # and whether the store has it now
 
 @dataclass(frozen=True)
 class Packing:
-    """A blob to be made of these blocks: all of the piece's."""
+    """A blob to be made of these blocks: all of the piece's, or the first rows of one."""
 
     piece: Piece
     block_ids: list[int]
@@ -44,12 +44,16 @@ class Packing:
 
 @dataclass(frozen=True)
 class Filling:
-    """Blocks to be filled out of a blob: from the piece's block ``skip`` on."""
+    """Blocks to be filled out of a blob: from the piece's block ``skip`` on.
+
+    ``part_tokens``: of a part, how many rows; those behind them stay as they are.
+    """
 
     piece: Piece
     blob: Blob
     skip: int
     block_ids: list[int]
+    part_tokens: int = 0
 
 
 class Blocks(Protocol):
@@ -109,7 +113,7 @@ class Transfer:
 
     def save(self, save: Save, on_ended: OnEnded) -> None:
         """``on_ended`` is called once, on another thread, in the order of the saves."""
-        nbytes = self._nbytes(save, self._store.unlisted(save.hashes, save.states))
+        nbytes = self._nbytes(save, self._store.unlisted(save.hashes, save.states, save.part))
         with self._lock:
             queued = self._charges.total()
             full = nbytes and queued and queued + nbytes > self._max_queued_bytes
@@ -142,7 +146,7 @@ class Transfer:
 
     def _stored(self, save: Save, ready: object) -> bool:
         try:
-            missing = self._store.missing(save.hashes, save.states)
+            missing = self._store.missing(save.hashes, save.states, save.part)
             with self._lock:
                 self._charges[save.job] = self._nbytes(save, missing)
             packing = self._blocks.pack([_packing(save, x) for x in missing], ready)
@@ -150,7 +154,8 @@ class Transfer:
             self._acknowledge(save.job)
         self._store.counters.add("chunks_encoded", len(missing))
         blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
-        record = self._store.commit(save.session, save.hashes, blobs, [*save.states])
+        states, part = [*save.states], save.part
+        record = self._store.commit(save.session, save.hashes, blobs, states, part)
         return record is not None
 
     def _nbytes(self, save: Save, pieces: Sequence[Piece]) -> int:
@@ -241,6 +246,8 @@ def _name(session: SessionRef) -> tuple[str, str]:
 def _packing(save: Save, piece: Piece) -> Packing:
     if piece.is_state:
         return Packing(piece, save.states[piece.end_block])
+    if piece.is_part:
+        return Packing(piece, [save.block_ids[piece.first_block]])
     return Packing(piece, save.block_ids[piece.first_block : piece.end_block])
 
 
@@ -250,6 +257,11 @@ def _fillings(load: Load, pieces: Sequence[tuple[Piece, Blob]]) -> list[Filling]
     for piece, blob in pieces:
         if piece.is_state and piece.end_block == load.end_block:
             fillings.append(Filling(piece, blob, 0, load.state_ids))
+            continue
+        if piece.is_part:
+            if load.part_tokens and piece.first_block == load.end_block:
+                ids = load.block_ids[-1:]
+                fillings.append(Filling(piece, blob, 0, ids, load.part_tokens))
             continue
         first = max(piece.first_block, load.first_block)
         last = min(piece.end_block, load.end_block)

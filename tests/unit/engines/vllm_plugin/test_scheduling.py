@@ -32,6 +32,7 @@ class Bench:
             cache_config=SimpleNamespace(block_size=BLOCK),
             parallel_config=SimpleNamespace(world_size=1),
             model_config=SimpleNamespace(model="m", max_model_len=1000),
+            device_config=SimpleNamespace(device_type="cpu"),
         )
         self.scheduling = Scheduling(settings, config, DENSE, "0")
         self.scheduling.bind(Pool())
