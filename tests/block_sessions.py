@@ -70,17 +70,35 @@ def ram_and_disk(folder: Path) -> list[Tier]:
     return [RamTier(1 << 26), DiskTier(folder, 1 << 26)]
 
 
-def save(store: BlockStore, session: SessionRef, chain: Sequence[bytes]) -> list[Piece]:
+def rows_behind(chain: Sequence[bytes], part: Sequence[int]) -> list[KVPair]:
+    """KV of the tokens behind a chain: each row follows from all tokens up to its own."""
+    run = LAYOUT.empty(len(part))
+    for j in range(len(part)):
+        seed = np.random.default_rng([*chain[-1][:8], *part[: j + 1]])
+        for k, v in run:
+            for side in (k, v):
+                side[:, j] = seed.standard_normal((2, 64))
+    return run
+
+
+def save(
+    store: BlockStore, session: SessionRef, chain: Sequence[bytes], part: Sequence[int] = ()
+) -> list[Piece]:
     """What a worker does at the end of a turn; the pieces that were new."""
-    missing = store.missing(chain)
-    fresh = {x.key: pack(store, chain, x) for x in missing}
-    store.commit(session, chain, fresh)
+    missing = store.missing(chain, part=part)
+    fresh = {x.key: pack(store, chain, x, part) for x in missing}
+    store.commit(session, chain, fresh, part=part)
     return missing
 
 
-def pack(store: BlockStore, chain: Sequence[bytes], piece: Piece) -> bytes:
-    encode = store.packer.pack_tail if piece.is_tail else store.packer.pack_chunk
-    run = rows_of(chain, piece.first_block, piece.num_blocks)
+def pack(
+    store: BlockStore, chain: Sequence[bytes], piece: Piece, part: Sequence[int] = ()
+) -> bytes:
+    encode = store.packer.pack_tail if piece.is_whole_rows else store.packer.pack_chunk
+    if piece.is_part:
+        run = rows_behind(chain, part)
+    else:
+        run = rows_of(chain, piece.first_block, piece.num_blocks)
     return encode(piece.key, run, piece.first_block * BLOCK)
 
 

@@ -1,7 +1,8 @@
-"""Our connector with the cure of the recompute livelock taken out, for as long as a test wants.
+"""Our connector with a defect, for as long as a test wants it.
 
-The half beside the scheduler then never hears which blocks could not be loaded, as in a connector
-that does not drop what failed.
+Deaf, it is without the cure of the recompute livelock: the half beside the scheduler never hears
+which blocks could not be loaded, as in a connector that does not drop what failed. Or a part of a
+block cannot be restored: no codec is asked for it, so that none could fail.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from engines.vllm_plugin.connector import ThermoclineConnector
-from tests.vllm.faulty_codec import is_deaf
+from tests.vllm.faulty_codec import is_deaf, loses_parts
 
 
 class DeafConnector(ThermoclineConnector):
@@ -18,3 +19,11 @@ class DeafConnector(ThermoclineConnector):
         if is_deaf():
             connector_output = replace(connector_output, invalid_block_ids=set())
         super().update_connector_output(connector_output)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = self._step.loads if loses_parts() else []
+        self._lost = {x.block_ids[-1] for x in loads if x.part_tokens}
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return super().get_block_ids_with_load_errors() | self._lost

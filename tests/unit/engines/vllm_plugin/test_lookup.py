@@ -74,9 +74,9 @@ class Asked:
         self.patience.append(within_s)
         return self.answers.pop(ticket, None)
 
-    def answer(self, end_block: int, tier="ram", reason=None) -> None:
+    def answer(self, end_block: int, tier="ram", reason=None, part=()) -> None:
         stage = next(x for x in reversed(self.sent) if isinstance(x, Stage))
-        self.answers[stage.ticket] = Staged(stage.ticket, end_block, tier, reason)
+        self.answers[stage.ticket] = Staged(stage.ticket, end_block, tier, reason, part)
 
 
 class Request:
@@ -85,6 +85,9 @@ class Request:
     def __init__(self, tokens: list[int], name: str = "r1", session: str = "s", **fields: Any):
         self.request_id = name
         self.num_tokens = len(tokens)
+        self.all_token_ids = tokens
+        self.mm_features: list[Any] = []
+        self.prompt_embeds = None
         self.block_hashes = hashes(tokens)
         self.kv_transfer_params = {"thermocline": {"tenant": "t", "session": session}}
         self.session_id = None
@@ -109,7 +112,7 @@ class Bench:
     counters: Counters
 
 
-def new_bench() -> Bench:
+def new_bench(parts: bool = False) -> Bench:
     now, admitted, ended = [0.0], [], []
     ranks, pool, counters = Asked(), Pool(), Counters()
     hot = HotSessions(monotonic=lambda: now[0])
@@ -118,6 +121,7 @@ def new_bench() -> Bench:
         ranks,
         hot,
         block_tokens=BLOCK,
+        parts=parts,
         num_ranks=2,
         deadline_s=5.0,
         max_staged_bytes=1000,
