@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from engines.calibration.order import Order, Report
+from engines.vllm_env import import_path
 from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import PRESETS, codec_by_name
 from kvstore.codecs.quality import Quality
@@ -28,7 +29,7 @@ log = logging.getLogger("thermocline.launch")
 
 USUAL_CONTEXTS = "2048,6144"
 # Where its programs are. Others are served, and measured by another engine.
-_PROGRAMS = {"mlx": "engines.mlx_worker.calibrate"}
+_PROGRAMS = {"mlx": "engines.mlx_worker.calibrate", "vllm": "engines.vllm_plugin.calibrate"}
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,23 @@ def calibrate(effective: Effective, wishes: Wishes, environ: Mapping[str, str]) 
     """
     kind = effective.engine_kind
     if kind not in _PROGRAMS:
-        raise UsageError(f"engine {kind} cannot calibrate; use --set engine.kind=mlx")
+        raise UsageError(f"engine {kind} cannot calibrate; use --set engine.kind=mlx, or vllm")
     require_installed(effective)
     order = _order(effective, wishes)
-    blas = find_blas(environ, effective.folders.cache)
-    log.info("%s", blas.message)
-    env = {**environ, **CHILD_ENV, **blas.env}
-    return msgspec.json.decode(_answer(_PROGRAMS[kind], order, env), type=Report)
+    if kind == "vllm":
+        python = order.vllm.python or sys.executable
+        env: Mapping[str, str] = _path(environ)
+    else:
+        blas = find_blas(environ, effective.folders.cache)
+        log.info("%s", blas.message)
+        python, env = sys.executable, blas.env
+    command = [python, "-m", _PROGRAMS[kind]]
+    answer = _answer(command, order, {**environ, **CHILD_ENV, **env})
+    return msgspec.json.decode(answer, type=Report)
 
 
-def _answer(program: str, order: Order, env: Mapping[str, str]) -> bytes:
+def _answer(command: Sequence[str], order: Order, env: Mapping[str, str]) -> bytes:
     """Its input stays open until it has answered: the end of it is the end of the program."""
-    command = [sys.executable, "-m", program]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env) as child:
         assert child.stdin is not None and child.stdout is not None
@@ -71,6 +77,12 @@ def _answer(program: str, order: Order, env: Mapping[str, str]) -> bytes:
     if child.returncode:
         raise LaunchError("the model could not be measured; the lines above say why")
     return answer
+
+
+def _path(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """vLLM's interpreter finds our plug-in by it."""
+    paths = [x for x in (import_path(), environ.get("PYTHONPATH", "")) if x]
+    return {"PYTHONPATH": ":".join(paths)} if paths else {}
 
 
 def _order(effective: Effective, wishes: Wishes) -> Order:
@@ -84,6 +96,7 @@ def _order(effective: Effective, wishes: Wishes) -> Order:
     order = Order(
         model_path=model.path,
         dtype=effective.settings.engine.dtype,
+        vllm=effective.settings.engine.vllm,
         presets=_presets(wishes.presets),
         contexts=_contexts(wishes.contexts),
         fit_texts=tuple(str(x.resolve()) for x in wishes.texts),

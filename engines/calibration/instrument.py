@@ -33,8 +33,11 @@ class Instrument(Protocol):
         """Token ids of plain text, without a chat template, with the model's own first token if it
         wants one."""
 
-    def prefill(self, tokens: Sequence[int]) -> KVRun:
-        """KV of ``tokens`` at positions 0.., in arrays of the caller's own."""
+    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+        """KV of ``tokens`` at positions 0.., in arrays of the caller's own.
+
+        ``past``: KV of the first of them, which is not computed again; not of all.
+        """
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
         """What the model says after each of ``tokens``, which follow those of ``run``.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import Instrument
+from engines.calibration.turning import check_turning
 from kvstore.codecs.fit import fit_profile
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.samples import Samples
@@ -31,11 +32,13 @@ def learn(
     windows = list(deal(texts, instrument, num_windows, window_tokens))
     if not windows:
         raise ValueError(f"no text to learn from has {LEAST_WINDOW} tokens")
+    ropes = instrument.ropes
+    check_turning(instrument, ropes)
     runs = []
     for number, window in enumerate(windows, 1):
         runs.append(instrument.prefill(window))
         logger.info("read %d of %d windows to learn from", number, len(windows))
-    samples = Samples(instrument.layout, instrument.ropes, runs)
+    samples = Samples(instrument.layout, ropes, runs)
     profile = fit_profile(samples, instrument.fingerprint, presets)
     logger.info("learned %s", ", ".join(f"{name} ({id})" for name, id in profile.ids.items()))
     return profile

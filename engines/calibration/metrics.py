@@ -50,21 +50,22 @@ def relative_error(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> 
     """Squared error of K (``side`` 0) or V (1), over the squares themselves."""
     error = energy = 0.0
     for a, b in zip(exact, packed, strict=True):
-        x, y = _widened(a[side], layout), _widened(b[side], layout)
+        x, y = widened(a[side], layout), widened(b[side], layout)
         error += float(np.square(x - y).sum(dtype=np.float64))
         energy += float(np.square(x).sum(dtype=np.float64))
     return error / energy if energy else 0.0
 
 
 def _row_cosines(a: np.ndarray, b: np.ndarray, layout: KVLayout) -> np.ndarray:
-    x, y = _widened(a, layout), _widened(b, layout)
+    x, y = widened(a, layout), widened(b, layout)
     lengths = np.sqrt(np.square(x).sum(-1) * np.square(y).sum(-1))
     dots = (x * y).sum(-1)
     ratios: np.ndarray = np.divide(dots, lengths, out=np.ones_like(dots), where=lengths > 0)
     return ratios
 
 
-def _widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
+def widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
+    """fp32, of an array as the engine has it."""
     if layout.dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     assert array.dtype == NUMPY_DTYPES[layout.dtype]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from engines.calibration.cases import DEPTHS
-from engines.config import Positive
+from engines.config import Positive, VllmConfig
 from kvstore.codecs.quality import Quality
 
 Contexts = tuple[Annotated[int, msgspec.Meta(ge=128, le=1 << 20)], ...]
@@ -18,6 +18,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     model_path: str
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    vllm: VllmConfig = VllmConfig()  # for vLLM: as it is for serving
     presets: tuple[str, ...]
     contexts: Contexts
     fit_texts: tuple[str, ...] = ()  # files to learn from; none = the texts that ship with us

@@ -11,7 +11,8 @@ from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.instrument import Instrument
 from engines.calibration.learn import learn
 from engines.calibration.measure import measure
-from engines.calibration.order import Order
+from engines.calibration.order import Order, Report
+from engines.calibration.profiles import save
 from kvstore.codecs.calibrated import LEARNABLE
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import Profile
@@ -19,6 +20,18 @@ from kvstore.codecs.profile import Profile
 
 class CannotCalibrate(Exception):
     """What was ordered cannot be done. The message is one sentence for the operator."""
+
+
+def survey_report(instrument: Instrument, order: Order, engine: str) -> Report:
+    """``survey``, kept as the model's profile, and told. Raises what it does."""
+    profile = survey(instrument, order)
+    return Report(
+        fingerprint=instrument.fingerprint,
+        engine=engine,
+        dtype=instrument.layout.dtype,
+        rows=profile.rows,
+        profile=str(save(profile, Path(order.data_path))) if order.data_path else "",
+    )
 
 
 def survey(instrument: Instrument, order: Order) -> Profile:

@@ -53,18 +53,23 @@ class MlxInstrument:
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.tokenizer.encode(text))
 
-    def prefill(self, tokens: Sequence[int]) -> KVRun:
-        caches: Caches = make_prompt_cache(self._loaded.model)
-        for first in range(0, len(tokens), CHUNK_TOKENS):
+    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+        num_past = past[0][0].shape[1] if past else 0
+        caches = self._caches(past, num_past)
+        for first in range(num_past, len(tokens), CHUNK_TOKENS):
             part = mx.array(list(tokens[first : first + CHUNK_TOKENS]))[None]
             self._loaded.model(part, cache=caches)
             mx.eval([cache.state for cache in caches])
         return [(k.copy(), v.copy()) for k, v in parking.growing_run(caches, len(tokens))]
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        num_tokens = run[0][0].shape[1]
-        caches = parking.rebuild(self._loaded.model, self._layout, run, None, num_tokens)
+        caches = self._caches(run, run[0][0].shape[1])
         logits = self._loaded.model(mx.array(list(tokens))[None], cache=caches)[0]
         logits = logits.astype(mx.float32)
         scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return np.array(scores)
+
+    def _caches(self, run: KVRun, num_tokens: int) -> Caches:
+        if not num_tokens:
+            return list(make_prompt_cache(self._loaded.model))
+        return parking.rebuild(self._loaded.model, self._layout, run, None, num_tokens)

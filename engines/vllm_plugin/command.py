@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from engines.config import WorkerConfig
+from engines.config import VllmConfig, WorkerConfig
 from engines.vllm_env import import_path
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.refusal import FOLDER_VARIABLE
@@ -66,29 +66,37 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
     engine, own = worker.engine, worker.engine.vllm
     argv = [
         *(sys.executable, "-m", SERVER),
-        *("--model", worker.model_path),
+        *model_arguments(worker.model_path, engine.dtype, own, cpu=cpu),
         *("--served-model-name", worker.served_model_name),
         *("--uds", str(Path(worker.runtime_dir) / HTTP_SOCKET)),
-        *("--dtype", _dtype(engine.dtype, cpu)),
         *("--kv-cache-memory-bytes", str(engine.hot_bytes // own.tensor_parallel)),
         *("--max-num-seqs", str(engine.max_batch)),
         # auto: as much of the model's context as the pool holds, where vLLM would else not start.
         *("--max-model-len", str(engine.max_context or "auto")),
-        *("--tensor-parallel-size", str(own.tensor_parallel)),
-        "--enable-prefix-caching",
-        # Equal everywhere, also between Python versions: sessions move between engines.
-        *("--prefix-caching-hash-algo", "sha256_cbor"),
         *("--kv-transfer-config", transfer_config(settings_path)),
         *("--middleware", "engines.vllm_plugin.front.Front"),
         "--enable-prompt-tokens-details",
     ]
-    if block_tokens := own.block_tokens or (CPU_BLOCK_TOKENS if cpu else 0):
-        argv += ["--block-size", str(block_tokens)]
     if own.gpu_memory_utilization and not cpu:
         argv += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
     if own.compile is False or (own.compile is None and cpu):
         argv.append("--enforce-eager")
     return [*argv, *own.args]
+
+
+def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) -> list[str]:
+    """What decides, with ``own.args``, which KV an engine computes: see ``fingerprint``."""
+    argv = [
+        *("--model", model_path),
+        *("--dtype", _dtype(dtype, cpu)),
+        *("--tensor-parallel-size", str(own.tensor_parallel)),
+        "--enable-prefix-caching",
+        # Equal everywhere, also between Python versions: sessions move between engines.
+        *("--prefix-caching-hash-algo", "sha256_cbor"),
+    ]
+    if block_tokens := own.block_tokens or (CPU_BLOCK_TOKENS if cpu else 0):
+        argv += ["--block-size", str(block_tokens)]
+    return argv
 
 
 def _dtype(given: str, cpu: bool) -> str:

@@ -34,10 +34,12 @@ _PART: Final = re.compile(r"-\d+-of-")  # of a model in several files, of which 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
-def fingerprint(vllm_config: Any, rank: int, remembered: Path, groups: Groups = DENSE) -> str:
+def fingerprint(
+    vllm_config: Any, rank: int, remembered: Path | None, groups: Groups = DENSE
+) -> str:
     """Hex digest; equal only for KV that may be exchanged.
 
-    ``remembered``: the folder for what was found in large files, one for all ranks.
+    ``remembered``: the folder for what was found in large files, one for all ranks; None = nowhere.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     digest = blake2b(digest_size=32)
@@ -58,7 +60,7 @@ def fingerprint(vllm_config: Any, rank: int, remembered: Path, groups: Groups = 
     return digest.hexdigest()
 
 
-def model_digest(model: Any, load_format: str, remembered: Path) -> str:
+def model_digest(model: Any, load_format: str, remembered: Path | None) -> str:
     """Of vLLM's ``ModelConfig``: equal only for the same weights.
 
     Weights that nobody can name get another name at every start: what is stored then serves this
@@ -85,7 +87,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(weights.union(*map(path.glob, _CODE))) if weights else []
 
 
-def _content(files: Sequence[Path], remembered: Path) -> str:
+def _content(files: Sequence[Path], remembered: Path | None) -> str:
     digest = blake2b(digest_size=32)
     for file, content in zip(files, weight_digests(files, remembered), strict=True):
         digest.update(f"{file.name};".encode() + content)

@@ -1,0 +1,49 @@
+"""``python -m engines.vllm_plugin.calibrate`` in vLLM's environment: see
+``engines.calibration.program``.
+
+vLLM runs in this one process: the instrument hands it arrays, and nothing is left over when the
+process ends.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from engines.calibration.order import Order, Report
+from engines.calibration.program import run
+from engines.calibration.survey import CannotCalibrate, survey_report
+
+
+def calibrate(order: Order) -> Report:
+    if order.vllm.tensor_parallel > 1:
+        raise CannotCalibrate(
+            "each of several ranks has heads of its own, which one process cannot measure;"
+            " calibrate with engine.vllm.tensor_parallel=1, or keep cold sessions exact"
+        )
+    os.environ.update(_environment(order))
+    # vLLM reads its environment when it is imported.
+    from engines.vllm_plugin.calibration_engine import open_engine, version
+    from engines.vllm_plugin.instrument import VllmInstrument
+
+    engine = open_engine(order)
+    instrument = VllmInstrument(engine, Path(order.data_path) if order.data_path else None)
+    report = survey_report(instrument, order, f"vllm {version()}")
+    instrument.close()
+    return report
+
+
+def _environment(order: Order) -> dict[str, str]:
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "DEBUG" if order.log_level == "debug" else "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if Path(order.model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return env
+
+
+if __name__ == "__main__":
+    run(calibrate)

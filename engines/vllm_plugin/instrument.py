@@ -1,0 +1,116 @@
+"""``engines.calibration``'s view of a model on vLLM, whose engine runs in this very process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm import LLMEngine, RequestOutput, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from engines.vllm_plugin.calibration_connector import BLOCKS, RESTORED, CalibrationConnector
+from engines.vllm_plugin.fingerprint import fingerprint
+from engines.vllm_plugin.rotary import ropes_of
+from kvstore.codecs.pieces.rope import Rope
+from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
+
+
+class VllmInstrument:
+    """Only for models all of whose layers keep all tokens, on one rank."""
+
+    def __init__(self, engine: LLMEngine, remembered: Path | None) -> None:
+        """``remembered``: see ``fingerprint``.
+
+        Raises:
+            ValueError: this model's cache holds state that no lossy codec may touch.
+        """
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, CalibrationConnector)
+        if connector.groups.states:
+            raise ValueError("a part of this model's cache cannot be cut to a length")
+        self._engine = engine
+        self._connector = connector
+        self._fingerprint = fingerprint(engine.vllm_config, 0, remembered, connector.groups)
+        self._numbers = itertools.count()
+        self._hidden: list[torch.Tensor] = []  # of each step of the last request
+        (self._model,) = engine.apply_model(lambda model: model)
+        self._model.register_forward_hook(self._seen)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._connector.pages.layout
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        dims = [x.head_dim for x in self.layout.layers]
+        return ropes_of(self._model, self._connector.groups.layers, dims)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._engine.get_tokenizer().encode(text))
+
+    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+        output = self._forward(tokens, past)
+        self._hidden.clear()
+        pages = self._connector.pages
+        used = output.kv_transfer_params[BLOCKS][: -(-len(tokens) // pages.block_tokens)]
+        return slice_tokens(pages.read(used), 0, len(tokens))
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        # Which tokens made the past is in the past itself; vLLM only counts them.
+        self._forward([*[0] * run[0][0].shape[1], *tokens], run)
+        hidden = torch.cat(self._hidden)
+        self._hidden.clear()
+        if len(hidden) < len(tokens):
+            raise RuntimeError(f"{len(hidden)} of {len(tokens)} tokens went through the model")
+        with torch.inference_mode():
+            logits = self._model.compute_logits(hidden[: len(tokens)])
+            scores = torch.log_softmax(logits.float(), -1).cpu().numpy()
+        return np.asarray(scores)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _forward(self, tokens: Sequence[int], past: KVRun) -> RequestOutput:
+        """A request for one token more. Its blocks stay as they are until the next request."""
+        num_past = past[0][0].shape[1] if past else 0
+        name = f"request{next(self._numbers)}"
+        self._connector.past = _whole_blocks(past, self._connector.pages.block_tokens)
+        self._hidden.clear()
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {RESTORED: num_past}},
+        )
+        prompt: Any = {"prompt_token_ids": list(tokens), "cache_salt": name}
+        self._engine.add_request(name, prompt, params)
+        outputs: list[Any] = []
+        while self._engine.has_unfinished_requests():
+            outputs += self._engine.step()
+        self._connector.past = ()
+        output = outputs[-1] if outputs else None
+        if not isinstance(output, RequestOutput) or output.num_cached_tokens != num_past:
+            raise RuntimeError(f"vLLM did not go on behind the {num_past} tokens it was given")
+        return output
+
+    def _seen(self, model: nn.Module, given: object, hidden: torch.Tensor) -> None:
+        self._hidden.append(hidden.clone())
+
+
+def _whole_blocks(run: KVRun, block_tokens: int) -> list[KVPair]:
+    """The tokens behind the last one are of no account: they are written before they are read."""
+    lacking = -run[0][0].shape[1] % block_tokens if run else 0
+    if not lacking:
+        return list(run)
+    room = ((0, 0), (0, lacking), (0, 0))
+    return [(np.pad(k, room), np.pad(v, room)) for k, v in run]

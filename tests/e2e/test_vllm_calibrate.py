@@ -1,0 +1,66 @@
+"""``thermocline calibrate`` on both engines, on one model: they measure the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.vllm_env import inspect_environment
+from kvstore.codecs.profile import load_profile
+from launch.vllm_home import find_python
+from tests.integration.tiny_models import write_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
+if not PYTHON or inspect_environment(PYTHON).problem:
+    pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
+
+TEXT = "She sells sea shells by the sea shore, and he counts 12345 of them every day. " * 40
+EXACT = "raw"
+PRESETS = (EXACT, "tq4", "tq3", "dense3")
+
+
+def measured(folder: Path, engine: str) -> dict[str, Any]:
+    out = folder / f"{engine}.json"
+    words = ["--model", str(folder / "tiny"), "--eval-text", str(folder / "text.txt")]
+    words += ["--contexts", "256", "--presets", ",".join(PRESETS), "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "calibrate", *words, "--set", f"engine.kind={engine}"],
+        env={
+            **os.environ,
+            "XDG_DATA_HOME": str(folder),
+            "THERMOCLINE_ENGINE__VLLM__PYTHON": PYTHON,
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+def test_both_engines_measure_the_same(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    write_model("llama", tmp_path / "tiny")
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text(TEXT)
+    reports = [measured(tmp_path, engine) for engine in ("mlx", "vllm")]
+    for report in reports:
+        profile = load_profile(Path(report["profile"]))
+        assert [row.preset for row in profile.rows] == list(PRESETS)
+        assert profile.fingerprint == report["fingerprint"] and set(profile.learned) == {"dense3"}
+    assert len({report["fingerprint"] for report in reports}) == 2
+    for mlx, vllm in zip(*(report["rows"] for report in reports), strict=True):
+        assert vllm["bits_per_element"] == pytest.approx(mlx["bits_per_element"], abs=1e-3)
+        assert vllm["kl"] == pytest.approx(mlx["kl"], rel=0.05)
+        assert vllm["perplexity_change_pct"] == pytest.approx(mlx["perplexity_change_pct"], abs=0.1)
+        assert (vllm["kl"] == 0) == (vllm["preset"] == EXACT)
