@@ -133,6 +133,7 @@ def test_a_chain_that_is_freed_tail_first_is_reused_so():
 def test_requests_and_outputs_have_what_we_read():
     wanted = {"block_hashes", "num_computed_tokens", "num_in_flight_tokens", "cache_salt"}
     source = inspect.getsource(Request.__init__)
+    wanted |= {"all_token_ids", "mm_features", "prompt_embeds"}
     for name in (*wanted, "session_id", "kv_transfer_params", "lora_request"):
         assert f"self.{name}" in source, name
     assert {"req_id", "num_computed_tokens"} <= set(NewRequestData.__annotations__)
