@@ -58,7 +58,10 @@ def test_the_next_turn_is_as_if_nothing_had_been_away(engine, sessions):
 
 
 def test_turn_after_turn_through_the_cold(engine, sessions):
-    """Parts become full blocks and chunks; in the end all is as computed in one go."""
+    """Parts become full blocks and chunks; in the end all is as computed in one go.
+
+    But for the last bits: a few tokens at a time are added up in another order.
+    """
     prompt = sessions[2][:70]
     for i in range(6):
         computed = len(prompt)
@@ -69,7 +72,7 @@ def test_turn_after_turn_through_the_cold(engine, sessions):
     back = engine.ask(prompt, "chat")
     right = fresh(engine, prompt)
     assert right.tokens == back.tokens
-    assert difference(right, back) == 0.0
+    assert difference(right, back) < 1e-4
 
 
 @pytest.mark.parametrize("kept", [1, 23])
