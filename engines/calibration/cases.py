@@ -7,10 +7,11 @@ goes on; a *needle* ends in a question whose answer stands in the prefix and now
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.calibration.corpus import Text
+from engines.calibration.prefixes import common_length
 
 Encode = Callable[[str], list[int]]
 
@@ -56,17 +57,16 @@ def needle_cases(
         hay = hays[i % len(hays)][: context - len(fact)]
         at = int(len(hay) * depth)
         question = f"\n\nRemember: the secret passkey of the {place} is "
+        # A tokenizer may join the question's last blank with the first digit.
         asked, rest = encode(question), encode(question + code)
         yield Case(
             f"needle at {depth:.0%}",
             (*hay[:at], *fact, *hay[at:]),
             tuple(rest),
-            len(rest) - _common(asked, rest),
+            len(rest) - common_length(asked, rest),
         )
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """A tokenizer may join the question's last blank with the first digit."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+def in_reading_order(cases: Iterable[Case]) -> list[Case]:
+    """Those that begin alike one after the other, so that each goes on from the one before."""
+    return sorted(cases, key=lambda case: case.prefix)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import Instrument
+from engines.calibration.measure import ANY
 from engines.calibration.turning import check_turning
+from kvstore.codecs.bounds import Yardstick
+from kvstore.codecs.calibrated import LEARNABLE
 from kvstore.codecs.fit import fit_profile
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.samples import Samples
+from kvstore.codecs.stacks import Scope
+from kvstore.codecs.statistics import element_means
 
 logger = logging.getLogger(__name__)
 
+LAYER: Final = Scope("layer")
 LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is cut there
 
 
-def learn(
-    instrument: Instrument,
-    texts: Sequence[Text],
-    presets: Sequence[str],
-    num_windows: int,
-    window_tokens: int,
-) -> Profile:
-    """What ``presets`` have to know, from ``num_windows`` windows dealt out over ``texts``.
+def samples_of(
+    instrument: Instrument, texts: Sequence[Text], num_windows: int, window_tokens: int
+) -> Samples:
+    """KV of ``num_windows`` windows dealt out over ``texts``.
 
     Raises:
         ValueError: no text, or a model that turns its keys in a way that is not understood.
@@ -38,10 +41,27 @@ def learn(
     for number, window in enumerate(windows, 1):
         runs.append(instrument.prefill(window))
         logger.info("read %d of %d windows to learn from", number, len(windows))
-    samples = Samples(instrument.layout, ropes, runs)
-    profile = fit_profile(samples, instrument.fingerprint, presets)
+    return Samples(instrument.layout, ropes, runs)
+
+
+def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile:
+    """What ``presets`` have to know."""
+    profile = fit_profile(samples, fingerprint, presets)
     logger.info("learned %s", ", ".join(f"{name} ({id})" for name, id in profile.ids.items()))
     return profile
+
+
+def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, Yardstick]:
+    """One for each preset that works in a scope of its own, and a layer's for all others."""
+    scopes = {name: getattr(LEARNABLE.get(name), "scope", None) for name in presets}
+    of_scope: dict[Scope, Yardstick] = {}
+    means = element_means(samples)
+    for scope in (LAYER, *scopes.values()):
+        if scope is not None and scope not in of_scope:
+            of_scope[scope] = Yardstick(samples, scope, means)
+            logger.info("found the bounds of a transform over %s", scope)
+    found = {name: of_scope[scope] for name, scope in scopes.items() if scope is not None}
+    return {**found, ANY: of_scope[LAYER]}
 
 
 def deal(

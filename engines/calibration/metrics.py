@@ -40,28 +40,27 @@ def answers(log_probs: np.ndarray, tokens: Sequence[int], num_answer: int) -> bo
     return bool(np.array_equal(guesses, tokens[first:]))
 
 
-def cosines(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> float:
-    """Mean over all rows of K (``side`` 0) or V (1)."""
-    pairs = zip(exact, packed, strict=True)
-    return float(np.mean([_row_cosines(a[side], b[side], layout) for a, b in pairs]))
+@dataclass(frozen=True)
+class Loss:
+    """Of all rows of K, or of V, that went through a codec."""
+
+    cosine: float  # mean over rows
+    error: float  # squared, over the squares themselves
 
 
-def relative_error(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> float:
-    """Squared error of K (``side`` 0) or V (1), over the squares themselves."""
-    error = energy = 0.0
+def loss(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> Loss:
+    """Of K (``side`` 0) or V (1)."""
+    cosines, error, energy = [], 0.0, 0.0
     for a, b in zip(exact, packed, strict=True):
         x, y = widened(a[side], layout), widened(b[side], layout)
-        error += float(np.square(x - y).sum(dtype=np.float64))
-        energy += float(np.square(x).sum(dtype=np.float64))
-    return error / energy if energy else 0.0
-
-
-def _row_cosines(a: np.ndarray, b: np.ndarray, layout: KVLayout) -> np.ndarray:
-    x, y = widened(a, layout), widened(b, layout)
-    lengths = np.sqrt(np.square(x).sum(-1) * np.square(y).sum(-1))
-    dots = (x * y).sum(-1)
-    ratios: np.ndarray = np.divide(dots, lengths, out=np.ones_like(dots), where=lengths > 0)
-    return ratios
+        squares = np.einsum("htd,htd->ht", x, x)
+        lengths = np.sqrt(squares * np.einsum("htd,htd->ht", y, y))
+        dots = np.einsum("htd,htd->ht", x, y)
+        cosines.append(np.divide(dots, lengths, out=np.ones_like(dots), where=lengths > 0))
+        missed = x - y
+        error += float(np.einsum("htd,htd->", missed, missed, dtype=np.float64))
+        energy += float(squares.sum(dtype=np.float64))
+    return Loss(float(np.mean(cosines)), error / energy if energy else 0.0)
 
 
 def widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:

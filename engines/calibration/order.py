@@ -28,8 +28,18 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     num_scored: Positive = 256  # tokens behind each prefix
     depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles
     chunk_tokens: Positive = 128  # of the cold store
+    with_bounds: bool = True  # what theory allows; costs as much as learning
     data_path: str = ""  # where profiles, and digests of large files, are kept; "" = nowhere
     log_level: str = "info"
+
+
+class WaterFilling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The least bits per element, gains apart, of any transform over a scope, by the profile's own
+    spectra; a point of the curve for each entry."""
+
+    scope: str
+    bits: tuple[float, ...]
+    residual_errors: tuple[float, ...]
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,4 +49,5 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     engine: str
     dtype: str  # of the live cache
     rows: tuple[Quality, ...]
+    bounds: tuple[WaterFilling, ...] = ()  # empty if nothing had to be learned
     profile: str = ""  # the file with the rows and with what was learned; "" = nowhere

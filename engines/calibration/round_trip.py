@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvstore.codecs.base import Codec
+from kvstore.cores import usable_cores
 from kvstore.format import HEADER_BYTES
 from kvstore.shapes import KVLayout, KVRun, slice_tokens
 
@@ -24,10 +26,13 @@ def round_trip(codec: Codec, run: KVRun, layout: KVLayout, chunk_tokens: int) ->
     """What a wake would bring back of ``run``, were its last chunk full, too."""
     num_tokens = run[0][0].shape[1]
     out = layout.empty(num_tokens)
-    nbytes = 0
-    for first in range(0, num_tokens, chunk_tokens):
+
+    def nbytes_of(first: int) -> int:
         last = min(first + chunk_tokens, num_tokens)
         payload = codec.encode(slice_tokens(run, first, last), layout, first)
-        nbytes += HEADER_BYTES + len(payload)
         codec.decode(memoryview(payload), layout, first, slice_tokens(out, first, last))
+        return HEADER_BYTES + len(payload)
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        nbytes = sum(pool.map(nbytes_of, range(0, num_tokens, chunk_tokens)))
     return RoundTrip(out, nbytes, layout.elements_per_token * num_tokens)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engines.calibration.metrics import Drift
+from kvstore.codecs.bounds import gaussian_gap_db
 from kvstore.codecs.quality import Quality, TextQuality
 
 # JSON has no infinity and no NaN, and no bound admits this.
@@ -24,6 +25,8 @@ class Tally:
     cos_v: list[float] = field(default_factory=list)
     error_k: list[float] = field(default_factory=list)
     error_v: list[float] = field(default_factory=list)
+    residual: list[float] = field(default_factory=list)
+    above_bound: list[float] = field(default_factory=list)
     drifts: dict[str, Drift] = field(default_factory=dict)
     needles: list[bool] = field(default_factory=list)
 
@@ -44,8 +47,17 @@ class Tally:
             cos_v=_mean([np.array(self.cos_v)], 0),
             error_k=_mean([np.array(self.error_k)], WORST),
             error_v=_mean([np.array(self.error_v)], WORST),
+            gaussian_gap_db=self._gaussian_gap_db(),
+            residual_error=_mean([np.array(self.residual)], WORST) if self.residual else None,
+            above_bound_bits=_mean([np.array(self.above_bound)], WORST)
+            if self.above_bound
+            else None,
             texts=tuple(_of_text(name, x) for name, x in self.drifts.items()),
         )
+
+    def _gaussian_gap_db(self) -> float | None:
+        error = _mean([np.array([*self.error_k, *self.error_v])], WORST)
+        return gaussian_gap_db(_mean([np.array(self.bits)], WORST), error) if error else None
 
 
 def _of_text(name: str, drift: Drift) -> TextQuality:

@@ -30,4 +30,11 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     cos_v: float
     error_k: float = 0.0  # squared, relative
     error_v: float = 0.0
+    # Of K and V together, above what these bits leave of a white Gaussian source. Below 0: the
+    # codec knows more of the source than that. None: nothing is lost.
+    gaussian_gap_db: float | None = None
+    # As ``bounds.Yardstick`` sees it, of the codec's own scope or of a layer's. None: not measured.
+    residual_error: float | None = None
+    # Of a codec that has a scope: more than the water-filling bound of the same residual error.
+    above_bound_bits: float | None = None
     texts: tuple[TextQuality, ...] = ()

@@ -31,6 +31,10 @@ class Scope:
     name: ScopeName
     num_layers: int = 1  # of a group
 
+    def __str__(self) -> str:
+        several = f"{self.num_layers} layers"
+        return {"head": "a head", "side": "K or V", "layer": "a layer", "group": several}[self.name]
+
 
 @dataclass(frozen=True)
 class Segment:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.calibration.metrics import answers, cosines, drift, relative_error
+from engines.calibration.metrics import answers, drift, loss
 from engines.calibration.tally import WORST, Tally
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayer, KVLayout
@@ -68,18 +68,18 @@ def test_cosines_take_each_row_by_itself() -> None:
     layout = KVLayout("float32", (KVLayer(1, 2, 2),))
     k = np.array([[[1, 0], [1000, 0]]], np.float32)
     turned = np.array([[[0, 1], [1000, 0]]], np.float32)
-    assert cosines([(k, k)], [(turned, k)], layout, 0) == pytest.approx(0.5)
-    assert cosines([(k, k)], [(turned, k)], layout, 1) == pytest.approx(1)
+    assert loss([(k, k)], [(turned, k)], layout, 0).cosine == pytest.approx(0.5)
+    assert loss([(k, k)], [(turned, k)], layout, 1).cosine == pytest.approx(1)
 
 
 def test_errors_are_relative_to_the_size() -> None:
     layout = KVLayout("float32", (KVLayer(1, 2, 2),))
     k = np.array([[[3, 4], [0, 5]]], np.float32)
-    assert relative_error([(k, k)], [(k * 2, k)], layout, 0) == 1
-    assert relative_error([(k, k)], [(k * 2, k)], layout, 1) == 0
+    assert loss([(k, k)], [(k * 2, k)], layout, 0).error == 1
+    assert loss([(k, k)], [(k * 2, k)], layout, 1).error == 0
 
 
 def test_rows_of_zeros_are_equal_to_themselves() -> None:
     layout = KVLayout("bfloat16", (KVLayer(1, 2, 2),))
     zeros = np.zeros((1, 3, 2), np.uint16)
-    assert cosines([(zeros, zeros)], [(zeros, zeros)], layout, 0) == 1
+    assert loss([(zeros, zeros)], [(zeros, zeros)], layout, 0).cosine == 1
