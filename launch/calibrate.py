@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -30,6 +31,10 @@ log = logging.getLogger("thermocline.launch")
 USUAL_CONTEXTS = "2048,6144"
 # Where its programs are. Others are served, and measured by another engine.
 _PROGRAMS = {"mlx": "engines.mlx_worker.calibrate", "vllm": "engines.vllm_plugin.calibrate"}
+COLUMNS: Final = (
+    *("preset", "tokens", "bits", "KL", "perplexity", "top 1", "needles", "cos K", "cos V"),
+    *("of Gaussian", "of bound"),
+)
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,7 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def print_report(report: Report) -> None:
-    columns = ("preset", "tokens", "bits", "KL", "perplexity", "top 1", "needles", "cos K", "cos V")
-    right = columns[1:]
-    print_table(columns, [_cells(row) for row in report.rows], right=right)
+    print_table(COLUMNS, [_cells(row) for row in report.rows], right=COLUMNS[1:])
     if report.profile:
         print(f"learned: {report.profile}")
 
@@ -161,4 +164,6 @@ def _cells(row: Quality) -> list[str]:
         f"{row.needle_found}/{row.needle_total}",
         f"{row.cos_k:.4f}",
         f"{row.cos_v:.4f}",
+        "" if row.gaussian_gap_db is None else f"{row.gaussian_gap_db:+.2f} dB",
+        "" if row.above_bound_bits is None else f"{row.above_bound_bits:+.3f} bits",
     ]

@@ -8,16 +8,24 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from engines.calibration.order import Report
+from engines.calibration.order import Report, WaterFilling
+from kvstore.codecs.calibrated import CALIBRATED
+from kvstore.codecs.presets import PRESETS
 from kvstore.codecs.quality import Quality
 from launch.errors import LaunchError, UsageError
+from launch.labels import label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUFFIXES: Final = (".png", ".svg", ".pdf")
 LEAST_KL: Final = 1e-5  # below it is rounding
+MOST_DB: Final = 3.0  # whatever lost more than all is drawn here
 INSTALL: Final = "pip install 'thermocline[plot]'"
+BITS: Final = "bits per element, everything counted"
+OURS: Final = {**PRESETS, **CALIBRATED}
+GROUPS: Final = (("ours", "o", "tab:blue"), ("of the literature", "s", "tab:orange"))
+CONTEXT_MARKERS: Final = "o^Dv*"
 
 
 def check_path(path: Path) -> None:
@@ -36,54 +44,100 @@ def draw(report: Report, path: Path) -> None:
     """Raises ``LaunchError`` if the file cannot be written."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in report.rows if row.bits_per_element < 16]
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    quality, error = figure.subplots(1, 2)
+    rows = [row for row in report.rows if row.error_k + row.error_v > 0]
     contexts = sorted({row.context for row in rows})
-    for number, context in enumerate(contexts):
-        at_context = sorted(
-            (row for row in rows if row.context == context), key=lambda x: x.bits_per_element
-        )
-        _draw_quality(quality, at_context, number)
-    _draw_errors(error, [row for row in rows if row.context == contexts[0]] if contexts else [])
+    first = [row for row in rows if contexts and row.context == contexts[0]]
+    residual = [row for row in first if row.residual_error is not None]
+    num_panels = 3 if residual and report.bounds else 2
+    figure = Figure(figsize=(6.5 * num_panels, 6), layout="constrained")
+    panels = figure.subplots(1, num_panels)
+    _draw_quality(panels[0], rows, contexts)
+    _draw_errors(panels[1], first)
+    if num_panels == 3:
+        _draw_residuals(panels[2], residual, report.bounds)
     try:
         figure.savefig(path, dpi=150)
     except OSError as failure:
         raise LaunchError(f"the picture cannot be written: {failure}") from failure
 
 
-def _draw_quality(axes: Axes, rows: Sequence[Quality], number: int) -> None:
-    bits = [row.bits_per_element for row in rows]
-    kl = [max(row.kl, LEAST_KL) for row in rows]
-    label = f"{rows[0].context} tokens"
-    axes.scatter(bits, kl, marker="os^Dv"[number % 5], label=label, zorder=3)
-    if number == 0:
-        for row, x, y in zip(rows, bits, kl, strict=True):
-            axes.annotate(row.preset, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
+def _draw_quality(axes: Axes, rows: Sequence[Quality], contexts: Sequence[int]) -> None:
+    """Each context with a marker of its own; names stand at the first."""
+    for number, context in enumerate(contexts):
+        for ours, (group, _, color) in zip((True, False), GROUPS, strict=True):
+            shown = [x for x in rows if x.context == context and (x.preset in OURS) == ours]
+            axes.scatter(
+                [row.bits_per_element for row in shown],
+                [max(row.kl, LEAST_KL) for row in shown],
+                marker=CONTEXT_MARKERS[number % len(CONTEXT_MARKERS)],
+                facecolors="none" if number else color,
+                edgecolors=color,
+                label=f"{group}, {context} tokens",
+                zorder=3,
+            )
     axes.set(
-        xlabel="bits per element, everything counted",
+        xlabel=BITS,
         ylabel="KL of the next token, nats",
         title="What the model notices",
         yscale="log",
     )
-    axes.grid(alpha=0.3)
-    axes.legend()
+    _finish(axes)
+    named = [row for row in rows if contexts and row.context == contexts[0]]
+    points = [(row.bits_per_element, max(row.kl, LEAST_KL)) for row in named]
+    label(axes, [row.preset for row in named], points)
 
 
 def _draw_errors(axes: Axes, rows: Sequence[Quality]) -> None:
-    """Squared error in dB, K and V by themselves, and the least that a Gaussian source allows."""
-    for name, marker in (("K", "o"), ("V", "s")):
-        errors = [row.error_k if name == "K" else row.error_v for row in rows]
-        shown = [(row.bits_per_element, x) for row, x in zip(rows, errors, strict=True) if x > 0]
+    """Squared error in dB of K and V together, and the least that a white Gaussian allows."""
+    points = [(row.bits_per_element, _db((row.error_k + row.error_v) / 2)) for row in rows]
+    _draw_points(axes, rows, points)
+    _draw_gaussian(axes, rows)
+    axes.set(
+        xlabel=BITS,
+        ylabel="squared error, dB of the rows themselves",
+        title="What is lost of rows",
+    )
+    _finish(axes)
+    label(axes, [row.preset for row in rows], points)
+
+
+def _draw_residuals(axes: Axes, rows: Sequence[Quality], bounds: Sequence[WaterFilling]) -> None:
+    """The same of what is left of rows once the model is known: no RoPE, no mean, no size."""
+    points = [(row.bits_per_element, _db(row.residual_error or 0)) for row in rows]
+    _draw_points(axes, rows, points)
+    _draw_gaussian(axes, rows)
+    for bound in bounds:
+        errors = [_db(x) for x in bound.residual_errors]
+        axes.plot(bound.bits, errors, lw=1, label=f"water-filling over {bound.scope}")
+    axes.set(
+        xlabel=BITS,
+        ylabel="squared error, dB of rows less RoPE, mean and size",
+        title="What is lost of what has to be told",
+    )
+    _finish(axes)
+    label(axes, [row.preset for row in rows], points)
+
+
+def _draw_points(
+    axes: Axes, rows: Sequence[Quality], points: Sequence[tuple[float, float]]
+) -> None:
+    for ours, (group, marker, color) in zip((True, False), GROUPS, strict=True):
+        pairs = zip(rows, points, strict=True)
+        shown = [point for row, point in pairs if (row.preset in OURS) == ours]
         if shown:
-            bits, sizes = zip(*shown, strict=True)
-            axes.scatter(bits, 10 * np.log10(sizes), marker=marker, label=name, zorder=3)
+            right, up = zip(*shown, strict=True)
+            axes.scatter(right, up, marker=marker, c=color, label=group, zorder=3)
+
+
+def _draw_gaussian(axes: Axes, rows: Sequence[Quality]) -> None:
     rates = np.linspace(0, max([row.bits_per_element for row in rows], default=4), 50)
     axes.plot(rates, -20 * np.log10(2) * rates, "k--", lw=1, label="Gaussian bound $2^{-2R}$")
-    axes.set(
-        xlabel="bits per element, everything counted",
-        ylabel="squared error, dB of the rows themselves",
-        title="What is lost",
-    )
+
+
+def _db(error: float) -> float:
+    return min(float(10 * np.log10(max(error, 1e-12))), MOST_DB)
+
+
+def _finish(axes: Axes) -> None:
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize=8)
