@@ -179,6 +179,15 @@ def test_the_rank_that_has_least_counts(engine):
     assert (staged.end_block, staged.reason) == (0, "never-stored")
 
 
+def test_a_part_of_a_block_counts_where_every_rank_has_the_same(engine):
+    for store in engine.stores:
+        save(store, ref(), CHAIN, (100, 101))
+    assert engine.stage().part == (100, 101)
+    save(engine.stores[1], ref(), CHAIN, (100,))
+    staged = engine.stage(2)
+    assert (staged.end_block, staged.part) == (25, ())
+
+
 def test_the_slowest_tier_counts(engine):
     engine.save()
     engine.stores[1].demote(ref(), "disk")
