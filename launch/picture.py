@@ -140,4 +140,5 @@ def _db(error: float) -> float:
 
 def _finish(axes: Axes) -> None:
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

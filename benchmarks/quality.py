@@ -1,0 +1,123 @@
+"""What every codec costs the sample model: ours and those of the literature, on held-out text.
+
+The machinery is that of ``thermocline calibrate``, so the figures are those of a real engine's real
+cache: all bytes counted, what follows a prefix judged against the exact cache. vLLM is used where
+it is installed: it reads prompts several times as fast as mlx does on a CPU.
+
+    python benchmarks/quality.py [--engine vllm|mlx] [--model M] [--presets tq3,max] [--ours]
+        [--contexts 2048,6144] [--json OUT] [--markdown OUT.md] [--plot OUT.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from engines.calibration.order import Report
+from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
+from kvstore.codecs.presets import PRESETS
+from kvstore.codecs.quality import Quality, TextQuality
+from kvstore.codecs.seeds import SEEDS
+from launch.calibrate import USUAL_CONTEXTS, Wishes, calibrate, print_report, write_json
+from launch.effective import effective
+from launch.errors import LaunchError, UsageError
+from launch.options import layers
+from launch.picture import check_path, draw
+from launch.vllm_home import find_python
+
+OURS = tuple(PRESETS | CALIBRATED)
+ALL = tuple(PRESETS | LEARNABLE | SEEDS)
+HEAD = ("preset", "tokens", "bits", "ratio", "KL", "perplexity", "top 1", "needles", "cos K / V")
+
+
+def main() -> None:
+    arguments = _arguments()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        assignments = [f"data_dir={folder}", f"engine.kind={arguments.engine}"]
+        flags = {"--model": arguments.model} if arguments.model else {}
+        settings = effective(layers(os.environ, assignments=assignments, flags=flags), os.environ)
+        wishes = Wishes((), (), arguments.presets, arguments.contexts, True)
+        try:
+            report = calibrate(settings, wishes, os.environ)
+        except (LaunchError, UsageError) as error:
+            raise SystemExit(f"error: {error}") from error
+    print_report(report)
+    text = markdown(report, time.monotonic() - started)
+    print("", text, sep="\n")
+    if arguments.markdown:
+        arguments.markdown.write_text(text)
+    if arguments.json:
+        write_json(report, arguments.json)
+    if arguments.plot:
+        draw(report, arguments.plot)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    engine = "vllm" if find_python("") else "mlx"
+    parser.add_argument("--engine", choices=("vllm", "mlx"), default=engine)
+    parser.add_argument("--model", help="default: the sample model")
+    parser.add_argument("--presets", default=",".join(ALL))
+    parser.add_argument("--ours", action="store_true", help="none of the literature")
+    parser.add_argument("--contexts", default=USUAL_CONTEXTS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    if arguments.ours:
+        arguments.presets = ",".join(OURS)
+    if arguments.plot:
+        check_path(arguments.plot)
+    return arguments
+
+
+def markdown(report: Report, seconds: float) -> str:
+    """Two tables: of all texts, and of each kind of text by itself."""
+    parts = [f"{report.engine}, {report.dtype}, {seconds / 60:.0f} minutes on this machine.", ""]
+    parts += table(HEAD, [list(_cells(row)) for row in report.rows])
+    kinds = list(dict.fromkeys(kind(x.text) for row in report.rows for x in row.texts))
+    parts += ["", "KL by kind of text:", ""]
+    rows = [[row.preset, str(row.context), *_kl_of(row.texts, kinds)] for row in report.rows]
+    return "\n".join([*parts, *table(("preset", "tokens", *kinds), rows), ""])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+
+
+def _cells(row: Quality) -> Iterator[str]:
+    yield f"`{row.preset}`"
+    yield str(row.context)
+    yield f"{row.bits_per_element:.3f}"
+    yield f"{16 / row.bits_per_element:.2f}x"
+    yield f"{row.kl:.5f}"
+    yield f"{row.perplexity_change_pct:+.2f} %"
+    yield f"{row.top1:.1%}"
+    yield f"{row.needle_found}/{row.needle_total}"
+    yield f"{row.cos_k:.4f} / {row.cos_v:.4f}"
+
+
+def kind(text: str) -> str:
+    """Of the texts that ship with us: those that were written say it first."""
+    first, dash, _ = text.partition("-")
+    return first if dash else ("manual" if text.startswith("manual") else "code")
+
+
+def _kl_of(texts: Sequence[TextQuality], kinds: Sequence[str]) -> Iterator[str]:
+    """ "" for kinds of which no text is long enough."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for x in texts:
+        found[kind(x.text)].append(x.kl)
+    for name in kinds:
+        yield f"{sum(found[name]) / len(found[name]):.5f}" if found[name] else ""
+
+
+if __name__ == "__main__":
+    main()
