@@ -4,7 +4,7 @@ The machinery is that of ``thermocline calibrate``, so the figures are those of 
 cache: all bytes counted, what follows a prefix judged against the exact cache. vLLM is used where
 it is installed: it reads prompts several times as fast as mlx does on a CPU.
 
-    python benchmarks/quality.py [--engine vllm|mlx] [--model M] [--presets tq3,max] [--ours]
+    python benchmarks/quality.py [--engine vllm|mlx] [--model M] [--presets ours]
         [--contexts 2048,6144] [--json OUT] [--markdown OUT.md] [--plot OUT.png]
 """
 
@@ -19,10 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engines.calibration.order import Report
-from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
-from kvstore.codecs.presets import PRESETS
 from kvstore.codecs.quality import Quality, TextQuality
-from kvstore.codecs.seeds import SEEDS
 from launch.calibrate import USUAL_CONTEXTS, Wishes, calibrate, print_report, write_json
 from launch.effective import effective
 from launch.errors import LaunchError, UsageError
@@ -30,8 +27,6 @@ from launch.options import layers
 from launch.picture import check_path, draw
 from launch.vllm_home import find_python
 
-OURS = tuple(PRESETS | CALIBRATED)
-ALL = tuple(PRESETS | LEARNABLE | SEEDS)
 HEAD = ("preset", "tokens", "bits", "ratio", "KL", "perplexity", "top 1", "needles", "cos K / V")
 
 
@@ -63,15 +58,12 @@ def _arguments() -> argparse.Namespace:
     engine = "vllm" if find_python("") else "mlx"
     parser.add_argument("--engine", choices=("vllm", "mlx"), default=engine)
     parser.add_argument("--model", help="default: the sample model")
-    parser.add_argument("--presets", default=",".join(ALL))
-    parser.add_argument("--ours", action="store_true", help="none of the literature")
+    parser.add_argument("--presets", default="all", help="names, or: ours, all")
     parser.add_argument("--contexts", default=USUAL_CONTEXTS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
-    if arguments.ours:
-        arguments.presets = ",".join(OURS)
     if arguments.plot:
         check_path(arguments.plot)
     return arguments

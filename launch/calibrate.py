@@ -18,6 +18,7 @@ from engines.vllm_env import import_path
 from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import PRESETS, codec_by_name
 from kvstore.codecs.quality import Quality
+from kvstore.codecs.seeds import SEEDS
 from kvstore.errors import UnknownCodec
 from launch.blas import find_blas
 from launch.build import CHILD_ENV
@@ -31,6 +32,8 @@ log = logging.getLogger("thermocline.launch")
 USUAL_CONTEXTS = "2048,6144"
 # Where its programs are. Others are served, and measured by another engine.
 _PROGRAMS = {"mlx": "engines.mlx_worker.calibrate", "vllm": "engines.vllm_plugin.calibrate"}
+# What may stand for several presets.
+GROUPS: Final = {"ours": (*PRESETS, *CALIBRATED), "all": (*PRESETS, *LEARNABLE, *SEEDS)}
 COLUMNS: Final = (
     *("preset", "tokens", "bits", "KL", "perplexity", "top 1", "needles", "cos K", "cos V"),
     *("of Gaussian", "of bound"),
@@ -43,7 +46,7 @@ class Wishes:
 
     texts: Sequence[Path]
     eval_texts: Sequence[Path]
-    presets: str | None  # names, separated by commas; None = all of our own
+    presets: str | None  # names, or "ours", "all", separated by commas; None = ours
     contexts: str
     needles: bool
 
@@ -102,7 +105,7 @@ def _order(effective: Effective, wishes: Wishes) -> Order:
         model_path=model.path,
         dtype=effective.settings.engine.dtype,
         vllm=effective.settings.engine.vllm,
-        presets=_presets(wishes.presets),
+        presets=presets_of(wishes.presets),
         contexts=_contexts(wishes.contexts),
         fit_texts=tuple(str(x.resolve()) for x in wishes.texts),
         eval_texts=tuple(str(x.resolve()) for x in wishes.eval_texts),
@@ -113,17 +116,18 @@ def _order(effective: Effective, wishes: Wishes) -> Order:
     return order if wishes.needles else msgspec.structs.replace(order, depths=())
 
 
-def _presets(names: str | None) -> tuple[str, ...]:
-    if names is None:
-        return tuple(PRESETS | CALIBRATED)
-    for name in (wanted := tuple(x.strip() for x in names.split(","))):
+def presets_of(names: str | None) -> tuple[str, ...]:
+    """Names, and names of groups, each preset once."""
+    wanted = [x.strip() for x in (names or "ours").split(",")]
+    each = dict.fromkeys(preset for name in wanted for preset in GROUPS.get(name, (name,)))
+    for name in each:
         if name in LEARNABLE:
             continue
         try:
             codec_by_name(name)
         except UnknownCodec as error:
             raise UsageError(f"--presets: {error}") from error
-    return wanted
+    return tuple(each)
 
 
 def _contexts(text: str) -> tuple[int, ...]:

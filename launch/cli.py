@@ -156,7 +156,7 @@ def calibrate(
         list[Path] | None, typer.Option(metavar="FILE", help="Judge by this; may be repeated.")
     ] = None,
     presets: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME", help="Codecs to measure; default: ours.")
+        str | None, typer.Option(metavar="NAME,NAME", help="Codecs to measure, or: ours, all.")
     ] = None,
     contexts: Annotated[
         str, typer.Option(metavar="N,N", help="Tokens that go through the codec.")
