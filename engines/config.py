@@ -47,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_batch: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
     max_context: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0 = what the model's config says
     prefill_step: Annotated[int, msgspec.Meta(ge=16, le=8192)] = 512
+    # Keep live KV packed by this codec, all but its first and newest tokens; mlx only.
+    hot_codec: Literal["", "tq3", "tq4"] = ""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     stall_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0

@@ -27,11 +27,17 @@ class KVCost:
     windows: tuple[tuple[int, int], ...] = ()  # rotating layers: (bytes per token, longest)
     fixed: int = 0  # recurrent layers
     num_caches: int = 1  # that the bytes are spread over
+    # Only for a moment: of each token of the batch that is computed, and of a prompt's next part.
+    passing_per_token: int = 0
+    passing: int = 0
 
     def row_bytes(self, num_tokens: int) -> int:
-        length = num_tokens + STEP
-        windows = sum(nbytes * min(length, longest) for nbytes, longest in self.windows)
-        return self.per_token * length + windows + self.fixed
+        """Of a running row, which has room to grow."""
+        return self.idle_bytes(num_tokens + STEP)
+
+    def idle_bytes(self, num_tokens: int) -> int:
+        windows = sum(nbytes * min(num_tokens, longest) for nbytes, longest in self.windows)
+        return self.per_token * num_tokens + windows + self.fixed
 
 
 def batch_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
@@ -47,7 +53,8 @@ def passing_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
     alive = [(rows, longest) for rows, longest in batches if rows]
     row = max((cost.row_bytes(longest) for _, longest in alive), default=0)
     largest = max((rows * cost.row_bytes(longest) for rows, longest in alive), default=0)
-    return row + largest // cost.num_caches
+    unpacked = max((rows * longest for rows, longest in alive), default=0) * cost.passing_per_token
+    return row + largest // cost.num_caches + unpacked + (cost.passing if alive else 0)
 
 
 def alone_bytes(cost: KVCost, num_tokens: int) -> int:

@@ -33,7 +33,7 @@ class HostRows(MxRows):
     def unpack(self, codes: mx.array, scales: mx.array) -> mx.array:
         mx.eval(codes, scales)
         out = np.empty((1, scales.size, self.kind.dim), _numpy_dtype(self.kind))
-        self._unpack_into(out, _seen(codes), _seen(scales), self._kernel)
+        self._unpack_into(out, seen(codes), seen(scales), self._kernel)
         rows = mx.array(out).reshape(*scales.shape, self.kind.dim)
         return rows if self.kind.stored == "float16" else rows.view(mx.bfloat16)
 
@@ -68,7 +68,7 @@ class HostRows(MxRows):
         last = first + side.num_packed
         out[:, :first] = _exact(side.sinks, out.dtype)
         if side.num_packed:
-            self._unpack_into(out[:, first:last], _seen(side.codes), _seen(side.scales), kernel)
+            self._unpack_into(out[:, first:last], seen(side.codes), seen(side.scales), kernel)
         out[:, last : side.num_tokens] = _exact(side.recent, out.dtype)
 
     def _unpack_into(
@@ -82,21 +82,21 @@ class HostRows(MxRows):
             out[zero] = 0
 
 
-def _seen(array: mx.array) -> np.ndarray:
-    """Without a copy."""
-    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+def seen(array: mx.array) -> np.ndarray:
+    """Zero-copy; bf16 and fp16 as their bit patterns. What comes out is not to be written to."""
+    view: np.ndarray = np.asarray(array.view(mx.uint16) if array.itemsize == 2 else array)
+    return view
 
 
 def _exact(array: mx.array, element: np.dtype) -> np.ndarray:
     """(1, heads, tokens, dim) of the stored dtype as ``element``, without the first axis."""
-    values = _seen(array)[0]
-    if element == np.float32:
-        return floats.widen(values, "bfloat16")
-    return values
+    bits = seen(array)[0]
+    return floats.widen(bits, "bfloat16") if element == np.float32 else bits.view(element)
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    flat: np.ndarray = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8)
 
 
 def _numpy_dtype(kind: RowKind) -> np.dtype:

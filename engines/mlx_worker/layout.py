@@ -1,9 +1,10 @@
 """What the caches of a model consist of, found by looking at real ones after a tiny forward pass.
 
 Three kinds of cache can be kept cold. ``KVCache`` grows with every token and goes through the
-codec, chunk by chunk. ``RotatingKVCache`` (a sliding window) and ``ArraysCache`` (recurrent state)
-cannot be cut back to an earlier token; they are kept exact, as snapshots. ``CacheList`` is a bundle
-of them. Any other class can be served but not kept.
+codec, chunk by chunk; ``PackedKVCache`` takes its place where live KV is kept packed.
+``RotatingKVCache`` (a sliding window) and ``ArraysCache`` (recurrent state) cannot be cut back to
+an earlier token; they are kept exact, as snapshots. ``CacheList`` is a bundle of them. Any other
+class can be served but not kept.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from engines.kv_budget import KVCost
+from engines.mlx_worker.live_cache import PackedKVCache
 from engines.mlx_worker.turn import Caches
 from kvstore.shapes import KVLayer, KVLayout
 
@@ -48,7 +50,7 @@ class CachePlan:
     @property
     def needs_state(self) -> bool:
         """True if a part of the cache does not grow and must be kept as snapshots."""
-        return any(name != "KVCache" for name in self.class_names)
+        return any(name not in ("KVCache", "PackedKVCache") for name in self.class_names)
 
 
 def leaves(caches: Caches) -> Iterator[Any]:
@@ -61,7 +63,7 @@ def leaves(caches: Caches) -> Iterator[Any]:
 
 
 def is_growing(leaf: Any) -> bool:
-    return type(leaf) is KVCache
+    return type(leaf) in (KVCache, PackedKVCache)
 
 
 def probe(model: Any) -> CachePlan:

@@ -21,7 +21,9 @@ from mlx_lm.models.cache import create_attention_mask
 
 from engines.mlx_worker.live_fetch import fetch
 from engines.mlx_worker.live_rows import LiveRows
-from engines.mlx_worker.live_side import BLOCK, NUM_RECENT, LiveSide, empty_side
+from engines.mlx_worker.live_side import LiveSide, empty_side
+from engines.packed_budget import BLOCK, NUM_RECENT
+from kvstore.shapes import DType
 
 # K and V.
 BothRows = tuple[LiveRows, LiveRows]
@@ -31,8 +33,10 @@ BothSides = tuple[LiveSide, LiveSide]
 class PackedKVCache:
     """Of one session, for one layer; in place of mlx_lm's ``KVCache``."""
 
-    def __init__(self, rows: BothRows) -> None:
+    def __init__(self, rows: BothRows, dtype: DType) -> None:
+        """``dtype``: the engine's, in which attention wants to read."""
         self.rows = rows
+        self.dtype = dtype
         self.sides: BothSides | None = None  # None = no token yet
         self.offset = 0  # tokens it holds
         # It met a row that cannot be packed (infinite, or out of a scale's range): from there on
@@ -60,8 +64,8 @@ class PackedKVCache:
         whether they can be packed."""
         if self.sides is None or self.stuck:
             return
-        num_recent = self.sides[0].recent.shape[2]
-        count = (num_recent - NUM_RECENT) // BLOCK * BLOCK
+        recent = int(self.sides[0].recent.shape[2])
+        count = (self.offset - NUM_RECENT) // BLOCK * BLOCK - (self.offset - recent)
         if count <= 0:
             return
         (keys, bad_key), (values, bad_value) = (
@@ -103,15 +107,15 @@ class PackedKVCache:
     def nbytes(self) -> int:
         return sum(side.nbytes for side in self.sides or ())
 
-    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        return create_attention_mask(*args, offset=self.offset, **kwargs)
+    def make_mask(self, N: int, **kwargs: Any) -> Any:
+        return create_attention_mask(N, self.offset, **kwargs)
 
     def merge(self, caches: Sequence[PackedKVCache]) -> BatchPackedKVCache:
         return BatchPackedKVCache([cache.copied() for cache in caches])
 
     def copied(self) -> PackedKVCache:
         """An independent cache; what both hold is shared."""
-        copy = PackedKVCache(self.rows)
+        copy = PackedKVCache(self.rows, self.dtype)
         copy.sides, copy.offset, copy.stuck = self.sides, self.offset, self.stuck
         return copy
 
@@ -127,7 +131,7 @@ class BatchPackedKVCache:
         self.caches = caches
         self._width = max((cache.offset for cache in caches), default=0)
         self._left = [self._width - cache.offset for cache in caches]
-        # While prompts padded on the right are fed: where each row's own tokens end, and its padding.
+        # While prompts padded on the right are fed: where each row's own tokens end, its padding.
         self._ends: list[int] | None = None
         self._right: list[int] = []
 
@@ -148,7 +152,7 @@ class BatchPackedKVCache:
         self._width += num_new
         return fetched(self.caches, self._left, self._width, keys.dtype)
 
-    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:  # noqa: N803
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
         left = mx.array(self._left)
         return create_causal_mask(N, offset=self._width, left_padding=left, **kwargs)
 

@@ -15,11 +15,6 @@ import mlx.core as mx
 from engines.mlx_worker.live_rows import LiveRows, RowKind, Shared
 from kvstore.codecs.payload import NUM_SINKS
 
-# The newest tokens stay as they are: at least so many, and less than that and a block more.
-NUM_RECENT = 64
-BLOCK = 64
-MOST_EXACT = NUM_SINKS + NUM_RECENT + BLOCK  # tokens of one session, between two calls
-
 
 @dataclass(frozen=True)
 class LiveSide(Shared):

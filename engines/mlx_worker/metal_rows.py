@@ -31,7 +31,7 @@ def has_metal_kernel(kind: RowKind) -> bool:
 
 
 class MetalRows(Shared):
-    """Implements ``LiveRows``. Only where mlx runs on Metal, for kinds that ``has_metal_kernel``."""
+    """Implements ``LiveRows``. Needs Metal, and a kind that ``has_metal_kernel``."""
 
     def __init__(self, kind: RowKind) -> None:
         self.kind = kind

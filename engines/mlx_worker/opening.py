@@ -16,6 +16,8 @@ from engines.mlx_worker.layout import CachePlan
 from engines.mlx_worker.loading import LoadedModel
 from engines.mlx_worker.selftest import why_not
 from kvstore.codecs.base import Codec
+from kvstore.codecs.packed_array import PackedLayout
+from kvstore.codecs.packed_codec import packed_codec
 from kvstore.codecs.presets import codec_by_name, warm
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable, UnknownCodec
@@ -57,6 +59,8 @@ def store_opener(
 
 def _codec(name: str, plan: CachePlan) -> Codec:
     codec = codec_by_name(name)
+    if isinstance(plan.layout, PackedLayout):
+        codec = packed_codec(codec, plan.layout)
     if plan.layout is not None and plan.layout.layers:
         codec.check(plan.layout)
         warm(codec, plan.layout)

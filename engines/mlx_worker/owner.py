@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from engines.mlx_worker.cold import Cold
 from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts, Overloaded
 from engines.mlx_worker.keeping import Cause
 from engines.mlx_worker.layout import CachePlan, probe
+from engines.mlx_worker.live_model import live_packed
 from engines.mlx_worker.loading import LoadedModel
 from engines.mlx_worker.stream import EventStream, Outbox
 from engines.mlx_worker.turn import Turn, split_turn
@@ -238,6 +240,9 @@ class Owner:
         self._loaded = self._load()
         model = self._loaded.model
         self._plan = probe(model)
+        if self._config.hot_codec:
+            model, self._plan = live_packed(model, self._plan, self._config)
+            self._loaded = replace(self._loaded, model=model)
         max_context = self._affordable_context()
         mx.set_cache_limit(min(MLX_POOL_BYTES, self._config.hot_bytes // 4))
         opened = self._open_store(self._loaded, self._plan)

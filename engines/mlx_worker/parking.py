@@ -17,6 +17,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from engines.mlx_worker.layout import is_growing, leaves
+from engines.mlx_worker.live_cache import PackedKVCache
+from engines.mlx_worker.live_parking import fill_packed, packed_pair
 from engines.mlx_worker.turn import Caches
 from kvstore.errors import Mismatch
 from kvstore.shapes import KVLayout, KVPair, KVRun
@@ -39,6 +41,13 @@ def copy_of(caches: Caches) -> Caches:
     return copied
 
 
+def pack_old(caches: Caches) -> None:
+    """Of caches that are kept packed: what has left the recent window. They are evaluated."""
+    for leaf in leaves(caches):
+        if isinstance(leaf, PackedKVCache):
+            leaf.pack_old()
+
+
 def nbytes_of(caches: Caches) -> int:
     return int(sum(cache.nbytes for cache in caches))
 
@@ -54,7 +63,10 @@ def settle(caches: Caches) -> None:
     """Evaluate, and give back what is not used: spare room of growing caches, and batches of which
     a finished row's state is still a slice."""
     for leaf in leaves(caches):
-        if is_growing(leaf) and leaf.keys is not None:
+        if isinstance(leaf, PackedKVCache):
+            leaf.pack_old()
+            leaf.state = tree_map(_packed, leaf.state)
+        elif is_growing(leaf) and leaf.keys is not None:
             keys, values, used = leaf.state
             leaf.state = (_packed(keys[..., :used, :]), _packed(values[..., :used, :]), used)
         else:
@@ -76,11 +88,13 @@ def growing_run(caches: Caches, num_tokens: int) -> list[KVPair]:
 
     Each (num_kv_heads, num_tokens, head_dim), in the engine's dtype, bf16 as uint16.
     """
-    return [
-        (_view(leaf.keys[0, :, :num_tokens]), _view(leaf.values[0, :, :num_tokens]))
-        for leaf in leaves(caches)
-        if is_growing(leaf)
-    ]
+    return [_pair(leaf, num_tokens) for leaf in leaves(caches) if is_growing(leaf)]
+
+
+def _pair(leaf: Any, num_tokens: int) -> KVPair:
+    if isinstance(leaf, PackedKVCache):
+        return packed_pair(leaf, num_tokens)
+    return _view(leaf.keys[0, :, :num_tokens]), _view(leaf.values[0, :, :num_tokens])
 
 
 def state_tree(caches: Caches) -> StateTree:
@@ -123,7 +137,9 @@ def rebuild(
     caches: Caches = make_prompt_cache(model)
     pairs, states = iter(run), iter(state if isinstance(state, list | tuple) else ())
     for leaf in leaves(caches):
-        if is_growing(leaf):
+        if isinstance(leaf, PackedKVCache):
+            fill_packed(leaf, next(pairs, None), num_tokens)
+        elif is_growing(leaf):
             keys, values = next(pairs, (None, None))
             leaf.state = (
                 _growing(keys, layout, num_tokens),

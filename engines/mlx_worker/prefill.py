@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from engines.mlx_worker import parking
 from engines.mlx_worker.turn import Prompt
 
 # Every chunk pays for reading the weights and, on a crowded machine, for waiting on the other
@@ -92,6 +93,7 @@ class Feeder:
         self._model(mx.array(chunk)[None], cache=prompt.caches)
         # Only the caches: what the head would say of these positions is never computed.
         mx.eval([cache.state for cache in prompt.caches])
+        parking.pack_old(prompt.caches)
         mx.clear_cache()
         prompt.done += len(chunk)
         self._pace.took(len(chunk), time.perf_counter() - started)

@@ -18,9 +18,13 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from engines.mlx_worker import parking
 from engines.mlx_worker.layout import CachePlan, leaves
 from engines.mlx_worker.turn import Caches
+from engines.packed_budget import MOST_EXACT
+from kvstore.codecs.packed_array import PackedLayout
 from kvstore.snapshot import decode_state, encode_state
 
 NUM_TOKENS = 12
+# Where live KV is kept packed: so many that some of it is.
+NUM_TOKENS_PACKED = MOST_EXACT + 8
 # Of these, fed one by one, as in decoding: only then does a window's write position go round.
 NUM_STEPS = 5
 SMALL_WINDOW = 4
@@ -60,16 +64,17 @@ def _rotating(caches: Caches) -> list[RotatingKVCache]:
 
 
 def _try(model: Any, plan: CachePlan, vocab_size: int) -> str:
-    tokens = [(7 * i + 1) % vocab_size for i in range(NUM_TOKENS)]
+    num_tokens = NUM_TOKENS_PACKED if isinstance(plan.layout, PackedLayout) else NUM_TOKENS
+    tokens = [(7 * i + 1) % vocab_size for i in range(num_tokens)]
     kept = _fed(model, tokens)
-    woken = _asleep_and_awake(model, plan, kept, NUM_TOKENS)
-    if not _same(kept, woken):
+    woken = _asleep_and_awake(model, plan, kept, num_tokens)
+    if not _same(kept, woken, num_tokens):
         return "its caches came back from a test with other contents"
-    shorter = _fed(model, tokens[: NUM_TOKENS // 2])
+    shorter = _fed(model, tokens[: num_tokens // 2])
     batch = [mine.merge([mine, other]) for mine, other in zip(woken, shorter, strict=True)]
     alone = [cache.extract(0) for cache in batch]
     parking.settle(alone)
-    if not _same(kept, alone):
+    if not _same(kept, alone, num_tokens):
         return "its caches came out of a test batch with other contents"
     step = mx.array([[tokens[0]]])
     expected, got = (model(step, cache=caches)[0, -1] for caches in (kept, woken))
@@ -94,9 +99,8 @@ def _asleep_and_awake(model: Any, plan: CachePlan, caches: Caches, num_tokens: i
     return parking.rebuild(model, plan.layout, run, state, num_tokens)
 
 
-def _same(one: Caches, other: Caches) -> bool:
+def _same(one: Caches, other: Caches, num_tokens: int) -> bool:
     """Equal bit for bit in all that is kept. Spare room is not."""
-    num_tokens = NUM_TOKENS
     runs = (parking.growing_run(caches, num_tokens) for caches in (one, other))
     pairs = zip(*runs, strict=True)
     equal = all(np.array_equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True))

@@ -79,8 +79,9 @@ class PackedArray:
         """Unpacked, with numpy; for looking at."""
         values = np.array(floats.from_stored(self.exact, self.dtype_name))
         packed = self.scales != 0
-        rows = self.rows.unpack(self.codes[packed], self.scales[packed], self.shape[2])
-        values[packed] = floats.narrow(rows, self.dtype_name)
+        if packed.any():
+            rows = self.rows.unpack(self.codes[packed], self.scales[packed], self.shape[2])
+            values[packed] = floats.narrow(rows, self.dtype_name)
         return values if dtype is None else values.astype(dtype)
 
     def _with(self, codes: np.ndarray, scales: np.ndarray, exact: np.ndarray) -> PackedArray:

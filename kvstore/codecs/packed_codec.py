@@ -59,11 +59,11 @@ class PackedCodec:
         kept = self.inner.check_payload(view, plan)
         arrays = _arrays(out)
         for array, slot in zip(arrays, plan.slots, strict=True):
-            tokens, sinks = (slot.num_heads, slot.num_tokens, -1), slot.num_sinks
+            sinks, shape = slot.num_sinks, (slot.num_heads, slot.num_tokens)
             array.exact[:, :sinks] = slot.sinks(view)
             array.scales[:, :sinks] = 0
-            array.scales[:, sinks:] = slot.scales(view).reshape(tokens[:2])
-            array.codes[:, sinks:] = slot.packed(view).reshape(tokens)
+            array.scales[:, sinks:] = slot.scales(view).reshape(shape)
+            array.codes[:, sinks:] = slot.packed(view).reshape(*shape, slot.row_nbytes)
         at = plan.nbytes
         for number, rows in plan.split_rows(kept):
             slot = plan.slots[number]
@@ -80,7 +80,7 @@ class PackedCodec:
         slot.sinks(payload)[:] = array.exact[:, :sinks]
         scales, packed = slot.scales(payload), slot.packed(payload)
         scales[:] = array.scales[:, sinks:].reshape(-1)
-        packed[:] = array.codes[:, sinks:].reshape(slot.num_rows, -1)
+        packed[:] = array.codes[:, sinks:].reshape(slot.num_rows, slot.row_nbytes)
         fresh = np.flatnonzero(scales == 0)
         if len(fresh):
             stored = array.exact[slot.positions(fresh)]
