@@ -32,6 +32,7 @@ from launch.cache_shape import NotUnderstood
 from launch.effective import Effective, require_installed
 from launch.errors import LaunchError, UsageError
 from launch.families import cache_shape
+from launch.hot_codec import check_hot_codec
 from launch.machine import machine_memory
 from launch.model import Model, find_model
 from launch.planning import check_hot
@@ -73,6 +74,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     require_installed(effective)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
     model = _model(effective)
+    check_hot_codec(effective, model)
     _check_memory(effective, model)
     check_hot(effective, model)
     store = _store(settings.store, effective.folders.data, model)

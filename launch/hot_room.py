@@ -27,9 +27,12 @@ class HotRoom:
     wanted: int
     pays_for_work: bool  # the engine is mlx_lm
     asked_for: bool = False
+    packed: KVCost | None = None  # the cache is kept packed while it is live
 
     def idle_bytes(self, num_tokens: int) -> int:
         """Of a session between its turns; never 0."""
+        if self.packed is not None:
+            return max(1, self.packed.idle_bytes(num_tokens))
         return max(1, self.shape.hot_bytes(num_tokens, self.itemsize))
 
     def running_bytes(self, num_tokens: int) -> int:
@@ -63,4 +66,4 @@ class HotRoom:
 
     @property
     def _cost(self) -> KVCost:
-        return self.shape.cost(self.itemsize)
+        return self.packed or self.shape.cost(self.itemsize)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
+from engines.packed_budget import HOT_CODECS, packed_cost
 from kvstore.shapes import NUMPY_DTYPES
 from launch.cache_shape import CacheShape, NotUnderstood
 from launch.effective import Effective
@@ -65,13 +66,17 @@ def hot_room(effective: Effective, content: Mapping[str, Any], shape: CacheShape
     """``content``: the model's config.json."""
     engine = effective.settings.engine
     longest = stated_context(content) or UNSTATED_CONTEXT
+    itemsize = NUMPY_DTYPES[live_dtype(engine, content, effective.widens)].itemsize
+    bits = HOT_CODECS.get(engine.hot_codec)
+    packed = bits and packed_cost(shape.growing, bits, itemsize, engine.prefill_step)
     return HotRoom(
         shape,
-        NUMPY_DTYPES[live_dtype(engine, content, effective.widens)].itemsize,
+        itemsize,
         engine.hot_bytes,
         wanted=min(engine.max_context or longest, longest),
         pays_for_work=effective.engine_kind == "mlx",
         asked_for=engine.max_context > 0,
+        packed=packed or None,
     )
 
 

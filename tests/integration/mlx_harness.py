@@ -126,7 +126,7 @@ class Engine:
 
 @asynccontextmanager
 async def engine(
-    kind: str, folder: Path | None = None, *, codec: str = "raw", **config: int
+    kind: str, folder: Path | None = None, *, codec: str = "raw", **config: int | str
 ) -> AsyncIterator[Engine]:
     """``folder`` = where the disk tier lies; None = no cold store at all."""
     settings = EngineConfig(**{"prefill_step": 64, **config})  # type: ignore[arg-type]

@@ -1,0 +1,254 @@
+"""A live cache that is kept packed, beside mlx_lm's own caches: memory, decode speed, quality.
+
+    python benchmarks/live_cache.py [--tokens 1024 2048] [--steps 8] [--rounds 3] [--json OUT]
+
+One process, one prefill for each length and way of feeding. *KVCache* is mlx_lm's exact cache,
+*QuantizedKVCache* its own packed one (the peer; it cannot batch, trim into a batch or be kept
+cold). Ours is fed as the engine feeds it, so what it computed while packed carries its loss on;
+"after prefill" is the same cache filled from the exact one. KL is that of the next 48 tokens of a
+held-out text against the exact cache. The ways take turns; the median round counts.
+
+*attention* is one layer alone, one row and one new token: K and V unpacked and then mlx's own
+attention, against scores taken straight from the codes (rotated query times codebook) and V summed
+up in the rotated domain with a single rotation back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from engines.calibration.corpus import held_out_texts
+from engines.config import EngineConfig
+from engines.mlx_worker import parking
+from engines.mlx_worker.host_rows import HostRows
+from engines.mlx_worker.layout import probe
+from engines.mlx_worker.live_cache import PackedKVCache
+from engines.mlx_worker.live_fetch import fetch
+from engines.mlx_worker.live_model import LiveModel, live_packed
+from engines.mlx_worker.live_side import LiveSide
+from engines.mlx_worker.loading import LoadedModel, load_model
+from engines.mlx_worker.mx_codec import MxRows
+from engines.mlx_worker.turn import Caches
+from launch.blas import find_blas
+from launch.paths import folders
+from launch.sample_model import sample_model
+from stack import write_json
+
+NUM_SCORED = 48
+PREFILL_STEP = 128
+
+
+def restart_with_blas() -> None:
+    """mlx's wheel for Linux multiplies ten times slower than the BLAS that the product preloads."""
+    blas = find_blas(os.environ, folders("", "", os.environ).cache)
+    print(blas.message)
+    if blas.env:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **blas.env})
+
+
+def text_of(loaded: LoadedModel, num_tokens: int) -> list[int]:
+    joined = "\n\n".join(text.content for text in held_out_texts())
+    tokens: list[int] = loaded.tokenizer.encode(joined)
+    assert len(tokens) >= num_tokens, f"the texts have {len(tokens)} tokens only"
+    return tokens[:num_tokens]
+
+
+def fed(model: Any, tokens: Sequence[int]) -> Caches:
+    caches: Caches = make_prompt_cache(model)
+    for at in range(0, len(tokens), PREFILL_STEP):
+        model(mx.array([list(tokens[at : at + PREFILL_STEP])]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+        parking.pack_old(caches)
+        mx.clear_cache()
+    parking.settle(caches)
+    return caches
+
+
+def repacked(live: LiveModel, exact: Caches) -> Caches:
+    """The packed cache filled from the exact one."""
+    caches: Caches = live.make_cache()
+    for cache, source in zip(caches, exact, strict=True):
+        cache.append(source.keys[:, :, : source.offset], source.values[:, :, : source.offset])
+    parking.settle(caches)
+    return caches
+
+
+def quantized(exact: Caches, num_bits: int) -> Caches:
+    caches: Caches = [cache.to_quantized(group_size=64, bits=num_bits) for cache in exact]
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def logits_after(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
+    logits = model(mx.array([list(tokens)]), cache=deepcopy(caches))[0].astype(mx.float32)
+    mx.eval(logits)
+    return logits
+
+
+def divergence(right: mx.array, other: mx.array) -> float:
+    log_p, log_q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (right, other))
+    return float((mx.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean().item())
+
+
+def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> float:
+    """Per decode step of a batch of ``rows`` equal sessions."""
+    if rows > 1:
+        work = [cache.merge([deepcopy(cache) for _ in range(rows)]) for cache in caches]
+    else:
+        work = deepcopy(caches)
+    token, seconds = mx.zeros((rows, 1), mx.int32), []
+    for _ in range(steps + 1):
+        begun = time.perf_counter()
+        mx.eval(model(token, cache=work))
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])
+
+
+def one_length(loaded: LoadedModel, lives: dict[str, LiveModel], args: Any, n: int) -> list[Any]:
+    tokens = text_of(loaded, n + NUM_SCORED)
+    prefix, rest = tokens[:n], tokens[n:]
+    exact = fed(loaded.model, prefix)
+    ways: dict[str, Caches] = {"KVCache": exact}
+    for num_bits in (3, 4):
+        ways[f"QuantizedKVCache {num_bits} bits"] = quantized(exact, num_bits)
+    for name, live in lives.items():
+        ways[f"{name}, after prefill"] = repacked(live, exact)
+        ways[name] = fed(live, prefix)
+    right = logits_after(loaded.model, exact, rest)
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for _ in range(args.rounds):
+        for name, caches in ways.items():
+            for rows in (1, 4) if hasattr(caches[0], "merge") else (1,):
+                took = step_seconds(loaded.model, caches, args.steps, rows)
+                seconds.setdefault((name, rows), []).append(took)
+    table = []
+    for name, caches in ways.items():
+        other = logits_after(loaded.model, caches, rest)
+        row: dict[str, Any] = {
+            "tokens": n,
+            "cache": name,
+            "bytes": parking.nbytes_of(caches),
+            "smaller_than_KVCache": ratio(parking.nbytes_of(exact), parking.nbytes_of(caches)),
+            "kl": round(divergence(right, other), 5),
+            "top1": round(float((right.argmax(-1) == other.argmax(-1)).mean().item()), 3),
+        }
+        for rows in (1, 4):
+            if (name, rows) in seconds:
+                mine, base = (statistics.median(seconds[x, rows]) for x in (name, "KVCache"))
+                row[f"step_ms_{rows}_rows"] = round(1000 * mine, 1)
+                row[f"speed_{rows}_rows"] = ratio(base, mine)
+        table.append(row)
+        print(row, flush=True)
+    return table
+
+
+def ratio(one: float, other: float) -> float:
+    return round(one / other, 2)
+
+
+# ---- attention of one layer
+
+
+def straight(
+    rows: MxRows, query: mx.array, keys: LiveSide, values: LiveSide, scale: float
+) -> mx.array:
+    """Attention of one new token without unpacking: ``query`` (1, query heads, 1, dim), fp32."""
+    heads = keys.recent.shape[1]
+    q = query.reshape(1, heads, -1, query.shape[-1]) * scale
+    turned = rows.rotate(rows.flip_signs(q))
+    packed_keys = rows.rotated(keys.codes, keys.scales)
+    parts = (
+        q @ mx.swapaxes(keys.sinks.astype(mx.float32), -1, -2),
+        turned @ mx.swapaxes(packed_keys, -1, -2),
+        q @ mx.swapaxes(keys.recent.astype(mx.float32), -1, -2),
+    )
+    weights = mx.softmax(mx.concatenate(parts, axis=-1), axis=-1, precise=True)
+    first, last = keys.sinks.shape[2], keys.sinks.shape[2] + keys.num_packed
+    summed = weights[..., first:last] @ rows.rotated(values.codes, values.scales)
+    out = rows.flip_signs(rows.rotate_back(summed))
+    out = out + weights[..., :first] @ values.sinks.astype(mx.float32)
+    out = out + weights[..., last:] @ values.recent.astype(mx.float32)
+    return out.reshape(query.shape)
+
+
+def attention(cache: PackedKVCache, args: Any) -> dict[str, Any]:
+    kind = cache.rows[0].kind
+    ops, scale = MxRows(kind), kind.dim**-0.5
+    assert cache.sides is not None
+    keys, values = cache.sides
+    query = mx.random.normal((1, 3 * keys.recent.shape[1], 1, kind.dim))
+
+    def unpacked(rows: MxRows) -> mx.array:
+        k, v = (fetch(rows, [side], [0], cache.offset, mx.float32) for side in (keys, values))
+        return mx.fast.scaled_dot_product_attention(query, k, v, scale=scale)
+
+    ways: dict[str, Callable[[], mx.array]] = {
+        "unpack by mlx operations": lambda: unpacked(ops),
+        "straight from codes": lambda: straight(ops, query, keys, values, scale),
+    }
+    if mx.default_device().type == mx.DeviceType.cpu:
+        host = HostRows(kind)
+        ways["unpack by the host's kernels"] = lambda: unpacked(host)
+    right = ways["unpack by mlx operations"]()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(5 * args.rounds):
+        for name, way in ways.items():
+            begun = time.perf_counter()
+            out = way()
+            mx.eval(out)
+            seconds[name].append(time.perf_counter() - begun)
+            # The unpacked rows are rounded to 16 bits, the others are not.
+            assert mx.allclose(out, right, rtol=0.02, atol=0.02), name
+    found = {name: round(1000 * statistics.median(x), 2) for name, x in seconds.items()}
+    print({"attention": cache.offset, **found}, flush=True)
+    return {"tokens": cache.offset, "ms": found}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    path = Path(args.model) if args.model else sample_model(folders("", "", os.environ).cache)
+    loaded = load_model(str(path))
+    plan = probe(loaded.model)
+    lives = {
+        name: live_packed(loaded.model, plan, EngineConfig(hot_codec=name))[0]
+        for name in args.codecs
+    }
+    rows = [row for n in args.tokens for row in one_length(loaded, lives, args, n)]
+    live = next(iter(lives.values()))
+    alone = []
+    for n in args.tokens:
+        cache = live.make_cache()[0]
+        assert isinstance(cache, PackedKVCache)
+        heads = plan.layout.layers[0].num_kv_heads if plan.layout else 1
+        keys = mx.random.normal((1, heads, n, cache.rows[0].kind.dim))
+        cache.append(keys, keys)
+        cache.pack_old()
+        alone.append(attention(cache, args))
+    return {"rows": rows, "attention": alone}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="", help="a folder; the sample model without it")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--codecs", nargs="+", default=["tq3", "tq4"])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    restart_with_blas()
+    write_json(args.json, measure(args))
+
+
+if __name__ == "__main__":
+    main()

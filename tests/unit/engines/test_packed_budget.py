@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from engines.kv_budget import STEP, batch_bytes, passing_bytes
+from engines.packed_budget import BLOCK, HOT_CODECS, MOST_EXACT, NUM_RECENT, packed_cost
+from kvstore.shapes import KVLayer
+
+LAYERS = (KVLayer(3, 64, 64),) * 30
+
+
+def test_a_long_session_takes_its_packed_rows_and_a_few_exact_ones():
+    cost = packed_cost(LAYERS, 3, itemsize=4, prefill_step=512)
+    row = 64 * 3 // 8 + 2
+    elements = 30 * 2 * 3 * 64
+    assert cost.per_token == 30 * 2 * 3 * row
+    assert cost.idle_bytes(10_000) == 10_000 * cost.per_token + MOST_EXACT * elements * 2
+    assert cost.row_bytes(10_000) == cost.idle_bytes(10_000 + STEP)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 60, MOST_EXACT])
+def test_a_short_session_takes_no_more_than_its_exact_rows_and_their_packed_ones(num_tokens):
+    cost = packed_cost(LAYERS, 4, itemsize=2, prefill_step=512)
+    exact = num_tokens * 30 * 2 * 3 * 64 * 2
+    assert cost.idle_bytes(num_tokens) == exact + num_tokens * cost.per_token
+
+
+def test_a_layer_is_unpacked_for_a_moment_and_a_part_of_a_prompt_stays_exact():
+    cost = packed_cost(LAYERS, 3, itemsize=4, prefill_step=512)
+    shapes = [(2, 1000), (0, 5000)]
+    row = cost.row_bytes(1000)
+    layer = 2 * 3 * 64 * 4
+    assert passing_bytes(cost, shapes) == (
+        row + 2 * row // 30 + 2 * 1000 * 2 * layer + 512 * 30 * 2 * 3 * 64 * 2
+    )
+    assert passing_bytes(cost, [(0, 0)]) == 0
+    assert batch_bytes(cost, shapes) == 2 * row
+
+
+def test_what_is_packed_ends_with_a_chunk_of_the_cold_store_or_before():
+    """Else a session's tail would rest unpacked what was packed already, and pack it again."""
+    assert set(HOT_CODECS) == {"tq3", "tq4"}
+    for chunk_tokens in (32, 64, 128):
+        for num_tokens in range(4 * chunk_tokens + 2 * BLOCK):
+            packed_end = max(0, (num_tokens - NUM_RECENT) // BLOCK * BLOCK)
+            assert packed_end <= num_tokens // chunk_tokens * chunk_tokens
