@@ -109,6 +109,13 @@ class PackedLayout(KVLayout, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def rows(self) -> RotatedRows:
         return RotatedRows(self.num_bits)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a packed token, which nearly all are."""
+        rows, scale = self.rows, self.rows.scale_dtype.itemsize
+        sides = ((x.num_kv_heads, dim) for x in self.layers for dim in (x.head_dim, x.value_dim))
+        return sum(heads * (rows.packed_nbytes(dim) + scale) for heads, dim in sides)
+
     def empty(self, num_tokens: int) -> list[KVPair]:
         return [
             cast(
