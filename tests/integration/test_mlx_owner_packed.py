@@ -128,6 +128,18 @@ async def test_more_sessions_stay_hot_in_the_same_budget(tmp_path):
     assert await still_hot("tq3") >= 2 * await still_hot("")
 
 
+async def test_the_bytes_that_are_counted_are_the_bytes_that_are_taken(tmp_path):
+    async with engine("llama", tmp_path, codec="tq3", hot_codec="tq3") as it:
+        before = await it.owner.call(mx.get_active_memory)
+        for i in range(6):
+            await it.turn(text(i, 900), session(str(i)))
+            await it.settled()
+        taken = await it.owner.call(mx.get_active_memory) - before
+        counted = it.owner.parts.keeper.hot.nbytes
+    assert counted < 6 * 900 * 3 * 2 * 2 * 64 * 4 / 5  # of the same in fp32
+    assert taken == pytest.approx(counted, rel=0.1)
+
+
 def test_what_packing_costs_a_model_stays_within_the_codecs_own_figure():
     """KL of the next tokens, read from a cache that is packed live, against the exact one; beside
     it the KL of the same codec used cold: the whole prefix encoded and decoded once."""

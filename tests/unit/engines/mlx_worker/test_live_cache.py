@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
@@ -254,3 +256,48 @@ def test_padding_on_the_left_is_skipped(live):
     assert batch.extract(0).offset == 3
     with pytest.raises(ValueError, match="empty"):
         batch.prepare(left_padding=[1, 1])
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_whatever_happens_to_a_batch_each_row_reads_what_it_would_alone(data):
+    """Random steps, prompts padded on the right, trims, and rows that come and go."""
+    rows = HostRows(KIND)
+    singles = [PackedKVCache((rows, rows), "float32") for _ in range(data.draw(st.integers(1, 3)))]
+    batch = singles[0].merge(singles)
+    for number in range(data.draw(st.integers(1, 8))):
+        what = data.draw(st.sampled_from(["step", "step", "padded", "trim", "filter", "extend"]))
+        if what in ("step", "padded"):
+            length = data.draw(st.sampled_from([1, 1, 40, 150]))
+            least = 1 if what == "padded" else length
+            lengths = [data.draw(st.integers(least, length)) for _ in singles]
+            keys = mx.random.normal((len(singles), 2, length, 64), key=mx.random.key(number))
+            padding = [length - x for x in lengths]
+            batch.prepare(lengths=lengths, right_padding=padding)
+            left = [batch.size() - cache.offset for cache in singles]
+            got = batch.update_and_fetch(keys, 2 * keys)
+            for i, (cache, taken) in enumerate(zip(singles, lengths, strict=True)):
+                own = keys[i : i + 1, :, :taken]
+                right = cache.update_and_fetch(own, 2 * own)
+                for found, expected in zip(got, right, strict=True):
+                    mine = found[i, :, left[i] : left[i] + cache.offset]
+                    assert mx.array_equal(mine, expected[0])
+            batch.finalize()
+        elif what == "trim":
+            surplus = data.draw(st.integers(0, min(cache.offset for cache in singles)))
+            batch.trim(surplus)
+            for cache in singles:
+                cache.trim(surplus)
+        elif what == "filter":
+            order = st.lists(st.sampled_from(range(len(singles))), min_size=1, unique=True)
+            kept = data.draw(order)
+            batch.filter(kept)
+            singles = [singles[i] for i in kept]
+        elif singles[0].offset:
+            twin = singles[0].copied()
+            batch.extend(twin.merge([twin]))
+            singles.append(twin)
+        assert batch.offset.tolist() == [cache.offset for cache in singles]
+        for i, cache in enumerate(singles):
+            assert batch.extract(i).offset == cache.offset
+            assert same_kv([batch.extract(i)], [cache])
