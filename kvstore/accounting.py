@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.chain import CHUNK, KEY_BYTES, SNAPSHOT, TAIL
+from kvstore.marks import MARK_BYTES
 from kvstore.packer import Packer
 from kvstore.records import SessionRecord
 from kvstore.session_keys import KeyMaker
@@ -13,7 +14,10 @@ from kvstore.tier_stack import TierStack
 
 @dataclass(frozen=True)
 class SessionBytes:
-    """Blobs as they rest in a tier, headers included; shared chunks count for each session."""
+    """Blobs as they rest in the fastest tier that has them, headers included.
+
+    Shared chunks count for each session.
+    """
 
     chunks: int
     tail: int
@@ -45,6 +49,6 @@ def measure(
         tail=sizes[TAIL],
         snapshots=sizes[SNAPSHOT],
         record=len(packer.pack_record(record_key, record)),
-        keys=num_blobs * KEY_BYTES,
+        keys=num_blobs * KEY_BYTES + (num_blobs - 1) * MARK_BYTES,
         num_blobs=num_blobs,
     )

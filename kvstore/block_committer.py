@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from kvstore.block_index import BlockIndex
 from kvstore.block_records import BlockRecord
 from kvstore.pins import Pin, Pins
+from kvstore.records import TierName
 from kvstore.tier_stack import TierStack
 from kvstore.tiers.base import Blob
 from kvstore.write_behind import Delivery, WriteBehind, deliver
@@ -32,18 +32,34 @@ class BlockCommitter:
     def commit(
         self,
         record: BlockRecord,
-        fresh: Mapping[bytes, Blob] | None = None,
-        obsolete: Sequence[bytes] = (),
+        fresh: Mapping[bytes, Blob],
+        obsolete: Sequence[bytes],
     ) -> bool:
-        """The session is now what ``record`` says. False if no tier has it or will try to."""
-        delivery = self._delivery(record, fresh or {}, obsolete)
-        if not self._is_taken(delivery):
+        """The session is now what ``record`` says; ``spread`` is to follow.
+
+        False if no tier has it or will try to.
+        """
+        if not self._is_taken(self._delivery(record, fresh, obsolete)):
             return False
         self.follow_pin(record)
         self._index.put(record)
-        for tier in self._slower:
-            tier.offer(dataclasses.replace(delivery, done=Future()))
         return True
+
+    def spread(
+        self,
+        record: BlockRecord,
+        fresh_of: Callable[[TierName], Mapping[bytes, Blob]],
+        obsolete: Sequence[bytes],
+    ) -> None:
+        """What was committed, into the slower tiers: each has its own form of what is fresh."""
+        for place, tier in enumerate(self._slower, 1):
+            fresh = fresh_of(self._stack.name(place))
+            tier.offer(self._delivery(record, fresh, obsolete))
+
+    def replace(self, record: BlockRecord) -> None:
+        """The same blobs under a changed record, in every tier."""
+        if self.commit(record, {}, ()):
+            self.spread(record, lambda tier: {}, ())
 
     def _is_taken(self, delivery: Delivery) -> bool:
         if not len(self._stack):

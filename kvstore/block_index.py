@@ -145,6 +145,7 @@ class BlockIndex:
             record = decode_block_record(payload)
             if self.key(record) != key or record.block_tokens != self._keys.block_tokens:
                 raise Mismatch("the record is of another session or block size")
+            self._stack.meet(record.codecs)
             return record
         except Unusable as error:
             _log.warning("a session record cannot be used: %s", error)

@@ -8,7 +8,7 @@ all tokens (recurrent ones, sliding windows) have a state, stored behind a few o
 behind the last full block have no hash of the engine's; they are the *part* of a block, named by
 the hash of the block before it and their ids.
 
-    key = kind, H(version, fingerprint, codec, tokens per block, number of blocks, last hash)
+    key = kind, H(version, fingerprint, tokens per block, number of blocks, last hash)
 
 The hash knows nothing of weights, dtype or ranks: they are in the fingerprint.
 """
@@ -69,7 +69,7 @@ class Piece:
 
 
 class BlockKeys:
-    """The keys of one store: one model, one rank, one codec, one size of chunks.
+    """The keys of one store: one model, one rank, one size of chunks.
 
     Args:
         fingerprint: of weights, dtype, rank and layout.
@@ -77,10 +77,8 @@ class BlockKeys:
         chunk_blocks: blocks per chunk.
     """
 
-    def __init__(
-        self, fingerprint: str, codec_id: str, block_tokens: int, chunk_blocks: int
-    ) -> None:
-        self._prefix = _joined(fingerprint.encode(), codec_id.encode())
+    def __init__(self, fingerprint: str, block_tokens: int, chunk_blocks: int) -> None:
+        self._prefix = _joined(fingerprint.encode())
         self.block_tokens = block_tokens
         self.chunk_blocks = chunk_blocks
 
@@ -129,7 +127,7 @@ class BlockKeys:
         return piece.num_blocks * self.block_tokens + piece.part_tokens
 
     def record_key(self, tenant: str, session_id: str) -> bytes:
-        """Apart from other engines' records, and from those of other models, ranks and codecs."""
+        """Apart from other engines' records, and from those of other models and ranks."""
         names = (
             tenant.encode("utf-8", "surrogatepass"),
             session_id.encode("utf-8", "surrogatepass"),

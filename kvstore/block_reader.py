@@ -16,7 +16,8 @@ from kvstore import format as blobs
 from kvstore.block_index import BlockIndex
 from kvstore.block_keys import BlockKeys, Piece
 from kvstore.block_records import BlockRecord, common_blocks
-from kvstore.errors import Mismatch, TierUnavailable, Unusable
+from kvstore.errors import ForeignCodec, Mismatch, TierUnavailable, Unusable
+from kvstore.packer import Packer
 from kvstore.records import MissReason, TierName
 from kvstore.stats import Counters
 from kvstore.tier_stack import TierStack
@@ -42,6 +43,7 @@ class Fetched:
     tier: TierName | None
     reason: MissReason | None
     part: tuple[int, ...] = ()
+    hashes: Sequence[bytes] = field(default=(), repr=False)  # of the prompt's blocks
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ class BlockReader:
         index: BlockIndex,
         workers: Workers,
         counters: Counters,
+        packer: Packer,
         monotonic: Callable[[], float] = time.monotonic,
         *,
         has_state: bool = False,
     ) -> None:
         """``has_state``: only what reaches exactly to a stored state can be used."""
+        self._packer = packer
         self._stack = stack
         self._keys = keys
         self._index = index
@@ -143,8 +147,10 @@ class BlockReader:
         ]
         held = self._held(needed)
         reach = min(held[-1].end_block, common) if held else first_block
-        if len(held) < len(needed):
-            reason = "evicted"
+        if not self._packer.reads_any(record.codecs):
+            reason = "fingerprint"
+        elif len(held) < len(needed):
+            reason = "evicted" if self._packer.reads_all(record.codecs) else "fingerprint"
         elif common < min(len(stored), len(hashes)):
             reason = "diverged"
         if reach < end:
@@ -199,10 +205,14 @@ class BlockReader:
             try:
                 blob = self._stack.get(i, [key])[0]
                 if blob is not None:
-                    _verify(key, blob)
+                    self._verify(key, blob)
                     return blob, i, reason
             except TierUnavailable:
                 reason = "unavailable"
+            except ForeignCodec as error:  # it would only keep a readable one from being stored
+                reason = "fingerprint"
+                _log.warning("dropped a blob from %s: %s", self._stack.name(i), error)
+                self._stack.delete(i, [key])
             except Unusable as error:
                 reason = "corrupt"
                 _log.warning("dropped a bad blob from %s: %s", self._stack.name(i), error)
@@ -210,9 +220,9 @@ class BlockReader:
                 self._stack.delete(i, [key])
         return None, -1, reason
 
-
-def _verify(key: bytes, blob: Blob) -> None:
-    """The key names model, codec, rank and every token before, so equality of keys is enough."""
-    header, _ = blobs.parse(blob)
-    if header.key != key:
-        raise Mismatch("a blob under another blob's name")
+    def _verify(self, key: bytes, blob: Blob) -> None:
+        """The key names model, rank and every token before, so equality of keys is enough."""
+        header, _ = blobs.parse(blob)
+        if header.key != key:
+            raise Mismatch("a blob under another blob's name")
+        self._packer.check_codec(header)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvstore.errors import Corrupt
+from kvstore.records import MAX_CODECS
 
 HASH_BYTES = 32
 MAX_TOKEN = (1 << 32) - 1
@@ -24,6 +25,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     hashes: bytes  # HASH_BYTES each
     block_tokens: int
     last_used_s: float  # wall clock, for display and ttl only
+    codecs: tuple[str, ...] = ()  # ids that its blobs may be in, the newest first
     # Keys of blobs that an edited history left behind: ``forget`` removes them with the rest.
     left_behind: tuple[bytes, ...] = ()
     pinned: bool = False
@@ -84,6 +86,7 @@ def decode_block_record(payload: memoryview) -> BlockRecord:
         len(record.hashes) % HASH_BYTES
         or record.block_tokens <= 0
         or not (places and ids and behind)
+        or len(record.codecs) > MAX_CODECS
     ):
         raise Corrupt("a record of blocks contradicts itself")
     return record

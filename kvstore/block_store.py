@@ -11,12 +11,11 @@ which blobs exist, where, and whose they are. Tiers, write-behind, format and co
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
-
-import msgspec
+from typing import Final, TypeAlias
 
 from kvstore.block_committer import BlockCommitter
 from kvstore.block_index import BlockIndex
@@ -24,8 +23,12 @@ from kvstore.block_keys import BlockKeys, Piece
 from kvstore.block_reader import BlockReader
 from kvstore.block_reader import Fetched as Fetched
 from kvstore.block_records import BlockRecord, common_blocks
+from kvstore.block_revision import BlockReviser
 from kvstore.block_upkeep import BlockUpkeep
 from kvstore.claims import Claims
+from kvstore.codec_set import CodecSet
+from kvstore.codec_switch import CodecSwitch, in_use, mark_tiers
+from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
 from kvstore.departures import Departures, OnGone
 from kvstore.packer import Packer
@@ -41,7 +44,9 @@ from kvstore.write_behind import WriteBehind
 CLOSE_FLUSH_S: Final = 10.0
 HOUSEKEEPING_S: Final = 15.0
 DISCARD_S: Final = 2.0  # a restore waits for it
-MAX_LEFT_BEHIND: Final = 4096
+
+# By key, what is new of a session in this codec.
+Again: TypeAlias = Callable[[Codec], Mapping[bytes, Blob]]
 
 
 class BlockStore:
@@ -69,9 +74,11 @@ class BlockStore:
         self._monotonic = monotonic
         self._closed = False
         self._stack = stack = TierStack(tiers, self.counters)
+        mark_tiers(stack, packer)
         self._index = index = BlockIndex(stack, keys, fingerprint, config.index_bytes)
         index.load()
         self._pins = pins = Pins(stack, config.pinned_share, config.tenant_pinned_share)
+        self._switch = CodecSwitch(packer, stack, pins)
         self._slower = [
             WriteBehind(stack, i, config.write_queue_bytes, self.counters)
             for i in range(1, len(stack))
@@ -79,6 +86,7 @@ class BlockStore:
         self._committer = BlockCommitter(stack, self._slower, index, pins)
         for record in reversed(index.all()):  # with a smaller share now, the newest stay
             self._committer.follow_pin(record)
+        self._reviser = BlockReviser(keys, index, packer, clock)
         self._claims = Claims()
         self._departures = Departures(stack, index.restorable)
         self._upkeep = BlockUpkeep(
@@ -94,7 +102,14 @@ class BlockStore:
             clock,
         )
         self._reader = BlockReader(
-            stack, keys, index, self.workers, self.counters, monotonic, has_state=has_state
+            stack,
+            keys,
+            index,
+            self.workers,
+            self.counters,
+            packer,
+            monotonic,
+            has_state=has_state,
         )
         self._rounds = Rounds(self._upkeep.expire, HOUSEKEEPING_S, "kvstore-upkeep")
 
@@ -139,69 +154,57 @@ class BlockStore:
         fresh: Mapping[bytes, Blob],
         states: Sequence[int] = (),
         part: Sequence[int] = (),
+        again: Again | None = None,
     ) -> BlockRecord | None:
         """The session is now this chain. Fast tier at once, slower ones behind.
 
         None if no tier takes it: the session stays what it was.
 
         Args:
+            fresh: new blobs, in the codec of the fastest tier (the first of ``save_codecs``).
             states: after how many blocks a state is stored; those before that still hold are kept
                 if there are none.
             part: ids of the tokens behind the last block that are stored, too.
+            again: ``fresh`` in another codec, packed from the same rows. Called for each other one
+                of ``save_codecs``, once the fastest tier has the session; without it slower tiers
+                get copies of what that has.
         """
         with self._claims.claim(self.keys.record_key(session.tenant, session.id)):
             old = self._index.find(session.tenant, session.id)
-            record, obsolete = self._revised(session, hashes, old, fresh, states, part)
+            record, obsolete = self._reviser.revise(session, hashes, old, fresh, states, part)
             kept = self._committer.commit(record, fresh, obsolete)
+            if kept:
+                self._spread(record, fresh, obsolete, again)
         self.counters.add("saves" if kept else "saves_failed")
         return record if kept else None
 
-    def _revised(
+    def _spread(
         self,
-        session: SessionRef,
-        hashes: Sequence[bytes],
-        old: BlockRecord | None,
+        record: BlockRecord,
         fresh: Mapping[bytes, Blob],
-        states: Sequence[int],
-        part: Sequence[int],
-    ) -> tuple[BlockRecord, list[bytes]]:
-        chain = self.keys.covering(hashes, part)
-        states = states or _still_good(old, hashes)
-        places = [self.keys.state(hashes, x).key for x in states]
-        state_bytes = max((len(fresh[x]) for x in places if x in fresh), default=0)
-        state_bytes = state_bytes or (old.state_bytes if old else 0)
-        record = BlockRecord(
-            tenant=session.tenant,
-            id=session.id,
-            hashes=b"".join(hashes),
-            block_tokens=self.keys.block_tokens,
-            last_used_s=self._clock(),
-            pinned=old.pinned if old else False,
-            packed_bytes=self._chain_bytes(chain, fresh) + len(states) * state_bytes,
-            states=tuple(states),
-            state_bytes=state_bytes,
-            part=tuple(part),
-        )
-        if old is None:
-            return record, []
-        current = {*(x.key for x in chain), *places}
-        before = [x for x in self._index.pieces(old) if x.key not in current]
-        # A tail or part that grew is worth nothing any more, nor is a state that a later one
-        # follows; chunks of another branch may be asked for.
-        tails = [x.key for x in before if not x.is_chunk]
-        chunks = [x.key for x in before if x.is_chunk]
-        left = [x for x in dict.fromkeys([*old.left_behind, *chunks]) if x not in current]
-        record = msgspec.structs.replace(record, left_behind=tuple(left[-MAX_LEFT_BEHIND:]))
-        return record, self._index.unshared(tails, old)
+        obsolete: Sequence[bytes],
+        again: Again | None,
+    ) -> None:
+        codecs = self.packer.codecs
+        forms: dict[str, Mapping[bytes, Blob]] = {}
+        try:
+            if again is not None and fresh:
+                for codec in codecs.on(self._stack.names)[1:]:
+                    forms[codec.id] = again(codec)
+        finally:  # what there is in no form of their own they get as it is
+            self._committer.spread(
+                record, lambda tier: forms.get(codecs.of(tier).id, fresh), obsolete
+            )
 
-    def _chain_bytes(self, chain: list[Piece], fresh: Mapping[bytes, Blob]) -> int:
-        return sum(len(fresh[x.key]) if x.key in fresh else self._piece_bytes(x) for x in chain)
+    @property
+    def save_codecs(self) -> tuple[Codec, ...]:
+        """In which new blobs are wanted, the fastest tier's first. Empty without tiers."""
+        return self.packer.codecs.on(self._stack.names)
 
-    def _piece_bytes(self, piece: Piece) -> int:
-        tokens = self.keys.num_tokens(piece)
-        if piece.is_whole_rows:
-            return self.packer.tail_nbytes(tokens)
-        return self.packer.chunk_nbytes(piece.first_block * self.keys.block_tokens, tokens)
+    @property
+    def home_codec(self) -> Codec:
+        """The fastest tier's."""
+        return next(iter(self.save_codecs), self.packer.codec)
 
     # ---- return
 
@@ -219,6 +222,7 @@ class BlockStore:
         record = self._record_for(session, hashes) if session else None
         wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
         fetched = self._reader.fetch(record, hashes, first_block, wait_s)
+        fetched = dataclasses.replace(fetched, hashes=hashes)
         if fetched.pieces:
             self.workers.later(self._used, record, fetched)
         return fetched
@@ -268,10 +272,12 @@ class BlockStore:
     # ---- in between
 
     def record(self, session: SessionRef) -> BlockRecord | None:
+        """Also one in codecs that are not known here."""
         return self._index.find(session.tenant, session.id)
 
     def records(self) -> list[BlockRecord]:
-        return self._index.all()
+        """Those of which anything can be read here."""
+        return [x for x in self._index.all() if self.packer.reads_any(x.codecs)]
 
     def tier_of(self, record: BlockRecord) -> TierName | None:
         """The slowest tier that must be read; None if not even its beginning is held."""
@@ -305,6 +311,15 @@ class BlockStore:
 
     # ---- the store itself
 
+    @property
+    def codecs(self) -> CodecSet:
+        """Those that it uses now."""
+        return self.packer.codecs
+
+    def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
+        """As ``ColdStore.adopt``."""
+        self._switch.adopt(codecs, keep=keep)
+
     def listen(self, on_gone: OnGone) -> None:
         """``on_gone`` hears, on a store thread, of each session that its ttl or eviction took.
 
@@ -321,6 +336,7 @@ class BlockStore:
             },
             num_sessions=len(self._index.all()),
             tiers=self._stack.stats(),
+            codecs=in_use(self._stack, self.packer),
         )
 
     def flush(self, deadline_s: float) -> bool:
@@ -341,11 +357,3 @@ class BlockStore:
             tier.close()
         self.workers.close()
         self._stack.close()
-
-
-def _still_good(old: BlockRecord | None, hashes: Sequence[bytes]) -> Sequence[int]:
-    """States of the session that lie on its new chain, too."""
-    if old is None or not old.states:
-        return ()
-    common = common_blocks(old.block_hashes, hashes)
-    return [x for x in old.states if x <= common]

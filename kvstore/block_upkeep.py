@@ -85,7 +85,7 @@ class BlockUpkeep:
                 return
             if pinned:
                 self._pins.check(self._committer.pin_of(record))
-            self._committer.commit(msgspec.structs.replace(record, pinned=pinned))
+            self._committer.replace(msgspec.structs.replace(record, pinned=pinned))
 
     def forget(self, session: SessionRef) -> bool:
         """Remove every blob of the session that no other session here uses."""

@@ -2,17 +2,18 @@
 
 A key is a kind byte and 32 bytes of blake2b. The chain starts at the *root*, a digest of everything
 that must be equal for two sessions to share KV: format version, tenant salt, model fingerprint,
-codec, chunk size. Each full chunk hashes the digest before it with its own token ids:
+chunk size. Each full chunk hashes the digest before it with its own token ids:
 
-    root      = H(version, salt, fingerprint, codec id, chunk_tokens)
+    root      = H(version, salt, fingerprint, chunk_tokens)
     chunk[0]  = H(root,       tokens of chunk 0)
     chunk[i]  = H(chunk[i-1], tokens of chunk i)
 
 so equal keys mean equal tokens from the very first one on, and one tenant can never name another's
-chunk. The tail and the snapshots hang off the same chain; only the tail also names its session,
-because it is replaced each turn. A session record is found without the salt: by tenant, session id
-and model name, so that a change of weights or codec is *seen* (and called a miss) instead of being
-silently absent. Ids of any length and any characters are safe: only their digest is ever used.
+chunk. How KV is packed is not in the key: the same chunk may rest in several codecs, told apart by
+their marks (``marks``). The tail and the snapshots hang off the same chain; only the tail also
+names its session, because it is replaced each turn. A session record is found without the salt: by
+tenant, session id and model name, so that a change of weights is *seen* (and called a miss) instead
+of being silently absent. Ids of any length and any characters are safe: only their digest is used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 DIGEST_BYTES: Final = 32
 KEY_BYTES: Final = 1 + DIGEST_BYTES
 
@@ -64,18 +65,17 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 class KeySpace:
-    """The keys of one store: one model, one codec, one chunk size."""
+    """The keys of one store: one model, one chunk size."""
 
-    def __init__(self, fingerprint: str, codec_id: str, chunk_tokens: int, model: str) -> None:
+    def __init__(self, fingerprint: str, chunk_tokens: int, model: str) -> None:
         self._fingerprint = fingerprint.encode()
-        self._codec_id = codec_id.encode()
         self._model = model.encode("utf-8", "surrogatepass")
         self.chunk_tokens = chunk_tokens
 
     def root(self, salt: bytes) -> bytes:
         """What every chain of a tenant starts from. One-way: tells nothing of the salt."""
         version, size = struct.pack("<I", FORMAT_VERSION), struct.pack("<I", self.chunk_tokens)
-        return _digest(_ROOT, version, salt, self._fingerprint, self._codec_id, size)
+        return _digest(_ROOT, version, salt, self._fingerprint, size)
 
     def chain(self, root: bytes, tokens: Tokens) -> Chain:
         """The chain of all full chunks of ``tokens``."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from kvstore.packer import Packer
 from kvstore.pins import Pin, Pins
-from kvstore.records import SessionRecord
+from kvstore.records import SessionRecord, TierName
 from kvstore.session_index import SessionIndex
 from kvstore.session_keys import KeyMaker
 from kvstore.tier_stack import TierStack
@@ -40,16 +39,33 @@ class Committer:
         fresh: Mapping[bytes, bytes],
         obsolete: Sequence[bytes],
     ) -> bool:
-        """False if no tier has it or will try to."""
+        """Into the fastest tier; ``spread`` is to follow.
+
+        False if no tier has it or will try to.
+        """
         delivery = self._delivery(record, fresh, obsolete)
         delivered = deliver(self._stack, 0, delivery, whole=False)
         if not delivered.recorded and not self._slower:
             return False
         self._index.put(delivery.record_key, record)
         self.follow_pin(record)
-        for tier in self._slower:
-            tier.offer(dataclasses.replace(delivery, done=Future()))
         return True
+
+    def spread(
+        self,
+        record: SessionRecord,
+        fresh_of: Callable[[TierName], Mapping[bytes, bytes]],
+        obsolete: Sequence[bytes],
+    ) -> None:
+        """What was committed, into the slower tiers: each has its own form of what is fresh."""
+        for place, tier in enumerate(self._slower, 1):
+            fresh = fresh_of(self._stack.name(place))
+            tier.offer(self._delivery(record, fresh, obsolete))
+
+    def replace(self, record: SessionRecord) -> None:
+        """The same blobs under a changed record, in every tier."""
+        if self.commit(record, {}, ()):
+            self.spread(record, lambda tier: {}, ())
 
     def follow_pin(self, record: SessionRecord) -> None:
         """Pin what the record names, if it says so; let go of what an older one named."""

@@ -17,6 +17,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     codec: str = "tq3"
+    # Of these tiers, where it is to be another than memory's; "" = the same.
+    disk_codec: str = ""
+    redis_codec: str = ""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=16, le=4096)] = 128
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30

@@ -3,7 +3,8 @@
     ColdError
     +-- Unusable          this blob must not be offered; the caller recomputes
     |   +-- Corrupt       checksum, length or structure is wrong
-    |   +-- Mismatch      whole, but for another model, layout, codec or version
+    |   +-- Mismatch      whole, but for another model, layout or version
+    |       +-- ForeignCodec  in a codec, or by a profile, that is not known here
     +-- TierUnavailable   the tier did not answer (down, deadline, breaker open)
     |   +-- TierInUse     its folder is another process's
     +-- StoreClosed       the store is shutting down
@@ -30,6 +31,10 @@ class Corrupt(Unusable):
 
 
 class Mismatch(Unusable):
+    pass
+
+
+class ForeignCodec(Mismatch):
     pass
 
 

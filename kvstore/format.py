@@ -17,7 +17,8 @@
        132        payload
 
 A blob says of itself what it is, so a blob under the wrong name, of another model, or of a later
-version is refused, and so is one with a single bit changed. All integers are little-endian.
+version is refused, and so is one with a single bit changed. The key says nothing of the codec: it
+is the header that names the one to read the payload with. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MAX_PAYLOAD_BYTES: Final = 1 << 31
 MAX_CODEC_ID_BYTES: Final = 24
 _HEADER: Final = struct.Struct("<4sHcB24s32s32s16sIIQ")
 _CRC: Final = struct.Struct("<I")
+_CODEC: Final = slice(8, 8 + MAX_CODEC_ID_BYTES)
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
 
 
@@ -69,6 +71,11 @@ def codec_field(codec_id: str) -> bytes:
     if not 0 < len(field) <= MAX_CODEC_ID_BYTES:
         raise ValueError(f"codec id {codec_id!r} is not 1..{MAX_CODEC_ID_BYTES} ASCII characters")
     return field
+
+
+def codec_in(blob: bytes | bytearray | memoryview) -> bytes:
+    """The codec id that a blob claims, unchecked; of what is no blob, anything."""
+    return bytes(blob[_CODEC]).rstrip(b"\0")
 
 
 def pack(header: Header, payload: bytes | memoryview) -> bytes:

@@ -91,8 +91,22 @@ class Matcher:
         num_tokens = sum(x.take for x in plan.pieces)
         key = self._keys.record_key(known.record) if known.record else None
         tier = self._stack.name(max(x.place for x in plan.pieces)) if plan.pieces else None
-        reason = _reason(known, plan, num_tokens, len(prompt))
+        reason = self._reason(known, plan, num_tokens, len(prompt))
         return Match(num_tokens, tier, reason, plan.pieces, key, prompt[:num_tokens])
+
+    def _reason(self, known: _Known, plan: _Plan, num_tokens: int, limit: int) -> MissReason | None:
+        """Why not more; see ``Match``."""
+        if num_tokens >= limit:
+            return None
+        record = known.record
+        if record is None:
+            down = plan.down and not num_tokens
+            return "unavailable" if down else _unless(num_tokens, known.why_not)
+        if num_tokens < plan.wanted:
+            if plan.down:
+                return "unavailable"
+            return "evicted" if self._index.is_all_readable(record) else "fingerprint"
+        return "diverged" if known.common < min(record.num_tokens, limit) else None
 
     # ---- the session's own record
 
@@ -117,7 +131,7 @@ class Matcher:
         if record is None:
             key = self._keys.space.record_key(session.tenant, session.id)
             return _Known(None, 0, "ttl" if self._index.is_expired(key) else "never-stored")
-        if record.root != root:
+        if record.root != root or not self._index.is_readable(record):
             return _Known(None, 0, "fingerprint")
         if self._index.lapsed(record):
             return _Known(None, 0, "ttl")
@@ -214,17 +228,6 @@ def _placed(pieces: list[Piece], places: list[int | None]) -> list[Piece]:
             break
         held.append(Piece(piece.key, piece.first_token, piece.num_tokens, piece.take, place))
     return held
-
-
-def _reason(known: _Known, plan: _Plan, num_tokens: int, limit: int) -> MissReason | None:
-    """Why not more; see ``Match``."""
-    if num_tokens >= limit:
-        return None
-    if num_tokens < plan.wanted:
-        return "unavailable" if plan.down else "evicted"
-    if known.record is None:
-        return "unavailable" if plan.down and not num_tokens else _unless(num_tokens, known.why_not)
-    return "diverged" if known.common < min(known.record.num_tokens, limit) else None
 
 
 def _unless(num_tokens: int, why_not: MissReason | None) -> MissReason | None:

@@ -1,17 +1,26 @@
 """From live KV to blobs and back: where codec, layout and format meet.
 
-Every ``unpack_*`` checks first that the blob is the one asked for (key, model, codec, layout, token
-range) and whole, and raises ``Unusable`` otherwise, before the caller can have seen a byte of it.
+Every ``unpack_*`` checks first that the blob is the one asked for (key, model, layout, token range)
+and whole, and in a codec that is known, and raises ``Unusable`` otherwise, before the caller can
+have seen a byte of it.
+
+KV is packed by a lossy codec once. Rows that came from such a copy are never given to a lossy codec
+again: a chunk that has any of them and is held nowhere (its copies were evicted, or an edited
+history left it half-way) is kept as rows, like a tail. Its header says that they were *restored*,
+and so does that of a tail with such rows: what comes out of it still counts as lossy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore import format as blobs
-from kvstore.chain import DIGEST_BYTES
+from kvstore.chain import CHUNK, DIGEST_BYTES
+from kvstore.codec_set import CodecSet, as_set, distinct
 from kvstore.codecs.base import Codec
-from kvstore.errors import Mismatch
+from kvstore.errors import ForeignCodec, Mismatch
 from kvstore.records import SessionRecord, decode_record, encode_record
 from kvstore.shapes import KVLayout, KVRun, slice_tokens
 from kvstore.snapshot import StateTree, decode_state, encode_state
@@ -21,98 +30,215 @@ from kvstore.whole_rows import WholeRows
 _RECORD_CODEC: Final = b"msgpack.1"
 
 
-class Packer:
-    """Stateless and thread-safe."""
+@dataclass(frozen=True)
+class _Known:
+    """The codecs of one moment, by the name that headers have for them."""
 
-    def __init__(self, codec: Codec, layout: KVLayout, fingerprint: str) -> None:
-        codec.check(layout)
-        self.codec = codec
+    codecs: CodecSet
+    by_name: Mapping[bytes, Codec]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(x.id for x in self.by_name.values())
+
+
+class Packer:
+    """Thread-safe; its only state is which codecs there are, and that is replaced as a whole."""
+
+    def __init__(self, codecs: Codec | CodecSet, layout: KVLayout, fingerprint: str) -> None:
+        """Raises ``UnknownCodec``: a codec cannot take this layout."""
         self.layout = layout
-        self._rows = WholeRows(layout, codec.exact)
-        self._codec_id = blobs.codec_field(codec.id)
-        self._rows_id = blobs.codec_field(self._rows.codec_id)
+        kinds = [WholeRows(layout, x, y) for x in (True, False) for y in (True, False)]
+        self._rows = {x.codec_id.encode(): x for x in kinds}
         self.fingerprint = fingerprint
         self._fingerprint = blobs.fingerprint_digest(fingerprint)
         self._layout_digest = blobs.layout_digest(layout)
+        self._known = self._checked(as_set(codecs), ())
+
+    # ---- which codecs
+
+    @property
+    def codec(self) -> Codec:
+        """Memory's."""
+        return self._known.codecs.ram
+
+    @property
+    def codecs(self) -> CodecSet:
+        return self._known.codecs
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """Ids of all codecs that can be read, those that are written first."""
+        return self._known.ids
+
+    def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
+        """Pack by these from now on. ``keep``: and read what was readable before.
+
+        Raises ``UnknownCodec``; then nothing has changed.
+        """
+        self._known = self._checked(codecs, self._known.by_name.values() if keep else ())
+
+    def _checked(self, codecs: CodecSet, more: Iterable[Codec]) -> _Known:
+        for codec in codecs.known:
+            codec.check(self.layout)
+        known = distinct((*codecs.known, *more))
+        return _Known(codecs, {blobs.codec_field(x.id): x for x in known})
 
     def wrote(self, record: SessionRecord) -> bool:
-        """The record's blobs are of this model and codec."""
-        return (record.fingerprint, record.codec) == (self.fingerprint, self.codec.id)
+        """The record's blobs are of this model, and some in a codec that is known."""
+        return record.fingerprint == self.fingerprint and self.reads_any(record.codecs)
+
+    def reads_any(self, codec_ids: Iterable[str]) -> bool:
+        return not set(self.readable).isdisjoint(codec_ids)
+
+    def reads_all(self, codec_ids: Iterable[str]) -> bool:
+        return set(self.readable).issuperset(codec_ids)
+
+    def check_codec(self, header: blobs.Header) -> None:
+        """Raises ``ForeignCodec``: a chunk that only another engine, or profile, can unpack."""
+        is_chunk = header.key[:1] == CHUNK
+        if is_chunk and header.codec not in self._known.by_name and header.codec not in self._rows:
+            raise ForeignCodec(f"the blob is in codec {header.codec!r}, which is not known here")
+
+    def is_lossy(self, blob: Blob) -> bool:
+        """What comes out of this chunk or tail has been through a lossy codec, now or before."""
+        name = blobs.codec_in(blob)
+        if name in self._rows:
+            return self._rows[name].restored
+        codec = self._known.by_name.get(name)
+        return codec is None or not codec.exact
+
+    # ---- chunks
 
     def chunk_nbytes(self, first_token: int, num_tokens: int) -> int:
-        """Of a chunk's blob; exact unless rows need the codec's raw escape."""
+        """Of a chunk's blob in memory; exact unless rows need the codec's raw escape."""
         packed = self.codec.packed_nbytes(self.layout, num_tokens, first_token)
         return blobs.HEADER_BYTES + packed
 
-    def tail_nbytes(self, num_tokens: int) -> int:
-        return blobs.HEADER_BYTES + self._rows.nbytes(num_tokens)
+    def tail_nbytes(self, num_tokens: int, codecs: Sequence[str] = ()) -> int:
+        """``codecs``: of the session's record, if it was saved before now."""
+        saved_by = self._known.by_name.get(codecs[0].encode()) if codecs else None
+        rows = WholeRows(self.layout, (saved_by or self.codec).exact)
+        return blobs.HEADER_BYTES + rows.nbytes(num_tokens)
 
-    def pack_chunk(self, key: bytes, run: KVRun, first_token: int) -> bytes:
-        """``run`` holds the chunk's tokens only; its views are read and not kept."""
-        payload = self.codec.encode(run, self.layout, first_token)
-        return self.seal_chunk(key, payload, first_token, _num_tokens(run))
+    def pack_chunk(
+        self, key: bytes, run: KVRun, first_token: int, codec: Codec | None = None
+    ) -> bytes:
+        """``run`` holds the chunk's tokens only, as they were computed; its views are not kept.
+
+        ``codec``: of ``codecs``; memory's if there is none.
+        """
+        codec = codec or self.codec
+        payload = codec.encode(run, self.layout, first_token)
+        return self.seal_chunk(key, payload, first_token, _num_tokens(run), codec)
 
     def seal_chunk(
-        self, key: bytes, payload: bytes | memoryview, first_token: int, num_tokens: int
+        self,
+        key: bytes,
+        payload: bytes | memoryview,
+        first_token: int,
+        num_tokens: int,
+        codec: Codec | None = None,
     ) -> bytes:
         """The blob of what the codec made of a chunk, on whichever device; copied once."""
-        return blobs.pack(self._chunk_header(key, first_token, num_tokens), payload)
+        codec_id = blobs.codec_field((codec or self.codec).id)
+        return blobs.pack(self._header(key, codec_id, first_token, num_tokens), payload)
 
-    def open_chunk(self, blob: Blob, key: bytes, first_token: int, num_tokens: int) -> memoryview:
-        """The inverse: a view of the payload, which the codec has yet to check."""
-        return _payload(blob, self._chunk_header(key, first_token, num_tokens))
+    def open_chunk(
+        self, blob: Blob, key: bytes, first_token: int, num_tokens: int, codec: Codec
+    ) -> memoryview:
+        """The inverse, of a blob in ``codec``: a view of the payload, which is yet to check."""
+        codec_id = blobs.codec_field(codec.id)
+        return _payload(blob, self._header(key, codec_id, first_token, num_tokens))
 
     def unpack_chunk(
         self, blob: Blob, key: bytes, first_token: int, num_tokens: int, out: KVRun
     ) -> None:
-        """Fill ``out`` with the first tokens of a chunk of ``num_tokens`` tokens."""
-        payload = self.open_chunk(blob, key, first_token, num_tokens)
-        taken = _num_tokens(out)
+        """Fill ``out`` with the first tokens of a chunk of ``num_tokens`` tokens, by any codec."""
+        header, payload = blobs.parse(blob)
+        blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
+        if key[:1] != CHUNK:
+            raise Mismatch("not a chunk")
+        if header.codec in self._rows:
+            self._rows[header.codec].decode(payload, num_tokens, out)
+            return
+        self.check_codec(header)
+        codec, taken = self._known.by_name[header.codec], _num_tokens(out)
         if taken == num_tokens:
-            self.codec.decode(payload, self.layout, first_token, out)
+            codec.decode(payload, self.layout, first_token, out)
             return
         whole = self.layout.empty(num_tokens)
-        self.codec.decode(payload, self.layout, first_token, whole)
+        codec.decode(payload, self.layout, first_token, whole)
         _copy(slice_tokens(whole, 0, taken), out)
 
-    def pack_tail(self, key: bytes, run: KVRun, first_token: int) -> bytes:
-        return self.seal_tail(key, self._rows.encode(run), first_token, _num_tokens(run))
+    # ---- rows as they are: tails, and chunks that were restored from a lossy copy
 
-    def seal_tail(
-        self, key: bytes, payload: bytes | memoryview, first_token: int, num_tokens: int
+    def pack_tail(
+        self, key: bytes, run: KVRun, first_token: int, *, restored: bool = False
     ) -> bytes:
-        """As ``seal_chunk``, of rows as they are (``WholeRows``)."""
-        return blobs.pack(self._rows_header(key, first_token, num_tokens), payload)
+        rows = self._whole(restored)
+        return self._seal_rows(rows, key, rows.encode(run), first_token, _num_tokens(run))
 
-    def open_tail(self, blob: Blob, key: bytes, first_token: int, num_tokens: int) -> memoryview:
-        """The rows as they are; of another length only if ``blob`` is not what it says."""
-        return _payload(blob, self._rows_header(key, first_token, num_tokens))
+    def pack_restored(self, key: bytes, run: KVRun, first_token: int) -> bytes:
+        """A chunk or tail of which some rows came from a lossy copy: not packed a second time."""
+        return self.pack_tail(key, run, first_token, restored=True)
+
+    def _seal_rows(
+        self, rows: WholeRows, key: bytes, payload: bytes, first_token: int, num_tokens: int
+    ) -> bytes:
+        codec = rows.codec_id.encode()
+        return blobs.pack(self._header(key, codec, first_token, num_tokens), payload)
+
+    def _open_rows(
+        self, blob: Blob, key: bytes, first_token: int, num_tokens: int
+    ) -> tuple[WholeRows, memoryview]:
+        """What reads the rows, and the rows; of another length only if ``blob`` is damaged."""
+        header, payload = blobs.parse(blob)
+        blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
+        if header.codec not in self._rows:
+            raise Mismatch(f"rows in codec {header.codec!r}, which is not known here")
+        return self._rows[header.codec], payload
 
     def unpack_tail(
         self, blob: Blob, key: bytes, first_token: int, num_tokens: int, out: KVRun
     ) -> None:
         """Fill ``out`` with the first tokens of a tail of ``num_tokens`` tokens."""
-        payload = self.open_tail(blob, key, first_token, num_tokens)
-        self._rows.decode(payload, num_tokens, out)
+        rows, payload = self._open_rows(blob, key, first_token, num_tokens)
+        rows.decode(payload, num_tokens, out)
+
+    def _whole(self, restored: bool = False) -> WholeRows:
+        """As exact as what memory keeps."""
+        wanted = (self.codec.exact, restored)
+        return next(x for x in self._rows.values() if (x.exact, x.restored) == wanted)
+
+    # ---- states and records
 
     def pack_snapshot(
-        self, key: bytes, state: StateTree, run: KVRun, first_token: int, num_tokens: int
+        self,
+        key: bytes,
+        state: StateTree,
+        run: KVRun,
+        first_token: int,
+        num_tokens: int,
+        *,
+        restored: bool = False,
     ) -> bytes:
         """State after ``run``: the ``num_tokens`` tokens behind the last full chunk before it.
 
         A model without growing layers has an empty run.
         """
-        header = self._rows_header(key, first_token, num_tokens)
-        return blobs.pack(header, encode_state(state) + self._rows.encode(run))
+        rows = self._whole(restored)
+        payload = encode_state(state) + rows.encode(run)
+        return self._seal_rows(rows, key, payload, first_token, num_tokens)
 
     def unpack_snapshot(
         self, blob: Blob, key: bytes, first_token: int, num_tokens: int, out: KVRun
     ) -> StateTree:
         """Fill ``out`` (exactly ``num_tokens`` tokens) and give the state after them."""
-        payload = self.open_tail(blob, key, first_token, num_tokens)
-        cut = len(payload) - self._rows.nbytes(num_tokens)
+        rows, payload = self._open_rows(blob, key, first_token, num_tokens)
+        cut = len(payload) - rows.nbytes(num_tokens)
         state = decode_state(payload[: max(cut, 0)])
-        self._rows.decode(payload[cut:], num_tokens, out)
+        rows.decode(payload[cut:], num_tokens, out)
         return state
 
     def pack_record(self, key: bytes, record: SessionRecord) -> bytes:
@@ -125,12 +251,6 @@ class Packer:
         if header.key != key or header.codec != _RECORD_CODEC:
             raise Mismatch("the record is of another session")
         return record
-
-    def _chunk_header(self, key: bytes, first_token: int, num_tokens: int) -> blobs.Header:
-        return self._header(key, self._codec_id, first_token, num_tokens)
-
-    def _rows_header(self, key: bytes, first_token: int, num_tokens: int) -> blobs.Header:
-        return self._header(key, self._rows_id, first_token, num_tokens)
 
     def _record_header(self, key: bytes, record: SessionRecord) -> blobs.Header:
         return self._header(key, _RECORD_CODEC, 0, record.num_tokens)

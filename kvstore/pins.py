@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.errors import PinLimit
-from kvstore.tier_stack import TierStack
+from kvstore.tier_stack import Grip, TierStack
 
 
 class Pin(NamedTuple):
@@ -33,9 +33,10 @@ class _Held(NamedTuple):
     tenant: str
     keys: Sequence[bytes]
     nbytes: int  # of a tier
+    grip: Grip
 
 
-_NOTHING = _Held("", (), 0)
+_NOTHING = _Held("", (), 0, ())
 
 
 class Pins:
@@ -77,29 +78,40 @@ class Pins:
         """Pin the session in place of what was pinned of it."""
         with self._lock:
             before = self._take_out(pin.record_key)
-            now = _Held(pin.tenant, pin.keys, self._nbytes(pin))
-            if not self._fits(now):
+            keys, nbytes = pin.keys, self._nbytes(pin)
+            if not self._fits(pin.tenant, nbytes):
                 old = set(before.keys)
-                now = _Held(pin.tenant, [x for x in pin.keys if x in old], before.nbytes)
-            if now.keys:
+                keys, nbytes = [x for x in pin.keys if x in old], before.nbytes
+            # Pins are counted: the new ones first, so that nothing is loose in between.
+            now = _Held(pin.tenant, keys, nbytes, self._stack.pin(keys))
+            if keys:
                 self._held[pin.record_key] = now
                 self._by_tenant[now.tenant] += now.nbytes
-            # Pins are counted: the new ones first, so that nothing is loose in between.
-            self._stack.pin(now.keys)
-            self._stack.unpin(before.keys)
+            self._loosen(before)
 
     def release(self, record_key: bytes) -> None:
         with self._lock:
-            self._stack.unpin(self._take_out(record_key).keys)
+            self._loosen(self._take_out(record_key))
+
+    def renew(self) -> None:
+        """Blobs may lie under other names now."""
+        with self._lock:
+            for key, held in self._held.items():
+                self._held[key] = held._replace(grip=self._stack.pin(held.keys))
+                self._loosen(held)
+
+    def _loosen(self, held: _Held) -> None:
+        if held.keys:
+            self._stack.unpin(held.grip)
 
     def _take_out(self, record_key: bytes) -> _Held:
         held = self._held.pop(record_key, _NOTHING)
         self._by_tenant -= Counter({held.tenant: held.nbytes})
         return held
 
-    def _fits(self, held: _Held) -> bool:
-        own = self._by_tenant[held.tenant] + held.nbytes
-        all_bytes = self._by_tenant.total() + held.nbytes
+    def _fits(self, tenant: str, nbytes: int) -> bool:
+        own = self._by_tenant[tenant] + nbytes
+        all_bytes = self._by_tenant.total() + nbytes
         return own <= self._max_tenant_bytes and all_bytes <= self._max_bytes
 
     def _nbytes(self, pin: Pin) -> int:

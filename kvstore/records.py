@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -17,12 +18,15 @@ MissReason: TypeAlias = Literal[
     "diverged",  # the new prompt leaves the stored one
     "evicted",  # a tier ran out of room
     "ttl",
-    "fingerprint",  # saved by another model, dtype, layout or codec
+    "fingerprint",  # saved by another model, dtype or layout, or by codecs not known here
     "corrupt",
     "deadline",  # a slow tier; prefill is faster
     "unavailable",  # a tier is down
     "disabled",  # this engine serves without hibernation
 ]
+
+
+MAX_CODECS = 16  # that a session's record remembers
 
 
 class SessionRef(msgspec.Struct, frozen=True):
@@ -43,7 +47,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     id: str
     fingerprint: str
-    codec: str
+    codecs: tuple[str, ...]  # ids that its blobs may be in, the newest first
     root: bytes
     token_ids: bytes  # little-endian int32, the whole chain
     tail_tokens: int  # tokens behind the last full chunk
@@ -71,6 +75,11 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(self.token_ids, "<i4")
 
 
+def codecs_of(now: Iterable[str], before: Iterable[str]) -> tuple[str, ...]:
+    """What a session's blobs may be in: shared ones in whatever could be read when it was saved."""
+    return tuple(dict.fromkeys([*now, *before]))[:MAX_CODECS]
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SessionRecord)
 
@@ -88,6 +97,11 @@ def decode_record(payload: memoryview) -> SessionRecord:
     n = record.num_tokens
     whole = len(record.token_ids) == 4 * n and 0 <= record.tail_tokens <= n
     digests = (len(record.root), len(record.left_behind) % DIGEST_BYTES) == (DIGEST_BYTES, 0)
-    if not whole or not digests or any(not 0 < x <= n for x in record.snapshots):
+    if (
+        len(record.codecs) > MAX_CODECS
+        or not whole
+        or not digests
+        or any(not 0 < x <= n for x in record.snapshots)
+    ):
         raise Corrupt("a session record contradicts itself")
     return record

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
 from kvstore.chain import SNAPSHOT, TAIL, Tokens, no_tokens
-from kvstore.errors import TierUnavailable, Unusable
+from kvstore.errors import ForeignCodec, TierUnavailable, Unusable
 from kvstore.matcher import Match, Piece
 from kvstore.packer import Packer
 from kvstore.records import MissReason, TierName
@@ -45,7 +45,8 @@ class Restored:
     ``run``: per growing layer K and V, (num_kv_heads, num_tokens, head_dim), the engine's dtype
     (bf16 as uint16), C-contiguous, the receiver's to keep. ``state``: for a cache that cannot be
     cut, its state after exactly these tokens. ``tier``: the slowest that was read. ``reason``: why
-    fewer tokens than the match promised.
+    fewer tokens than the match promised. ``lossy_tokens``: behind so many there is nothing that a
+    lossy codec has been at; whoever saves these rows again says so.
     """
 
     num_tokens: int
@@ -54,6 +55,7 @@ class Restored:
     tier: TierName | None
     reason: MissReason | None
     tokens: Tokens = field(default_factory=no_tokens, repr=False)
+    lossy_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,10 @@ class Restorer:
                     return _Outcome(piece, place, found, state)
             except TierUnavailable:
                 reason = "unavailable" if reason == "evicted" else reason
+            except ForeignCodec as error:  # it would only keep a readable one from being stored
+                reason = "fingerprint"
+                self._stack.delete(place, [piece.key])
+                _log.warning("dropped a blob from %s: %s", self._stack.name(place), error)
             except Unusable as error:
                 reason = "corrupt"
                 self._discard(place, piece, error)
@@ -207,4 +213,11 @@ class Restorer:
         tier = self._stack.name(max(places)) if places else None
         state = good[-1].state if good else None
         tokens = match.tokens[:num_tokens]
-        return Restored(num_tokens, out, state, tier, reason, tokens)
+        return Restored(num_tokens, out, state, tier, reason, tokens, self._lossy_tokens(good))
+
+    def _lossy_tokens(self, good: list[_Outcome]) -> int:
+        ends = [0]
+        for x in good:
+            if x.blob is not None and self._packer.is_lossy(x.blob):
+                ends.append(x.piece.first_token + x.piece.take)
+        return max(ends)

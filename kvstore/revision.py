@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.chain import CHUNK, Chain, Tokens, common_prefix
-from kvstore.records import SessionRecord, SessionRef
+from kvstore.packer import Packer
+from kvstore.records import SessionRecord, SessionRef, codecs_of
 from kvstore.session_index import SessionIndex
 from kvstore.session_keys import KeyMaker, left_behind_keys
 
@@ -53,13 +54,10 @@ def kept_positions(old: Iterable[int], new: Iterable[int], most: int) -> tuple[i
 
 
 class Reviser:
-    def __init__(
-        self, keys: KeyMaker, index: SessionIndex, fingerprint: str, codec_id: str
-    ) -> None:
+    def __init__(self, keys: KeyMaker, index: SessionIndex, packer: Packer) -> None:
         self._keys = keys
         self._index = index
-        self._fingerprint = fingerprint
-        self._codec_id = codec_id
+        self._packer = packer
 
     def revise(
         self,
@@ -73,8 +71,8 @@ class Reviser:
         record = SessionRecord(
             tenant=turn.session.tenant,
             id=turn.session.id,
-            fingerprint=self._fingerprint,
-            codec=self._codec_id,
+            fingerprint=self._packer.fingerprint,
+            codecs=codecs_of(self._packer.readable, turn.old.codecs if turn.old else ()),
             root=turn.root,
             token_ids=turn.tokens.tobytes(),
             tail_tokens=len(turn.tokens) % self._keys.space.chunk_tokens,

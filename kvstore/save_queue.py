@@ -29,6 +29,7 @@ class SaveJob:
     snapshots: Sequence[Snapshot]
     nbytes: int  # hot bytes not saved before
     on_done: list[OnDone]
+    lossy_tokens: int = 0  # behind so many, no row was ever restored from a lossy copy
 
     def release(self) -> None:
         self.run = ()
@@ -80,6 +81,10 @@ class SaveQueue:
                 return None
             self._busy.add(key)
             return self._waiting.pop(key)
+
+    def is_pressed(self, job: SaveJob) -> bool:
+        """So much waits besides this job that there is no time to take trouble over it."""
+        return self._nbytes - job.nbytes > self._max_bytes // 2
 
     def encoded(self, job: SaveJob) -> None:
         """The job needs no hot bytes any more."""

@@ -1,8 +1,10 @@
 """Saving turns, off the critical path.
 
-One thread takes saves from the queue, one at a time. Only chunks that no tier holds are encoded, by
-the codec threads: the work is proportional to the new tokens, and an existing chunk is never
-encoded a second time, so a session that sleeps a hundred times loses nothing more than once. The
+One thread takes saves from the queue, one at a time, first into the fastest tier, then, packed anew
+from the same rows where a slower tier has a codec of its own, into the others. Only chunks that no
+tier holds are encoded, by the codec threads: the work is proportional to the new tokens, and an
+existing chunk is never encoded again, nor are rows that were restored from a lossy copy of it, so a
+session that sleeps a hundred times loses nothing more than once. The
 record is written last: whoever finds it finds what it names. The process may end at any moment: the
 session is then as it was after this turn or the one before. A power cut may lose the sessions that
 were being saved, because the disk tier overwrites what it replaces while its last commit may not
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.committer import Committer
-from kvstore.encoder import Encoder
+from kvstore.encoder import Encoded, Encoder
 from kvstore.records import SessionRecord
 from kvstore.revision import Reviser, Turn
 from kvstore.save_queue import OnDone, SaveJob, SaveQueue
@@ -96,12 +98,32 @@ class Saver:
         chain = self._keys.space.chain(root, job.tokens)
         turn = Turn(job.session, job.tokens, root, chain, self._index.find(job.session))
         encoded = self._encoder.encode(turn, job)
-        self._queue.encoded(job)
         revision = self._reviser.revise(
             turn, encoded.snapshots, self._clock(), encoded.packed_bytes, encoded.state_bytes
         )
-        kept = self._committer.commit(revision.record, encoded.fresh, revision.obsolete)
-        return revision.record if kept else None
+        record = revision.record
+        if not self._committer.commit(record, encoded.fresh, revision.obsolete):
+            return None
+        forms = {encoded.codec.id: encoded.fresh}
+        try:
+            self._pack_for_slower(turn, job, encoded, forms)
+        finally:  # what there is in no form of their own they copy from the fastest tier
+            self._queue.encoded(job)
+            fresh_of = encoded.codecs.of
+            self._committer.spread(
+                record, lambda tier: forms.get(fresh_of(tier).id, encoded.fresh), revision.obsolete
+            )
+        return record
+
+    def _pack_for_slower(
+        self, turn: Turn, job: SaveJob, encoded: Encoded, forms: dict[str, dict[bytes, bytes]]
+    ) -> None:
+        """By every other codec that a tier has, once the fastest tier has the session."""
+        for codec in self._encoder.others(encoded):
+            if self._queue.is_pressed(job):
+                self._counters.add("saves_copied")  # denser would be better, later would be worse
+                return
+            forms[codec.id] = self._encoder.encode_again(turn, job, encoded, codec)
 
 
 def _tell(on_done: OnDone, record: SessionRecord | None) -> None:

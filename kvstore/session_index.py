@@ -141,12 +141,19 @@ class SessionIndex:
         known = self.find(session) or self.find_shared(session)
         if known is None or known.root != self.space.root(session.salt) or self.lapsed(known):
             return None
-        return known
+        return known if self.is_readable(known) else None
 
     def find_shared(self, session: SessionRef) -> SessionRecord | None:
         """From the tiers that other engines write to; asked each time."""
         key = self.space.record_key(session.tenant, session.id)
         return self._newest(key, self._stack.shared)
+
+    def is_readable(self, record: SessionRecord) -> bool:
+        """Some of its blobs are in a codec that is known here."""
+        return self._packer.reads_any(record.codecs)
+
+    def is_all_readable(self, record: SessionRecord) -> bool:
+        return self._packer.reads_all(record.codecs)
 
     def everywhere(self, key: bytes) -> list[SessionRecord]:
         """Each tier's own copy: a slow tier may hold an older one."""
@@ -198,7 +205,10 @@ class SessionIndex:
         except Mismatch:  # of another release, which may still want it
             return None
         # Another model's sessions may rest in the same place; they are none of our business.
-        return record if self._keys.record_key(record) == key else None
+        if self._keys.record_key(record) != key:
+            return None
+        self._stack.meet(record.codecs)
+        return record
 
     def _insert(self, key: bytes, record: SessionRecord) -> None:
         self._remove(key)

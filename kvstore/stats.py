@@ -15,7 +15,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
     ``saves`` ended with a record in a tier; ``saves_skipped`` found the queue full;
     ``saves_superseded`` gave way to a newer one of the session; ``saves_failed`` reached no tier.
-    ``chunks_encoded``, ``snapshots_stored``, ``restores``, ``restored_tokens``, ``promoted_blobs``.
+    ``saves_copied``: too much waited to pack them anew for slower tiers, which got copies instead.
+    ``chunks_encoded``; ``chunks_kept`` as rows, since they had been restored from a lossy copy;
+    ``snapshots_stored``, ``restores``, ``restored_tokens``, ``promoted_blobs``.
     ``corrupt``: blobs found damaged and deleted. ``misses.<reason>``: see ``MissReason``.
     ``behind.<tier>``: saves that a slower tier did not take in time. ``unavailable.<tier>``: calls
     that a tier could not answer.
@@ -26,6 +28,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     write_queue_bytes: dict[str, int]  # packed bytes waiting for each slower tier
     num_sessions: int
     tiers: list[TierStats]
+    codecs: dict[str, str] = {}  # by tier, the id of the one that new blobs are in
 
 
 class Counters:

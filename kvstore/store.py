@@ -19,6 +19,8 @@ from typing import Final
 
 from kvstore.accounting import SessionBytes, measure
 from kvstore.chain import KeySpace, Tokens, as_tokens, common_prefix
+from kvstore.codec_set import CodecSet
+from kvstore.codec_switch import CodecSwitch, in_use, mark_tiers
 from kvstore.codecs.base import Codec
 from kvstore.committer import Committer
 from kvstore.config import StoreConfig
@@ -29,6 +31,7 @@ from kvstore.matcher import Match as Match
 from kvstore.matcher import Matcher
 from kvstore.packer import Packer
 from kvstore.pins import Pins
+from kvstore.promotion import Promotion
 from kvstore.records import SessionRecord, SessionRef, TierName
 from kvstore.restore import Restored as Restored
 from kvstore.restore import Restorer
@@ -44,7 +47,7 @@ from kvstore.snapshot import StateTree as StateTree
 from kvstore.snapshot import state_nbytes
 from kvstore.stats import Counters, StoreStats
 from kvstore.tier_stack import TierStack
-from kvstore.tiers.base import Blob, Tier
+from kvstore.tiers.base import Tier
 from kvstore.upkeep import Upkeep
 from kvstore.workers import Workers
 from kvstore.write_behind import WriteBehind
@@ -62,7 +65,7 @@ class ColdStore:
             restorable only where a snapshot was taken.
 
     Raises:
-        UnknownCodec: this codec cannot take this layout.
+        UnknownCodec: a codec cannot take this layout.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ColdStore:
         layout: KVLayout,
         fingerprint: str,
         model: str,
-        codec: Codec,
+        codecs: Codec | CodecSet,
         tiers: Sequence[Tier],
         *,
         needs_state: bool = False,
@@ -83,10 +86,11 @@ class ColdStore:
         self._monotonic = monotonic
         self._closed = False
         self._counters = counters = Counters()
-        self._packer = packer = Packer(codec, layout, fingerprint)
-        space = KeySpace(fingerprint, codec.id, config.chunk_tokens, model)
+        self._packer = packer = Packer(codecs, layout, fingerprint)
+        space = KeySpace(fingerprint, config.chunk_tokens, model)
         self._keys = keys = KeyMaker(space, growing=bool(layout.layers), needs_state=needs_state)
         self._stack = stack = TierStack(tiers, counters)
+        mark_tiers(stack, packer)
         self._index = index = SessionIndex(
             stack,
             packer,
@@ -98,6 +102,7 @@ class ColdStore:
         )
         index.load()
         self._pins = pins = Pins(stack, config.pinned_share, config.tenant_pinned_share)
+        self._switch = CodecSwitch(packer, stack, pins)
         self._workers = workers = Workers(config.num_threads)
         self._queue = queue = SaveQueue(config.save_queue_bytes)
         self._slower = [
@@ -107,13 +112,14 @@ class ColdStore:
         for record in reversed(index.all()):  # where the share is smaller now, the newest stay
             committer.follow_pin(record)
         self._matcher = Matcher(stack, index, keys)
+        self._promotion = Promotion(stack, index, keys, queue, counters)
         self._restorer = Restorer(stack, packer, workers, counters, monotonic)
         self._departures = Departures(stack, index.restorable)
         self._upkeep = upkeep = Upkeep(
             stack, queue, committer, index, keys, pins, workers, self._departures
         )
         encoder = Encoder(stack, packer, keys, workers, counters, config.max_snapshots)
-        reviser = Reviser(keys, index, fingerprint, codec.id)
+        reviser = Reviser(keys, index, packer)
         self._saver = Saver(
             queue, encoder, reviser, committer, keys, index, counters, clock, upkeep.expire
         )
@@ -128,6 +134,7 @@ class ColdStore:
         run: KVRun,
         snapshots: Sequence[Snapshot] = (),
         on_done: OnDone | None = None,
+        lossy_tokens: int = 0,
     ) -> bool:
         """Keep this session's KV. Any thread; returns at once.
 
@@ -139,6 +146,8 @@ class ColdStore:
             on_done: called on a store thread with the session's new record, or with None if it
                 could not be saved. Of a save that gave way to a newer one it is called with the
                 newer one's record.
+            lossy_tokens: if any of the KV was restored, what ``Restored`` said of it. Chunks among
+                these tokens that no tier has any more are kept as rows, not packed once more.
 
         Returns:
             False if the save was skipped, because too much is waiting or nothing can hold it;
@@ -150,7 +159,7 @@ class ColdStore:
         key = self._keys.space.record_key(session.tenant, session.id)
         nbytes = self._unsaved_bytes(key, tokens) + sum(state_nbytes(x.state) for x in snapshots)
         listeners = [] if on_done is None else [on_done]
-        job = SaveJob(key, session, tokens, run, tuple(snapshots), nbytes, listeners)
+        job = SaveJob(key, session, tokens, run, tuple(snapshots), nbytes, listeners, lossy_tokens)
         possible = len(tokens) > 0 and len(self._stack) > 0
         offered = self._queue.offer(job) if possible else Offered.REFUSED
         if offered is Offered.SUPERSEDED:
@@ -202,7 +211,7 @@ class ColdStore:
         wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
         try:
             restored, slow = self._restorer.load(match, wait_s)
-            self._workers.later(self._used, match, restored.num_tokens, slow)
+            self._workers.later(self._promotion.used, match, restored.num_tokens, slow)
         except StoreClosed:
             return Restored(0, self.layout.empty(0), None, None, "disabled")
         self._counters.add("restores", int(restored.num_tokens > 0))
@@ -218,7 +227,7 @@ class ColdStore:
         return None if self._closed else self._index.find_usable(session)
 
     def records(self) -> list[SessionRecord]:
-        """All sessions of this model and codec that rest in local tiers."""
+        """All sessions of this model, in codecs known here, that rest in local tiers."""
         return [] if self._closed else self._upkeep.resting_here()
 
     def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
@@ -261,6 +270,20 @@ class ColdStore:
 
     # ---- the store itself
 
+    @property
+    def codecs(self) -> CodecSet:
+        """Those that it uses now."""
+        return self._packer.codecs
+
+    def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
+        """Use these codecs from now on. Any thread; waits for nobody.
+
+        What is stored stays as it is. ``keep``: codecs that could be read before still can;
+        otherwise their blobs are as good as gone. Warm new codecs first. Raises ``UnknownCodec``,
+        with nothing changed: one of them cannot take this layout.
+        """
+        self._switch.adopt(codecs, keep=keep)
+
     def listen(self, on_gone: OnGone) -> None:
         """``on_gone`` hears, on a store thread, of each session that its ttl or eviction took.
 
@@ -277,6 +300,7 @@ class ColdStore:
             },
             num_sessions=len(self._index),
             tiers=self._stack.stats(),
+            codecs=in_use(self._stack, self._packer),
         )
 
     def flush(self, deadline_s: float) -> bool:
@@ -308,15 +332,3 @@ class ColdStore:
         record = self._index.get(key)
         known = common_prefix(record.tokens, tokens) if record else 0
         return (len(tokens) - known) * self.layout.bytes_per_token
-
-    def _used(self, match: Match, num_tokens: int, slow: list[tuple[bytes, Blob]]) -> None:
-        """After a restore: what was read is worth keeping near."""
-        record_key = match.record_key
-        if not num_tokens or (record_key and self._index.get(record_key) is None):
-            return
-        if slow and self._stack.put(0, slow):
-            self._counters.add("promoted_blobs", len(slow))
-        chain = [x.key for x in match.pieces]
-        self._stack.touch([record_key, *chain] if record_key else chain)
-        if record_key:
-            self._index.use(record_key)

@@ -93,7 +93,7 @@ class Upkeep:
             if record is not None and record.pinned != pinned:
                 if pinned:
                     self._pins.check(self._committer.pin_of(record))
-                self._committer.commit(msgspec.structs.replace(record, pinned=pinned), {}, ())
+                self._committer.replace(msgspec.structs.replace(record, pinned=pinned))
 
     def forget(self, session: SessionRef) -> bool:
         """Remove every blob of the session that no other session here uses."""

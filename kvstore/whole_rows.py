@@ -1,4 +1,4 @@
-"""Rows kept as they are: the tail of a session, and the tokens before a snapshot.
+"""Rows kept as they are: the tail of a session, the tokens before a snapshot, a restored chunk.
 
 The newest tokens are few, are replaced at the next turn, and matter most, so they are not packed.
 Under an exact codec they keep the engine's dtype bit for bit. Under a lossy one they keep 16 bits
@@ -15,15 +15,19 @@ from kvstore.shapes import KVLayout, KVRun
 
 
 class WholeRows:
-    """For each layer K then V, each (num_kv_heads, num_tokens, dim) in C order."""
+    """For each layer K then V, each (num_kv_heads, num_tokens, dim) in C order.
 
-    def __init__(self, layout: KVLayout, exact: bool) -> None:
+    ``restored``: some of them came from a lossy copy, and are not to be packed again.
+    """
+
+    def __init__(self, layout: KVLayout, exact: bool, restored: bool = False) -> None:
         self._layout = layout
-        self._exact = exact
-        self.codec_id = "rows.1" if exact else "rows16.1"
+        self.exact = exact
+        self.restored = restored
+        self.codec_id = ("restored" if restored else "rows") + (".1" if exact else "16.1")
 
     def nbytes(self, num_tokens: int) -> int:
-        itemsize = self._layout.numpy_dtype.itemsize if self._exact else 2
+        itemsize = self._layout.numpy_dtype.itemsize if self.exact else 2
         return num_tokens * self._layout.elements_per_token * itemsize
 
     def encode(self, run: KVRun) -> bytes:
@@ -37,7 +41,7 @@ class WholeRows:
         """
         if len(payload) != self.nbytes(num_tokens):
             raise Corrupt(f"{len(payload)} bytes are not {num_tokens} tokens as they are")
-        dtype = self._layout.numpy_dtype if self._exact else np.dtype(np.uint16)
+        dtype = self._layout.numpy_dtype if self.exact else np.dtype(np.uint16)
         at = 0
         for array in (x for pair in out for x in pair):
             heads, taken, dim = array.shape
@@ -47,7 +51,7 @@ class WholeRows:
             at += count * dtype.itemsize
 
     def _stored(self, array: np.ndarray) -> np.ndarray:
-        return array if self._exact else to_stored(array, self._layout.dtype)
+        return array if self.exact else to_stored(array, self._layout.dtype)
 
     def _restored(self, rows: np.ndarray) -> np.ndarray:
-        return rows if self._exact else from_stored(rows, self._layout.dtype)
+        return rows if self.exact else from_stored(rows, self._layout.dtype)

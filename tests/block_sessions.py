@@ -11,6 +11,8 @@ import numpy as np
 
 from kvstore.block_keys import BlockKeys, Piece
 from kvstore.block_store import BlockStore, Fetched
+from kvstore.codec_set import CodecSet
+from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.packer import Packer
@@ -53,15 +55,15 @@ def open_store(
     tiers: Sequence[Tier] | None = None,
     *,
     codec: str = "raw",
+    codecs: CodecSet | None = None,
     fingerprint: str = FINGERPRINT,
     clock: Callable[[], float] = time.time,
     has_state: bool = False,
     **config,
 ) -> BlockStore:
     settings = StoreConfig(chunk_tokens=BLOCK * PER_CHUNK, num_threads=1, **config)
-    chosen = codec_by_name(codec)
-    keys = BlockKeys(fingerprint, chosen.id, BLOCK, PER_CHUNK)
-    packer = Packer(chosen, LAYOUT, fingerprint)
+    keys = BlockKeys(fingerprint, BLOCK, PER_CHUNK)
+    packer = Packer(codecs or codec_by_name(codec), LAYOUT, fingerprint)
     tiers = tiers or [RamTier(1 << 26)]
     return BlockStore(settings, packer, keys, fingerprint, tiers, clock=clock, has_state=has_state)
 
@@ -92,14 +94,19 @@ def save(
 
 
 def pack(
-    store: BlockStore, chain: Sequence[bytes], piece: Piece, part: Sequence[int] = ()
+    store: BlockStore,
+    chain: Sequence[bytes],
+    piece: Piece,
+    part: Sequence[int] = (),
+    codec: Codec | None = None,
 ) -> bytes:
-    encode = store.packer.pack_tail if piece.is_whole_rows else store.packer.pack_chunk
+    first = piece.first_block * BLOCK
     if piece.is_part:
-        run = rows_behind(chain, part)
-    else:
-        run = rows_of(chain, piece.first_block, piece.num_blocks)
-    return encode(piece.key, run, piece.first_block * BLOCK)
+        return store.packer.pack_tail(piece.key, rows_behind(chain, part), first)
+    run = rows_of(chain, piece.first_block, piece.num_blocks)
+    if piece.is_tail:
+        return store.packer.pack_tail(piece.key, run, first)
+    return store.packer.pack_chunk(piece.key, run, first, codec)
 
 
 def check_rows(store: BlockStore, chain: Sequence[bytes], fetched: Fetched) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.codec_set import CodecSet
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.records import SessionRef
@@ -90,6 +91,7 @@ def open_store(
     tiers: Sequence[Tier],
     *,
     codec: str = "raw",
+    codecs: CodecSet | None = None,
     layout: KVLayout = LAYOUT,
     fingerprint: str = "f1",
     needs_state: bool = False,
@@ -102,7 +104,7 @@ def open_store(
         layout,
         fingerprint,
         "model",
-        codec_by_name(codec),
+        codecs or codec_by_name(codec),
         tiers,
         needs_state=needs_state,
         clock=clock,

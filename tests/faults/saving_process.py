@@ -1,6 +1,7 @@
-"""A process that saves turns until it is killed: ``python saving_process.py FOLDER SEED``.
+"""A process that saves turns until it is killed: ``python saving_process.py FOLDER SEED [CODECS]``.
 
-Prints "session tokens" when a save is said to be safe.
+Prints "session tokens" when a save is said to be safe. The third word says which ``CODECS`` it has:
+``raw``, or ``both``, a lossy one for memory and another for the disk.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import random
 import sys
 from pathlib import Path
 
+from kvstore.codec_set import CodecSet
 from tests.kv_sessions import disk, kv_of, open_store, ram, ref, tokens
+from tests.worn_codec import WornCodec
+
+BOTH = CodecSet(WornCodec("fast.1", 1), WornCodec("dense.1", 16), WornCodec("dense.1", 16))
 
 
-def main(folder: Path, seed: int) -> None:
-    store = open_store([ram(), disk(folder)])
+def main(folder: Path, seed: int, codecs: str = "raw") -> None:
+    store = open_store([ram(), disk(folder)], codecs=BOTH if codecs == "both" else None)
     lengths = {record.id: record.num_tokens for record in store.records()}
     choose = random.Random(seed)
     while True:
@@ -28,4 +33,5 @@ def main(folder: Path, seed: int) -> None:
                 print(session, n, flush=True)
 
 
-main(Path(sys.argv[1]), int(sys.argv[2]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -22,6 +22,8 @@ from kvstore.chain import RECORD, TAIL
 from kvstore.errors import PinLimit
 from kvstore.format import HEADER_BYTES
 from kvstore.store import ColdStore
+from tests.blob_names import all_named
+from tests.faults.saving_process import BOTH
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     CHUNK,
@@ -34,6 +36,7 @@ from tests.kv_sessions import (
     save,
     tokens,
 )
+from tests.worn_codec import wear_of
 
 HISTORY = tokens(200)
 ROOT = Path(__file__).parents[2]
@@ -134,7 +137,7 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_the_blob_goes():
     tier = ram()
     store = open_store([tier])
     save(store, ref(), HISTORY)
-    keys = store._keys.listed(store.record(ref()))
+    keys = all_named(store._keys.listed(store.record(ref())))
     choose = random.Random(7)
     for place in [*range(HEADER_BYTES), *(None for _ in range(300))]:
         which = choose.randrange(len(keys))
@@ -170,7 +173,7 @@ def test_a_bad_copy_is_replaced_by_the_good_one_below(tmp_path):
     near, far = ram(), disk(tmp_path)
     store = open_store([near, far])
     save(store, ref(), HISTORY)
-    keys = store._keys.listed(store.record(ref()))
+    keys = all_named(store._keys.listed(store.record(ref())))
     near.replace(keys[3], b"noise")
     _, restored = come_back(store, ref(), HISTORY)
     assert (restored.num_tokens, restored.tier, restored.reason) == (200, "disk", None)
@@ -186,7 +189,7 @@ def test_a_blob_under_another_blobs_name_is_refused():
     theirs = ref("x", tenant="other", salt=b"other")
     save(store, ref(), HISTORY)
     save(store, theirs, HISTORY)  # the same tokens, so the same bytes in all but the key
-    mine, other = (store._keys.listed(store.record(x)) for x in (ref(), theirs))
+    mine, other = (all_named(store._keys.listed(store.record(x))) for x in (ref(), theirs))
     for a, b in [(mine[2], other[2]), (mine[3], mine[4]), (mine[-1], other[-1])]:
         (good,) = tier.get_many([a])
         tier.replace(a, tier.get_many([b])[0])
@@ -214,7 +217,7 @@ def test_what_is_evicted_between_match_and_load_costs_the_rest():
     store = open_store([tier])
     save(store, ref(), HISTORY)
     match = store.match(ref(), ref().salt, HISTORY, 200)
-    tier.delete_many([match.pieces[5].key, match.pieces[9].key])
+    tier.delete_many(all_named([match.pieces[5].key, match.pieces[9].key]))
     restored = store.load(match)
     assert (restored.num_tokens, restored.reason) == (5 * CHUNK, "evicted")
     store.close()
@@ -227,7 +230,7 @@ def test_a_tier_that_hangs_costs_the_deadline_and_no_more():
     near, far = faulty_pair()
     store = open_store([near, far])
     save(store, ref(), HISTORY)
-    keys = store._keys.listed(store.record(ref()))
+    keys = all_named(store._keys.listed(store.record(ref())))
     near.delete_many(keys[8:])
     far.go_on.clear()
     match = store.match(ref(), ref().salt, HISTORY, 200)
@@ -244,7 +247,7 @@ def test_a_late_answer_does_not_touch_what_was_handed_out():
     near, far = faulty_pair()
     store = open_store([near, far], codec="raw")
     save(store, ref(), HISTORY)
-    keys = store._keys.listed(store.record(ref()))
+    keys = all_named(store._keys.listed(store.record(ref())))
     near.delete_many(keys[8:])
     far.go_on.clear()
     restored = store.load(store.match(ref(), ref().salt, HISTORY, 200), deadline_s=0.1)
@@ -262,7 +265,22 @@ def test_a_late_answer_does_not_touch_what_was_handed_out():
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_while_saving(tmp_path, seed):
     """What was said to be safe is there, and nothing else than what was computed."""
-    command = [sys.executable, "-m", "tests.faults.saving_process", str(tmp_path), str(seed)]
+    safe = run_until_killed(tmp_path, seed)
+    store = open_store([ram(), disk(tmp_path)])
+    assert safe
+    for record in store.records():
+        history = tokens(record.num_tokens, int(record.id))
+        assert record.tokens.tolist() == history
+        _, restored = come_back(store, ref(record.id), history)
+        assert restored.num_tokens >= safe.get(record.id, 0)
+    assert {x.id for x in store.records()} >= safe.keys()
+    assert store.stats().counters.get("corrupt", 0) == 0
+    store.close()
+
+
+def run_until_killed(folder: Path, seed: int, *more: str) -> dict[str, int]:
+    """What the process said is safe, by session, before it was killed."""
+    command = [sys.executable, "-m", "tests.faults.saving_process", str(folder), str(seed), *more]
     safe: dict[str, int] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
         assert child.stdout is not None
@@ -273,14 +291,22 @@ def test_killed_while_saving(tmp_path, seed):
         child.kill()
         for line in lines:
             note(safe, line)
-    store = open_store([ram(), disk(tmp_path)])
-    assert safe
+    return safe
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_while_two_codecs_are_written(tmp_path, seed):
+    safe = run_until_killed(tmp_path, seed, "both")
+    store = open_store([ram(), disk(tmp_path)], codecs=BOTH)
+    assert safe and {x.id for x in store.records()} >= safe.keys()
     for record in store.records():
         history = tokens(record.num_tokens, int(record.id))
         assert record.tokens.tolist() == history
-        _, restored = come_back(store, ref(record.id), history)
+        restored = store.load(store.prepare(ref(record.id)))
         assert restored.num_tokens >= safe.get(record.id, 0)
-    assert {x.id for x in store.records()} >= safe.keys()
+        worn = wear_of(restored.run, kv_of(history[: restored.num_tokens]))
+        assert all(x in ({0}, {1}, {16}) for x in worn)
+        assert all(x == {0} for x in worn[restored.lossy_tokens :])
     assert store.stats().counters.get("corrupt", 0) == 0
     store.close()
 

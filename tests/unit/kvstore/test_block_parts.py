@@ -15,6 +15,7 @@ from kvstore.block_store import BlockStore, Fetched
 from kvstore.chain import PART
 from kvstore.errors import Corrupt
 from kvstore.tiers.ram_tier import RamTier
+from tests.blob_names import named
 from tests.block_sessions import (
     BLOCK,
     FINGERPRINT,
@@ -117,11 +118,11 @@ def test_it_is_evicted_first_and_missed():
     tier = RamTier(1 << 26)
     store = open_store([tier])
     save(store, ref(), LONG, BEHIND)
-    tier.delete_many([store.keys.part(LONG, BEHIND).key])
+    tier.delete_many([named(store.keys.part(LONG, BEHIND).key)])
     fetched = store.fetch(ref(), LONG, 0)
     assert (fetched.end_block, fetched.part, fetched.reason) == (25, (), "evicted")
     save(store, ref(), LONG, BEHIND)
-    tier.delete_many([store.keys.chunks(LONG)[3].key])
+    tier.delete_many([named(store.keys.chunks(LONG)[3].key)])
     fetched = store.fetch(ref(), LONG, 0)
     assert (fetched.end_block, fetched.part) == (12, ())
     store.close()
@@ -131,7 +132,7 @@ def test_a_damaged_one_costs_its_own_tokens():
     tier = RamTier(1 << 26)
     store = open_store([tier])
     save(store, ref(), LONG, BEHIND)
-    key = store.keys.part(LONG, BEHIND).key
+    key = named(store.keys.part(LONG, BEHIND).key)
     blob = bytearray(tier.get_many([key])[0])
     blob[-1] ^= 1
     tier.delete_many([key])
@@ -158,7 +159,7 @@ def test_it_survives_a_restart_and_is_forgotten(tmp_path: Path):
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6), st.data())
 def test_other_tokens_have_another_name(tokens, data):
     other = data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6))
-    keys = BlockKeys(FINGERPRINT, "raw.1", BLOCK, 4)
+    keys = BlockKeys(FINGERPRINT, BLOCK, 4)
     names = keys.part(LONG, tokens).key, keys.part(LONG, other).key
     assert (names[0] == names[1]) == (tokens == other)
     assert keys.part(LONG[:24], tokens).key != names[0]

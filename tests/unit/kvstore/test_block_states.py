@@ -16,6 +16,7 @@ from kvstore.block_store import BlockStore, Fetched
 from kvstore.errors import Corrupt
 from kvstore.snapshot import StateArray
 from kvstore.tiers.ram_tier import RamTier
+from tests.blob_names import all_named, named
 from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, pack, ram_and_disk, ref
 
 LONG = hashes(list(range(100)))  # 25 blocks: 6 chunks and a tail of one
@@ -99,7 +100,7 @@ def test_another_session_with_the_same_beginning(store):
 def test_a_lost_blob_costs_a_recompute_or_the_earlier_state(store, tier, lost):
     save(store, LONG, [12, 24])
     piece = store.keys.state(LONG, 24) if lost == "state" else store.keys.chunks(LONG)[5]
-    tier.delete_many([piece.key])
+    tier.delete_many([named(piece.key)])
     fetched = store.fetch(ref(), LONG, 0)
     assert fetched.end_block == 12
     check_state(store, LONG, fetched)
@@ -109,9 +110,9 @@ def test_a_lost_blob_costs_a_recompute_or_the_earlier_state(store, tier, lost):
 def test_damage_costs_a_recompute(store, tier, damaged):
     save(store, LONG, [24])
     piece = store.keys.state(LONG, 24) if damaged == "state" else store.keys.chunks(LONG)[5]
-    blob = bytearray(tier.get_many([piece.key])[0])
+    blob = bytearray(tier.get_many([named(piece.key)])[0])
     blob[-1] ^= 1
-    tier.replace(piece.key, bytes(blob))
+    tier.replace(named(piece.key), bytes(blob))
     fetched = store.fetch(ref(), LONG, 0)
     assert (fetched.end_block, fetched.pieces, fetched.reason) == (0, [], "corrupt")
 
@@ -120,7 +121,7 @@ def test_a_later_turn_replaces_the_states(store, tier):
     save(store, LONG[:20], [16, 20])
     save(store, LONG, [20, 24])
     gone, kept = (store.keys.state(LONG, x).key for x in (16, 20))
-    assert tier.contains_many([gone, kept]) == [False, True]
+    assert tier.contains_many(all_named([gone, kept])) == [False, True]
     assert [x.end_block for x in save(store, LONG, [20, 24])] == []
 
 
@@ -138,7 +139,8 @@ def test_a_turn_without_states_keeps_those_that_still_hold(store):
 def test_states_go_with_their_session(store, tier):
     save(store, LONG, [20, 24])
     store.forget(ref())
-    assert tier.contains_many([store.keys.state(LONG, x).key for x in (20, 24)]) == [False, False]
+    states = all_named([store.keys.state(LONG, x).key for x in (20, 24)])
+    assert tier.contains_many(states) == [False, False]
 
 
 def test_states_follow_to_the_disk_and_over_a_restart(tmp_path):

@@ -10,6 +10,7 @@ from kvstore.block_records import common_blocks
 from kvstore.records import SessionRef
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
+from tests.blob_names import named
 from tests.block_sessions import (
     BLOCK,
     PER_CHUNK,
@@ -139,7 +140,7 @@ def test_another_model_finds_nothing():
 
 def test_a_damaged_blob_ends_the_prefix_and_is_dropped(store):
     save(store, ref(), LONG)
-    bad = store.keys.whole(LONG)[2].key
+    bad = named(store.keys.whole(LONG)[2].key)
     tier = store._stack._tiers[0]
     blob = bytearray(tier.get_many([bad])[0])
     blob[-1] ^= 1
@@ -156,7 +157,7 @@ def test_a_lower_tier_helps_out_for_a_damaged_blob(tmp_path):
     store = open_store(ram_and_disk(tmp_path))
     save(store, ref(), LONG)
     assert store.flush(10)
-    bad = store.keys.whole(LONG)[2].key
+    bad = named(store.keys.whole(LONG)[2].key)
     near = store._stack._tiers[0]
     near.delete_many([bad])
     near.put_many([(bad, b"rubbish")])

@@ -12,7 +12,7 @@ RECORD = SessionRecord(
     tenant="t",
     id="../../ \0 €",
     fingerprint="f",
-    codec="tq3.1",
+    codecs=("tq3.1",),
     root=bytes(32),
     token_ids=bytes(range(80)),
     tail_tokens=4,
@@ -54,6 +54,7 @@ def test_changed_bytes_give_corrupt_or_a_record_that_makes_sense(at, mask):
         {"snapshots": (21,)},
         {"root": bytes(31)},
         {"left_behind": bytes(33)},
+        {"codecs": ("raw.1",) * 17},
     ],
 )
 def test_a_record_that_contradicts_itself_is_corrupt(change):

@@ -25,7 +25,7 @@ class CountingSpace(KeySpace):
 def test_keys_are_not_hashed_again_for_every_look(store):
     save(store, ref(), HISTORY)
     record = store.record(ref())
-    keys = KeyMaker(CountingSpace("f1", "raw", CHUNK, "model"), growing=True, needs_state=False)
+    keys = KeyMaker(CountingSpace("f1", CHUNK, "model"), growing=True, needs_state=False)
     assert len(keys.listed(record)) == 13
     assert keys.listed(record) == keys.listed(record)
     assert keys.space.num_chains == 1

@@ -1,0 +1,23 @@
+"""What a blob is called in a tier, for tests that reach behind the store's back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.chain import KEY_BYTES
+from kvstore.marks import mark_of, marked
+
+RAW = "raw.1"
+
+
+def named(key: bytes, codec_id: str = RAW) -> bytes:
+    return marked(key, mark_of(codec_id))
+
+
+def all_named(keys: Sequence[bytes], codec_id: str = RAW) -> list[bytes]:
+    return [named(key, codec_id) for key in keys]
+
+
+def key_in(name: bytes) -> bytes:
+    """The inverse: whatever its codec."""
+    return name[:KEY_BYTES]

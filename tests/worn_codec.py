@@ -1,0 +1,51 @@
+"""A lossy codec that counts: each passage adds its wear to every number.
+
+So a restored row says how often, and by which codecs, it was packed since it was computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.codecs.raw import RawCodec
+from kvstore.errors import UnknownCodec
+from kvstore.shapes import KVLayout, KVRun
+
+
+@dataclass(frozen=True)
+class WornCodec:
+    """For layouts of 16-bit numbers, taken as integers. Implements ``Codec``."""
+
+    id: str
+    wear: int
+    exact: bool = False
+    packed: list[int] = field(default_factory=list, compare=False)  # first token of each passage
+
+    def check(self, layout: KVLayout) -> None:
+        if layout.numpy_dtype.itemsize != 2:
+            raise UnknownCodec("made for numbers of 16 bits")
+
+    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return RawCodec().packed_nbytes(layout, num_tokens, first_token)
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+        self.packed.append(first_token)
+        return RawCodec().encode(run, layout, first_token)
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        RawCodec().decode(payload, layout, first_token, out)
+        for array in (x for pair in out for x in pair):
+            array += np.array(self.wear, array.dtype)
+
+
+def wear_of(found: KVRun, computed: KVRun) -> list[set[int]]:
+    """By token: what its numbers have gone through; {0} are exact ones."""
+    worn = [
+        (a.view(np.uint16) - b.view(np.uint16))
+        for one, other in zip(found, computed, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
+    num_tokens = worn[0].shape[1] if worn else 0
+    return [{int(x) for array in worn for x in np.unique(array[:, i])} for i in range(num_tokens)]
