@@ -67,7 +67,7 @@ class Rig:
         caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(LAYERS)}
         self.cache: PagedCache = paged_cache(caches, SplitContent())
         chosen = codec_by_name(codec)
-        keys = BlockKeys("", chosen.id, BLOCK_TOKENS, CHUNK_TOKENS // BLOCK_TOKENS)
+        keys = BlockKeys("", BLOCK_TOKENS, CHUNK_TOKENS // BLOCK_TOKENS)
         self.packer = Packer(chosen, self.cache.layout, "")
         self.store = BlockStore(StoreConfig(), self.packer, keys, "", [])
         groups = side_groups(self.cache)

@@ -35,7 +35,7 @@ from kvstore.packer import Packer
 
 
 class DeviceBlocks:
-    """Implements ``transfer.Blocks``.
+    """``transfer.Blocks`` for one codec: ``checked_blocks`` knows when to ask.
 
     Args:
         groups: of ``cache``, by ``side_groups``.

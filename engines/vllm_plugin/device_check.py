@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.vllm_plugin.arrangement import StridedSide
+from engines.vllm_plugin.checked_blocks import CheckedBlocks, DeviceWay
 from engines.vllm_plugin.host_blocks import HostBlocks
 from engines.vllm_plugin.paging import PagedCache
 from engines.vllm_plugin.streams import SideStream
@@ -38,7 +39,7 @@ def blocks_for(cache: PagedCache, store: BlockStore) -> Blocks:
     try:
         on_device = device_blocks(cache, store)
         if on_device is not None and agree(cache, store):
-            return on_device
+            return CheckedBlocks(on_device, on_host, store)
         reason = "the kernels cannot address this cache" if on_device is None else "they are wrong"
     except Exception as error:  # of a compiler, a driver, a missing package: any kind
         reason = f"{type(error).__name__}: {error}"
@@ -48,7 +49,7 @@ def blocks_for(cache: PagedCache, store: BlockStore) -> Blocks:
 
 def device_blocks(
     cache: PagedCache, store: BlockStore, staging_bytes: int = STAGING_BYTES
-) -> Blocks | None:
+) -> DeviceWay | None:
     """None if kernels cannot address the cache. Raises ``ImportError`` without Triton."""
     from engines.vllm_plugin.device_blocks import DeviceBlocks
     from engines.vllm_plugin.device_sides import side_groups
@@ -62,7 +63,7 @@ def agree(cache: PagedCache, store: BlockStore) -> bool:
     chunk, per_block = store.keys.chunk_blocks, store.keys.block_tokens
     scratch = scratch_of(cache, 2 * chunk + 1)
     codec = store.packer.codec
-    keys = BlockKeys("", codec.id, per_block, chunk)
+    keys = BlockKeys("", per_block, chunk)
     packer = Packer(codec, scratch.layout, "")
     aside = BlockStore(StoreConfig(num_threads=1), packer, keys, "", [])
     try:
@@ -73,7 +74,7 @@ def agree(cache: PagedCache, store: BlockStore) -> bool:
         aside.close()
 
 
-def _same(scratch: PagedCache, keys: BlockKeys, one: Blocks, other: Blocks) -> bool:
+def _same(scratch: PagedCache, keys: BlockKeys, one: DeviceWay, other: DeviceWay) -> bool:
     """Two chunks, the first with the session's first tokens, and a tail, into blocks elsewhere."""
     hashes = [bytes([i % 256]) * 32 for i in range(2 * keys.chunk_blocks + 1)]
     pieces, ids = keys.whole(hashes), list(range(len(hashes)))
@@ -89,7 +90,7 @@ def _same(scratch: PagedCache, keys: BlockKeys, one: Blocks, other: Blocks) -> b
     return all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
-def _filled(scratch: PagedCache, way: Blocks, wanted: Sequence[Filling]) -> list[Tensor]:
+def _filled(scratch: PagedCache, way: DeviceWay, wanted: Sequence[Filling]) -> list[Tensor]:
     for view in _views(scratch):
         view.fill_(1)
     way.fill(wanted, way.mark())

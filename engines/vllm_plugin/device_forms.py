@@ -149,12 +149,16 @@ class PackedForm:
 
     def seal(self, piece: Piece, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
         payload = b"".join((staged.data, rescued)) if rescued else staged.data
-        return self._packer.seal_chunk(piece.key, payload, first_token, self._num_tokens)
+        return self._packer.seal_chunk(
+            piece.key, payload, first_token, self._num_tokens, self._codec
+        )
 
     def open(
         self, blob: Blob, piece: Piece, first_token: int, staged: np.ndarray
     ) -> list[KeptRows]:
-        payload = self._packer.open_chunk(blob, piece.key, first_token, self._num_tokens)
+        payload = self._packer.open_chunk(
+            blob, piece.key, first_token, self._num_tokens, self._codec
+        )
         view = np.frombuffer(payload, np.uint8)
         kept = self._codec.check_payload(view, self._plan)
         staged[:] = view[: self.nbytes]

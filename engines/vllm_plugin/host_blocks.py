@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from engines.vllm_plugin.transfer import Filling, Packing
-from kvstore.block_keys import Piece
+from engines.vllm_plugin.transfer import Filling, Packing, Rows
 from kvstore.block_store import BlockStore
+from kvstore.codecs.base import Codec
 from kvstore.errors import Unusable
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
 
@@ -97,11 +97,16 @@ class HostBlocks:
     def mark(self) -> object:
         return self._stream.mark()
 
-    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+    def pack(
+        self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
+    ) -> list[Future[bytes]]:
         with self._stream.after(ready):
             runs = [self._read(x) for x in wanted]
-        codec = self._store.workers.codec
-        return [codec(self._packed, x.piece, run) for x, run in zip(wanted, runs, strict=True)]
+        if rows is not None:
+            pairs = zip(wanted, runs, strict=True)
+            rows.update((x.piece, y) for x, y in pairs if x.piece.is_chunk and not x.restored)
+        codec, home = self._store.workers.codec, self._store.home_codec
+        return [codec(self._packed, x, run, home) for x, run in zip(wanted, runs, strict=True)]
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         filled: set[int] = set()
@@ -131,10 +136,14 @@ class HostBlocks:
         else:
             self._pages.write(filling.block_ids, run, filling.skip)
 
-    def _packed(self, piece: Piece, run: list[KVPair]) -> bytes:
-        packer = self._store.packer
-        pack = packer.pack_tail if piece.is_whole_rows else packer.pack_chunk
-        return pack(piece.key, run, piece.first_block * self._pages.block_tokens)
+    def _packed(self, packing: Packing, run: list[KVPair], home: Codec) -> bytes:
+        packer, piece = self._store.packer, packing.piece
+        first = piece.first_block * self._pages.block_tokens
+        if packing.restored:
+            return packer.pack_restored(piece.key, run, first)
+        if piece.is_whole_rows:
+            return packer.pack_tail(piece.key, run, first)
+        return packer.pack_chunk(piece.key, run, first, home)
 
     def _decodes(
         self, wanted: Sequence[Filling]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK, StateGroup
 from engines.vllm_plugin.paging import PagedCache
-from engines.vllm_plugin.transfer import Blocks, Filling, Packing
+from engines.vllm_plugin.transfer import Blocks, Filling, Packing, Rows
 from kvstore.block_keys import Piece
 from kvstore.block_store import BlockStore
 from kvstore.errors import Corrupt, Unusable
@@ -122,10 +122,13 @@ class StatefulBlocks:
     def mark(self) -> object:
         return self._blocks.mark()
 
-    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+    def pack(
+        self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
+    ) -> list[Future[bytes]]:
         states = [x for x in wanted if x.piece.is_state]
         rest = [x for x in wanted if not x.piece.is_state]
-        futures = dict(zip((x.piece for x in rest), self._blocks.pack(rest, ready), strict=True))
+        packed = self._blocks.pack(rest, ready, rows)
+        futures = dict(zip((x.piece for x in rest), packed, strict=True))
         for x in states:
             with self._stream.after(ready):
                 tree = self._read(x)

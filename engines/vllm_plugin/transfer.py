@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from engines.vllm_plugin.affinity import roam
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
+from engines.vllm_plugin.restored_blocks import RestoredBlocks
 from kvstore.block_keys import Piece
-from kvstore.block_store import BlockStore
+from kvstore.block_store import Again, BlockStore
+from kvstore.codecs.base import Codec
 from kvstore.records import SessionRef
+from kvstore.shapes import KVPair
 from kvstore.tiers.base import Blob
 
 logger = logging.getLogger("thermocline.vllm")
@@ -40,6 +44,11 @@ class Packing:
 
     piece: Piece
     block_ids: list[int]
+    restored: bool = False  # some of it came from a lossy copy: rows are kept, not packed again
+
+
+# Rows of chunks as they were computed, (num_kv_heads, num_tokens, dim) for K and V of each layer.
+Rows: TypeAlias = dict[Piece, Sequence[KVPair]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,13 @@ class Blocks(Protocol):
     def mark(self) -> object:
         """On the model's thread: all that it has asked of the device so far."""
 
-    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
-        """Read the blocks once ``ready`` has happened; they are free again when this returns."""
+    def pack(
+        self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
+    ) -> list[Future[bytes]]:
+        """Read the blocks once ``ready`` has happened; they are free again when this returns.
+
+        ``rows``: where to leave those of chunks that are to be packed by another codec, too.
+        """
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         """The block ids that now hold what they should; they can be used at once."""
@@ -91,6 +105,7 @@ class Transfer:
         self._staging = staging
         self._max_queued_bytes = max_queued_bytes
         self._lock = threading.Lock()
+        self._restored = RestoredBlocks()
         self._charges: Counter[int] = Counter()  # hot bytes of saves that wait or run, by job
         self._settled = threading.Condition(self._lock)
         self._saving: Counter[tuple[str, str]] = Counter()  # saves that have begun, per session
@@ -149,14 +164,53 @@ class Transfer:
             missing = self._store.missing(save.hashes, save.states, save.part)
             with self._lock:
                 self._charges[save.job] = self._nbytes(save, missing)
-            packing = self._blocks.pack([_packing(save, x) for x in missing], ready)
+            rows: Rows | None = {} if len(self._store.save_codecs) > 1 else None
+            wanted = [self._packing(save, x) for x in missing]
+            packing = self._blocks.pack(wanted, ready, rows)
         finally:  # whatever happened: or its blocks would be held for ever
             self._acknowledge(save.job)
         self._store.counters.add("chunks_encoded", len(missing))
+        self._store.counters.add(
+            "chunks_kept", sum(x.restored and x.piece.is_chunk for x in wanted)
+        )
         blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
+        again = self._again(save, rows, blobs) if rows else None
         states, part = [*save.states], save.part
-        record = self._store.commit(save.session, save.hashes, blobs, states, part)
+        record = self._store.commit(save.session, save.hashes, blobs, states, part, again)
         return record is not None
+
+    def _packing(self, save: Save, piece: Piece) -> Packing:
+        packing = _packing(save, piece)
+        hashes = save.hashes[piece.first_block : piece.end_block]
+        if piece.is_state or piece.is_part:  # neither is ever packed with loss
+            return packing
+        return replace(packing, restored=self._restored.any_of(packing.block_ids, hashes))
+
+    def _again(self, save: Save, rows: Rows, blobs: Mapping[bytes, bytes]) -> Again | None:
+        """For tiers with a codec of their own; None: too much waits, they get copies."""
+        with self._lock:
+            others = self._charges.total() - self._charges[save.job]
+        if others > self._max_queued_bytes // 2:
+            self._store.counters.add("saves_copied")
+            return None
+        return partial(self._packed_again, rows, blobs)
+
+    def _packed_again(
+        self, rows: Rows, blobs: Mapping[bytes, bytes], codec: Codec
+    ) -> Mapping[bytes, Blob]:
+        """Few are in flight, and a thread is left for restores."""
+        at_once = max(1, self._store.workers.num_threads - 1)
+        packer, per_block = self._store.packer, self._store.keys.block_tokens
+        waiting: deque[tuple[bytes, Future[bytes]]] = deque()
+        done: dict[bytes, bytes] = {}
+        for piece, run in rows.items():
+            if len(waiting) >= at_once:
+                key, blob = waiting.popleft()
+                done[key] = blob.result()
+            first = piece.first_block * per_block
+            blob = self._store.workers.codec(packer.pack_chunk, piece.key, run, first, codec)
+            waiting.append((piece.key, blob))
+        return {**blobs, **done, **{key: blob.result() for key, blob in waiting}}
 
     def _nbytes(self, save: Save, pieces: Sequence[Piece]) -> int:
         num_blocks = sum(len(_packing(save, x).block_ids) for x in pieces)
@@ -186,7 +240,9 @@ class Transfer:
         try:
             fetched = self._staging.take(load.ticket)
             if fetched is not None:
-                bad -= self._blocks.fill(_fillings(load, fetched.pieces), ready)
+                fillings = _fillings(load, fetched.pieces)
+                bad -= self._blocks.fill(fillings, ready)
+                self._note_restored(fillings, fetched.hashes)
         except Exception:  # the edge of this thread: the request must hear of its load
             logger.exception("a restore failed")
         if bad:
@@ -199,6 +255,15 @@ class Transfer:
             self._loaded.add(load.request_id)
             self._under_way -= 1
             self._settled.notify_all()
+
+    def _note_restored(self, fillings: Sequence[Filling], hashes: Sequence[bytes]) -> None:
+        """Before vLLM hears of the load: nobody saves these blocks earlier."""
+        for x in fillings:
+            if not (x.piece.is_state or x.piece.is_part):
+                first = x.piece.first_block + x.skip
+                lossy = self._store.packer.is_lossy(x.blob)
+                names = hashes[first : first + len(x.block_ids)]
+                self._restored.note(x.block_ids, names, lossy=lossy)
 
     # ---- what vLLM asks for with each step
 

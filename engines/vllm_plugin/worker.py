@@ -28,6 +28,7 @@ from engines.vllm_plugin.streams import SideStream
 from engines.vllm_plugin.transfer import Transfer
 from kvstore.block_keys import BlockKeys
 from kvstore.block_store import BlockStore
+from kvstore.codec_set import open_codecs
 from kvstore.codecs.presets import codec_by_name, warm
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable
@@ -59,12 +60,13 @@ class Worker:
     ) -> None:
         self._cache = attention_cache(vllm_config, caches, groups.layers)
         config = rank_share(settings.store, vllm_config.parallel_config.world_size)
-        codec = codec_by_name(config.codec)
+        codecs = open_codecs(config, codec_by_name)
         identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
-        packer = Packer(codec, self._cache.layout, identity)
-        warm(codec, self._cache.layout)
+        packer = Packer(codecs, self._cache.layout, identity)
+        for codec in codecs.written:
+            warm(codec, self._cache.layout)
         chunk_blocks = max(config.chunk_tokens // self._cache.block_tokens, 1)
-        keys = BlockKeys(identity, codec.id, self._cache.block_tokens, chunk_blocks)
+        keys = BlockKeys(identity, self._cache.block_tokens, chunk_blocks)
         disk = vllm_rank_folder(Path(settings.disk_path), rank)
         tiers = usable_tiers(config, disk)
         self._store = BlockStore(
@@ -80,7 +82,7 @@ class Worker:
         self._transfer = Transfer(blocks, self._store, self._staging, config.save_queue_bytes)
         chunk_tokens = chunk_blocks * self._cache.block_tokens
         packed = packer.chunk_nbytes(0, chunk_tokens) // chunk_tokens
-        hello = RankHello(rank, codec.id, self._cache.layout.bytes_per_token, packed)
+        hello = RankHello(rank, codecs.ram.id, self._cache.layout.bytes_per_token, packed)
         self._link = RankLink(
             settings.hub_path,
             hello,
@@ -91,7 +93,8 @@ class Worker:
         )
         self._store.listen(self._lost)
         ways = type(self._cache.sides[0][0]).__name__, type(blocks).__name__
-        logger.info("rank %d: %s, %s, codec %s", rank, *ways, codec.id)
+        names = ", ".join(x.id for x in codecs.written)
+        logger.info("rank %d: %s, %s, codec %s", rank, *ways, names)
 
     def start_loads(self, step: Step) -> None:
         self._patience_s = step.patience_s

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from engines.vllm_plugin.arrangement import SplitContent  # noqa: E402
+from engines.vllm_plugin.checked_blocks import CheckedBlocks  # noqa: E402
 from engines.vllm_plugin.device_blocks import DeviceBlocks  # noqa: E402
 from engines.vllm_plugin.device_check import agree, blocks_for  # noqa: E402
 from engines.vllm_plugin.device_sides import side_groups  # noqa: E402
@@ -65,7 +66,7 @@ class Rig:
         self.caches = {f"layer{i}": x for i, x in enumerate(layers)}
         self.cache: PagedCache = paged_cache(self.caches, SplitContent())
         codec = codec_by_name(self.shape.codec)
-        keys = BlockKeys(FINGERPRINT, codec.id, self.shape.block, PER_CHUNK)
+        keys = BlockKeys(FINGERPRINT, self.shape.block, PER_CHUNK)
         packer = Packer(codec, self.cache.layout, FINGERPRINT)
         config = StoreConfig(chunk_tokens=self.shape.block * PER_CHUNK, num_threads=1)
         self.store = BlockStore(config, packer, keys, FINGERPRINT, [RamTier(1 << 26)])
@@ -225,7 +226,9 @@ def test_a_payload_that_lies_about_its_rows_is_refused(rigs):
     rig = opened(rigs)
     piece, blob = rig.pieces(4)[1], rig.blobs(rig.device, [7, 2, 10, 4])[1]
     packer = rig.store.packer
-    payload = np.frombuffer(packer.open_chunk(blob, piece.key, 16, 16), np.uint8).copy()
+    payload = np.frombuffer(
+        packer.open_chunk(blob, piece.key, 16, 16, packer.codec), np.uint8
+    ).copy()
     payload[:2] = 0xFF
     forged = packer.seal_chunk(piece.key, payload.data, 16, 16)
     assert rig.filled(rig.device, [Filling(piece, forged, 0, [0, 6])])[0] == set()
@@ -308,7 +311,7 @@ def test_the_kernels_prove_themselves_before_they_are_trusted(rigs, codec, monke
 
 def test_memory_of_the_host_is_the_hosts_business(rigs):
     rig = opened(rigs)
-    expected = HostBlocks if DEVICE.type == "cpu" else DeviceBlocks
+    expected = HostBlocks if DEVICE.type == "cpu" else CheckedBlocks
     assert isinstance(blocks_for(rig.cache, rig.store), expected)
 
 

@@ -22,6 +22,7 @@ from engines.wire import MAX_FRAME_BYTES
 from kvstore.records import SessionRef
 from kvstore.shapes import KVPair
 from kvstore.stats import Counters
+from tests.blob_names import all_named
 from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save
 from tests.faulty_tier import FaultyTier
 from tests.unit.engines.vllm_plugin.numpy_blocks import NoStream, NumpyBlocks
@@ -153,7 +154,7 @@ def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None
     closing.start()
     rank.disk.go_on.set()
     keys = [x.key for x in rank.store.keys.whole(CHAIN)]
-    wait(lambda: all(rank.disk.inner.contains_many(keys)))
+    wait(lambda: all(rank.disk.inner.contains_many(all_named(keys))))
     assert not rank.ram.go_on.is_set()
     rank.ram.go_on.set()
     closing.join(30)
