@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,6 +89,7 @@ def _water_filling(stick: Yardstick, most_bits: float) -> WaterFilling:
 
 def _cases(instrument: Instrument, order: Order) -> Iterator[Case]:
     texts = texts_of(map(Path, order.eval_texts)) if order.eval_texts else held_out_texts()
+    encode = functools.cache(instrument.encode)  # a long text takes a second
     for context in order.contexts:
-        yield from text_cases(texts, instrument.encode, context, order.num_scored)
-        yield from needle_cases(texts, instrument.encode, context, order.depths)
+        yield from text_cases(texts, encode, context, order.num_scored)
+        yield from needle_cases(texts, encode, context, order.depths)
