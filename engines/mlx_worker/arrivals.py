@@ -157,6 +157,7 @@ class Arrivals:
         if hot is not None:
             prompt.caches, prompt.saved = take_apart(hot), hot.hot.saved
             prompt.done = prompt.reused = hot.num_tokens
+            _note_lossy(prompt.turn, min(hot.hot.lossy_tokens, hot.num_tokens))
         if self._cold is None:
             missed: MissReason = "diverged" if had_own else "disabled"
             self._start(prompt, _outcome(prompt, hot, None if hot else missed))
@@ -191,6 +192,7 @@ class Arrivals:
             return None
         prompt.done = prompt.reused = found.num_tokens
         prompt.saved = resolved(True)
+        _note_lossy(prompt.turn, found.restored.lossy_tokens)
         if session := prompt.turn.generation.session:
             self._came_back(session)
         return CacheOutcome(_COLD[found.tier], found.num_tokens, found.reason)
@@ -249,7 +251,13 @@ class Arrivals:
             return
         try:
             caches = self._cold.rebuild(restored)
-            self._keeper.keep(session, restored.tokens, caches, saved=resolved(True))
+            self._keeper.keep(
+                session,
+                restored.tokens,
+                caches,
+                saved=resolved(True),
+                lossy_tokens=restored.lossy_tokens,
+            )
         except Exception:  # as in _use_cold
             logger.exception("a restored session could not be used")
             self.counters["rebuild_failures"] += 1
@@ -292,3 +300,7 @@ def _outcome(prompt: Prompt, hot: Candidate | None, reason: MissReason | None) -
     elif hot.diverged:
         reason = "diverged"
     return CacheOutcome("hot", hot.num_tokens, reason)
+
+
+def _note_lossy(turn: Turn, num_tokens: int) -> None:
+    turn.lossy_tokens = max(turn.lossy_tokens, num_tokens)

@@ -19,6 +19,7 @@ from engines.mlx_worker import parking
 from engines.mlx_worker.hot import HotSession
 from engines.mlx_worker.layout import CachePlan
 from engines.mlx_worker.turn import Caches
+from kvstore.codecs.packed_array import PackedLayout
 from kvstore.records import MissReason, SessionRecord, SessionRef, TierName
 from kvstore.snapshot import Snapshot
 from kvstore.store import ColdStore, Match, Restored
@@ -94,7 +95,12 @@ class Cold:
         if self._plan.needs_state:
             snapshots = [*snapshots, Snapshot(num_tokens, parking.state_tree(hot.caches))]
         run = parking.growing_run(hot.caches, num_tokens)
-        if not self.store.save(hot.session, hot.tokens, run, snapshots, done):
+        # Rows of a packed cache are the codec's own bytes: to save them packs nothing again.
+        packed = isinstance(self._plan.layout, PackedLayout)
+        lossy_tokens = 0 if packed else hot.lossy_tokens
+        if not self.store.save(
+            hot.session, hot.tokens, run, snapshots, done, lossy_tokens=lossy_tokens
+        ):
             saved.set_result(False)
         # Last: what raises above leaves no promise that nobody would keep.
         hot.saved = saved

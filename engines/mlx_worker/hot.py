@@ -36,6 +36,7 @@ class HotSession:
     last_used_s: float = 0.0  # monotonic
     # Resolved by the store: True = there is a cold copy. Unresolved = a save is on its way.
     saved: Future[bool] = field(default_factory=Future)
+    lossy_tokens: int = 0  # the first so many may have been restored from a lossy copy
 
     @property
     def key(self) -> SessionKey:

@@ -57,10 +57,12 @@ class Keeper:
         caches: Caches,
         snapshots: Sequence[Snapshot] = (),
         saved: Future[bool] | None = None,
+        lossy_tokens: int = 0,
     ) -> HotSession:
         """The session is idle now. ``caches`` hold ``tokens`` and are given away.
 
         ``saved``: of a session that has not changed since it was saved; it is not saved again.
+        ``lossy_tokens``: how many of the first ones may come from a lossy copy (``Restored``).
 
         Raises:
             Mismatch: ``caches`` hold another number of tokens.
@@ -68,6 +70,7 @@ class Keeper:
         parking.settle(caches)
         parking.check_length(caches, len(tokens))
         hot = HotSession(session, tokens, caches, parking.nbytes_of(caches))
+        hot.lossy_tokens = min(lossy_tokens, len(tokens))
         hot.saved = saved or resolved(False)
         self.hot.put(hot)
         self._tried_twice.discard(hot.key)

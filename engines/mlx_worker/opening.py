@@ -15,6 +15,7 @@ from engines.mlx_worker.fingerprint import fingerprint
 from engines.mlx_worker.layout import CachePlan
 from engines.mlx_worker.loading import LoadedModel
 from engines.mlx_worker.selftest import why_not
+from kvstore.codec_set import open_codecs
 from kvstore.codecs.base import Codec
 from kvstore.codecs.packed_array import PackedLayout
 from kvstore.codecs.packed_codec import packed_codec
@@ -38,7 +39,7 @@ def store_opener(
             return reason
         assert plan.layout is not None
         try:
-            codec = _codec(config.codec, plan)
+            codecs = open_codecs(config, lambda codec: _codec(codec, plan))
         except UnknownCodec as error:
             return f"{error}; choose another codec"
         tiers = _tiers(config)
@@ -49,7 +50,7 @@ def store_opener(
             plan.layout,
             fingerprint(loaded, plan, Path(config.disk_path) if config.disk_path else None),
             name,
-            codec,
+            codecs,
             tiers,
             needs_state=plan.needs_state,
         )

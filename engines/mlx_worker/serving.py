@@ -248,7 +248,7 @@ class Serving:
             return
         tokens = np.array(row.tokens[:num_cached], np.int32)
         try:
-            self._keeper.keep(session, tokens, caches, turn.snapshots, unchanged)
+            self._keeper.keep(session, tokens, caches, turn.snapshots, unchanged, turn.lossy_tokens)
         except Exception:  # mlx, a defect: the answer is out, and its KV can be computed again
             logger.exception("the KV of a turn could not be kept")
             self._keeper.counters["keep_failures"] += 1

@@ -35,6 +35,9 @@ class Turn:
     in_line: bool = True  # holds a place in the waiting line
     admitted: bool = False  # the client was told
     forgotten: bool = False  # the session was deleted meanwhile: keep nothing of it
+    # The first so many tokens of its KV may come from a lossy copy. Only grows: rows that left
+    # their batch begin again from whatever there is by then.
+    lossy_tokens: int = 0
     # State at positions that a later turn may come back to; for the save at the end.
     snapshots: list[Snapshot] = field(default_factory=list)
 

@@ -126,7 +126,12 @@ class Engine:
 
 @asynccontextmanager
 async def engine(
-    kind: str, folder: Path | None = None, *, codec: str = "raw", **config: int | str
+    kind: str,
+    folder: Path | None = None,
+    *,
+    codec: str = "raw",
+    disk_codec: str = "",
+    **config: int | str,
 ) -> AsyncIterator[Engine]:
     """``folder`` = where the disk tier lies; None = no cold store at all."""
     settings = EngineConfig(**{"prefill_step": 64, **config})  # type: ignore[arg-type]
@@ -134,7 +139,13 @@ async def engine(
     if folder is None:
         owner = Owner(lambda: tiny_model(kind), settings, name)
     else:
-        store = StoreConfig(codec=codec, disk_path=str(folder), disk_bytes=256 << 20, num_threads=2)
+        store = StoreConfig(
+            codec=codec,
+            disk_codec=disk_codec,
+            disk_path=str(folder),
+            disk_bytes=256 << 20,
+            num_threads=2,
+        )
         owner = Owner(lambda: tiny_model(kind), settings, name, store_opener(store, name))
     await owner.start()
     try:
