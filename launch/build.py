@@ -70,7 +70,8 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     settings, kind = effective.settings, effective.engine_kind
     tenants = _tenants(settings, effective.folders.data)
     _check_reach(settings, tenants)
-    _codec(settings.store.codec)
+    for name in _codec_names(settings.store):
+        _codec(name)
     require_installed(effective)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
     model = _model(effective)
@@ -138,14 +139,17 @@ def _check_memory(effective: Effective, model: Model) -> None:
 
 def _store(config: StoreConfig, data_dir: Path, model: Model) -> StoreConfig:
     """Cold sessions lie beside the secret that their keys are derived from."""
-    reason = "" if _codec(config.codec).exact else _exact_only(model)
-    if reason:
-        log.warning("cold sessions are kept with codec raw instead of %s: %s", config.codec, reason)
-    return msgspec.structs.replace(
-        config,
-        disk_path=config.disk_path or str(data_dir),
-        codec="raw" if reason else config.codec,
-    )
+    config = msgspec.structs.replace(config, disk_path=config.disk_path or str(data_dir))
+    lossy = [x for x in _codec_names(config) if not _codec(x).exact]
+    reason = _exact_only(model) if lossy else ""
+    if not reason:
+        return config
+    log.warning("cold sessions are kept with codec raw instead of %s: %s", lossy[0], reason)
+    return msgspec.structs.replace(config, codec="raw", disk_codec="", redis_codec="")
+
+
+def _codec_names(config: StoreConfig) -> list[str]:
+    return [x for x in (config.codec, config.disk_codec, config.redis_codec) if x]
 
 
 def _exact_only(model: Model) -> str:

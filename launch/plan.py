@@ -18,6 +18,7 @@ from kvstore.codecs.presets import PRESETS, codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.format import HEADER_BYTES
+from kvstore.marks import MARK_BYTES
 from kvstore.packer import Packer
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout
 from kvstore.tiers.ram_tier import ENTRY_BYTES
@@ -125,7 +126,8 @@ def _context_plan(
     room: HotRoom, dtype: DType, context: int, budgets: Mapping[str, int], store: StoreConfig
 ) -> ContextPlan:
     cold_budgets = {tier: nbytes for tier, nbytes in budgets.items() if tier != "hot"}
-    names = dict.fromkeys([*PRESETS, store.codec])  # the user's own codec is one more
+    own = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x]
+    names = dict.fromkeys([*PRESETS, *own])  # the user's own may be others
     return ContextPlan(
         context=context,
         hot_bytes_per_session=room.idle_bytes(context),
@@ -178,4 +180,4 @@ def cold_bytes(
     elif tail:
         blobs.append(packer.tail_nbytes(tail))
     blobs.append(HEADER_BYTES + RECORD_BYTES + TOKEN_ID_BYTES * num_tokens)
-    return sum(blobs) + len(blobs) * (KEY_BYTES + ENTRY_BYTES)
+    return sum(blobs) + len(blobs) * (KEY_BYTES + MARK_BYTES + ENTRY_BYTES)
