@@ -6,7 +6,9 @@ One process, one prefill for each length and way of feeding. *KVCache* is mlx_lm
 *QuantizedKVCache* its own packed one (the peer; it cannot batch, trim into a batch or be kept
 cold). Ours is fed as the engine feeds it, so what it computed while packed carries its loss on;
 "after prefill" is the same cache filled from the exact one. KL is that of the next 48 tokens of a
-held-out text against the exact cache. The ways take turns; the median round counts.
+held-out text against the exact cache. The ways take turns; the median round counts. ``speed`` is a
+ratio of wall clock times, ``cpu`` one of processor times: a crowded machine changes these less, and
+they say nothing where a GPU does the work.
 
 *attention* is one layer alone, one row and one new token: K and V unpacked and then mlx's own
 attention, against scores taken straight from the codes (rotated query times codebook) and V summed
@@ -101,18 +103,19 @@ def divergence(right: mx.array, other: mx.array) -> float:
     return float((mx.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean().item())
 
 
-def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> float:
-    """Per decode step of a batch of ``rows`` equal sessions."""
+def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> tuple[float, float]:
+    """Wall clock and processor time per decode step of a batch of ``rows`` equal sessions."""
     if rows > 1:
         work = [cache.merge([deepcopy(cache) for _ in range(rows)]) for cache in caches]
     else:
         work = deepcopy(caches)
-    token, seconds = mx.zeros((rows, 1), mx.int32), []
+    token, wall, cpu = mx.zeros((rows, 1), mx.int32), [], []
     for _ in range(steps + 1):
-        begun = time.perf_counter()
+        begun, begun_cpu = time.perf_counter(), time.process_time()
         mx.eval(model(token, cache=work))
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[1:])
+        wall.append(time.perf_counter() - begun)
+        cpu.append(time.process_time() - begun_cpu)
+    return statistics.median(wall[1:]), statistics.median(cpu[1:])
 
 
 def one_length(loaded: LoadedModel, lives: dict[str, LiveModel], args: Any, n: int) -> list[Any]:
@@ -126,7 +129,7 @@ def one_length(loaded: LoadedModel, lives: dict[str, LiveModel], args: Any, n: i
         ways[f"{name}, after prefill"] = repacked(live, exact)
         ways[name] = fed(live, prefix)
     right = logits_after(loaded.model, exact, rest)
-    seconds: dict[tuple[str, int], list[float]] = {}
+    seconds: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for _ in range(args.rounds):
         for name, caches in ways.items():
             for rows in (1, 4) if hasattr(caches[0], "merge") else (1,):
@@ -145,9 +148,13 @@ def one_length(loaded: LoadedModel, lives: dict[str, LiveModel], args: Any, n: i
         }
         for rows in (1, 4):
             if (name, rows) in seconds:
-                mine, base = (statistics.median(seconds[x, rows]) for x in (name, "KVCache"))
-                row[f"step_ms_{rows}_rows"] = round(1000 * mine, 1)
-                row[f"speed_{rows}_rows"] = ratio(base, mine)
+                (wall, cpu), (base, base_cpu) = (
+                    [statistics.median(x) for x in zip(*seconds[way, rows], strict=True)]
+                    for way in (name, "KVCache")
+                )
+                row[f"step_ms_{rows}_rows"] = round(1000 * wall, 1)
+                row[f"speed_{rows}_rows"] = ratio(base, wall)
+                row[f"cpu_{rows}_rows"] = ratio(base_cpu, cpu)
         table.append(row)
         print(row, flush=True)
     return table
