@@ -30,10 +30,12 @@ def check_hot_codec(effective: Effective, model: Model) -> None:
             " leave it empty"
         )
     layout = PackedLayout(dtype="bfloat16", layers=(), num_bits=HOT_CODECS[engine.hot_codec])
-    try:
-        packed_codec(codec_by_name(store.codec), layout)
-    except UnknownCodec as error:
-        raise UsageError(f"{refused}{error} (store.codec)") from error
+    for name in ("codec", "disk_codec", "redis_codec"):
+        codec: str = getattr(store, name)
+        try:
+            packed_codec(codec_by_name(codec or store.codec), layout)
+        except UnknownCodec as error:
+            raise UsageError(f"{refused}{error} (store.{name})") from error
     if reason := _unfit(model):
         raise UsageError(f"{refused}{reason}; leave it empty")
 
