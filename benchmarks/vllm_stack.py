@@ -14,14 +14,18 @@ from typing import Any
 
 import psutil
 
-from engines.vllm_plugin.command import CPU_BLOCK_TOKENS
+from engines.config import EngineConfig, WorkerConfig
+from engines.vllm_plugin.command import command, environment
 from engines.vllm_plugin.server import SERVER
+from kvstore.config import StoreConfig
+from launch.build import CHILD_ENV
 from launch.sample_model import sample_model
 from launch.vllm_home import find_python
 from stack import MIB, Stack, free_port
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 START_S = 900.0
+OURS = ("--kv-transfer-config", "--middleware", "--uds")  # flags, with a value each
 # SmolLM2-135M in float32: 30 layers x 3 heads x (64 + 64) values of four bytes.
 BYTES_PER_TOKEN = 30 * 3 * 128 * 4
 
@@ -65,7 +69,7 @@ def with_plugin(
 
 @dataclass
 class PlainVllm:
-    """``vllm serve`` as it comes, with the pool, blocks and dtype that the plug-in's vLLM has.
+    """vLLM as the gateway starts it, less what is ours: same flags, same environment, no plug-in.
 
     ``python`` and ``arguments`` are for somebody else's connector.
     """
@@ -78,6 +82,9 @@ class PlainVllm:
     arguments: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
 
+    def __post_init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="plain-vllm-")  # of vLLM's own sockets
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -86,19 +93,32 @@ class PlainVllm:
     def process(self) -> psutil.Process:
         return psutil.Process(self._process.pid)
 
+    def _settings(self) -> WorkerConfig:
+        engine = EngineConfig(
+            kind="vllm",
+            hot_bytes=self.pool_bytes,
+            max_context=self.max_context,
+            dtype=self.dtype,
+        )
+        return WorkerConfig(
+            engine=engine,
+            store=StoreConfig(),
+            model_path=str(sample_model(Path.home() / ".cache" / "thermocline")),
+            served_model_name=MODEL_NAME,
+            runtime_dir=self._folder.name,
+            token="",
+        )
+
     def command(self) -> list[str]:
-        model = sample_model(Path.home() / ".cache" / "thermocline")
-        return [
-            *(self.python, "-m", SERVER, "--model", str(model)),
-            *("--served-model-name", MODEL_NAME),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype),
-            *("--kv-cache-memory-bytes", str(self.pool_bytes)),
-            *("--max-model-len", str(self.max_context)),
-            *("--block-size", str(CPU_BLOCK_TOKENS)),
-            "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching",
-            *("--enable-prompt-tokens-details", "--enforce-eager"),
-            *self.arguments,
-        ]
+        flags = without_ours(command(self._settings(), Path(), cpu=True)[3:])
+        if not self.prefix_caching:
+            flags[flags.index("--enable-prefix-caching")] = "--no-enable-prefix-caching"
+        where = ("--host", "127.0.0.1", "--port", str(self.port))
+        return [self.python, "-m", SERVER, *flags, *where, *self.arguments]
+
+    def environment(self) -> dict[str, str]:
+        ours = environment(self._settings(), os.environ.get("PYTHONPATH", ""))
+        return {**os.environ, **CHILD_ENV, **ours}
 
     def __enter__(self) -> PlainVllm:
         self._log = tempfile.TemporaryFile()
@@ -106,7 +126,7 @@ class PlainVllm:
             self.command(),
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+            env=self.environment(),
             start_new_session=True,
         )
         deadline = time.monotonic() + START_S
@@ -129,3 +149,15 @@ class PlainVllm:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()
+        self._folder.cleanup()
+
+
+def without_ours(flags: list[str]) -> list[str]:
+    kept: list[str] = []
+    values = iter(flags)
+    for flag in values:
+        if flag in OURS:
+            next(values)
+        else:
+            kept.append(flag)
+    return kept
