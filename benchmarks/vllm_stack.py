@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 
 from engines.config import EngineConfig, WorkerConfig
-from engines.vllm_plugin.command import command, environment
+from engines.vllm_plugin.command import adjustable, command, environment
 from engines.vllm_plugin.server import SERVER
 from kvstore.config import StoreConfig
+from kvstore.cores import usable_cores
 from launch.build import CHILD_ENV
 from launch.sample_model import sample_model
 from launch.vllm_home import find_python
@@ -82,9 +83,6 @@ class PlainVllm:
     arguments: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
 
-    def __post_init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="plain-vllm-")  # of vLLM's own sockets
-
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -117,11 +115,13 @@ class PlainVllm:
         return [self.python, "-m", SERVER, *flags, *where, *self.arguments]
 
     def environment(self) -> dict[str, str]:
-        ours = environment(self._settings(), os.environ.get("PYTHONPATH", ""))
-        return {**os.environ, **CHILD_ENV, **ours}
+        settings = self._settings()
+        ours = environment(settings, os.environ.get("PYTHONPATH", ""))
+        return {**adjustable(settings, cores=usable_cores()), **os.environ, **CHILD_ENV, **ours}
 
     def __enter__(self) -> PlainVllm:
         self._log = tempfile.TemporaryFile()
+        self._folder = tempfile.TemporaryDirectory(prefix="plain-vllm-")  # of vLLM's own sockets
         self._process = subprocess.Popen(
             self.command(),
             stdout=self._log,

@@ -20,10 +20,17 @@ from typing import Final
 import msgspec
 
 from engines.config import WorkerConfig
-from engines.vllm_plugin.command import command, environment, on_cpu, plugin_settings
+from engines.vllm_plugin.command import (
+    adjustable,
+    command,
+    environment,
+    on_cpu,
+    plugin_settings,
+)
 from engines.vllm_plugin.config import write_settings
 from engines.vllm_plugin.family import end_family
 from engines.vllm_plugin.orphans import adopt_orphans, die_with_parent
+from kvstore.cores import usable_cores
 
 END_S: Final = 25.0  # below the gateway's own patience
 # Left to itself, vLLM kills its processes at once when it is asked to end, and saves that wait are
@@ -37,6 +44,7 @@ def main() -> int:
     settings = write_settings(plugin_settings(worker))
     _remove_sockets(Path(worker.runtime_dir))
     env = {
+        **adjustable(worker, cores=usable_cores()),
         **os.environ,
         **environment(worker, os.environ.get("PYTHONPATH", "")),
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_END_S),

@@ -99,6 +99,17 @@ def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) 
     return argv
 
 
+def adjustable(worker: WorkerConfig, *, cores: int) -> dict[str, str]:
+    """What the child's environment gets where whoever starts us has not set it.
+
+    With any connector vLLM keeps its model off one core more per rank, which ours does not need:
+    on a machine of four cores that is one thread of three. One is left to the scheduler, as without
+    a connector, unless the model would then have a single one.
+    """
+    ranks = worker.engine.vllm.tensor_parallel
+    return {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0)}
+
+
 def _dtype(given: str, cpu: bool) -> str:
     """Most CPUs multiply float32 several times faster than bfloat16."""
     return "float32" if given == "auto" and cpu else given

@@ -19,7 +19,7 @@ from engines.fake_worker.shelf import Shelf
 from engines.registry import engine_factory
 from engines.vllm_env import inspect_environment
 from engines.vllm_fields import with_session
-from engines.vllm_plugin.command import command, environment, plugin_settings
+from engines.vllm_plugin.command import adjustable, command, environment, plugin_settings
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_server import VllmServer
 from engines.wire import Welcome
@@ -116,6 +116,14 @@ def test_vllms_own_sockets_are_private_where_their_names_are_short_enough(tmp_pa
     assert environment(short, "")["VLLM_RPC_BASE_PATH"] == "/tmp/thermocline-1"
     long = msgspec.structs.replace(worker(tmp_path), runtime_dir="/tmp/" + "x" * 80)
     assert "VLLM_RPC_BASE_PATH" not in environment(long, "")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "reserved"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 0), (16, 2, 2)]
+)
+def test_the_model_gets_the_cores_that_it_has_without_a_connector(tmp_path, cores, ranks, reserved):
+    settings = worker(tmp_path, vllm=VllmConfig(tensor_parallel=ranks))
+    assert adjustable(settings, cores=cores) == {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved)}
 
 
 def test_settings_travel_in_a_private_file(tmp_path):
