@@ -8,6 +8,10 @@ one that vLLM's thread disturbs is made again. vLLM's table is changed on vLLM's
 A session is hot while vLLM holds all of its blocks. Chains are reused from their tails on, because
 vLLM frees them in that order, and so do we: the last block answers for all. What is left of a
 chain without its tail is mostly the beginning that it shares with others.
+
+Where some layers do not keep all tokens (``groups``), vLLM goes on only from a boundary with a
+state, so the session is hot while the newest such state is there, too. States are asked for one by
+one: vLLM frees the blocks of each group when it likes.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ def name_of(session: SessionRef) -> Name:
 class HotSession:
     hashes: list[bytes] = field(default_factory=list)
     part: tuple[int, ...] = ()  # ids of the tokens behind them whose KV is saved
+    boundary: int = 0  # so many of them vLLM can go on from: all, or those before the newest state
     num_requests: int = 0  # being served
     last_used_s: float = 0.0  # monotonic
     num_saves: int = 0  # planned, and not yet in the hands of every rank
@@ -95,8 +100,17 @@ class HotSessions:
             self._sessions.move_to_end(name_of(session))
             self._forget_oldest()
 
-    def end(self, session: SessionRef, hashes: Sequence[bytes], part: tuple[int, ...] = ()) -> None:
-        """The turn is over; the session is now these blocks (none: as before)."""
+    def end(
+        self,
+        session: SessionRef,
+        hashes: Sequence[bytes],
+        part: tuple[int, ...] = (),
+        boundary: int | None = None,
+    ) -> None:
+        """The turn is over; the session is now these blocks (none: as before).
+
+        ``boundary``: where layers have states, how many blocks come before the newest; 0 = none.
+        """
         with self._lock:
             entry = self._sessions.get(name_of(session))
             if entry is None:
@@ -106,6 +120,7 @@ class HotSessions:
             if hashes:
                 self._let_go(entry.hashes)
                 entry.hashes, entry.part = list(hashes), part
+                entry.boundary = len(hashes) if boundary is None else boundary
                 entry.told_hot = True
                 self._users.update(entry.hashes)
 
@@ -153,7 +168,7 @@ class HotSessions:
             return None if entry is None else max(0.0, self._monotonic() - entry.last_used_s)
 
     def num_resident(self, name: Name) -> int:
-        """Blocks of the session; 0 unless vLLM still holds all of them."""
+        """Blocks that vLLM would go on from; 0 unless it still holds all of them."""
         with self._lock:
             entry = self._sessions.get(name)
             return 0 if entry is None else self._resident(entry)
@@ -178,13 +193,12 @@ class HotSessions:
         return [name for name, _ in cooled]
 
     def _resident(self, entry: HotSession) -> int:
-        if (
-            entry.dropping
-            or not entry.hashes
-            or self._cached(entry.hashes[-1], self._groups.full) is None
-        ):
+        end = entry.boundary
+        if entry.dropping or not end:
             return 0
-        return len(entry.hashes)
+        last = [(entry.hashes[end - 1], self._groups.full)]
+        state = [(entry.hashes[i], x.id) for x in self._groups.states for i in x.reach(end)]
+        return 0 if any(self._cached(*x) is None for x in last + state) else end
 
     def num_idle_blocks(self) -> int:
         """Of quiet sessions; what requests and saves hold is counted as used, not here."""
@@ -219,7 +233,7 @@ class HotSessions:
             hashes = [h for x in idle for h in x.hashes if self._users[h] <= 1]
             for entry in idle:
                 self._let_go(entry.hashes)
-                entry.hashes = []
+                entry.hashes, entry.boundary = [], 0
                 entry.dropping = False
         blocks = [x for h in hashes for g in self._groups.ids if (x := self._cached(h, g))]
         self.pool.evict_blocks({x.block_id for x in blocks if x.ref_cnt == 0})

@@ -303,11 +303,12 @@ class Lookup:
             hashes = self._full_hashes(request, len(block_ids))
         if turn.session is not None:
             part = self._part(request, len(hashes), len(block_ids))
+            states = self._held_states(request, hashes)
             if hashes:
                 ids = list(block_ids[: len(hashes) + bool(part)])
-                states = self._held_states(request, hashes)
                 self._save(Save(next(self._jobs), turn.session, hashes, ids, states, part))
-            self._hot.end(turn.session, hashes, part)
+            boundary = max(states, default=0) if self._groups.states else None
+            self._hot.end(turn.session, hashes, part, boundary)
             self._on_turn_end(turn.session)
         return {
             "restored_tokens": 0 if turn.failed else turn.restored_tokens,

@@ -28,7 +28,11 @@ class Save:
 
     @property
     def held_ids(self) -> list[int]:
-        return [*self.block_ids, *(x for ids in self.states.values() for x in ids)]
+        """A state stands behind the blocks that it is of no use without."""
+        ids = []
+        for end, block_id in enumerate(self.block_ids, 1):
+            ids += [block_id, *self.states.get(end, ())]
+        return ids
 
 
 @dataclass(frozen=True)

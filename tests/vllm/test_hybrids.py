@@ -118,6 +118,19 @@ def test_after_a_real_eviction(hybrid, sessions):
     assert sum(x.restored > 0 for x in back) >= 2
 
 
+def test_who_is_told_hot_needs_no_restore(hybrid, sessions):
+    prompts = [x[50:] + x[:50] for x in sessions[:4]]
+    for i, x in enumerate(prompts):
+        ask(hybrid, x, f"told{i}")
+        hybrid.wait_saved(f"told{i}")
+    told, restored = [], []
+    for i in reversed(range(len(prompts))):
+        told.append(hybrid.sessions()[f"told{i}"].hot)
+        restored.append(ask(hybrid, prompts[i], f"told{i}").restored)
+    assert told == [not x for x in restored]
+    assert {True, False} == set(told)
+
+
 @pytest.mark.parametrize("chunk", [0, 256])
 def test_a_failed_load_is_computed_again(hybrid, sessions, faults, chunk):
     prompt = sessions[4][chunk:] + sessions[4][:chunk]

@@ -133,3 +133,34 @@ def test_dropping_a_session_drops_its_states(bench):
     bench.hot.ask_to_drop(name)
     bench.hot.drop_asked()
     assert evicted == {x for table in TABLES for x in table if x}
+
+
+@pytest.mark.parametrize(("group", "block"), [(0, 9), (2, 7), (2, 9), (1, 9)])
+def test_a_session_is_hot_only_while_its_newest_state_is_there(bench, group, block):
+    """vLLM frees each group's blocks by themselves, and may reuse a state before the tail."""
+    ended(bench, TABLES, 42)
+    assert bench.hot.num_resident(("t", "s")) == 10
+    del bench.pool.found[group, Request(PROMPT).block_hashes[block]]
+    assert bench.hot.num_resident(("t", "s")) == 0
+    assert bench.hot.take_cooled() == [("t", "s")]
+
+
+def test_a_session_is_as_hot_as_its_newest_state(bench):
+    ended(bench, [[0] * 6 + [56], TABLES[1], list(range(70, 80))], 42)
+    assert bench.hot.num_resident(("t", "s")) == 7
+    del bench.pool.found[1, Request(PROMPT).block_hashes[9]]  # vLLM goes on from before it
+    assert bench.hot.num_resident(("t", "s")) == 7
+
+
+def test_without_a_state_no_session_is_hot(bench):
+    ended(bench, [[], TABLES[1], list(range(70, 80))], 42)
+    assert bench.hot.num_resident(("t", "s")) == 0
+
+
+def test_a_state_is_given_back_after_the_tail_that_it_does_not_need(bench):
+    tables = [[0, 0, 0, 0, 54, 0, 0, 0, 58, 59], TABLES[1], list(range(70, 80))]
+    save = ended(bench, tables, 24)
+    bench.lookup.absorb(set(), [], {save.job: 1})
+    newest, before = [79, 78, 77, 59], [74, 73, 72, 54]
+    tail, head = [29, 28, 27, 26, 25], [24, 23, 22, 21, 20]
+    assert bench.pool.freed == [*newest, *tail, *before, *head]
