@@ -106,6 +106,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
             connector_output.finished_recving or (),
             meta.ranks if isinstance(meta, SaveAcks) else {},
             connector_output.failed_recving,
+            meta.skipped if isinstance(meta, SaveAcks) else (),
         )
 
     def request_finished_all_groups(
@@ -185,8 +186,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self._groups.states else bad
 
     def build_connector_worker_meta(self) -> SaveAcks | None:
-        acks = self._worker.take_acks() if self._worker else {}
-        return SaveAcks(acks) if acks else None
+        acks, skipped = self._worker.take_acks() if self._worker else ({}, set())
+        return SaveAcks(acks, skipped) if acks else None
 
     def shutdown(self) -> None:
         if self._worker is not None:

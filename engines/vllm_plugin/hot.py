@@ -173,6 +173,12 @@ class HotSessions:
             entry = self._sessions.get(name)
             return 0 if entry is None else self._resident(entry)
 
+    def chain(self, session: SessionRef) -> list[bytes]:
+        """The session's blocks, whether vLLM has them or not; none once they are to be dropped."""
+        with self._lock:
+            entry = self._sessions.get(name_of(session))
+            return [] if entry is None or entry.dropping else list(entry.hashes)
+
     def part_behind(
         self, session: SessionRef, num_blocks: int, block_hash: bytes
     ) -> tuple[int, ...]:

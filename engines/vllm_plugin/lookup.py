@@ -30,6 +30,7 @@ from engines.vllm_plugin.identity import mark_of, session_of
 from engines.vllm_plugin.messages import Release, Stage, Staged
 from engines.vllm_plugin.parts import ids_between, num_common
 from engines.vllm_plugin.plan import Load, Save, Step
+from engines.vllm_plugin.postponed import Postponed
 from engines.vllm_plugin.staging_room import StagingRoom
 from engines.vllm_plugin.turn import Restore, Turn, Unacked
 from kvstore.records import SessionRef, TierName
@@ -100,6 +101,7 @@ class Lookup:
         self._tickets = itertools.count(1)
         self._jobs = itertools.count(1)
         self._unacked: dict[int, Unacked] = {}  # by job
+        self._postponed = Postponed(hot, groups)
         self._plan = Step()
         self._num_running = 0
         self._was_patient = False  # in this step
@@ -226,6 +228,7 @@ class Lookup:
         self._hot.drop_asked()
         for request_id, num_computed_tokens in admitted:
             self._report(request_id, num_computed_tokens)
+        self._make_up()
         step, self._plan = self._plan, Step()
         step.patience_s = 0.0 if self._num_running else PATIENCE_S
         self._was_patient = False
@@ -258,13 +261,19 @@ class Lookup:
         loaded: Iterable[str],
         acks: dict[int, int],
         failed: Collection[str] = (),
+        skipped: Collection[int] = (),
     ) -> None:
-        """``failed``: requests whose load failed, where vLLM takes no failed blocks."""
+        """``failed``: requests whose load failed, where vLLM takes no failed blocks.
+
+        ``skipped``: which of the acknowledged saves found too many others waiting.
+        """
         for request_id, block_ids in self._loading.items():
             if block_ids & bad_block_ids or request_id in failed:
                 self._failed(request_id)
         for request_id in loaded:
             self._loaded(request_id)
+        for job in skipped:
+            self._unacked[job].is_skipped = True
         for job, ranks in acks.items():
             self._acked(job, ranks)
 
@@ -305,6 +314,7 @@ class Lookup:
             part = self._part(request, len(hashes), len(block_ids))
             states = self._held_states(request, hashes)
             if hashes:
+                self._postponed.remove(turn.session)
                 ids = list(block_ids[: len(hashes) + bool(part)])
                 self._save(Save(next(self._jobs), turn.session, hashes, ids, states, part))
             boundary = max(states, default=0) if self._groups.states else None
@@ -352,14 +362,25 @@ class Lookup:
         if save.num_ranks > 0:
             return
         del self._unacked[job]
+        if save.is_skipped:
+            self._postponed.add(save.session)
         self._hot.count_save(save.session, -1)
         # Tail first: vLLM takes back what was freed first, and a prefix is of use to more requests.
         self._hot.pool.free_blocks([self._hot.pool.blocks[x] for x in reversed(save.block_ids)])
 
+    def _make_up(self) -> None:
+        """For a save that was skipped, once no other waits for its blocks to be copied."""
+        if self._unacked or not self._postponed:
+            return
+        save = self._postponed.next_save(next(self._jobs))
+        if save is not None:
+            self._save(save)
+            self._postponed.remove(save.session)
+
     @property
     def has_work(self) -> bool:
         """An idle engine runs no code of ours, so it must go on stepping until saves are done."""
-        return bool(self._unacked or self._plan.saves or self._plan.loads)
+        return bool(self._unacked or self._plan.saves or self._plan.loads or self._postponed)
 
     def tier_of(self, request: Any) -> TierName | None:
         """Where the tokens come from that are being loaded for this request."""

@@ -19,12 +19,14 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class SaveAcks(KVConnectorWorkerMetadata):
-    """How many ranks need a save's blocks no longer, by job."""
+    """How many ranks need a save's blocks no longer, by job; ``skipped``: one did not begin it."""
 
     ranks: dict[int, int] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SaveAcks:
         assert isinstance(other, SaveAcks)
         for job, count in other.ranks.items():
             self.ranks[job] = self.ranks.get(job, 0) + count
+        self.skipped |= other.skipped
         return self

@@ -17,6 +17,7 @@ class Save:
     ``states``: after how many blocks a state is held, and in which blocks (``groups``).
     ``part``: ids of the tokens behind the last full block; ``block_ids`` then has one block more,
     of which these rows alone are the session's.
+    ``waits``: it is not skipped, however much waits already.
     """
 
     job: int
@@ -25,6 +26,7 @@ class Save:
     block_ids: list[int]
     states: dict[int, list[int]] = field(default_factory=dict)
     part: tuple[int, ...] = ()
+    waits: bool = False
 
     @property
     def held_ids(self) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,6 +111,7 @@ class Transfer:
         self._saving: Counter[tuple[str, str]] = Counter()  # saves that have begun, per session
         self._under_way = 0  # loads, and saves that still need their blocks
         self._acks: dict[int, int] = {}
+        self._skipped: set[int] = set()  # of those
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -132,8 +133,10 @@ class Transfer:
         with self._lock:
             queued = self._charges.total()
             full = nbytes and queued and queued + nbytes > self._max_queued_bytes
+            full = full and not save.waits
             if full:
                 self._acks[save.job] = 1
+                self._skipped.add(save.job)
             else:
                 self._charges[save.job] = nbytes
                 self._under_way += 1
@@ -296,6 +299,13 @@ class Transfer:
         with self._lock:
             acks, self._acks = self._acks, {}
             return acks
+
+    def take_skipped(self, acks: Iterable[int]) -> set[int]:
+        """Which of these, just taken as acknowledged, were not even begun: too much waited."""
+        with self._lock:
+            skipped = self._skipped.intersection(acks)
+            self._skipped -= skipped
+            return skipped
 
     def close(self) -> None:
         """Saves that have begun are finished."""

@@ -27,6 +27,7 @@ class Unacked:
     session: SessionRef
     block_ids: list[int]
     num_ranks: int
+    is_skipped: bool = False  # by one of the ranks
 
 
 @dataclass

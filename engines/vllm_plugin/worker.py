@@ -116,8 +116,10 @@ class Worker:
     def take_bad_blocks(self) -> set[int]:
         return self._transfer.take_bad_blocks()
 
-    def take_acks(self) -> dict[int, int]:
-        return self._transfer.take_acks()
+    def take_acks(self) -> tuple[dict[int, int], set[int]]:
+        """And which of them were skipped."""
+        acks = self._transfer.take_acks()
+        return acks, self._transfer.take_skipped(acks)
 
     def close(self) -> None:
         """First the saves: they want the store, and the link to tell of how they ended."""

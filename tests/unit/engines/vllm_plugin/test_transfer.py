@@ -130,10 +130,14 @@ def test_a_save_too_many_is_skipped_but_acknowledged(rank):
     assert entered.wait(10)
     rank.transfer.save(Save(2, ref("b"), CHAIN, IDS), rank.on_ended)
     assert rank.transfer.take_acks() == {2: 1}
+    assert rank.transfer.take_skipped([1, 2]) == {2}
+    assert rank.transfer.take_skipped([1, 2]) == set()
+    rank.transfer.save(Save(3, ref("b"), CHAIN, IDS, waits=True), rank.on_ended)
+    assert rank.transfer.take_acks() == {}
     gate.set()
     wait(lambda: rank.transfer.queued_bytes == 0)
-    assert rank.transfer.take_acks() == {1: 1}
-    wait(lambda: rank.ended == [(1, True), (2, False)])
+    assert rank.transfer.take_acks() == {1: 1, 3: 1}
+    wait(lambda: rank.ended == [(1, True), (2, False), (3, True)])
     assert rank.store.counters.as_dict()["saves_skipped"] == 1
 
 
