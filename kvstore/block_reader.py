@@ -91,8 +91,7 @@ class BlockReader:
         Args:
             hashes: of all blocks of the prompt that may be restored, from its beginning.
         """
-        plan_for = self._plan_to_state if self._has_state else self._plan
-        plan = plan_for(record, hashes, first_block)
+        plan = self._plan_for(record, hashes, first_block)
         give_up_at = self._monotonic() + deadline_s
         good: list[tuple[Piece, Blob]] = []
         slowest, reason = -1, plan.reason
@@ -109,6 +108,13 @@ class BlockReader:
                 good.append((piece, blob))
                 slowest = max(slowest, place)
         return self._result(plan, good, first_block, slowest, reason)
+
+    def peek(
+        self, record: BlockRecord | None, hashes: Sequence[bytes], first_block: int
+    ) -> tuple[int, MissReason | None]:
+        """Where the blobs end that seem to be there; a part of a block counts as a block."""
+        plan = self._plan_for(record, hashes, first_block)
+        return max(first_block, plan.end_block + bool(plan.part)), plan.reason
 
     def _result(
         self,
@@ -130,6 +136,12 @@ class BlockReader:
         return Fetched(end, good, tier, reason, part)
 
     # ---- which
+
+    def _plan_for(
+        self, record: BlockRecord | None, hashes: Sequence[bytes], first_block: int
+    ) -> _Plan:
+        plan = self._plan_to_state if self._has_state else self._plan
+        return plan(record, hashes, first_block)
 
     def _plan(self, record: BlockRecord | None, hashes: Sequence[bytes], first_block: int) -> _Plan:
         """By content and by the session's record, whichever reaches further."""

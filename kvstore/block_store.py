@@ -33,7 +33,7 @@ from kvstore.config import StoreConfig
 from kvstore.departures import Departures, OnGone
 from kvstore.packer import Packer
 from kvstore.pins import Pins
-from kvstore.records import SessionRef, TierName
+from kvstore.records import MissReason, SessionRef, TierName
 from kvstore.rounds import Rounds
 from kvstore.stats import Counters, StoreStats
 from kvstore.tier_stack import TierStack
@@ -226,6 +226,16 @@ class BlockStore:
         if fetched.pieces:
             self.workers.later(self._used, record, fetched)
         return fetched
+
+    def peek(
+        self, session: SessionRef | None, hashes: Sequence[bytes], first_block: int
+    ) -> tuple[int, MissReason | None]:
+        """How far ``fetch`` would come if all blobs are good, and why not further. Reads no blob.
+
+        A part of a block counts as a block. Raises ``StoreClosed``.
+        """
+        record = self._record_for(session, hashes) if session else None
+        return self._reader.peek(record, hashes, first_block)
 
     def discard(self, key: bytes) -> None:
         """A blob that could not be decoded must not be offered again."""

@@ -79,6 +79,16 @@ class Groups:
                 return {boundary: blocks}
         return {}
 
+    def states_to_keep(
+        self, pool: CachedBlocks, hashes: Sequence[bytes], num_prompt_blocks: int
+    ) -> dict[int, list[int]]:
+        """The newest, and the last before the answer: templates may change what was answered."""
+        newest, before = (
+            self.held_states(pool, hashes, range(n, 0, -1))
+            for n in (len(hashes), num_prompt_blocks)
+        )
+        return before | newest
+
     def _held(self, pool: CachedBlocks, hashes: Sequence[bytes], boundary: int) -> list[int] | None:
         blocks: list[int] = []
         for group in self.states:

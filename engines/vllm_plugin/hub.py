@@ -23,6 +23,7 @@ from engines.vllm_plugin.messages import (
     FrontHello,
     Look,
     Message,
+    Peek,
     RankAnswer,
     RankHello,
     RankLost,
@@ -120,12 +121,12 @@ class Hub:
     def packed_bytes_per_token(self) -> int:
         return sum(x.packed_bytes_per_token for x in self._hellos.values())
 
-    def send(self, message: Stage | Release) -> None:
+    def send(self, message: Stage | Peek | Release) -> None:
         with self._lock:
-            if isinstance(message, Stage):
-                self._partial[message.ticket] = []
-            else:
+            if isinstance(message, Release):
                 self._partial.pop(message.ticket, None)
+            else:
+                self._partial[message.ticket] = []
         self.soon(self._broadcast, message)
 
     def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:

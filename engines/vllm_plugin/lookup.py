@@ -22,17 +22,19 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from engines.vllm_plugin.groups import DENSE, Groups
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.identity import mark_of, session_of
-from engines.vllm_plugin.messages import Release, Stage, Staged
+from engines.vllm_plugin.messages import Release, Stage
 from engines.vllm_plugin.parts import ids_between, num_common
+from engines.vllm_plugin.peeks import Peeks
 from engines.vllm_plugin.plan import Load, Save, Step
 from engines.vllm_plugin.postponed import Postponed
+from engines.vllm_plugin.ranks import Ranks
 from engines.vllm_plugin.staging_room import StagingRoom
-from engines.vllm_plugin.turn import Restore, Turn, Unacked
+from engines.vllm_plugin.turn import Restore, Turn, Unacked, num_final
 from kvstore.records import SessionRef, TierName
 from kvstore.stats import Counters
 
@@ -42,22 +44,6 @@ RANK_GRACE_S: Final = 2.0
 # process, on the cores that this very work needs. So each step waits for news: no longer than
 # this, because a new request is taken up only between two steps.
 PATIENCE_S: Final = 0.01
-
-
-class Ranks(Protocol):
-    """The way to the worker halves, thread-safe and without waiting."""
-
-    @property
-    def ready(self) -> bool:
-        """Every rank is connected."""
-
-    @property
-    def packed_bytes_per_token(self) -> int:
-        """Of all ranks together; known once they are ready."""
-
-    def send(self, message: Stage | Release) -> None: ...
-    def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
-        """The answer of all ranks together, once; the shortest of them counts."""
 
 
 class Lookup:
@@ -99,6 +85,7 @@ class Lookup:
         self._turns: dict[str, Turn] = {}
         self._loading: dict[str, set[int]] = {}
         self._tickets = itertools.count(1)
+        self._peeks = Peeks(ranks, self._tickets)
         self._jobs = itertools.count(1)
         self._unacked: dict[int, Unacked] = {}  # by job
         self._postponed = Postponed(hot, groups)
@@ -132,7 +119,9 @@ class Lookup:
             self._release(turn)
         hashes = request.block_hashes[: max(first, last)]
         restore = turn.restore or self._stage(turn, first, hashes)
-        if restore is None or not self._has_answer(turn, restore):
+        if restore is None:
+            return self._without_room(turn, first, hashes)
+        if not self._has_answer(turn, restore):
             return None, False
         return self._offer(turn, first)
 
@@ -159,11 +148,21 @@ class Lookup:
         nbytes = num_tokens * self._ranks.packed_bytes_per_token
         if not self._room.enter(turn.request.request_id, nbytes):
             return None
+        self._peeks.take_back(turn)
         ticket = next(self._tickets)
         turn.restore = Restore(ticket, first, self._monotonic())
-        joined = b"".join(map(bytes, hashes))
-        self._ranks.send(Stage(ticket, turn.session, first, joined))
+        self._ranks.send(Stage(ticket, turn.session, first, b"".join(map(bytes, hashes))))
         return turn.restore
+
+    def _without_room(
+        self, turn: Turn, first: int, hashes: Sequence[bytes]
+    ) -> tuple[int | None, bool]:
+        """Who has nothing to read need not wait for it."""
+        if not self._peeks.finds_nothing(turn, first, hashes):
+            return None, False
+        turn.barred = True
+        self._release(turn)
+        return 0, False
 
     def _has_answer(self, turn: Turn, restore: Restore) -> bool:
         """True also once it is not waited for any longer."""
@@ -195,6 +194,7 @@ class Lookup:
     def _release(self, turn: Turn) -> None:
         if turn.restore is not None and not turn.restore.loading:
             self._ranks.send(Release(turn.restore.ticket))
+        self._peeks.take_back(turn)
         turn.restore = None
         self._room.leave(turn.request.request_id)
 
@@ -328,26 +328,21 @@ class Lookup:
 
     def _full_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
         """Of blocks whose every token was computed; a step in flight does not count."""
-        full = min(_num_final(request) // self._block_tokens, len(request.block_hashes), num_blocks)
+        full = min(num_final(request) // self._block_tokens, len(request.block_hashes), num_blocks)
         return [bytes(x) for x in request.block_hashes[: max(full, 0)]]
 
     def _part(self, request: Any, num_full: int, num_blocks: int) -> tuple[int, ...]:
         """Ids of what was computed behind so many full blocks."""
-        first, last = num_full * self._block_tokens, _num_final(request)
+        first, last = num_full * self._block_tokens, num_final(request)
         if not (self._parts and 0 < num_full < num_blocks and last - first < self._block_tokens):
             return ()
         return ids_between(request, first, last)
 
     def _held_states(self, request: Any, hashes: Sequence[bytes]) -> dict[int, list[int]]:
-        """The newest, and the last before the answer: templates may change what was answered."""
         if not self._groups.states:
             return {}
         prompt = min((request.num_prompt_tokens - 1) // self._block_tokens, len(hashes))
-        pool = self._hot.pool
-        newest, before = (
-            self._groups.held_states(pool, hashes, range(n, 0, -1)) for n in (len(hashes), prompt)
-        )
-        return before | newest
+        return self._groups.states_to_keep(self._hot.pool, hashes, prompt)
 
     def _save(self, save: Save) -> None:
         held = save.held_ids
@@ -400,10 +395,3 @@ class Lookup:
     def is_settled(self) -> bool:
         """Nothing is held for anybody; for tests."""
         return not (self._turns or self._loading or self.has_work)
-
-
-def _num_final(request: Any) -> int:
-    """Tokens whose KV is there; a step in flight does not count."""
-    computed: int = request.num_computed_tokens - request.num_in_flight_tokens
-    known: int = request.num_tokens
-    return min(computed, known)

@@ -47,6 +47,18 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
     hashes: bytes
 
 
+class Peek(msgspec.Struct, frozen=True, tag="peek"):
+    """How much of these blocks seems to be stored; nothing is read. As ``Stage`` otherwise.
+
+    ``Staged`` is the answer, though nothing is staged.
+    """
+
+    ticket: int
+    session: SessionRef | None
+    first_block: int
+    hashes: bytes
+
+
 class Release(msgspec.Struct, frozen=True, tag="release"):
     ticket: int
 
@@ -120,7 +132,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     cache: str
 
 
-ToRank: TypeAlias = Stage | Release | Ask
+ToRank: TypeAlias = Stage | Peek | Release | Ask
 RankNews: TypeAlias = RankSaved | RankLost
 FromPeer: TypeAlias = RankHello | Staged | RankAnswer | RankNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | Admitted

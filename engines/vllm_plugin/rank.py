@@ -15,6 +15,7 @@ from engines.vllm_plugin.messages import (
     Ask,
     Look,
     Message,
+    Peek,
     RankAnswer,
     RankHello,
     RankSession,
@@ -169,6 +170,8 @@ class RankLink:
             case Stage():
                 self._staging.expect(message.ticket)
                 self._stagers.submit(self._stage, message, connection)
+            case Peek():
+                self._servants.submit(self._peek, message, connection)
             case Release():
                 self._staging.take(message.ticket)
             case Ask():
@@ -199,6 +202,17 @@ class RankLink:
             message.ticket, fetched.end_block, fetched.tier, fetched.reason, fetched.part
         )
         self._send_on(connection, staged)
+
+    def _peek(self, message: Peek, connection: socket.socket) -> None:
+        hashes, first = split_hashes(message.hashes), message.first_block
+        try:
+            end, reason = self._store.peek(message.session, hashes, first)
+        except StoreClosed:
+            return
+        except Exception:  # the edge of this thread: the request then waits in line
+            logger.exception("a session could not be looked up")
+            end, reason = len(hashes) + 1, None
+        self._send_on(connection, Staged(message.ticket, end, None, reason))
 
     def _answer(self, message: Ask, connection: socket.socket) -> None:
         try:

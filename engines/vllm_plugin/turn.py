@@ -35,6 +35,7 @@ class Turn:
     request: Any
     session: SessionRef | None
     restore: Restore | None = None
+    peek: int | None = None  # ticket of the question whether there is anything to wait for
     barred: bool = False  # no more restores for this request
     failed: bool = False
     restored_tokens: int = 0
@@ -57,3 +58,10 @@ class Turn:
         source, reason = self.outcome(num_computed_tokens)
         text = f"{source}; tokens={num_computed_tokens}"
         return f"{text}; reason={reason}" if reason else text
+
+
+def num_final(request: Any) -> int:
+    """Tokens whose KV is there; a step in flight does not count."""
+    computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+    known: int = request.num_tokens
+    return min(computed, known)

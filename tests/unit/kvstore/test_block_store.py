@@ -221,3 +221,34 @@ def test_whatever_is_fetched_belongs_to_the_prompt(stored, prompt, first):
     assert fetched.end_block == max(common_blocks(hashes(stored), wanted), first)
     check_rows(store, wanted, fetched)
     store.close()
+
+
+@settings(max_examples=60)
+@given(
+    stored=st.integers(0, 40),
+    common=st.integers(0, 40),
+    asked=st.integers(1, 40),
+    first=st.integers(0, 12),
+    named=st.booleans(),
+)
+def test_a_peek_says_how_far_a_fetch_comes(stored, common, asked, first, named):
+    store = open_store()
+    if stored:
+        save(store, ref(), hashes(list(range(stored * BLOCK))))
+    prompt = hashes([*range(common * BLOCK), *range(1000, 1000 + asked * BLOCK)])
+    session = ref() if named else ref("somebody else")
+    end, reason = store.peek(session, prompt, first)
+    fetched = store.fetch(session, prompt, first)
+    assert (end, reason) == (fetched.end_block, fetched.reason)
+    store.close()
+
+
+def test_a_peek_reads_nothing():
+    ram = FaultyTier(RamTier(1 << 30))
+    store = open_store([ram])
+    save(store, ref(), LONG)
+    ram.calls.clear()
+    assert store.peek(ref(), LONG, 3) == (25, None)
+    assert store.peek(None, hashes(list(range(500, 600))), 0) == (0, "never-stored")
+    assert "get_many" not in ram.calls
+    store.close()

@@ -9,7 +9,7 @@ import pytest
 
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.lookup import PATIENCE_S, Lookup, Turn
-from engines.vllm_plugin.messages import Release, Stage, Staged
+from engines.vllm_plugin.messages import Peek, Release, Stage, Staged
 from kvstore.records import SessionRef
 from kvstore.stats import Counters
 from tests.block_sessions import BLOCK, hashes
@@ -63,11 +63,11 @@ class Asked:
 
     ready: bool = True
     packed_bytes_per_token: int = 1
-    sent: list[Stage | Release] = field(default_factory=list)
+    sent: list[Stage | Peek | Release] = field(default_factory=list)
     answers: dict[int, Staged] = field(default_factory=dict)
     patience: list[float] = field(default_factory=list)
 
-    def send(self, message: Stage | Release) -> None:
+    def send(self, message: Stage | Peek | Release) -> None:
         self.sent.append(message)
 
     def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:

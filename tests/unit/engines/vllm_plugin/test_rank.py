@@ -13,7 +13,7 @@ import pytest
 from engines.vllm_plugin.host_blocks import HostBlocks
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.hub import Hub
-from engines.vllm_plugin.messages import RankHello, RankNews, Stage, Staged, receive
+from engines.vllm_plugin.messages import Peek, RankHello, RankNews, Stage, Staged, receive
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.rank import RankLink, StagingArea
 from engines.vllm_plugin.transfer import Transfer
@@ -181,6 +181,24 @@ def test_what_was_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: P
     staged = again.staged(1, CHAIN)
     again.close()
     assert (staged.end_block, staged.tier) == (len(CHAIN), "disk")
+
+
+def test_a_question_is_answered_while_all_readers_are_busy(rank: Rank) -> None:
+    save(rank.store, ref(), CHAIN)
+    rank.ram.hanging = "get_many"
+    rank.ram.go_on.clear()
+    for ticket in range(1, 10):
+        rank.stage(ticket, CHAIN)
+    assert rank.ram.entered.wait(10)
+    for ticket, chain, end, reason in (
+        (11, OTHER, 0, "never-stored"),
+        (12, CHAIN, len(CHAIN), None),
+    ):
+        rank.hub.send(Peek(ticket, None, 0, b"".join(chain)))
+        answer = rank.hub.staged(ticket, 30)
+        assert answer is not None
+        assert (answer.end_block, answer.tier, answer.reason) == (end, None, reason)
+        assert not rank.staging.is_wanted(ticket)
 
 
 # ---- a hub that comes anew

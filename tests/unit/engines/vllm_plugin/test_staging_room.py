@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.vllm_plugin.messages import Stage
+from engines.vllm_plugin.messages import Peek, Release, Stage, Staged
 from tests.unit.engines.vllm_plugin.test_lookup import PROMPT, Bench, Request, new_bench
 
 
@@ -84,3 +84,42 @@ def test_who_gives_up_waiting_keeps_nobody_back(bench):
     bench.lookup.finished(requests[0], [[]])
     ask_all(bench, requests[4:])
     assert staged_for(bench) == ["a", "b", "e"]
+
+
+def peeks(bench: Bench) -> dict[str, int]:
+    """Tickets of the questions whether there is anything to wait for."""
+    return {x.session.id: x.ticket for x in bench.ranks.sent if isinstance(x, Peek)}
+
+
+def test_who_has_nothing_stored_does_not_wait_in_a_full_line(bench):
+    requests = waiting(bench, "a", "b", "new", "old", "newer")
+    assert [*peeks(bench)] == ["new", "old", "newer"]
+    for name, end, reason in (("new", 0, "never-stored"), ("old", 3, None), ("newer", 0, None)):
+        ticket = peeks(bench)[name]
+        bench.ranks.answers[ticket] = Staged(ticket, end, None, reason)
+    assert bench.lookup.match(requests[2], 0) == (0, False)
+    assert bench.lookup.match(requests[4], 0) == (0, False)
+    ask_all(bench, requests[3:4])
+    ask_all(bench, requests[3:4])
+    assert bench.lookup.match(requests[2], 0) == (0, False)  # asked again, as vLLM may
+    bench.lookup.finished(requests[0], [[]])
+    ask_all(bench, requests[3:4])
+    assert staged_for(bench) == ["a", "b", "old"]
+    assert len(peeks(bench)) == 3
+
+
+def test_a_question_is_taken_back_with_its_request(bench):
+    requests = waiting(bench, "a", "b", "c")
+    bench.lookup.finished(requests[2], [[]])
+    assert Release(peeks(bench)["c"]) in bench.ranks.sent
+
+
+def test_who_finds_room_asks_nothing_more(bench):
+    requests = waiting(bench, "a", "b", "c")
+    bench.lookup.finished(requests[0], [[]])
+    ask_all(bench, requests[2:])
+    bench.ranks.answer(10)
+    assert bench.lookup.match(requests[2], 0) == (40, True)
+    bench.lookup.allocated(requests[2], [list(range(20, 31))], 40)
+    bench.lookup.absorb(set(), ["c"], {})
+    assert Release(peeks(bench)["c"]) in bench.ranks.sent
