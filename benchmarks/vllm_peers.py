@@ -276,10 +276,7 @@ def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[P
     plain = PlainVllm(pool_bytes + wide_bytes, max_context, dtype=DTYPE)
     headroom = max_context * BYTES_PER_TOKEN
     theirs = LmcacheVllm(lmcache, wide_bytes, headroom, pool_bytes, max_context, DTYPE)
-    ours = [
-        with_plugin(pool_bytes, codec, ram_bytes, max_context, DTYPE, chunk_tokens=CPU_BLOCK_TOKENS)
-        for codec in args.codecs
-    ]
+    ours = [with_plugin(pool_bytes, codec, ram_bytes, max_context, DTYPE) for codec in args.codecs]
     return [
         Peer("plain vLLM", plain, lambda _: 0.0),
         Peer(

@@ -46,7 +46,6 @@ def with_plugin(
     dtype: str = "float32",
     disk_bytes: int = 0,
     idle_after_s: float = 3600.0,
-    chunk_tokens: int = 128,
 ) -> Stack:
     """Gateway and vLLM. Nobody hibernates by itself, if not told to: the benchmark says when."""
     settings: dict[str, dict[str, Any]] = {
@@ -61,7 +60,6 @@ def with_plugin(
             "codec": codec,
             "ram_bytes": ram_bytes,
             "disk_bytes": disk_bytes,
-            "chunk_tokens": chunk_tokens,
         },
         "scheduler": {"idle_after_s": idle_after_s},
     }

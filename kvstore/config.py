@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+MIN_CHUNK_TOKENS: Final = 16
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -20,7 +21,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Of these tiers, where it is to be another than memory's; "" = the same.
     disk_codec: str = ""
     redis_codec: str = ""
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=16, le=4096)] = 128
+    # 0 = what suits engine and codec: see kvstore.chunk_size.
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30
     disk_path: str = ""  # "" = the cache folder that launch chooses
@@ -46,3 +48,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tenant_pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # A session nobody came back to is dropped from every tier after this long. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if 0 < self.chunk_tokens < MIN_CHUNK_TOKENS:
+            raise ValueError(f"chunk_tokens is 0 or at least {MIN_CHUNK_TOKENS}")

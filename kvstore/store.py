@@ -19,7 +19,8 @@ from typing import Final
 
 from kvstore.accounting import SessionBytes, measure
 from kvstore.chain import KeySpace, Tokens, as_tokens, common_prefix
-from kvstore.codec_set import CodecSet
+from kvstore.chunk_size import chunk_tokens
+from kvstore.codec_set import CodecSet, as_set
 from kvstore.codec_switch import CodecSwitch, in_use, mark_tiers
 from kvstore.codecs.base import Codec
 from kvstore.committer import Committer
@@ -87,7 +88,7 @@ class ColdStore:
         self._closed = False
         self._counters = counters = Counters()
         self._packer = packer = Packer(codecs, layout, fingerprint)
-        space = KeySpace(fingerprint, config.chunk_tokens, model)
+        space = KeySpace(fingerprint, chunk_tokens(config, as_set(codecs).written), model)
         self._keys = keys = KeyMaker(space, growing=bool(layout.layers), needs_state=needs_state)
         self._stack = stack = TierStack(tiers, counters)
         mark_tiers(stack, packer)

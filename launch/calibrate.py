@@ -15,6 +15,7 @@ import msgspec
 
 from engines.calibration.order import Order, Report
 from engines.vllm_env import import_path
+from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import PRESETS, codec_by_name
 from kvstore.codecs.quality import Quality
@@ -109,7 +110,7 @@ def _order(effective: Effective, wishes: Wishes) -> Order:
         contexts=_contexts(wishes.contexts),
         fit_texts=tuple(str(x.resolve()) for x in wishes.texts),
         eval_texts=tuple(str(x.resolve()) for x in wishes.eval_texts),
-        chunk_tokens=effective.settings.store.chunk_tokens,
+        chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
         data_path=str(effective.folders.data),
         log_level=effective.settings.log_level,
     )

@@ -13,6 +13,7 @@ import msgspec
 
 from engines.config import EngineConfig
 from kvstore.chain import KEY_BYTES
+from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import PRESETS, codec_by_name
 from kvstore.config import StoreConfig
@@ -169,9 +170,10 @@ def cold_bytes(
     if shape.exact_only and not codec.exact:
         raise UnknownCodec(f"codec {codec.id} is refused: {shape.exact_only}")
     packer = Packer(codec, KVLayout(dtype, shape.growing), "")
-    num_chunks, tail = divmod(num_tokens, store.chunk_tokens)
+    size = chunk_tokens(store, [codec])
+    num_chunks, tail = divmod(num_tokens, size)
     blobs = [
-        packer.chunk_nbytes(min(i, 1) * store.chunk_tokens, store.chunk_tokens)
+        packer.chunk_nbytes(min(i, 1) * size, size)
         for i in range(num_chunks if shape.growing else 0)
     ]
     if shape.needs_state:  # the newest rows then lie inside the snapshots

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from engines.packed_budget import HOT_CODECS, packed_cost
+from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
+from kvstore.codec_set import open_codecs
+from kvstore.codecs.presets import codec_by_name
+from kvstore.config import StoreConfig
+from kvstore.errors import UnknownCodec
 from kvstore.shapes import NUMPY_DTYPES
 from launch.cache_shape import CacheShape, NotUnderstood
 from launch.effective import Effective
@@ -41,8 +48,21 @@ def plan_of(effective: Effective, contexts: str | None) -> Plan:
         hot_room(effective, content, shape),
         live_dtype(settings.engine, content, effective.widens),
         lengths,
-        settings.store,
+        _as_saved(effective),
     )
+
+
+def _as_saved(effective: Effective) -> StoreConfig:
+    """The store's settings with the size of chunks that this engine will choose."""
+    store = effective.settings.store
+    if effective.engine_kind != "vllm":
+        return store
+    block_tokens = effective.settings.engine.vllm.block_tokens or SMALL_TOKENS
+    try:
+        codecs = open_codecs(store, codec_by_name).written
+    except UnknownCodec:  # the plan says so in its place
+        return store
+    return msgspec.structs.replace(store, chunk_tokens=chunk_tokens(store, codecs, block_tokens))
 
 
 def check_hot(effective: Effective, model: Model) -> None:

@@ -28,6 +28,7 @@ from engines.vllm_plugin.streams import SideStream
 from engines.vllm_plugin.transfer import Transfer
 from kvstore.block_keys import BlockKeys
 from kvstore.block_store import BlockStore
+from kvstore.chunk_size import chunk_tokens
 from kvstore.codec_set import open_codecs
 from kvstore.codecs.presets import codec_by_name, warm
 from kvstore.config import StoreConfig
@@ -65,8 +66,8 @@ class Worker:
         packer = Packer(codecs, self._cache.layout, identity)
         for codec in codecs.written:
             warm(codec, self._cache.layout)
-        chunk_blocks = max(config.chunk_tokens // self._cache.block_tokens, 1)
-        keys = BlockKeys(identity, self._cache.block_tokens, chunk_blocks)
+        size = chunk_tokens(config, codecs.written, self._cache.block_tokens)
+        keys = BlockKeys(identity, self._cache.block_tokens, size // self._cache.block_tokens)
         disk = vllm_rank_folder(Path(settings.disk_path), rank)
         tiers = usable_tiers(config, disk)
         self._store = BlockStore(
@@ -80,8 +81,7 @@ class Worker:
             stream = SideStream(self._cache.device)
             blocks = StatefulBlocks(blocks, groups.states, layers, self._store, stream)
         self._transfer = Transfer(blocks, self._store, self._staging, config.save_queue_bytes)
-        chunk_tokens = chunk_blocks * self._cache.block_tokens
-        packed = packer.chunk_nbytes(0, chunk_tokens) // chunk_tokens
+        packed = packer.chunk_nbytes(0, size) // size
         hello = RankHello(rank, codecs.ram.id, self._cache.layout.bytes_per_token, packed)
         self._link = RankLink(
             settings.hub_path,
