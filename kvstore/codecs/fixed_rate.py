@@ -1,6 +1,6 @@
 """Calibrated presets whose chunks all have one size: KLT, then so many bits for each component.
 
-Un-RoPE, the model's mean, a fitted gain of one byte for each row, the weight of each head, KLT of
+Un-RoPE, the model's mean, a fitted gain of one byte for each row, the metric of each head, KLT of
 the row, Lloyd-Max with the bits dealt out once and for all where they matter most, bit planes.
 """
 
@@ -17,6 +17,7 @@ from kvstore.codecs.pieces.gain import FINE, byte_gain, root_mean_squares
 from kvstore.codecs.pieces.klt import Klt
 from kvstore.codecs.pieces.lloyd import LloydMax
 from kvstore.codecs.pieces.mean import ModelMean
+from kvstore.codecs.pieces.metric import HeadMetric
 from kvstore.codecs.pieces.planes import BitPlanes
 from kvstore.codecs.pieces.rope import UnRope
 from kvstore.codecs.pipeline import Pipeline
@@ -41,7 +42,7 @@ class FixedRate:
         for number, shape in enumerate(shapes):
             found = _axes(samples, shape, means)
             learned |= {f"{name}.{number}": array for name, array in found.items()}
-        sizes = [learned.pop(f"importances.{number}") for number in range(len(shapes))]
+        sizes = [learned[f"deviations.{number}"] for number in range(len(shapes))]
         bits = greedy_bits(_joined(sizes) ** 2, self._total_bits(sizes), self.most)
         ends = np.cumsum([x.size for x in sizes])[:-1]
         for number, part in enumerate(np.split(bits, ends)):
@@ -62,7 +63,10 @@ class FixedRate:
                     shape,
                     (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
                     byte_gain(shape, learned[f"gain_centres.{number}"]),
-                    (Klt(learned[f"basis.{number}"], learned[f"weights.{number}"]),),
+                    (
+                        HeadMetric(shape, learned[f"roots.{number}"]),
+                        Klt(learned[f"basis.{number}"]),
+                    ),
                     LloydMax(1 << bits, learned[f"deviations.{number}"]),
                     BitPlanes(bits),
                 )
@@ -71,23 +75,21 @@ class FixedRate:
 
 
 def _axes(samples: Samples, shape: StackShape, means: np.ndarray) -> dict[str, np.ndarray]:
-    """Of one stack: weights, basis, deviations, and the gains' middle."""
+    """Of one stack: the metric's roots, basis, deviations, and the gains' middle."""
     sizes = functools.partial(root_mean_squares, shape=shape)
-    weights, octaves = samples.weights(shape), []
-    importances = weights[:, :1]  # of a unit; what is left are ratios within it
-    weights = weights / importances
+    roots, octaves = samples.roots(shape), []
+    metric = HeadMetric(shape, roots)
 
     def weighted() -> Iterator[np.ndarray]:
         for stack, gains in unit_rows(samples, shape, means, sizes):
             octaves.append(np.log2(gains).mean(axis=1))
-            yield stack * weights[:, None]
+            yield metric.forward(stack, 0)[0]
 
     deviations, basis = principal_axes(weighted())
     return {
-        "weights": weights,
+        "roots": roots,
         "basis": basis.astype(np.float16),
         "deviations": deviations.astype(np.float32),
-        "importances": (deviations * importances).astype(np.float32),
         "gain_centres": np.rint(FINE * np.mean(octaves, axis=0)).astype(np.int16),
     }
 
