@@ -89,7 +89,8 @@ class MlxInstrument:
     def _scores(self, caches: Caches, tokens: Sequence[int]) -> mx.array:
         logits = self._loaded.model(mx.array(list(tokens))[None], cache=caches)[0]
         logits = logits.astype(mx.float32)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return scores
 
     def _caches(self, run: KVRun, num_tokens: int) -> Caches:
         if not num_tokens:
