@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 
@@ -29,6 +28,17 @@ logger = logging.getLogger(__name__)
 LINE = 64  # bytes
 VECTOR = 16  # channels
 COLUMNS, COMPONENTS = 64, 4  # what the kernels pad to
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Compiled functions, and what they want of a matrix."""
+
+    unpack: Callable[..., None]
+    pack: Callable[..., bool]
+    places_of: Callable[[Sequence[np.ndarray]], np.ndarray]
+    group: int  # components side by side
+    offset: int  # added to levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +85,7 @@ class FusedRate:
     tables: Tables
     turns: Turns
     num_planes: int
-    kernels: tuple[ModuleType, ModuleType]  # unpack, pack
+    kernels: Kernels
 
     def nbytes(self, num_tokens: int) -> int:
         return self.pieces.nbytes(num_tokens)
@@ -91,7 +101,7 @@ class FusedRate:
         sizes = (-(-shape.width // 2), np.float32(1 / shape.width), _scale_of(shape))
         units = (t.runs, t.encode, t.bounds, t.values, t.rates, t.means, t.centres)
         turns = self._turns(first_token, num_tokens, dtype)
-        if self.kernels[1].pack(segments, num_tokens, units, sizes, turns, codes, planes):
+        if self.kernels.pack(segments, num_tokens, units, sizes, turns, codes, planes):
             return b"".join([count_bytes(0), codes.data, planes.data])
         return self.pieces.encode(run, first, first_token, dtype)
 
@@ -109,7 +119,7 @@ class FusedRate:
         planes = reader.take("u1", self.num_planes * -(-num_tokens // 8))
         t, turns = self.tables, self._turns(first_token, num_tokens, dtype)
         units = (t.runs, t.levels, t.matrix, t.begins, t.means, t.gains)
-        self.kernels[0].unpack(planes, num_tokens, units, codes, turns, segments)
+        self.kernels.unpack(planes, num_tokens, units, codes, turns, segments)
         self._put_kept(out, first, self.pieces.places(kept, num_tokens), exact, dtype)
 
     def _turns(self, first_token: int, num_tokens: int, dtype: DType) -> tuple[object, ...]:
@@ -123,10 +133,9 @@ class FusedRate:
         None if the values of a row do not lie side by side.
         """
         arrays = [array for pair in run for array in pair]
-        if any(array.strides[2] != array.itemsize for array in arrays):
+        starts, heads, tokens, values = self.kernels.places_of(arrays).T
+        if np.any(values != arrays[0].itemsize):
             return None
-        known = [(x.__array_interface__["data"][0], x.strides[0], x.strides[1]) for x in arrays]
-        starts, heads, tokens = np.array(known, np.int64).T
         array, head = self._places_of_segments
         strides = tokens[array]
         return starts[array] + head * heads[array] + first * strides, strides
@@ -160,13 +169,14 @@ def fused_rate(
 
     ``learned``: what ``integers_of`` gave for these units, the gains' centres, and all means.
     """
-    modules, turns = _kernels(), _turns_of(pieces.shape, profile.ropes)
+    turns = _turns_of(pieces.shape, profile.ropes)
     usable = profile.layout.dtype != "float16" and _is_usable(pieces.shape, learned["bits"])
-    if modules is None or turns is None or not usable:
+    kernels = _kernels() if turns is not None and usable else None
+    if turns is None or kernels is None:
         return pieces
-    tables = _tables(pieces.shape, profile, learned, gain)
+    tables = _tables(pieces.shape, kernels, learned, gain)
     num_planes = int(learned["bits"].astype(np.int64).sum())
-    fused = FusedRate(pieces, tables, turns, num_planes, modules)
+    fused = FusedRate(pieces, tables, turns, num_planes, kernels)
     if agrees(fused, profile.layout):
         return fused
     logger.warning("the kernels of fixed-rate codecs are wrong on this host: using the pieces")
@@ -180,7 +190,7 @@ def agrees(fused: FusedRate, layout: KVLayout, num_tokens: int = 70) -> bool:
         ramp = np.arange(array.size, dtype=np.float32).reshape(array.shape) + number
         values = np.sin(ramp * ramp)
         array[:] = values if layout.dtype == "float32" else floats.narrow(values, layout.dtype)
-    parts = (fused, fused.pieces)
+    parts: tuple[StackPart, ...] = (fused, fused.pieces)
     payloads = [part.encode(run, 0, 9, layout.dtype) for part in parts]
     for part, out in zip(parts, outs, strict=True):
         for array in (x for pair in out for x in pair):
@@ -191,14 +201,15 @@ def agrees(fused: FusedRate, layout: KVLayout, num_tokens: int = 70) -> bool:
 
 
 @functools.cache
-def _kernels() -> tuple[ModuleType, ModuleType] | None:
+def _kernels() -> Kernels | None:
     """Compiling takes seconds, once on a machine: only who packs shall pay for it."""
     try:
-        from kvstore.codecs.kernels import pack_units, unpack_units
+        from kvstore.codecs.kernels import addresses, dots, pack_units, unpack_units
     except ImportError as error:
         logger.info("fixed-rate codecs run in pieces, slower: %s", error)
         return None
-    return unpack_units, pack_units
+    group, offset = dots.host().group, dots.host().offset
+    return Kernels(unpack_units.unpack, pack_units.pack, addresses.places_of, group, offset)
 
 
 def _is_usable(shape: StackShape, bits: np.ndarray) -> bool:
@@ -222,10 +233,8 @@ def _turns_of(shape: StackShape, ropes: Sequence[Rope | None]) -> Turns | None:
 
 
 def _tables(
-    shape: StackShape, profile: Profile, learned: Mapping[str, np.ndarray], gain: OctaveGain
+    shape: StackShape, kernels: Kernels, learned: Mapping[str, np.ndarray], gain: OctaveGain
 ) -> Tables:
-    kernels = _kernels()
-    assert kernels is not None
     width = -(-shape.width // COLUMNS) * COLUMNS
     components = -(-learned["bits"].shape[1] // COMPONENTS) * COMPONENTS
     bits = learned["bits"].astype(np.int64)
@@ -238,8 +247,8 @@ def _tables(
     return Tables(
         runs=runs.astype(np.int64),
         levels=_aligned(levels),
-        matrix=_aligned(_groups(decode, kernels[0].GROUP)),
-        begins=_aligned(-kernels[0].OFFSET * decode.astype(np.int32).sum(axis=1, dtype=np.int32)),
+        matrix=_aligned(_groups(decode, kernels.group)),
+        begins=_aligned(-kernels.offset * decode.astype(np.int32).sum(axis=1, dtype=np.int32)),
         encode=_aligned(_groups(encode.swapaxes(1, 2), 2)),
         bounds=_aligned(_padded(learned["bounds"], components)),
         values=_aligned(levels.astype(np.float32) * units[:, :, None]),

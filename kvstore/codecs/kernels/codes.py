@@ -31,7 +31,7 @@ def emit_codes(b: Any, lanes: int, bits: int, args: tuple[Value, ...]) -> None:
     """
     numbers, bounds, values, rates, table_step, planes, along, energy, count = args
     e, num = Emitter(b, lanes), TOKENS // lanes
-    sums = [[cgutils.alloca_once(b, e.floats) for _ in range(num)] for _ in range(2)]
+    sums = [[e.variable(e.floats) for _ in range(num)] for _ in range(2)]
     for address, places in zip((along, energy), sums, strict=True):
         for k, place in enumerate(places):
             b.store(e.load(address, 4 * lanes * k, e.floats), place)

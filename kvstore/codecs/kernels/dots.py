@@ -31,7 +31,6 @@ class Host:
     tile_vectors: int  # vectors of columns of a tile
     bytes_dot: str  # "vnni", "sdot", or nothing of the kind
     words_dot: str  # "vnni", "madd", or nothing of the kind
-    has_bf16: bool = False
 
     @property
     def group(self) -> int:
@@ -56,7 +55,7 @@ def host() -> Host:
         features = set()
     if "avx512bw" in features:
         vnni = "vnni" if "avx512vnni" in features else ""
-        return Host(16, 4, vnni, vnni or "madd", "avx512bf16" in features)
+        return Host(16, 4, vnni, vnni or "madd")
     if "avx2" in features:
         vnni = "vnni" if "avxvnni" in features else ""
         return Host(8, 2, vnni, vnni or "madd")
@@ -72,7 +71,7 @@ def emit_tile(e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value
     """
     source, matrix, begin, target, count, source_step, matrix_step, target_step = args
     b = e.builder
-    sums = [[cgutils.alloca_once(b, e.words) for _ in range(vectors)] for _ in range(tokens)]
+    sums = [[e.variable(e.words) for _ in range(vectors)] for _ in range(tokens)]
     for column in range(vectors):
         first = e.load(begin, 4 * e.lanes * column, e.words)
         for row in sums:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 
 F32, I8, I16, I32, I64 = (ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64)))
 SIGN_BIT = 1 << 31
@@ -42,6 +43,11 @@ class Emitter:
         address = self.builder.add(base, ir.Constant(I64, offset))
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, pointer).align = 1
+
+    def variable(self, kind: Value) -> Value:
+        """A place that lives in a register; for what a loop changes."""
+        utilities: Any = cgutils
+        return utilities.alloca_once(self.builder, kind)
 
     # ---- constants and casts
 

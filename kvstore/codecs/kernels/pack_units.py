@@ -31,7 +31,7 @@ from kvstore.codecs.kernels.unit_parts import (
     steps_of,
 )
 from kvstore.codecs.kernels.unpack_units import SEGMENTS, TURNS
-from kvstore.codecs.numba_functions import array_of, compiled
+from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 from kvstore.codecs.pieces.integer_klt import MAX_BITS
 from kvstore.codecs.pieces.octave_gain import REACH
 
@@ -212,16 +212,14 @@ def _pack(
 
 
 _FLOATS = array_of(types.float32, 3)
-_UNITS = types.Tuple(
-    (
-        array_of(types.int64, 2),
-        array_of(types.uint32, 3),
-        array_of(types.int32, 3),
-        _FLOATS,
-        array_of(types.float32, 2),
-        array_of(types.float32, 2),
-        array_of(types.int32, 1),
-    )
+_UNITS = tuple_of(
+    array_of(types.int64, 2),
+    array_of(types.uint32, 3),
+    array_of(types.int32, 3),
+    _FLOATS,
+    array_of(types.float32, 2),
+    array_of(types.float32, 2),
+    array_of(types.int32, 1),
 )
 pack = compiled(
     types.boolean,
@@ -229,8 +227,8 @@ pack = compiled(
     SEGMENTS,
     types.int64,
     _UNITS,
-    types.Tuple((types.int64, types.float32, types.float32)),
-    types.Tuple((*TURNS, types.boolean)),
+    tuple_of(types.int64, types.float32, types.float32),
+    tuple_of(*TURNS, types.boolean),
     array_of(types.uint8, 2),
     array_of(types.uint8, 1),
 )

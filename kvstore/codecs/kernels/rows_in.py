@@ -15,8 +15,8 @@ from kvstore.codecs.pieces.octave_gain import LANES as SQUARE_LANES
 def emit_load(b: Any, lanes: int, as_words: bool, args: tuple[Value, ...]) -> None:
     """One head of some tokens to fp32.
 
-    ``args``: addresses of the head, of means, cosines, sines and of the target; bytes from one token
-    to the next of the head, of angles and of the target; number of tokens; channels that are
+    ``args``: addresses of the head, of means, cosines, sines and of the target; bytes from one
+    token to the next of the head, of angles and of the target; number of tokens; channels that are
     turned, halved, and all channels. ``as_words``: the engine holds fp32, rounded to bf16 here.
     """
     source, means, cosines, sines, target, *steps, num_tokens, half, dim = args
@@ -60,7 +60,7 @@ def emit_squares(b: Any, lanes: int, args: tuple[Value, ...]) -> None:
     """
     rows, row_step, width, target, count = args
     e, num = Emitter(b, lanes), SQUARE_LANES // lanes
-    places = [cgutils.alloca_once(b, e.floats) for _ in range(num)]
+    places = [e.variable(e.floats) for _ in range(num)]
     with cgutils.for_range(b, count) as loop:
         row = b.add(rows, b.mul(loop.index, row_step))
         for place, square in zip(places, _squares(e, row, num), strict=True):

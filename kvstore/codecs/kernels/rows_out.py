@@ -8,7 +8,6 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvstore.codecs.kernels import dots
 from kvstore.codecs.kernels.dtypes import HIGH_HALF, rounded
 from kvstore.codecs.kernels.emitter import F32, I16, I64, Emitter, Value
 
@@ -33,19 +32,6 @@ def emit_rows(b: Any, lanes: int, as_words: bool, args: tuple[Value, ...]) -> No
         )
         angles = (b.add(cosines, places[1]), b.add(sines, places[1]))
         _emit_row(row, as_words, b.add(target, places[2]), angles, half, dim)
-
-
-class _Bfloat(ir.Type):
-    """llvmlite has no name for bf16, LLVM has."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat)
 
 
 @dataclass(frozen=True)
@@ -83,11 +69,6 @@ def _emit_row(
 
 
 def _store(e: Emitter, as_words: bool, target: Value, value: Value) -> None:
-    if not as_words and dots.host().has_bf16:
-        kind = ir.VectorType(_Bfloat(), e.lanes)
-        halves = e.builder.fptrunc(value, kind)
-        e.store(e.builder.bitcast(halves, ir.VectorType(I16, e.lanes)), target, 0)
-        return
     words = rounded(e, value)
     if as_words:
         e.store(e.builder.and_(words, e.all_words(HIGH_HALF)), target, 0)

@@ -22,7 +22,7 @@ from kvstore.codecs.kernels.host_intrinsics import (
     tile_of_levels,
 )
 from kvstore.codecs.kernels.unit_parts import BLOCK, LINE, NBYTES, address_of, count_of, start_of
-from kvstore.codecs.numba_functions import array_of, compiled
+from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 from kvstore.codecs.pieces.integer_klt import MAX_BITS
 
 TILE_COLUMNS = HOST.tile_columns
@@ -143,16 +143,14 @@ def _unpack(planes: Any, num_tokens: int, units: Any, codes: Any, turns: Any, ta
 ANGLES = array_of(types.float32, 3)
 # Which turn each segment takes (0: none), channels that each turns, halved, angles, and head_dim.
 TURNS = (array_of(types.int64, 2), array_of(types.int64, 1), ANGLES, ANGLES, types.int64)
-SEGMENTS = types.UniTuple(array_of(types.int64, 2), 2)
-_UNITS = types.Tuple(
-    (
-        array_of(types.int64, 2),
-        array_of(types.uint8, 3),
-        array_of(types.uint32, 3),
-        array_of(types.int32, 2),
-        array_of(types.float32, 2),
-        array_of(types.float32, 2),
-    )
+SEGMENTS = tuple_of(array_of(types.int64, 2), array_of(types.int64, 2))
+_UNITS = tuple_of(
+    array_of(types.int64, 2),
+    array_of(types.uint8, 3),
+    array_of(types.uint32, 3),
+    array_of(types.int32, 2),
+    array_of(types.float32, 2),
+    array_of(types.float32, 2),
 )
 unpack = compiled(
     types.void,
@@ -161,6 +159,6 @@ unpack = compiled(
     types.int64,
     _UNITS,
     types.Array(types.uint8, 2, "C", readonly=True),
-    types.Tuple((*TURNS, types.boolean)),
+    tuple_of(*TURNS, types.boolean),
     SEGMENTS,
 )

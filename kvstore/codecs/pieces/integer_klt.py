@@ -96,7 +96,8 @@ class IntegerLevels:
         sizes = np.where(above >= 0, above, -1 - above) % NUM_MAGNITUDES
         unit, component = np.ogrid[: len(self._bits), : self._bits.shape[1]]
         levels = self._levels[unit[:, None], component[:, None], sizes].astype(np.int32)
-        return np.where(above >= 0, levels, -levels) * (self._bits > 0)[:, None]
+        restored: np.ndarray = np.where(above >= 0, levels, -levels) * (self._bits > 0)[:, None]
+        return restored
 
     def fit(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
         """Factors of the gains that fit best what is restored, fp32 (units, tokens, 1)."""
