@@ -148,67 +148,76 @@ def _put_planes(
         at += step
 
 
-def _pack(
-    sources: Any, num_tokens: int, units: Any, sizes: Any, turns: Any, codes: Any, planes: Any
-) -> bool:
-    """``units``: runs, matrix, bounds, values, rates, means, centres; see ``fused_rate``.
+def _pack_units_with(sources: int) -> Any:
+    """``sources`` is a part of the key of numba's cache, which knows of one file only."""
 
-    ``sizes``: number of pairs of columns, what a sum of squares is divided by, scale of integers.
-    False: a row cannot be represented, and what was written has no meaning.
-    """
-    runs, matrix, bounds, values, rates, means, centres = units
-    num_pairs, share, scale = sizes
-    plane_nbytes, columns, num_components = (num_tokens + 7) // 8, means.shape[1], rates.shape[1]
-    scratch = np.zeros((4, LINE + NBYTES * BLOCK * max(columns, num_components)), np.uint8)
-    rows, words = start_of(scratch[0]), start_of(scratch[1])
-    groups, sums = start_of(scratch[2]), start_of(scratch[3])
-    begin, block_planes = (
-        np.zeros(BLOCK, np.int32),
-        np.zeros((MAX_BITS * num_components, 8), np.uint8),
-    )
-    steps, gains = np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.float32)
-    squares, factors = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
-    fits = np.zeros((2, BLOCK), np.float32)
-    plane = 0
-    for unit in range(len(runs)):
-        num_planes, live = count_of(runs[unit])
-        centre = centres[unit]
-        for block in range(0, num_tokens, BLOCK):
-            count = min(num_tokens - block, BLOCK)
-            mean = address_of(means[unit])
-            _load_block(unit, block, count, mean, columns, turns, sources, rows)
-            squared = (rows, NBYTES * columns, columns, address_of(squares), count)
-            put_squares(SOURCES, squared)
-            if not measure(squares[:count], share, centre, steps[:count], gains[:count]):
-                return False
-            for token in range(count):
-                factors[token] = np.float32(1) / gains[token] * scale
-            put_integers(SOURCES, (rows, address_of(factors), words, columns, count))
-            _columns_of_block(words, columns, count, groups)
-            factor, start = address_of(matrix[unit]), address_of(begin)
-            _components_of_block(
-                factor, num_components, live, groups, num_pairs, start, count, sums
-            )
-            fits[:] = 0
-            _codes_of_block(
-                sums,
-                address_of(bounds[unit]),
-                address_of(values[unit]),
-                address_of(rates[unit]),
-                NBYTES * bounds.shape[2],
-                address_of(block_planes),
-                fits,
-                runs[unit],
-            )
-            at = plane * plane_nbytes + block // 8
-            _put_planes(block_planes, num_planes, count, planes, at, plane_nbytes)
-            fit(gains[:count], fits)
-            steps_of(gains[:count], centre, steps[:count])
-            for token in range(count):
-                step = min(max(steps[token], -REACH), REACH)
-                codes[unit, block + token] = np.uint8(step + REACH + 1)
-        plane += num_planes
-    return True
+    def pack_units(
+        segments: Any, num_tokens: int, units: Any, sizes: Any, turns: Any, codes: Any, planes: Any
+    ) -> bool:
+        """``units``: runs, matrix, bounds, values, rates, means, centres; see ``fused_rate``.
+
+        ``sizes``: pairs of columns, what a sum of squares is divided by, scale of integers.
+        False: a row cannot be represented, and what was written has no meaning.
+        """
+        runs, matrix, bounds, values, rates, means, centres = units
+        num_pairs, share, scale = sizes
+        plane_nbytes, columns, num_components = (
+            (num_tokens + 7) // 8,
+            means.shape[1],
+            rates.shape[1],
+        )
+        scratch = np.zeros((4, LINE + NBYTES * BLOCK * max(columns, num_components)), np.uint8)
+        rows, words = start_of(scratch[0]), start_of(scratch[1])
+        groups, sums = start_of(scratch[2]), start_of(scratch[3])
+        begin, block_planes = (
+            np.zeros(BLOCK, np.int32),
+            np.zeros((MAX_BITS * num_components, 8), np.uint8),
+        )
+        steps, gains = np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.float32)
+        squares, factors = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+        fits = np.zeros((2, BLOCK), np.float32)
+        plane = 0
+        for unit in range(len(runs)):
+            num_planes, live = count_of(runs[unit])
+            centre = centres[unit]
+            for block in range(0, num_tokens, BLOCK):
+                count = min(num_tokens - block, BLOCK)
+                mean = address_of(means[unit])
+                _load_block(unit, block, count, mean, columns, turns, segments, rows)
+                squared = (rows, NBYTES * columns, columns, address_of(squares), count)
+                put_squares(SOURCES, squared)
+                if not measure(squares[:count], share, centre, steps[:count], gains[:count]):
+                    return False
+                for token in range(count):
+                    factors[token] = np.float32(1) / gains[token] * scale
+                put_integers(sources, (rows, address_of(factors), words, columns, count))
+                _columns_of_block(words, columns, count, groups)
+                factor, start = address_of(matrix[unit]), address_of(begin)
+                _components_of_block(
+                    factor, num_components, live, groups, num_pairs, start, count, sums
+                )
+                fits[:] = 0
+                _codes_of_block(
+                    sums,
+                    address_of(bounds[unit]),
+                    address_of(values[unit]),
+                    address_of(rates[unit]),
+                    NBYTES * bounds.shape[2],
+                    address_of(block_planes),
+                    fits,
+                    runs[unit],
+                )
+                at = plane * plane_nbytes + block // 8
+                _put_planes(block_planes, num_planes, count, planes, at, plane_nbytes)
+                fit(gains[:count], fits)
+                steps_of(gains[:count], centre, steps[:count])
+                for token in range(count):
+                    step = min(max(steps[token], -REACH), REACH)
+                    codes[unit, block + token] = np.uint8(step + REACH + 1)
+            plane += num_planes
+        return True
+
+    return pack_units
 
 
 _FLOATS = array_of(types.float32, 3)
@@ -223,7 +232,7 @@ _UNITS = tuple_of(
 )
 pack = compiled(
     types.boolean,
-    _pack,
+    _pack_units_with(SOURCES),
     SEGMENTS,
     types.int64,
     _UNITS,

@@ -97,47 +97,56 @@ def _rows_of_tile(
             put_rows(SOURCES, 0, args)
 
 
-def _unpack(planes: Any, num_tokens: int, units: Any, codes: Any, turns: Any, targets: Any) -> None:
-    """``units``: runs, levels, matrix, begins, means, gains; see ``fused_rate`` for all of them."""
-    runs, levels, matrix, begins, means, gain_tables = units
-    gains = np.empty(BLOCK, np.float32)
-    plane_nbytes, width = (num_tokens + 7) // 8, begins.shape[1]
-    scratch = np.zeros((3, LINE + NBYTES * BLOCK * max(width, levels.shape[1])), np.uint8)
-    rows, groups, sums = start_of(scratch[0]), start_of(scratch[1]), start_of(scratch[2])
-    plane = 0
-    for unit in range(len(runs)):
-        num_planes, num_components = count_of(runs[unit])
-        num_groups = (num_components + GROUP - 1) // GROUP
-        table, factors = address_of(levels[unit]), address_of(matrix[unit])
-        begin, mean = address_of(begins[unit]), address_of(means[unit])
-        for block in range(0, num_tokens, BLOCK):
-            count, start = min(num_tokens - block, BLOCK), block // 8
-            source = address_of(planes) + plane * plane_nbytes + start
-            step = np.int64(plane_nbytes)
-            tail = _tail_of_planes(planes, plane, num_planes * (count < BLOCK), start, plane_nbytes)
-            if count < BLOCK:
-                source, step = address_of(tail), np.int64(8)
-            for token in range(count):
-                gains[token] = gain_tables[unit, codes[unit, block + token]]
-            _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
-            put_groups(SOURCES, (rows, groups, num_groups))
-            for first in range(0, count, TILE_TOKENS):
-                for column in range(0, width, TILE_COLUMNS):
-                    args = (
-                        groups + NBYTES * first,
-                        factors + NBYTES * column,
-                        begin + NBYTES * column,
-                        sums + NBYTES * column,
-                        num_groups,
-                        NBYTES * BLOCK,
-                        NBYTES * width,
-                        NBYTES * width,
-                    )
-                    tile_of_levels(SOURCES, args)
-                token, rest = block + first, min(TILE_TOKENS, count - first)
-                gain_at = address_of(gains) + NBYTES * first
-                _rows_of_tile(sums, unit, token, rest, gain_at, mean, width, turns, targets)
-        plane += num_planes
+def _unpack_units_with(sources: int) -> Any:
+    """``sources`` is a part of the key of numba's cache, which knows of one file only."""
+
+    def unpack_units(
+        planes: Any, num_tokens: int, units: Any, codes: Any, turns: Any, targets: Any
+    ) -> None:
+        """``units``: runs, levels, matrix, begins, means, gains; see ``fused_rate``."""
+        runs, levels, matrix, begins, means, gain_tables = units
+        gains = np.empty(BLOCK, np.float32)
+        plane_nbytes, width = (num_tokens + 7) // 8, begins.shape[1]
+        scratch = np.zeros((3, LINE + NBYTES * BLOCK * max(width, levels.shape[1])), np.uint8)
+        rows, groups, sums = start_of(scratch[0]), start_of(scratch[1]), start_of(scratch[2])
+        plane = 0
+        for unit in range(len(runs)):
+            num_planes, num_components = count_of(runs[unit])
+            num_groups = (num_components + GROUP - 1) // GROUP
+            table, factors = address_of(levels[unit]), address_of(matrix[unit])
+            begin, mean = address_of(begins[unit]), address_of(means[unit])
+            for block in range(0, num_tokens, BLOCK):
+                count, start = min(num_tokens - block, BLOCK), block // 8
+                source = address_of(planes) + plane * plane_nbytes + start
+                step = np.int64(plane_nbytes)
+                tail = _tail_of_planes(
+                    planes, plane, num_planes * (count < BLOCK), start, plane_nbytes
+                )
+                if count < BLOCK:
+                    source, step = address_of(tail), np.int64(8)
+                for token in range(count):
+                    gains[token] = gain_tables[unit, codes[unit, block + token]]
+                _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
+                put_groups(sources, (rows, groups, num_groups))
+                for first in range(0, count, TILE_TOKENS):
+                    for column in range(0, width, TILE_COLUMNS):
+                        args = (
+                            groups + NBYTES * first,
+                            factors + NBYTES * column,
+                            begin + NBYTES * column,
+                            sums + NBYTES * column,
+                            num_groups,
+                            NBYTES * BLOCK,
+                            NBYTES * width,
+                            NBYTES * width,
+                        )
+                        tile_of_levels(SOURCES, args)
+                    token, rest = block + first, min(TILE_TOKENS, count - first)
+                    gain_at = address_of(gains) + NBYTES * first
+                    _rows_of_tile(sums, unit, token, rest, gain_at, mean, width, turns, targets)
+            plane += num_planes
+
+    return unpack_units
 
 
 ANGLES = array_of(types.float32, 3)
@@ -154,7 +163,7 @@ _UNITS = tuple_of(
 )
 unpack = compiled(
     types.void,
-    _unpack,
+    _unpack_units_with(SOURCES),
     types.Array(types.uint8, 1, "C", readonly=True),
     types.int64,
     _UNITS,
