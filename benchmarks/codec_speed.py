@@ -1,11 +1,14 @@
 """Rows per second of a codec beside memcpy of the same bf16 bytes, in one process.
 
     python benchmarks/codec_speed.py [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
+    python benchmarks/codec_speed.py --profile FILE --kv FILE.npy [--codec dense3 balanced max safe]
 
 *kernel* is two long arrays; *chunk* is what the store asks for: 128 tokens of all layers of a small
 model with that head dimension, payload and all. *seed* is the obvious numpy (normalise, search the
-nearest of eight levels, pack bits). The candidates take turns on data that is cold in the cache,
-and the best round of each counts: on a shared machine only ratios within one run mean anything.
+nearest of eight levels, pack bits). Calibrated presets know a model: they take its profile and KV
+of it, uint16 (layers, 2, heads, tokens, head_dim), which is repeated. The candidates take turns on
+data that is cold in the cache, and the best round of each counts: on a shared machine only ratios
+within one run mean anything.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.codecs.backend import best_kernel
+from kvstore.codecs.backend import ArrayKernel, best_kernel
+from kvstore.codecs.base import Codec
+from kvstore.codecs.calibrated import CALIBRATED
 from kvstore.codecs.floats import round_to_bf16, widen
 from kvstore.codecs.payload import plan_payload
-from kvstore.codecs.presets import PRESETS, codec_by_name, warm
+from kvstore.codecs.presets import PRESETS, codec_by_name, open_codec, warm
+from kvstore.codecs.profile import load_profile
 from kvstore.codecs.row_codec import RowCodec
 from kvstore.shapes import KVLayer, KVLayout, KVRun, slice_tokens
 
@@ -38,6 +44,7 @@ SEED_ROWS = 1024
 
 @dataclass(frozen=True)
 class Rate:
+    codec: str
     dim: int
     threads: int
     what: str
@@ -87,22 +94,28 @@ def uneven_rows(num_rows: int, dim: int) -> np.ndarray:
 class Slices:
     """Many slices of one chunk's rows each: bf16 source, target, payloads."""
 
-    def __init__(self, codec: RowCodec, dim: int):
-        num_heads, num_layers = MODELS[dim]
-        self.codec, self.dim = codec, dim
-        self.layout = KVLayout("bfloat16", (KVLayer(num_heads, dim, dim),) * num_layers)
-        self.num_rows = 2 * num_heads * num_layers * CHUNK_TOKENS
-        self.count = WORKING_SET_BYTES // (self.num_rows * dim * 2) // 4 * 4
-        self.source = uneven_rows(self.count * self.num_rows, dim)
+    def __init__(self, codec: Codec, layout: KVLayout, kv: np.ndarray | None = None):
+        """``kv``: uint16 (layers, 2, heads, tokens, head_dim), repeated; made up unless given."""
+        self.codec, self.layout = codec, layout
+        self.num_heads, self.dim = layout.layers[0].num_kv_heads, layout.layers[0].head_dim
+        num_arrays = 2 * self.num_heads * len(layout.layers)
+        self.num_rows = num_arrays * CHUNK_TOKENS
+        self.count = WORKING_SET_BYTES // (self.num_rows * self.dim * 2) // 4 * 4
+        self.source = uneven_rows(self.count * self.num_rows, self.dim)
+        if kv is not None:
+            tokens = np.arange(self.count * CHUNK_TOKENS) % kv.shape[3]
+            self.source[:] = kv[:, :, :, tokens].reshape(self.source.shape)
         self.target = aligned(self.source.shape)
-        self._prepare_kernel()
+        self.kernel: ArrayKernel | None = None
+        if isinstance(codec, RowCodec):
+            self._prepare_kernel(codec)
         self._prepare_chunks()
 
-    def _prepare_kernel(self) -> None:
+    def _prepare_kernel(self, codec: RowCodec) -> None:
         flat = KVLayout("bfloat16", (KVLayer(1, self.dim, self.dim),))
-        plan = plan_payload(self.codec.rows, flat, self.num_rows // 2, PAST_SINKS)
+        plan = plan_payload(codec.rows, flat, self.num_rows // 2, PAST_SINKS)
         self.group = plan.groups[0]
-        self.kernel = best_kernel(self.codec.rows, self.dim, "bfloat16")
+        self.kernel = best_kernel(codec.rows, self.dim, "bfloat16")
         self.packed = np.ones((self.count, plan.nbytes), np.uint8)
 
     def _prepare_chunks(self) -> None:
@@ -113,7 +126,7 @@ class Slices:
             self.encode_chunk(number)
 
     def _as_run(self, rows: np.ndarray) -> KVRun:
-        shape = (-1, 2, self.layout.layers[0].num_kv_heads, self.count * CHUNK_TOKENS, self.dim)
+        shape = (-1, 2, self.num_heads, self.count * CHUNK_TOKENS, self.dim)
         return [(pair[0], pair[1]) for pair in rows.reshape(shape)]
 
     def _part(self, rows: np.ndarray, number: int) -> np.ndarray:
@@ -128,9 +141,11 @@ class Slices:
         ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
 
     def encode(self, number: int) -> None:
+        assert self.kernel is not None
         self.kernel.pack(self._halves(self.source, number), self.packed[number], self.group)
 
     def decode(self, number: int) -> None:
+        assert self.kernel is not None
         self.kernel.unpack(self.packed[number], self.group, self._halves(self.target, number))
 
     def encode_chunk(self, number: int) -> None:
@@ -163,10 +178,13 @@ SEED_BOUNDS = (SEED_LEVELS[1:] + SEED_LEVELS[:-1]) / 2
 
 def candidates(slices: Slices) -> list[Candidate]:
     rows = slices.num_rows
-    return [
-        Candidate("memcpy", rows, slices.copy),
+    kernels = [
         Candidate("encode, kernel", rows, slices.encode),
         Candidate("decode, kernel", rows, slices.decode),
+    ]
+    return [
+        Candidate("memcpy", rows, slices.copy),
+        *(kernels if slices.kernel else []),
         Candidate("encode, chunk", rows, slices.encode_chunk),
         Candidate("decode, chunk", rows, slices.decode_chunk),
     ]
@@ -202,45 +220,61 @@ def measure(slices: Slices, threads: int, seconds: float) -> Iterator[Rate]:
     for c in (*fast, *seed):
         seed_rate = per_verb.get(c.what.split(",")[0])
         x_seed = c.rate / seed_rate if seed_rate else None
-        yield Rate(slices.dim, threads, c.what, c.rate, c.rate / fast[0].rate, x_seed)
+        name = slices.codec.id.partition(".")[0]
+        yield Rate(name, slices.dim, threads, c.what, c.rate, c.rate / fast[0].rate, x_seed)
 
 
 def show(rates: list[Rate]) -> None:
     print(
-        f"{'D':>4} {'threads':>7}  {'':16}"
+        f"{'codec':8} {'D':>4} {'threads':>7}  {'':16}"
         f"{'Mrow/s':>8}{'GB/s bf16':>11}{'x memcpy':>10}{'x seed':>8}"
     )
     for r in rates:
         gb_per_s = r.mrows_per_s * r.dim * 2 / 1e3
         x_seed = f"{r.x_seed:8.0f}" if r.x_seed else ""
         print(
-            f"{r.dim:4} {r.threads:7}  {r.what:16}{r.mrows_per_s:8.2f}{gb_per_s:11.2f}"
+            f"{r.codec:8} {r.dim:4} {r.threads:7}  {r.what:16}{r.mrows_per_s:8.2f}{gb_per_s:11.2f}"
             f"{r.x_memcpy:10.2f}{x_seed}"
         )
 
 
 def show_scaling(rates: list[Rate]) -> None:
-    single = {(r.dim, r.what): r.mrows_per_s for r in rates if r.threads == 1}
+    single = {(r.codec, r.dim, r.what): r.mrows_per_s for r in rates if r.threads == 1}
     for r in rates:
         if r.threads > 1 and not r.what.startswith("seed"):
-            scaling = r.mrows_per_s / single[r.dim, r.what]
-            print(f"D={r.dim}: {r.what} on {r.threads} threads is {scaling:.2f} of one")
+            scaling = r.mrows_per_s / single[r.codec, r.dim, r.what]
+            print(f"{r.codec}, D={r.dim}: {r.what} on {r.threads} threads is {scaling:.2f} of one")
+
+
+def all_slices(args: argparse.Namespace) -> Iterator[Slices]:
+    """One after another: each takes gigabytes."""
+    if args.profile is None:
+        for name in args.codec or ["tq3"]:
+            for dim in args.dims:
+                num_heads, num_layers = MODELS[dim]
+                layers = (KVLayer(num_heads, dim, dim),) * num_layers
+                yield Slices(codec_by_name(name), KVLayout("bfloat16", layers))
+        return
+    profile, kv = load_profile(args.profile), np.load(args.kv)
+    layout = KVLayout("bfloat16", profile.layout.layers)
+    for name in args.codec or [name for name in CALIBRATED if name in profile.learned]:
+        yield Slices(open_codec(name, profile), layout, kv)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = [name for name in PRESETS if isinstance(codec_by_name(name), RowCodec)]
-    parser.add_argument("--codec", default="tq3", choices=names)
+    parser.add_argument("--codec", nargs="+", choices=list(PRESETS | CALIBRATED))
     parser.add_argument("--dims", type=int, nargs="+", default=sorted(MODELS), choices=MODELS)
+    parser.add_argument("--profile", type=Path, help="of a model whose presets to measure")
+    parser.add_argument("--kv", type=Path, help="KV of that model")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=3.0, help="per dimension and thread count")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    codec = codec_by_name(args.codec)
-    assert isinstance(codec, RowCodec)
+    if (args.profile is None) != (args.kv is None):
+        parser.error("a profile and KV of its model go together")
     rates: list[Rate] = []
-    for dim in args.dims:
-        slices = Slices(codec, dim)
+    for slices in all_slices(args):
         for threads in args.threads:
             rates += measure(slices, threads, args.seconds)
     show(rates)

@@ -13,10 +13,19 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
-_FIT_MODULES = ("argparse", "tarfile", "http.client", "ast", "decimal", "subprocess", "inspect")
+_FIT_MODULES = (
+    *("argparse", "tarfile", "http.client", "ast", "decimal", "subprocess", "inspect"),
+    *("email.message", "asyncio.base_events", "xml.dom.minidom", "difflib", "statistics"),
+    *("smtplib", "csv", "textwrap", "optparse", "zipfile", "doctest", "pdb", "logging.handlers"),
+    *("urllib.request", "json.decoder", "shutil", "random", "fractions", "calendar", "socket"),
+)
 _HELD_OUT_MODULES = ("unittest.mock", "typing", "pickle")
 # Of the reference manual, as the interactive help carries it.
-_FIT_TOPICS = ("specialnames", "types", "formatstrings", "compound", "typesseq")
+_FIT_TOPICS = (
+    ("specialnames", "types", "formatstrings", "compound", "typesseq"),
+    ("assignment", "class", "exceptions", "operator-summary", "numbers", "strings", "with"),
+    ("typesmapping", "typesmodules", "attribute-access", "calls", "execmodel", "naming"),
+)
 _HELD_OUT_TOPICS = ("debugger", "objects", "import", "string-methods")
 
 
@@ -27,7 +36,8 @@ class Text:
 
 
 def fit_texts() -> list[Text]:
-    return [*_written("fit"), *_modules(_FIT_MODULES), _topics("manual", _FIT_TOPICS)]
+    manual = [_topics(f"manual {n}", topics) for n, topics in enumerate(_FIT_TOPICS, 1)]
+    return [*_written("fit"), *_modules(_FIT_MODULES), *manual]
 
 
 def held_out_texts() -> list[Text]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from kvstore.codecs.pieces.rope import Rope
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import KVLayout, KVPair, KVRun
 
 
 class Instrument(Protocol):
@@ -43,4 +43,23 @@ class Instrument(Protocol):
         """What the model says after each of ``tokens``, which follow those of ``run``.
 
         fp32 (len(tokens), vocabulary), natural logarithm. ``run`` is not changed.
+        """
+
+
+class NotDifferentiable(Exception):
+    """A part of the model has no gradient. The message is one sentence."""
+
+
+@runtime_checkable
+class Differentiable(Protocol):
+    """An instrument that can also say what later tokens look at in its cache."""
+
+    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
+        """Of the loss after each of ``tokens``, which follow those of ``run``, by K and V of it.
+
+        The loss is that of tokens which the model itself draws, so that its output is measured and
+        not the text. fp32, shapes as in ``run``, which is not changed.
+
+        Raises:
+            NotDifferentiable: this model has no gradients.
         """

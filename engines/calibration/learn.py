@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from engines.calibration.corpus import Text
-from engines.calibration.instrument import Instrument
+from engines.calibration.instrument import Differentiable, Instrument, NotDifferentiable
 from engines.calibration.measure import ANY
 from engines.calibration.turning import check_turning
 from kvstore.codecs.bounds import Yardstick
@@ -15,19 +16,22 @@ from kvstore.codecs.calibrated import LEARNABLE
 from kvstore.codecs.fit import fit_profile
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.samples import Samples
+from kvstore.codecs.sensitivity import head_metrics
 from kvstore.codecs.stacks import Scope
 from kvstore.codecs.statistics import element_means
+from kvstore.shapes import KVRun, slice_tokens
 
 logger = logging.getLogger(__name__)
 
 LAYER: Final = Scope("layer")
+PROBED_FROM: Final = 0.75  # of a window: what is behind shows which errors before it matter
 LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is cut there
 
 
 def samples_of(
     instrument: Instrument, texts: Sequence[Text], num_windows: int, window_tokens: int
 ) -> Samples:
-    """KV of ``num_windows`` windows dealt out over ``texts``.
+    """KV of ``num_windows`` windows dealt out over ``texts``, and what of it matters.
 
     Raises:
         ValueError: no text, or a model that turns its keys in a way that is not understood.
@@ -41,7 +45,10 @@ def samples_of(
     for number, window in enumerate(windows, 1):
         runs.append(instrument.prefill(window))
         logger.info("read %d of %d windows to learn from", number, len(windows))
-    return Samples(instrument.layout, ropes, runs)
+    samples = Samples(instrument.layout, ropes, runs)
+    if isinstance(instrument, Differentiable):
+        return _with_metrics(instrument, samples, windows)
+    return samples
 
 
 def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile:
@@ -49,6 +56,27 @@ def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile
     profile = fit_profile(samples, fingerprint, presets)
     logger.info("learned %s", ", ".join(f"{name} ({id})" for name, id in profile.ids.items()))
     return profile
+
+
+def _with_metrics(
+    instrument: Differentiable, samples: Samples, windows: Sequence[Sequence[int]]
+) -> Samples:
+    try:
+        metrics = head_metrics(samples, _gradients(instrument, samples.texts, windows))
+    except NotDifferentiable as error:
+        logger.warning("all errors in stored KV count alike: %s", error)
+        return samples
+    return replace(samples, metrics=metrics)
+
+
+def _gradients(
+    instrument: Differentiable, runs: Sequence[KVRun], windows: Sequence[Sequence[int]]
+) -> Iterator[KVRun]:
+    """Of the end of each window by the KV before it."""
+    for number, (run, window) in enumerate(zip(runs, windows, strict=True), 1):
+        first = int(len(window) * PROBED_FROM)
+        yield instrument.gradients(slice_tokens(run, 0, first), window[first:])
+        logger.info("looked back from the end of %d of %d windows", number, len(windows))
 
 
 def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, Yardstick]:

@@ -23,7 +23,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     contexts: Contexts
     fit_texts: tuple[str, ...] = ()  # files to learn from; none = the texts that ship with us
     eval_texts: tuple[str, ...] = ()  # files to be judged by; none = the texts that ship with us
-    num_windows: Positive = 16  # to learn from
+    num_windows: Positive = 48  # to learn from
     window_tokens: Annotated[int, msgspec.Meta(ge=128)] = 1024
     num_scored: Positive = 256  # tokens behind each prefix
     depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles

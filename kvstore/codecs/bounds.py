@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore.codecs.pieces.gain import root_mean_squares
 from kvstore.codecs.pieces.mean import ModelMean
+from kvstore.codecs.pieces.metric import HeadMetric
 from kvstore.codecs.samples import Samples
 from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
 from kvstore.codecs.statistics import SMALLEST_GAIN, unit_rows
@@ -24,7 +25,7 @@ BISECTIONS = 60
 
 class Yardstick:
     """Errors as the codecs of one scope see them: of rows without RoPE, the model's mean and their
-    own size, times how much each head matters. 1 = all is lost.
+    own size, by how much they matter. 1 = all is lost.
     """
 
     def __init__(self, samples: Samples, scope: Scope, means: np.ndarray) -> None:
@@ -48,7 +49,7 @@ class Yardstick:
             gains = np.maximum(root_mean_squares(centred, shape), SMALLEST_GAIN)
             for number, part in enumerate(shape.parts):
                 missed[:, :, part.start : part.stop] /= gains[:, :, number, None]
-            missed *= self._samples.weights(shape)[:, None]
+            missed, _ = HeadMetric(shape, self._samples.roots(shape)).forward(missed, 0)
             squares += float(np.square(missed).sum(dtype=np.float64))
             count += missed.size
         return squares / count / self._total
@@ -84,12 +85,12 @@ def gaussian_gap_db(bits: float, error: float) -> float:
 
 def _variances(samples: Samples, shape: StackShape, means: np.ndarray) -> np.ndarray:
     """(units, width)"""
-    weights = samples.weights(shape)[:, None]
+    metric = HeadMetric(shape, samples.roots(shape))
     covariance = np.zeros((shape.num_units, shape.width, shape.width), np.float32)
     count = 0
     for stack, _ in unit_rows(samples, shape, means, lambda x: root_mean_squares(x, shape)):
-        stack *= weights
-        covariance += np.matmul(stack.swapaxes(1, 2), stack)
-        count += stack.shape[1]
+        rows, _ = metric.forward(stack, 0)
+        covariance += np.matmul(rows.swapaxes(1, 2), rows)
+        count += rows.shape[1]
     variances: np.ndarray = np.linalg.eigvalsh(covariance / max(count, 1))
     return variances

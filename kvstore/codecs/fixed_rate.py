@@ -1,7 +1,8 @@
 """Calibrated presets whose chunks all have one size: KLT, then so many bits for each component.
 
-Un-RoPE, the model's mean, a fitted gain of one byte for each row, the weight of each head, KLT of
-the row, Lloyd-Max with the bits dealt out once and for all where they matter most, bit planes.
+Un-RoPE, the model's mean, a fitted gain of one byte for each row, the metric of each head, KLT of
+the row, Lloyd-Max with the bits dealt out once and for all where they matter most, bit planes. All
+behind the mean is in integers, so that every host gives the same bytes.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.codecs.fused_rate import fused_rate
+from kvstore.codecs.integer_design import INTEGERS, integers_of
 from kvstore.codecs.pieces.allocation import greedy_bits
-from kvstore.codecs.pieces.gain import FINE, byte_gain, root_mean_squares
-from kvstore.codecs.pieces.klt import Klt
-from kvstore.codecs.pieces.lloyd import LloydMax
+from kvstore.codecs.pieces.gain import root_mean_squares
+from kvstore.codecs.pieces.integer_klt import IntegerKlt, IntegerLevels
 from kvstore.codecs.pieces.mean import ModelMean
+from kvstore.codecs.pieces.metric import HeadMetric
+from kvstore.codecs.pieces.octave_gain import STEPS, OctaveGain
 from kvstore.codecs.pieces.planes import BitPlanes
 from kvstore.codecs.pieces.rope import UnRope
-from kvstore.codecs.pipeline import Pipeline
+from kvstore.codecs.pipeline import Pipeline, StackPart
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.samples import Samples
 from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
@@ -37,15 +41,16 @@ class FixedRate:
 
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
         shapes = stack_shapes(self.scope, samples.layout)
-        learned: dict[str, np.ndarray] = {}
-        for number, shape in enumerate(shapes):
-            found = _axes(samples, shape, means)
-            learned |= {f"{name}.{number}": array for name, array in found.items()}
-        sizes = [learned.pop(f"importances.{number}") for number in range(len(shapes))]
+        found = [_axes(samples, shape, means) for shape in shapes]
+        sizes = [importances for importances, _, _ in found]
         bits = greedy_bits(_joined(sizes) ** 2, self._total_bits(sizes), self.most)
         ends = np.cumsum([x.size for x in sizes])[:-1]
+        learned: dict[str, np.ndarray] = {}
         for number, part in enumerate(np.split(bits, ends)):
-            learned[f"bits.{number}"] = part.reshape(sizes[number].shape).astype(np.uint8)
+            importances, axes, centres = found[number]
+            integers = integers_of(*axes, part.reshape(importances.shape))
+            learned |= {f"{name}.{number}": array for name, array in integers.items()}
+            learned[f"gain_centres.{number}"] = centres
         return learned
 
     def _total_bits(self, sizes: list[np.ndarray]) -> int:
@@ -53,43 +58,48 @@ class FixedRate:
 
     def assemble(
         self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
-    ) -> tuple[Pipeline, ...]:
-        pipelines = []
+    ) -> tuple[StackPart, ...]:
+        parts = []
         for number, shape in enumerate(stack_shapes(self.scope, layout)):
-            bits = learned[f"bits.{number}"].astype(np.int64)
-            pipelines.append(
-                Pipeline(
-                    shape,
-                    (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
-                    byte_gain(shape, learned[f"gain_centres.{number}"]),
-                    (Klt(learned[f"basis.{number}"], learned[f"weights.{number}"]),),
-                    LloydMax(1 << bits, learned[f"deviations.{number}"]),
-                    BitPlanes(bits),
-                )
-            )
-        return tuple(pipelines)
+            known = {name: learned[f"{name}.{number}"] for name in (*INTEGERS, "gain_centres")}
+            known["means"] = learned["means"]
+            parts.append(_part(shape, profile, known))
+        return tuple(parts)
 
 
-def _axes(samples: Samples, shape: StackShape, means: np.ndarray) -> dict[str, np.ndarray]:
-    """Of one stack: weights, basis, deviations, and the gains' middle."""
+def _part(shape: StackShape, profile: Profile, known: Mapping[str, np.ndarray]) -> StackPart:
+    gain = OctaveGain(shape, known["gain_centres"])
+    levels = IntegerLevels(*(known[x] for x in ("bits", "bounds", "levels", "units", "rates")))
+    pieces = Pipeline(
+        shape,
+        (UnRope(shape, profile.ropes), ModelMean(shape, known["means"])),
+        gain,
+        (IntegerKlt(known["encode"], known["decode"], known["scales"]),),
+        levels,
+        BitPlanes(known["bits"]),
+        levels.fit,
+    )
+    return fused_rate(pieces, profile, known, gain)
+
+
+def _axes(
+    samples: Samples, shape: StackShape, means: np.ndarray
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """Of one stack: how much a component matters, its axes there and back, the gains' middle."""
     sizes = functools.partial(root_mean_squares, shape=shape)
-    weights, octaves = samples.weights(shape), []
-    importances = weights[:, :1]  # of a unit; what is left are ratios within it
-    weights = weights / importances
+    metric, octaves = HeadMetric(shape, samples.roots(shape)), []
 
     def weighted() -> Iterator[np.ndarray]:
         for stack, gains in unit_rows(samples, shape, means, sizes):
             octaves.append(np.log2(gains).mean(axis=1))
-            yield stack * weights[:, None]
+            yield metric.forward(stack, 0)[0]
 
     deviations, basis = principal_axes(weighted())
-    return {
-        "weights": weights,
-        "basis": basis.astype(np.float16),
-        "deviations": deviations.astype(np.float32),
-        "importances": (deviations * importances).astype(np.float32),
-        "gain_centres": np.rint(FINE * np.mean(octaves, axis=0)).astype(np.int16),
-    }
+    rows = basis.swapaxes(1, 2)
+    # The metric's roots are symmetric, so rows go through it as columns would.
+    axes = (metric.forward(rows, 0)[0], metric.backward(rows, 0, None), deviations)
+    centres = np.rint(STEPS * np.mean(octaves, axis=0)).astype(np.int16)
+    return deviations.astype(np.float32), axes, centres
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

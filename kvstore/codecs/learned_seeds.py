@@ -210,8 +210,8 @@ def _grouped_deviations(deviations: np.ndarray, is_signal: np.ndarray) -> np.nda
 
 def _importances(samples: Samples, shape: StackShape) -> np.ndarray:
     """fp64 (units,): squared."""
-    if samples.sensitivities is not None:
-        return samples.weights(shape)[:, 0].astype(np.float64) ** 2
+    if samples.metrics is not None:
+        return samples.importances(shape)[:, 0]
     energies = [np.mean(samples.stack(shape, x) ** 2, axis=(1, 2)) for x in samples.texts]
     energy: np.ndarray = np.mean(energies, axis=0)
     return energy

@@ -18,5 +18,10 @@ def compiled(result: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         return njit(signature, **options)(function)
 
 
+def tuple_of(*kinds: Any) -> Any:
+    make: Any = types.Tuple
+    return make(kinds)
+
+
 def array_of(kind: Any, ndim: int) -> Any:
     return types.Array(kind, ndim, "C")

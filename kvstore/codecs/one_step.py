@@ -1,6 +1,6 @@
 """Calibrated presets that are entropy-coded: KLT over heads, K|V or layers, and one step for all.
 
-Un-RoPE, the model's mean, a gain of 1.5 dB steps for K and V of each layer, the weight of each
+Un-RoPE, the model's mean, a gain of 1.5 dB steps for K and V of each layer, the metric of each
 head, KLT, one step for every component of the model, rANS with static tables.
 """
 
@@ -22,6 +22,7 @@ from kvstore.codecs.pieces.class_coder import ClassCoder
 from kvstore.codecs.pieces.gain import COARSE, LogGain, root_mean_squares
 from kvstore.codecs.pieces.klt import Klt
 from kvstore.codecs.pieces.mean import ModelMean
+from kvstore.codecs.pieces.metric import HeadMetric
 from kvstore.codecs.pieces.rope import UnRope
 from kvstore.codecs.pieces.uniform import NUM_SHIFTS, UniformStep
 from kvstore.codecs.pipeline import Pipeline
@@ -31,8 +32,11 @@ from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
 from kvstore.codecs.statistics import principal_axes, unit_rows
 from kvstore.shapes import KVLayout
 
-SAMPLED_TOKENS = 1024  # of all texts together: enough to find the step by
-LIVE_RATIO = 0.2  # deviation over step below which a component is hardly ever anything but zero
+SAMPLED_TOKENS = 2048  # of all texts together: enough for the step and the symbol tables
+# Deviation over step below which a component's rare codes cost more than they mend.
+LIVE_RATIO = 0.3
+# Below a half: a code of one costs several bits more than a zero, and has to be worth them.
+ROUNDING = 0.4
 COMPONENTS_ROUNDED_TO = 16
 
 
@@ -46,14 +50,13 @@ class OneStep:
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
         shapes = stack_shapes(self.scope, samples.layout)
         spectra = [_Spectrum(samples, shape, means) for shape in shapes]
-        step = _find_step([x.sampled() for x in spectra], self.bits)
+        step = _find_step([x.components() for x in spectra], self.bits)
         learned = {"step": np.array([step], np.float32)}
         for number, spectrum in enumerate(spectra):
             spectrum.truncate(step)
             learned |= {f"{name}.{number}": x for name, x in spectrum.learned().items()}
-        codes = [(c, k) for x in spectra for c, k in x.codes(step)]
-        learned |= _learned_tables("", codes)
-        shifts = _shifts([pair for x in spectra for pair in x.misses(step)])
+        learned |= _learned_tables("", [x.codes(step) for x in spectra])
+        shifts = _shifts([x.misses(step) for x in spectra])
         for number, spectrum in enumerate(spectra):
             learned[f"shifts.{number}"] = shifts[spectrum.classes(step)]
         learned |= _learned_tables("gain_", [x.gain_codes() for x in spectra])
@@ -74,8 +77,11 @@ class OneStep:
                     shape,
                     (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
                     LogGain(shape, learned[f"gain_centres.{number}"], gains),
-                    (Klt(learned[f"basis.{number}"], learned[f"weights.{number}"]),),
-                    UniformStep(step, learned[f"shifts.{number}"]),
+                    (
+                        HeadMetric(shape, learned[f"roots.{number}"]),
+                        Klt(learned[f"basis.{number}"]),
+                    ),
+                    UniformStep(step, learned[f"shifts.{number}"], ROUNDING),
                     ClassCoder(classes_of(deviations / step), tables),
                 )
             )
@@ -87,16 +93,22 @@ class _Spectrum:
 
     def __init__(self, samples: Samples, shape: StackShape, means: np.ndarray) -> None:
         self._samples, self._shape, self._means = samples, shape, means
-        self._weights = samples.weights(shape)
-        self.deviations, self.basis = principal_axes(x for x, _ in self._rows())
-        steps = [COARSE * np.log2(gains) for _, gains in self._rows()]
+        self._roots = samples.roots(shape)
+        self._metric = HeadMetric(shape, self._roots)
+        self._sampled: list[np.ndarray] = []
+        steps: list[np.ndarray] = []
+        self.deviations, self.basis = principal_axes(self._rows(steps))
         self._gain_steps = np.rint(np.concatenate(steps, axis=1)).astype(np.int64)
         self._gain_centres = np.rint(self._gain_steps.mean(axis=1)).astype(np.int64)
 
-    def _rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _rows(self, steps: list[np.ndarray]) -> Iterator[np.ndarray]:
+        """All rows, once. Some are kept, for what needs less than a covariance does."""
+        most = -(-SAMPLED_TOKENS // len(self._samples.texts))
         for stack, gains in unit_rows(self._samples, self._shape, self._means, self._sizes):
-            stack *= self._weights[:, None]
-            yield stack, gains
+            steps.append(COARSE * np.log2(gains))
+            rows, _ = self._metric.forward(stack, 0)
+            self._sampled.append(rows[:, :: -(-rows.shape[1] // most)].copy())
+            yield rows
 
     def _sizes(self, stack: np.ndarray) -> np.ndarray:
         sizes = root_mean_squares(stack, self._shape)
@@ -104,16 +116,11 @@ class _Spectrum:
         gains: np.ndarray = np.exp2(steps / COARSE).astype(np.float32)
         return gains
 
-    def components(self) -> Iterator[np.ndarray]:
-        """fp32 (units, components, tokens), text by text."""
-        for stack, _ in self._rows():
-            yield np.matmul(self.basis.swapaxes(1, 2), stack.swapaxes(1, 2))
-
-    def sampled(self) -> tuple[np.ndarray, np.ndarray]:
-        """Components (rows, some tokens) and deviations (rows,)."""
-        every = max(self._gain_steps.shape[1] // SAMPLED_TOKENS, 1)
-        parts = [x[:, :, ::every].reshape(self.deviations.size, -1) for x in self.components()]
-        return np.concatenate(parts, axis=1), self.deviations.reshape(-1)
+    def components(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of the rows that were kept: fp32 (rows, tokens), and their deviations (rows,)."""
+        rows = np.concatenate(self._sampled, axis=1)
+        components = np.matmul(self.basis.swapaxes(1, 2), rows.swapaxes(1, 2))
+        return components.reshape(self.deviations.size, -1), self.deviations.reshape(-1)
 
     def truncate(self, step: float) -> None:
         """Forget components that this step leaves at zero, and round the basis to fp16."""
@@ -129,23 +136,21 @@ class _Spectrum:
         return {
             "basis": self.basis.astype(np.float16),
             "deviations": self.deviations,
-            "weights": self._weights,
+            "roots": self._roots.astype(np.float32),
             "gain_centres": self._gain_centres.astype(np.int16),
             "gain_classes": self._gain_classes().astype(np.uint8),
         }
 
-    def codes(self, step: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        classes = self.classes(step).reshape(-1)
-        for x in self.components():
-            yield np.rint(x / step).reshape(len(classes), -1).astype(np.int32), classes
+    def codes(self, step: float) -> tuple[np.ndarray, np.ndarray]:
+        components, deviations = self.components()
+        return _codes(components, step), classes_of(deviations / step)
 
-    def misses(self, step: float) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def misses(self, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sizes of codes, how far the values behind them lie above, and classes."""
-        classes = self.classes(step).reshape(-1)
-        for x in self.components():
-            scaled = np.abs(x.reshape(len(classes), -1)) / step
-            sizes = np.rint(scaled)
-            yield np.minimum(sizes, NUM_SHIFTS - 1).astype(np.int64), scaled - sizes, classes
+        components, deviations = self.components()
+        sizes = np.abs(_codes(components, step))
+        beyond = np.abs(components) / step - sizes
+        return np.minimum(sizes, NUM_SHIFTS - 1), beyond, classes_of(deviations / step)
 
     def _gain_classes(self) -> np.ndarray:
         deviations = (self._gain_steps - self._gain_centres[:, None]).std(axis=1)
@@ -183,12 +188,19 @@ def _find_step(sampled: list[tuple[np.ndarray, np.ndarray]], bits: float) -> flo
     return 2 ** ((low + high) / 2)
 
 
+def _codes(components: np.ndarray, step: float) -> np.ndarray:
+    """int64; what ``UniformStep`` makes of them."""
+    sizes = np.floor(np.abs(components) / step + ROUNDING)
+    codes: np.ndarray = (np.sign(components) * sizes).astype(np.int64)
+    return codes
+
+
 def _entropy(components: np.ndarray, deviations: np.ndarray, step: float) -> float:
     """Bits of one token's codes under one table for each class."""
     classes, total = classes_of(deviations / step), 0.0
     for number in np.unique(classes):
         low = int(plane_bits(number))
-        codes = np.rint(components[classes == number] / step).astype(np.int64) >> low
+        codes = _codes(components[classes == number], step) >> low
         counts = np.bincount((codes - codes.min()).reshape(-1))
         shares = counts[counts > 0] / codes.size
         total += len(codes) * (low - float((shares * np.log2(shares)).sum()))

@@ -32,7 +32,7 @@ DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 22
 MAX_BYTES: Final = 1 << 33
 ALIGNMENT: Final = 64
-DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1")
+DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,23 +10,26 @@ import numpy as np
 
 from kvstore.codecs.payload import NUM_SINKS
 from kvstore.codecs.pieces.rope import Rope, UnRope
-from kvstore.codecs.stacks import StackShape
+from kvstore.codecs.stacks import StackShape, Unit
 from kvstore.shapes import KVLayout, KVRun
 
+RIDGE = 1.0  # of a head's mean sensitivity, added to every direction
+SMALLEST_METRIC = 1e-6  # of the mean over all heads: one that never matters is still kept
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Samples:
     """``texts``: KV of several texts, each from its first token on, as an engine holds it.
 
-    ``sensitivities``: fp32, one for each head of K and of V (layer by layer, K then V): the root
-    mean square of how fast the loss on *later* tokens moves per relative error in a stored vector.
-    None: all matter alike.
+    ``metrics``: fp32 (dim, dim), one for each head of K and of V (layer by layer, K then V): the
+    mean outer product of how fast the loss on *later* tokens moves per relative error in a stored
+    vector, keys without RoPE. None: all errors matter alike.
     """
 
     layout: KVLayout
     ropes: tuple[Rope | None, ...]
     texts: Sequence[KVRun]
-    sensitivities: np.ndarray | None = None
+    metrics: Sequence[np.ndarray] | None = None
 
     def stack(self, shape: StackShape, text: KVRun) -> np.ndarray:
         """fp32 (units, tokens, width) of one text behind its sinks, keys without RoPE."""
@@ -33,20 +37,39 @@ class Samples:
         turned, _ = UnRope(shape, self.ropes).forward(stack, NUM_SINKS)
         return turned
 
-    def weights(self, shape: StackShape) -> np.ndarray:
-        """fp32 (units, width): each head's sensitivity in all of its columns."""
-        if self.sensitivities is None:
-            return np.ones((shape.num_units, shape.width), np.float32)
-        of_element = np.repeat(self.sensitivities, _head_dims(self.layout))
-        floor = of_element.max() * 1e-3  # a head that never matters is still kept
-        weights: np.ndarray = np.maximum(of_element, floor).astype(np.float32)[shape.elements]
-        return weights
+    def roots(self, shape: StackShape) -> np.ndarray:
+        """What ``HeadMetric`` takes: roots of the metrics, fp32 (units, sum of squared dims)."""
+        roots = [[_root(x).reshape(-1) for x in self._metrics_of(unit)] for unit in shape.units]
+        return np.stack([np.concatenate(unit) for unit in roots])
+
+    def importances(self, shape: StackShape) -> np.ndarray:
+        """How much an error in each segment matters on the whole, fp64 (units, segments)."""
+        metrics = [self._metrics_of(unit) for unit in shape.units]
+        return np.array([[np.trace(x) / len(x) for x in unit] for unit in metrics])
+
+    def _metrics_of(self, unit: Unit) -> list[np.ndarray]:
+        """One for each segment; all metrics have a mean of one."""
+        if self.metrics is None:
+            return [np.eye(segment.dim) for segment in unit]
+        numbers = [self._first_heads[segment.array] + segment.head for segment in unit]
+        return [self.metrics[number] / self._mean_metric for number in numbers]
+
+    @functools.cached_property
+    def _first_heads(self) -> list[int]:
+        """Number of the first head of K of the first layer, of V of it, ..."""
+        counts = [layer.num_kv_heads for layer in self.layout.layers for _ in range(2)]
+        return [sum(counts[:i]) for i in range(len(counts))]
+
+    @functools.cached_property
+    def _mean_metric(self) -> float:
+        metrics = self.metrics or ()
+        return max(float(np.mean([np.trace(x) / len(x) for x in metrics])), 1e-30)
 
 
-def _head_dims(layout: KVLayout) -> list[int]:
-    return [
-        dim
-        for layer in layout.layers
-        for dim in (layer.head_dim, layer.value_dim)
-        for _ in range(layer.num_kv_heads)
-    ]
+def _root(metric: np.ndarray) -> np.ndarray:
+    """fp32. Directions that were hardly ever noticed keep a share: what was seen is little."""
+    dim = len(metric)
+    ridge = RIDGE * np.trace(metric) / dim + SMALLEST_METRIC
+    values, axes = np.linalg.eigh(metric.astype(np.float64) + ridge * np.eye(dim))
+    root: np.ndarray = (axes * np.sqrt(np.maximum(values, ridge))) @ axes.T
+    return root.astype(np.float32)

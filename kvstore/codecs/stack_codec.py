@@ -8,19 +8,19 @@ any other, and without them everything that removes means collapses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvstore.codecs import floats
 from kvstore.codecs.arrays import check_run
 from kvstore.codecs.payload import NUM_SINKS
-from kvstore.codecs.pipeline import Pipeline
+from kvstore.codecs.pipeline import StackPart
 from kvstore.codecs.reader import Reader
 from kvstore.shapes import KVLayout, KVRun
 
-# One pipeline for each stack of a layout, the same objects every time.
-Assemble: TypeAlias = Callable[[KVLayout], tuple[Pipeline, ...]]
+# One part for each stack of a layout, the same objects every time.
+Assemble: TypeAlias = Callable[[KVLayout], Sequence[StackPart]]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class StackCodec:
         arrays = [array for pair in run for array in pair]
         pieces = [floats.to_stored(x[:, :sinks], layout.dtype).tobytes() for x in arrays if sinks]
         if num_tokens > sinks:
-            for pipeline in self.assemble(layout):
-                stack = pipeline.shape.gather(run, sinks, layout.dtype)
-                pieces.append(pipeline.pack(stack, first_token + sinks, layout.dtype))
+            for part in self.assemble(layout):
+                pieces.append(part.encode(run, sinks, first_token + sinks, layout.dtype))
         return b"".join(pieces)
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
@@ -59,10 +58,8 @@ class StackCodec:
         for array in (x for pair in out for x in pair if sinks):
             stored = reader.take("<u2", array.shape[0], sinks, array.shape[2])
             array[:, :sinks] = floats.from_stored(stored, layout.dtype)
-        for pipeline in self.assemble(layout) if num_tokens > sinks else ():
-            behind = num_tokens - sinks
-            stack = pipeline.unpack(reader, behind, first_token + sinks, layout.dtype)
-            pipeline.shape.scatter(stack, out, sinks, layout.dtype)
+        for part in self.assemble(layout) if num_tokens > sinks else ():
+            part.decode(reader, out, sinks, first_token + sinks, layout.dtype)
         reader.expect_end()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from engines.calibration.cases import Case
 from engines.calibration.measure import measure
-from engines.mlx_worker.instrument import MlxInstrument
+from engines.mlx_worker.instrument import DRAW, MlxInstrument
 from engines.mlx_worker.layout import probe
 from kvstore.codecs.presets import codec_by_name
+from kvstore.shapes import KVRun
 from tests.integration.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.mlx
@@ -65,6 +68,44 @@ def test_a_needle_that_the_model_finds(instrument: MlxInstrument) -> None:
     found = Case("needle", tuple(TOKENS[:128]), (*asked, int(scores[-1].argmax())), num_answer=1)
     (row,) = measure(instrument, {"raw": codec_by_name("raw")}, [found], 128)
     assert (row.needle_found, row.needle_total) == (1, 1)
+
+
+def test_gradients_foretell_what_an_error_does(instrument: MlxInstrument) -> None:
+    """By small changes of one stored number, of the loss of the tokens that were drawn."""
+    run = instrument.prefill(TOKENS[:64])
+    gradients = instrument.gradients(run, TOKENS[64:100])
+    assert [x.shape for pair in gradients for x in pair] == [x.shape for pair in run for x in pair]
+    drawn = _drawn(instrument, run)
+    for layer, side in ((0, 0), (1, 1), (2, 0)):
+        place = np.unravel_index(np.abs(gradients[layer][side]).argmax(), run[layer][side].shape)
+        before, after = (
+            _loss(instrument, run, layer, side, place, x, drawn) for x in (-STEP, STEP)
+        )
+        found = gradients[layer][side][place]
+        assert (after - before) / (2 * STEP) == pytest.approx(found, rel=0.05)
+
+
+STEP = 0.02
+
+
+def _drawn(instrument: MlxInstrument, run: KVRun) -> np.ndarray:
+    scores = mx.array(instrument.log_probs(run, TOKENS[64:100]))
+    return np.array(mx.random.categorical(scores, key=mx.random.key(DRAW)))
+
+
+def _loss(
+    instrument: MlxInstrument,
+    run: KVRun,
+    layer: int,
+    side: int,
+    place: tuple[np.intp, ...],
+    change: float,
+    drawn: np.ndarray,
+) -> float:
+    moved = [(k.copy(), v.copy()) for k, v in run]
+    moved[layer][side][place] += change
+    scores = instrument.log_probs(moved, TOKENS[64:100])
+    return -float(np.take_along_axis(scores, drawn[:, None], 1).sum(dtype=np.float64))
 
 
 def test_state_that_no_codec_may_touch_is_refused(tmp_path: Path) -> None:

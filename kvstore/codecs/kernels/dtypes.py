@@ -52,8 +52,8 @@ def _load_bf16(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[V
 
 
 def _store_bf16(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> None:
-    low = e.builder.lshr(_rounded(e, even), e.all_words(16))
-    high = e.builder.and_(_rounded(e, odd), e.all_words(HIGH_HALF))
+    low = e.builder.lshr(rounded(e, even), e.all_words(16))
+    high = e.builder.and_(rounded(e, odd), e.all_words(HIGH_HALF))
     e.store(e.builder.or_(low, high), base, 4 * e.lanes * pair)
 
 
@@ -75,14 +75,14 @@ def _store_fp16(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> 
 
 def _load_fp32(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[Value, Value]:
     at = 8 * e.lanes * pair
-    low, high = (_round_to_bf16(e, e.load(base, at + k * 4 * e.lanes, e.words)) for k in (0, 1))
+    low, high = (round_to_bf16(e, e.load(base, at + k * 4 * e.lanes, e.words)) for k in (0, 1))
     lanes = range(0, 2 * e.lanes, 2)
     even, odd = e.choose(low, high, lanes), e.choose(low, high, (k + 1 for k in lanes))
     return _flip_and_cut(e, even, signs[::2]), _flip_and_cut(e, odd, signs[1::2])
 
 
 def _store_fp32(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> None:
-    values = [e.builder.and_(_rounded(e, x), e.all_words(HIGH_HALF)) for x in (even, odd)]
+    values = [e.builder.and_(rounded(e, x), e.all_words(HIGH_HALF)) for x in (even, odd)]
     for k in range(2):
         first = k * e.lanes // 2
         lanes = [first + i // 2 + e.lanes * (i % 2) for i in range(e.lanes)]
@@ -96,19 +96,19 @@ def _flip_and_cut(e: Emitter, floats: Value, signs: np.ndarray) -> Value:
     return e.as_floats(e.builder.select(large, words, e.all_words(0)))
 
 
-def _rounded(e: Emitter, floats: Value) -> Value:
+def rounded(e: Emitter, floats: Value) -> Value:
     """Words whose upper half is bf16, to nearest even."""
     words = e.as_words(floats)
     odd = e.builder.and_(e.builder.lshr(words, e.all_words(16)), e.all_words(1))
     return e.builder.add(e.builder.add(words, e.all_words(0x7FFF)), odd)
 
 
-def _round_to_bf16(e: Emitter, words: Value) -> Value:
+def round_to_bf16(e: Emitter, words: Value) -> Value:
     """Rounding could carry a NaN over into minus zero, so that one stays as it is."""
     floats = e.as_floats(words)
     is_nan = e.builder.fcmp_unordered("uno", floats, floats)
-    rounded = e.builder.and_(_rounded(e, floats), e.all_words(HIGH_HALF))
-    return e.as_floats(e.builder.select(is_nan, words, rounded))
+    narrow = e.builder.and_(rounded(e, floats), e.all_words(HIGH_HALF))
+    return e.as_floats(e.builder.select(is_nan, words, narrow))
 
 
 def _widen_fp16(e: Emitter, words: Value) -> Value:

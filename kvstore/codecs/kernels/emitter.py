@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 
 F32, I8, I16, I32, I64 = (ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64)))
 SIGN_BIT = 1 << 31
@@ -43,6 +44,11 @@ class Emitter:
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, pointer).align = 1
 
+    def variable(self, kind: Value) -> Value:
+        """A place that lives in a register; for what a loop changes."""
+        utilities: Any = cgutils
+        return utilities.alloca_once(self.builder, kind)
+
     # ---- constants and casts
 
     def all_words(self, value: int) -> Value:
@@ -55,7 +61,13 @@ class Emitter:
         return ir.Constant(self.floats, [f32(value)] * self.lanes)
 
     def splat(self, scalar: Value) -> Value:
-        empty = ir.Constant(self.floats, ir.Undefined)
+        return self._splat(scalar, self.floats)
+
+    def splat_word(self, scalar: Value) -> Value:
+        return self._splat(scalar, self.words)
+
+    def _splat(self, scalar: Value, kind: Value) -> Value:
+        empty = ir.Constant(kind, ir.Undefined)
         first = self.builder.insert_element(empty, scalar, ir.Constant(I32, 0))
         return self.builder.shuffle_vector(first, first, self.all_words(0))
 
@@ -64,6 +76,15 @@ class Emitter:
 
     def as_floats(self, words: Value) -> Value:
         return self.builder.bitcast(words, self.floats)
+
+    def zipped(self, first: Value, second: Value) -> list[Value]:
+        """Both vectors' elements in turn, as two vectors; of any type and length."""
+        count = first.type.count
+        pairs = [k for place in range(count) for k in (place, count + place)]
+        kind = ir.VectorType(I32, count)
+        halves = (pairs[:count], pairs[count:])
+        masks = [ir.Constant(kind, [ir.Constant(I32, k) for k in half]) for half in halves]
+        return [self.builder.shuffle_vector(first, second, mask) for mask in masks]
 
     # ---- arithmetic
 
@@ -80,6 +101,10 @@ class Emitter:
     def square_and_add(self, x: Value, addend: Value) -> Value:
         """x * x + addend, fused where the host can: only for x whose square is exact."""
         return self._call(f"llvm.fmuladd.v{self.lanes}f32", x, x, addend)
+
+    def nearest(self, floats: Value) -> Value:
+        """Whole numbers, halves to even."""
+        return self._call(f"llvm.rint.v{self.lanes}f32", floats)
 
     def sqrt(self, value: Value) -> Value:
         suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"

@@ -14,21 +14,11 @@ from kvstore.codecs.reader import Reader
 class Klt:
     """Implements ``Transform``, for bases with orthonormal columns."""
 
-    def __init__(self, basis: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """``basis``: (units, width, components).
-
-        ``weights``, fp32 (units, width): how much an error in a column matters. Columns are
-        multiplied by them first, so that one error size for all components is the right one.
-        """
+    def __init__(self, basis: np.ndarray) -> None:
+        """``basis``: (units, width, components)."""
         self._basis = np.ascontiguousarray(basis, np.float32)
-        self._weights = None
-        if weights is not None and np.any(weights != 1):
-            self._weights = weights[:, None].astype(np.float32)
-        self._inverse = None if self._weights is None else 1 / self._weights
 
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
-        if self._weights is not None:
-            stack = stack * self._weights
         # Component by component in memory, which is the order of the coders.
         components = np.matmul(self._basis.swapaxes(1, 2), stack.swapaxes(1, 2))
         return components.swapaxes(1, 2), b""
@@ -38,8 +28,6 @@ class Klt:
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         restored: np.ndarray = np.matmul(stack, self._basis.swapaxes(1, 2))
-        if self._inverse is not None:
-            restored *= self._inverse
         return restored
 
     def note_nbytes(self, num_tokens: int) -> int:

@@ -71,7 +71,7 @@ class UnRope:
         stack = np.ascontiguousarray(stack)
         fast = compiled_pieces()
         for turn in self._turns:
-            cos, sin = _tables(turn.rope, first_token, stack.shape[1])
+            cos, sin = angle_tables(turn.rope, first_token, stack.shape[1])
             units = np.array(turn.units)
             if fast is not None:
                 known = (cos, sin, np.float32(direction), turn.rope.interleaved)
@@ -99,7 +99,7 @@ def _turn(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _tables(rope: Rope, first_token: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def angle_tables(rope: Rope, first_token: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines, fp32 (num_tokens, channels / 2)."""
     positions = np.arange(first_token, first_token + num_tokens, dtype=np.float64)
     angles = np.outer(positions, np.array(rope.frequencies, np.float64))

@@ -62,5 +62,13 @@ def model_profile(dtype: DType = "bfloat16") -> Profile:
     """Treat it as read-only: tests share it."""
     layout = model_layout(dtype)
     texts = [model_run(layout, 300, seed=seed) for seed in range(100, 104)]
-    weights = np.random.default_rng(3).lognormal(0, 0.5, 12).astype(np.float32)
-    return fit_profile(Samples(layout, ropes_of(layout), texts, weights), "no model", LEARNABLE)
+    samples = Samples(layout, ropes_of(layout), texts, model_metrics(layout))
+    return fit_profile(samples, "no model", LEARNABLE)
+
+
+def model_metrics(layout: KVLayout) -> list[np.ndarray]:
+    """Heads differ in how much their errors matter, and so do directions within a head."""
+    rng = np.random.default_rng(3)
+    dims = [d for x in layout.layers for d in (x.head_dim, x.value_dim) for _ in range(2)]
+    looks = [rng.lognormal(0, 0.5) * rng.standard_normal((3 * d, d)) for d in dims]
+    return [(x.T @ x / len(x)).astype(np.float32) for x in looks]

@@ -17,6 +17,7 @@ from kvstore.codecs.statistics import element_means
 from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun
 from tests.unit.kvstore.codecs.calibration import (
     model_layout,
+    model_metrics,
     model_profile,
     model_run,
     ropes_of,
@@ -92,8 +93,7 @@ def test_white_noise_at_the_bound_has_no_gap() -> None:
 def samples() -> Samples:
     layout = model_layout()
     texts = [model_run(layout, 300, seed=seed) for seed in range(100, 104)]
-    weights = np.random.default_rng(3).lognormal(0, 0.5, 12).astype(np.float32)
-    return Samples(layout, ropes_of(layout), texts, weights)
+    return Samples(layout, ropes_of(layout), texts, model_metrics(layout))
 
 
 @pytest.mark.parametrize("name", ["balanced", "safe"])

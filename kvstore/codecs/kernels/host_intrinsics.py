@@ -1,0 +1,67 @@
+"""What ``fixed_rate`` calls: emitted code as functions of numba, for the vectors of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic
+
+from kvstore.codecs.kernels import codes, dots, rows_in, rows_out
+from kvstore.codecs.kernels.emitter import Emitter
+
+HOST = dots.host()
+GROUP, LANES, TILE_VECTORS, OFFSET = HOST.group, HOST.lanes, HOST.tile_vectors, HOST.offset
+
+
+def _unpacked(builder: Any, kind: Any, values: Any) -> tuple[Any, ...]:
+    return tuple(builder.extract_value(values, k) for k in range(len(kind)))
+
+
+def _plain(emit: Callable[..., None]) -> Any:
+    """(literal digest of the sources, a tuple of numbers) -> nothing."""
+
+    def typed(context: Any, sources: Any, values: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            emit(builder, _unpacked(builder, values, args[1]))
+            return context.get_dummy_value()
+
+        return types.void(sources, values), generate
+
+    return intrinsic(prefer_literal=True)(typed)
+
+
+def _with_number(emit: Callable[..., None]) -> Any:
+    """(literal digest of the sources, a literal number, a tuple of numbers) -> nothing."""
+
+    def typed(context: Any, sources: Any, number: Any, values: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            emit(builder, number.literal_value, _unpacked(builder, values, args[2]))
+            return context.get_dummy_value()
+
+        return types.void(sources, number, values), generate
+
+    return intrinsic(prefer_literal=True)(typed)
+
+
+def _emit_tile_of_levels(b: Any, args: Any) -> None:
+    dot = dots.dot_of_bytes if GROUP == 4 else dots.dot_of_words
+    dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dot, args)
+
+
+def _emit_tile_of_rows(b: Any, args: Any) -> None:
+    dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dots.dot_of_words, args)
+
+
+put_levels: Any = _with_number(lambda b, bits, args: dots.emit_levels(b, bits, OFFSET, args))
+put_groups: Any = _plain(lambda b, args: dots.emit_groups(b, GROUP, args))
+tile_of_levels: Any = _plain(_emit_tile_of_levels)
+put_rows: Any = _with_number(lambda b, words, args: rows_out.emit_rows(b, LANES, words == 1, args))
+
+load_rows: Any = _with_number(lambda b, words, args: rows_in.emit_load(b, LANES, words == 1, args))
+put_squares: Any = _plain(lambda b, args: rows_in.emit_squares(b, LANES, args))
+put_integers: Any = _plain(lambda b, args: rows_in.emit_integers(b, LANES, args))
+put_columns: Any = _plain(lambda b, args: rows_in.emit_transposed(b, LANES, args))
+tile_of_rows: Any = _plain(_emit_tile_of_rows)
+put_codes: Any = _with_number(lambda b, bits, args: codes.emit_codes(b, LANES, bits, args))

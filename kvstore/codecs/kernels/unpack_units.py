@@ -1,0 +1,173 @@
+"""Integer codes to rows in one pass, as a numba function; see ``pieces.integer_klt``.
+
+64 tokens of a unit at a time go through tiles that stay in the first cache: planes to levels,
+levels to groups, groups times the unit's matrix, sums to rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from kvstore.codecs.kernels.compiled import SOURCES
+from kvstore.codecs.kernels.dots import TILE_TOKENS
+from kvstore.codecs.kernels.host_intrinsics import (
+    GROUP,
+    HOST,
+    put_groups,
+    put_levels,
+    put_rows,
+    tile_of_levels,
+)
+from kvstore.codecs.kernels.unit_parts import BLOCK, LINE, NBYTES, address_of, count_of, start_of
+from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
+from kvstore.codecs.pieces.integer_klt import MAX_BITS
+
+TILE_COLUMNS = HOST.tile_columns
+
+
+@njit
+def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, rows: Any) -> None:
+    """``runs``: how many components there are of each number of bits, most bits first in memory."""
+    for bits in range(MAX_BITS, 0, -1):
+        args = (source, step, table, width, rows, runs[bits])
+        if bits == 1:
+            put_levels(SOURCES, 1, args)
+        elif bits == 2:
+            put_levels(SOURCES, 2, args)
+        elif bits == 3:
+            put_levels(SOURCES, 3, args)
+        elif bits == 4:
+            put_levels(SOURCES, 4, args)
+        elif bits == 5:
+            put_levels(SOURCES, 5, args)
+        else:
+            put_levels(SOURCES, 6, args)
+        source += runs[bits] * bits * step
+        table += runs[bits] * width
+        rows += runs[bits] * BLOCK
+
+
+@njit
+def _tail_of_planes(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any) -> Any:
+    """Planes from byte ``start`` on, as words of eight bytes: a short block must not read on."""
+    tail = np.zeros((num_planes, 8), np.uint8)
+    for k in range(num_planes):
+        for i in range(nbytes - start):
+            tail[k, i] = planes[(first + k) * nbytes + start + i]
+    return tail
+
+
+@njit
+def _rows_of_tile(
+    sums: Any,
+    unit: Any,
+    token: Any,
+    count: Any,
+    gain: Any,
+    means: Any,
+    width: Any,
+    turns: Any,
+    targets: Any,
+) -> None:
+    turn_of, halves, cosines, sines, dim, as_words = turns
+    addresses, strides = targets
+    for segment in range(addresses.shape[1]):
+        turn, column, stride = turn_of[unit, segment], segment * dim, strides[unit, segment]
+        angle = NBYTES * (turn * cosines.shape[1] + token) * cosines.shape[2]
+        args = (
+            sums + NBYTES * column,
+            means + NBYTES * column,
+            address_of(cosines) + angle,
+            address_of(sines) + angle,
+            gain,
+            addresses[unit, segment] + token * stride,
+            NBYTES * width,
+            NBYTES * cosines.shape[2],
+            stride,
+            count,
+            halves[turn],
+            dim,
+        )
+        if as_words:
+            put_rows(SOURCES, 1, args)
+        else:
+            put_rows(SOURCES, 0, args)
+
+
+def _unpack_units_with(sources: int) -> Any:
+    """``sources`` is a part of the key of numba's cache, which knows of one file only."""
+
+    def unpack_units(
+        planes: Any, num_tokens: int, units: Any, codes: Any, turns: Any, targets: Any
+    ) -> None:
+        """``units``: runs, levels, matrix, begins, means, gains; see ``fused_rate``."""
+        runs, levels, matrix, begins, means, gain_tables = units
+        gains = np.empty(BLOCK, np.float32)
+        plane_nbytes, width = (num_tokens + 7) // 8, begins.shape[1]
+        scratch = np.zeros((3, LINE + NBYTES * BLOCK * max(width, levels.shape[1])), np.uint8)
+        rows, groups, sums = start_of(scratch[0]), start_of(scratch[1]), start_of(scratch[2])
+        plane = 0
+        for unit in range(len(runs)):
+            num_planes, num_components = count_of(runs[unit])
+            num_groups = (num_components + GROUP - 1) // GROUP
+            table, factors = address_of(levels[unit]), address_of(matrix[unit])
+            begin, mean = address_of(begins[unit]), address_of(means[unit])
+            for block in range(0, num_tokens, BLOCK):
+                count, start = min(num_tokens - block, BLOCK), block // 8
+                source = address_of(planes) + plane * plane_nbytes + start
+                step = np.int64(plane_nbytes)
+                tail = _tail_of_planes(
+                    planes, plane, num_planes * (count < BLOCK), start, plane_nbytes
+                )
+                if count < BLOCK:
+                    source, step = address_of(tail), np.int64(8)
+                for token in range(count):
+                    gains[token] = gain_tables[unit, codes[unit, block + token]]
+                _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
+                put_groups(sources, (rows, groups, num_groups))
+                for first in range(0, count, TILE_TOKENS):
+                    for column in range(0, width, TILE_COLUMNS):
+                        args = (
+                            groups + NBYTES * first,
+                            factors + NBYTES * column,
+                            begin + NBYTES * column,
+                            sums + NBYTES * column,
+                            num_groups,
+                            NBYTES * BLOCK,
+                            NBYTES * width,
+                            NBYTES * width,
+                        )
+                        tile_of_levels(SOURCES, args)
+                    token, rest = block + first, min(TILE_TOKENS, count - first)
+                    gain_at = address_of(gains) + NBYTES * first
+                    _rows_of_tile(sums, unit, token, rest, gain_at, mean, width, turns, targets)
+            plane += num_planes
+
+    return unpack_units
+
+
+ANGLES = array_of(types.float32, 3)
+# Which turn each segment takes (0: none), channels that each turns, halved, angles, and head_dim.
+TURNS = (array_of(types.int64, 2), array_of(types.int64, 1), ANGLES, ANGLES, types.int64)
+SEGMENTS = tuple_of(array_of(types.int64, 2), array_of(types.int64, 2))
+_UNITS = tuple_of(
+    array_of(types.int64, 2),
+    array_of(types.uint8, 3),
+    array_of(types.uint32, 3),
+    array_of(types.int32, 2),
+    array_of(types.float32, 2),
+    array_of(types.float32, 2),
+)
+unpack = compiled(
+    types.void,
+    _unpack_units_with(SOURCES),
+    types.Array(types.uint8, 1, "C", readonly=True),
+    types.int64,
+    _UNITS,
+    types.Array(types.uint8, 2, "C", readonly=True),
+    tuple_of(*TURNS, types.boolean),
+    SEGMENTS,
+)

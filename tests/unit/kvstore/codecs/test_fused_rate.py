@@ -1,0 +1,158 @@
+"""The fixed rate in one pass gives the bytes of its pieces, and survives what pieces survive."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.pieces.rope import Rope
+from kvstore.errors import Corrupt
+from kvstore.shapes import slice_tokens
+from tests.unit.kvstore.codecs.integer_models import (
+    codec_of,
+    is_fused,
+    layout_with,
+    pieces_of,
+    rope_of,
+)
+from tests.unit.kvstore.codecs.samples import frozen_rows, run_of
+
+LAYOUT = layout_with((64, 64), (64, 64))
+CODEC = codec_of(LAYOUT, rope_of(64))
+
+
+def restored(codec, payload, layout, num_tokens, first_token):
+    out = layout.empty(num_tokens)
+    for array in (x for pair in out for x in pair):
+        array.fill(0)
+    codec.decode(memoryview(payload), layout, first_token, out)
+    return out
+
+
+def raw(run):
+    return [array.tobytes() for pair in run for array in pair]
+
+
+def assert_same(codec, run, layout, first_token):
+    pieces, num_tokens = pieces_of(codec), run[0][0].shape[1]
+    payload = codec.encode(run, layout, first_token)
+    assert payload == pieces.encode(run, layout, first_token)
+    out = restored(codec, payload, layout, num_tokens, first_token)
+    assert raw(out) == raw(restored(pieces, payload, layout, num_tokens, first_token))
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dims", "rope"),
+    [
+        ([(64, 64)], rope_of(64)),
+        ([(128, 128)], rope_of(64)),  # half of the channels are turned
+        ([(80, 80), (80, 80)], None),
+        ([(96, 64), (96, 64)], rope_of(96)),  # two stacks
+        ([(256, 256)], rope_of(256)),
+    ],
+)
+def test_kernels_give_the_bytes_of_the_pieces(dims, rope, dtype):
+    layout = layout_with(*dims, dtype=dtype)
+    codec = codec_of(layout, rope)
+    assert is_fused(codec)
+    for num_tokens in (5, 64, 130):
+        assert_same(codec, run_of(layout, num_tokens, seed=num_tokens), layout, 77)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 63, 65, 127, 128])
+@pytest.mark.parametrize("first_token", [0, 3, 4096])
+def test_every_length(num_tokens, first_token):
+    assert_same(CODEC, run_of(LAYOUT, num_tokens), LAYOUT, first_token)
+
+
+def test_rows_that_no_gain_can_represent():
+    run = run_of(LAYOUT, 70)
+    for token, bits in {20: 0x7F80, 21: 0xFF80, 22: 0x7FC1, 69: 0x7F00}.items():
+        run[1][0][1, token, 3] = bits
+    out = assert_same(CODEC, run, LAYOUT, 128)
+    assert np.array_equal(out[1][0][1, [20, 21, 22, 69]], run[1][0][1, [20, 21, 22, 69]])
+
+
+def test_empty_and_tiny_rows():
+    run = run_of(LAYOUT, 20)
+    run[0][1][:, 5] = 0
+    run[1][1][:, 6] = 1  # the smallest denormal
+    assert_same(CODEC, run, LAYOUT, 128)
+
+
+def test_views_of_any_stride_are_read_and_filled():
+    whole, out = run_of(LAYOUT, 300), LAYOUT.empty(300)
+    part = slice_tokens(whole, 100, 228)
+    payload = CODEC.encode(part, LAYOUT, 100)
+    assert payload == CODEC.encode([(k.copy(), v.copy()) for k, v in part], LAYOUT, 100)
+    for array in (x for pair in out for x in pair):
+        array.fill(1)
+    CODEC.decode(memoryview(b"x" + payload)[1:], LAYOUT, 100, slice_tokens(out, 100, 228))
+    expected = restored(CODEC, payload, LAYOUT, 128, 100)
+    for array, want in zip(
+        (x for pair in out for x in pair), (x for pair in expected for x in pair), strict=True
+    ):
+        assert np.array_equal(array[:, 100:228], want)
+        assert (array[:, :100] == 1).all() and (array[:, 228:] == 1).all()
+
+
+def test_rows_whose_values_lie_apart_go_through_the_pieces():
+    run = run_of(LAYOUT, 20)
+    apart = [(np.asfortranarray(k), np.asfortranarray(v)) for k, v in run]
+    assert CODEC.encode(apart, LAYOUT, 9) == CODEC.encode(run, LAYOUT, 9)
+
+
+@pytest.mark.parametrize(
+    ("dims", "rope"),
+    [((72, 72), None), ((64, 64), Rope((1.0,) * 32, True)), ((64, 64), rope_of(48))],
+)
+def test_what_kernels_cannot_do_stays_with_the_pieces(dims, rope):
+    layout = layout_with(dims)
+    codec = codec_of(layout, rope)
+    assert not is_fused(codec)
+    assert_same(codec, run_of(layout, 20), layout, 9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damage_is_found_or_gives_other_values(data):
+    num_tokens = data.draw(st.integers(1, 80))
+    payload = bytearray(CODEC.encode(run_of(LAYOUT, num_tokens), LAYOUT, 0))
+    for at in data.draw(st.lists(st.integers(0, len(payload) - 1), max_size=8)):
+        payload[at] = data.draw(st.integers(0, 255))
+    length = data.draw(st.integers(0, len(payload)) | st.just(len(payload)))
+    outcomes = []
+    for codec in (CODEC, pieces_of(CODEC)):
+        try:
+            outcomes.append(raw(restored(codec, payload[:length], LAYOUT, num_tokens, 0)))
+        except Corrupt:
+            outcomes.append(None)
+    assert outcomes[0] == outcomes[1]
+
+
+# (payload, restored), 8 bytes of blake2b each
+GOLDEN = {
+    64: ("a8fa60a1435d4000", "0355e628659379e6"),
+    128: ("b112c680f37e21ad", "91246acbf453e6c6"),
+}
+
+
+@pytest.mark.parametrize("dim", GOLDEN)
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_payload_and_restored_values_are_frozen(dim, with_kernels):
+    layout = layout_with((dim, dim))
+    codec = codec_of(layout, rope_of(dim))
+    if not with_kernels:
+        codec = pieces_of(codec)
+    rows = frozen_rows(2 * 70, dim).reshape(2, 70, dim)
+    run = [(rows, rows[::-1].copy())]
+    payload = codec.encode(run, layout, 0)
+    out = restored(codec, payload, layout, 70, 0)
+    digests = [hashlib.blake2b(x, digest_size=8).hexdigest() for x in (payload, b"".join(raw(out)))]
+    assert tuple(digests) == GOLDEN[dim]
