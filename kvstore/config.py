@@ -10,6 +10,9 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 MIN_CHUNK_TOKENS: Final = 16
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
+# Of ``codec``: three bits if that keeps the bound on this model, else the densest that does.
+AUTO: Final = "auto"
+
 
 class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where cold sessions rest and how they are packed.
@@ -17,12 +20,19 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     A tier with a budget of zero bytes is off. Redis is used when ``redis_url`` is given.
     """
 
-    codec: str = "tq3"
+    codec: str = AUTO
     # Of these tiers, where it is to be another than memory's; "" = the same.
     disk_codec: str = ""
     redis_codec: str = ""
     # 0 = what suits engine and codec: see kvstore.chunk_size.
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+    # A codec that loses something serves only where it was measured on this very model and stayed
+    # within this: KL of the next token, in nats, against the exact cache. See ``quality``.
+    max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
+    # Serve the codec that was named all the same: not measured, or out of bounds.
+    accept_loss: bool = False
+    # Measure a model that was not measured yet, at its first start, beside the service.
+    calibrate: bool = True
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30
     disk_path: str = ""  # "" = the cache folder that launch chooses

@@ -9,10 +9,12 @@
     |   +-- TierInUse     its folder is another process's
     +-- StoreClosed       the store is shutting down
     +-- UnknownCodec      no codec of that name, or it cannot take this layout
+    +-- CodecRefused      it was not measured on this model, or costs it more than the bound
     +-- PinLimit          pinned sessions take all that they may; one more is refused
 
-None but the last ever reaches a user: the worst outcome of each is a recompute. ``PinLimit``
-answers whoever asked for the pin.
+None but the last two ever reaches a user: the worst outcome of each is a recompute.
+``CodecRefused`` ends the start of an engine whose codec was named; ``PinLimit`` answers whoever
+asked for the pin.
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ class StoreClosed(ColdError):
 
 
 class UnknownCodec(ColdError):
+    pass
+
+
+class CodecRefused(ColdError):
     pass
 
 

@@ -13,7 +13,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -69,6 +69,12 @@ class Profile:
     def ids(self) -> dict[str, str]:
         """For each preset the digits that stand for what it learned."""
         return {preset: self._digest(preset) for preset in self.learned}
+
+    def only(self, preset: str) -> Profile:
+        """Without what the others learned: views of a loaded file keep all of it in memory."""
+        learned = {k: np.array(v) for k, v in self.learned.get(preset, {}).items()}
+        rows = tuple(x for x in self.rows if x.preset == preset)
+        return replace(self, learned={preset: learned} if learned else {}, rows=rows)
 
     def _digest(self, preset: str) -> str:
         known = msgspec.json.encode((self.layout.layers, self.ropes))

@@ -1,0 +1,172 @@
+"""Which codec may serve a model: the gate between what was measured and what packs sessions.
+
+Every engine asks here, at its start and whenever something was measured since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from engines.calibration.bound import Bound, refusal
+from kvstore.codecs.base import Codec
+from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
+from kvstore.codecs.packed_array import PackedLayout
+from kvstore.codecs.packed_codec import packed_codec
+from kvstore.codecs.presets import PRESETS, codec_by_name, open_codec
+from kvstore.codecs.profile import Profile
+from kvstore.codecs.quality import Quality
+from kvstore.config import AUTO, StoreConfig
+from kvstore.errors import CodecRefused, UnknownCodec
+from kvstore.shapes import KVLayout
+
+EXACT: Final = "raw"
+FIRST: Final = "dense3"  # what ``auto`` takes wherever it keeps the bound
+# What ``auto`` chooses among; methods of the literature have to be named.
+OWN: Final = tuple(PRESETS | CALIBRATED)
+_OVERRULE: Final = "accept the loss with store.accept_loss = true"
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str  # of the preset
+    codec: Codec
+    why: str  # one sentence, with the figures
+    rows: tuple[Quality, ...] = ()  # of this very codec on this model, shortest context first
+    unmeasured: bool = False  # a calibration may lead to another choice
+
+
+def check_name(name: str) -> None:
+    """Raises ``UnknownCodec`` for what is no codec on any model."""
+    if name != AUTO and name not in LEARNABLE:
+        codec_by_name(name)
+
+
+def choose(
+    name: str,
+    config: StoreConfig,
+    layout: KVLayout,
+    profile: Profile | None,
+    unmeasurable: str = "",
+) -> Choice:
+    """The codec of that name, or ``auto``, if it may serve this model, else an exact one.
+
+    Args:
+        config: the bound, and what the operator accepts.
+        profile: what was learned of the model and measured on it; None = nothing.
+        unmeasurable: why a calibration could tell nothing of this model; "" if it could.
+
+    Raises:
+        CodecRefused: the codec was named and must not serve; says so with the figures.
+        UnknownCodec: it was named, and there is none, or it cannot take this layout.
+    """
+    if isinstance(layout, PackedLayout):
+        return _packed(name, layout)
+    if not layout.layers:
+        return exact("this model keeps nothing that a codec could pack")
+    if name == AUTO:
+        return _auto(Bound(kl=config.max_kl), layout, profile, unmeasurable)
+    return _named(name, config, layout, profile, unmeasurable)
+
+
+def _packed(name: str, layout: PackedLayout) -> Choice:
+    """Of a live cache that is packed itself: it sleeps as it is, and in no other form."""
+    name = f"tq{layout.num_bits}" if name == AUTO else name
+    codec = packed_codec(codec_by_name(name), layout)
+    codec.check(layout)
+    return Choice(name, codec, f"live KV is packed by {name}, and sleeps without a further loss")
+
+
+def _auto(bound: Bound, layout: KVLayout, profile: Profile | None, unmeasurable: str) -> Choice:
+    first = _measured(FIRST, layout, profile)
+    if first is not None and not _refusal(first, bound):
+        return first
+    why = _refusal(first, bound) if first else f"{FIRST} was not measured on this model yet"
+    if unmeasurable:
+        why = f"no codec can be measured here: {unmeasurable}"
+    unmeasured = first is None and not unmeasurable
+    for name in _by_density(profile):
+        other = _measured(name, layout, profile)
+        if other is not None and not _refusal(other, bound):
+            words = f"{why}; of those within the bound the densest is {other.why}"
+            return replace(other, why=words, unmeasured=unmeasured)
+    return exact(why, unmeasured=unmeasured)
+
+
+def _named(
+    name: str,
+    config: StoreConfig,
+    layout: KVLayout,
+    profile: Profile | None,
+    unmeasurable: str,
+) -> Choice:
+    choice, bound = _opened(name, layout, profile), Bound(kl=config.max_kl)
+    if choice is not None and choice.codec.exact:
+        return replace(choice, why=f"{name} loses nothing")
+    refused = _refusal(choice, bound) if choice and choice.rows else f"{name} was not measured"
+    if choice is not None and config.accept_loss:
+        return replace(choice, why=f"the loss was accepted: {refused or choice.why}")
+    if choice is not None and choice.rows:
+        if refused:
+            raise CodecRefused(f"{refused}; choose another codec, or {_OVERRULE}")
+        return choice
+    if unmeasurable:
+        raise CodecRefused(
+            f"codec {name} cannot be measured on this model: {unmeasurable};"
+            f" use raw, or {_OVERRULE}"
+        )
+    if not config.calibrate:
+        raise CodecRefused(
+            f"codec {name} was not measured on this model; {_OVERRULE}, or run:"
+            " thermocline calibrate"
+        )
+    return exact(f"{name} was not measured on this model yet", unmeasured=True)
+
+
+def exact(why: str, *, unmeasured: bool = False) -> Choice:
+    """The codec that needs no measurement, and loses nothing."""
+    return Choice(EXACT, codec_by_name(EXACT), why, (), unmeasured)
+
+
+def _measured(name: str, layout: KVLayout, profile: Profile | None) -> Choice | None:
+    """None also of a preset that cannot pack this model: it is not what was asked for."""
+    try:
+        choice = _opened(name, layout, profile)
+    except UnknownCodec:
+        return None
+    return choice if choice is not None and choice.rows else None
+
+
+def _opened(name: str, layout: KVLayout, profile: Profile | None) -> Choice | None:
+    """None of a preset that has yet to learn the model, or to learn it again.
+
+    Raises ``UnknownCodec`` for any other that cannot be had.
+    """
+    own = None if profile is None else profile.only(name)
+    try:
+        codec = open_codec(name, own)
+        codec.check(layout)
+    except UnknownCodec:
+        if name in LEARNABLE:
+            return None
+        raise
+    rows = [x for x in own.rows if x.preset == name and x.codec_id == codec.id] if own else []
+    rows.sort(key=lambda x: x.context)
+    return Choice(name, codec, _figures(name, rows), tuple(rows))
+
+
+def _refusal(choice: Choice, bound: Bound) -> str:
+    return refusal(choice.rows, choice.name, bound)
+
+
+def _by_density(profile: Profile | None) -> list[str]:
+    """The presets of ours that were measured, the one of the fewest bits first."""
+    bits = {x.preset: x.bits_per_element for x in (profile.rows if profile else ())}
+    return sorted((name for name in OWN if name in bits), key=bits.__getitem__)
+
+
+def _figures(name: str, rows: list[Quality]) -> str:
+    return f"{name}: " + ", ".join(
+        f"KL {x.kl:.4f} at {x.context} tokens, {x.bits_per_element:.2f} bits per value"
+        for x in rows
+    )
