@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from engines.wire import CodecReport as CodecReport
 from engines.wire import EngineReport as EngineReport
 from engines.wire import Notice as Notice
 from engines.wire import SessionReport as SessionReport
@@ -74,7 +75,7 @@ class Upstream(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Control plane in seven verbs, data plane in one."""
+    """Control plane in eight verbs, data plane in one."""
 
     @property
     def welcome(self) -> Welcome | None:
@@ -129,6 +130,9 @@ class Engine(Protocol):
     async def sessions(self) -> list[SessionReport]: ...
 
     async def stats(self) -> EngineReport: ...
+
+    async def adopt(self) -> CodecReport:
+        """Have it look again at what was measured on its model; see ``engines.wire.Adopt``."""
 
     def notices(self) -> AsyncIterator[Notice | None]:
         """Changes as they happen; None = the engine (re)connected, ask ``sessions`` again."""

@@ -21,6 +21,9 @@ from engines.wire import (
     SALT_HEADER,
     SESSION_HEADER,
     TENANT_HEADER,
+    Adopt,
+    Adopted,
+    CodecReport,
     Demote,
     Done,
     EngineReport,
@@ -180,6 +183,12 @@ class EngineClient:
         if not isinstance(answer, Stats):
             raise _odd_answer(GetStats(), answer)
         return answer.report
+
+    async def adopt(self) -> CodecReport:
+        answer = await self._link.ask(Adopt(), MOVE_S)
+        if not isinstance(answer, Adopted):
+            raise _odd_answer(Adopt(), answer)
+        return answer.codec
 
     def notices(self) -> AsyncIterator[Notice | None]:
         return self._link.notices()

@@ -69,4 +69,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     served_model_name: str
     runtime_dir: str
     token: str  # bearer token of both sockets
+    data_path: str = ""  # where profiles of models lie; "" = beside the disk tier
     log_level: str = "info"

@@ -14,9 +14,12 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
+import msgspec
+
 from engines.base import EngineRefused, EngineUnavailable
 from engines.wire import (
     WIRE_VERSION,
+    Adopted,
     Answer,
     FromEngine,
     GetStats,
@@ -24,6 +27,7 @@ from engines.wire import (
     Notice,
     Refused,
     Request,
+    Stats,
     Verb,
     Welcome,
     WireError,
@@ -169,9 +173,20 @@ class ControlLink:
         if isinstance(message, Notice):
             self._publish(message)
             return
+        self._take_codec(message.answer)
         waiting = self._pending.get(message.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(message.answer)
+
+    def _take_codec(self, answer: Answer) -> None:
+        """The one thing of the welcome that may change, and any gateway may have changed it."""
+        codec = None
+        if isinstance(answer, Stats):
+            codec = answer.report.codec
+        elif isinstance(answer, Adopted):
+            codec = answer.codec
+        if codec is not None and self.welcome is not None:
+            self.welcome = msgspec.structs.replace(self.welcome, codec=codec)
 
     def _publish(self, notice: Notice | None) -> None:
         """A reader that fell behind loses the details and is told to look at everything again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
@@ -16,7 +17,10 @@ from typing import Final, Protocol
 
 from engines.sockets import private_socket, send_bounded
 from engines.wire import (
+    Adopt,
+    Adopted,
     Answer,
+    CodecReport,
     Demote,
     Done,
     EngineReport,
@@ -68,11 +72,16 @@ class SessionVerbs(Protocol):
 
     async def stats(self) -> EngineReport: ...
 
+    async def adopt(self) -> CodecReport: ...
+
 
 class ControlServer:
     """Every connection starts with a ``Hello`` that shows the token."""
 
-    def __init__(self, token: str, welcome: Welcome, verbs: SessionVerbs) -> None:
+    def __init__(
+        self, token: str, welcome: Callable[[], Awaitable[Welcome]], verbs: SessionVerbs
+    ) -> None:
+        """``welcome`` is asked for at every hello."""
         self._token = token.encode()
         self._welcome = welcome
         self._verbs = verbs
@@ -127,8 +136,9 @@ class ControlServer:
         if isinstance(verb, Hello):
             if not compare_digest(verb.token.encode(), self._token):
                 return Refused("wrong token")
+            welcome = await self._welcome()
             self._greeted.add(writer)
-            return self._welcome
+            return welcome
         if writer not in self._greeted:
             return Refused("say hello first")
         return await self._obey(verb)
@@ -149,6 +159,8 @@ class ControlServer:
                 return await asyncio.to_thread(page_of, reports, verb.after)
             case GetStats():
                 return Stats(await self._verbs.stats())
+            case Adopt():
+                return Adopted(await self._verbs.adopt())
             case _:
                 return Refused(f"{type(verb).__name__} is not known here")
 

@@ -4,7 +4,7 @@ A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRA
 gateway sends ``Request``; the engine answers each with one ``Reply`` of the same number and may
 send ``Notice`` at any time. KV bytes never travel here.
 
-The same verbs serve every engine: demote, prefetch, pin, unpin, forget, sessions, stats.
+The same verbs serve every engine: demote, prefetch, pin, unpin, forget, sessions, stats, adopt.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from kvstore.codecs.quality import Quality
 from kvstore.records import SessionRef as SessionRef
 from kvstore.records import TierName as TierName
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
 # Of sessions in one reply. Far below a frame's limit, and decoded on an event loop.
 PAGE_BYTES = 4 << 20
@@ -73,6 +74,20 @@ class TierReport(msgspec.Struct, frozen=True):
     available: bool
 
 
+class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What sessions are packed with from now on, and why."""
+
+    name: str  # of the preset; of the fastest tier, should others have their own
+    id: str = ""  # of the codec, with the digits of its profile
+    tiers: dict[TierName, str] = {}  # id of each tier's
+    why: str = ""  # in words, with the figures
+    # What they cost this model, a row for each context length; none if exact or not measured.
+    rows: tuple[Quality, ...] = ()
+    # Nothing was measured of what the settings ask for; a calibration would tell.
+    unmeasured: bool = False
+    fingerprint: str = ""  # of the model, by which its profile is named
+
+
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """A moment of the engine. All counters only grow.
 
@@ -93,6 +108,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     save_queue_bytes: int
     tiers: list[TierReport]
     counters: dict[str, int]
+    codec: CodecReport | None = None  # None: it did not say
 
 
 # ---- gateway -> engine
@@ -140,7 +156,14 @@ class GetStats(msgspec.Struct, frozen=True, tag="stats"):
     pass
 
 
-Verb: TypeAlias = Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats
+class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
+    """Look again at what was measured on this model, and pack with the codec that follows.
+
+    What is stored stays readable, whatever it was packed with.
+    """
+
+
+Verb: TypeAlias = Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats | Adopt
 
 
 # ---- engine -> gateway
@@ -151,7 +174,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     engine_version: str
     model: str  # served name
     max_context: int
-    codec: str
+    codec: CodecReport
     hibernation: bool
     hibernation_reason: str = ""  # why not, in one sentence
     version: int = WIRE_VERSION
@@ -173,12 +196,16 @@ class Stats(msgspec.Struct, frozen=True, tag="engine_stats"):
     report: EngineReport
 
 
+class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
+    codec: CodecReport
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
     code: Literal["", "pin_limit"] = ""  # of refusals that are no failure, but an answer
 
 
-Answer: TypeAlias = Welcome | Done | Sessions | Stats | Refused
+Answer: TypeAlias = Welcome | Done | Sessions | Stats | Adopted | Refused
 
 
 class Request(msgspec.Struct, frozen=True, tag="request"):

@@ -1,31 +1,38 @@
 """How many tokens one blob holds, where nobody has said so.
 
 What is behind the last full chunk stays unpacked, so small chunks are denser for short chats. They
-cost calls and entries, and more where a codec shares something among the tokens of a chunk: the
-tables of an entropy coder, a basis. See docs/decisions/0025-chunk-size.md.
+cost calls and entries, and more where a codec shares something among the tokens of a chunk, as the
+lanes of an entropy coder. See docs/decisions/0025-chunk-size.md.
+
+The size is a part of every key, so it follows the settings, never what was found in a profile: a
+codec that is adopted later, or after a restart, finds the chunks of the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
-from kvstore.codecs.base import Codec
-from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.row_codec import RowCodec
-from kvstore.config import StoreConfig
+from kvstore.codecs.calibrated import LEARNABLE
+from kvstore.codecs.fixed_rate import FixedRate
+from kvstore.codecs.presets import PRESETS
+from kvstore.config import AUTO, StoreConfig
 
 USUAL_TOKENS: Final = 128
 # Of an engine that saves whole blocks and has few tokens left behind the last one.
 SMALL_TOKENS: Final = 32
 
 
-def chunk_tokens(config: StoreConfig, codecs: Iterable[Codec], block_tokens: int = 0) -> int:
-    """For ``codecs``, of all tiers: they have the same chunks.
+def chunk_tokens(config: StoreConfig, block_tokens: int = 0) -> int:
+    """The same for the codecs of all tiers.
 
     ``block_tokens``: of an engine that saves whole blocks; then a multiple of it.
     """
-    pack_rows_alone = all(isinstance(x, RowCodec | RawCodec) for x in codecs)
-    own = SMALL_TOKENS if block_tokens and pack_rows_alone else USUAL_TOKENS
+    names = (config.codec, config.disk_codec, config.redis_codec)
+    own = SMALL_TOKENS if block_tokens and all(map(_packs_tokens_alone, names)) else USUAL_TOKENS
     wanted = config.chunk_tokens or own
     return max(wanted // block_tokens, 1) * block_tokens if block_tokens else wanted
+
+
+def _packs_tokens_alone(name: str) -> bool:
+    """Of one's own codec nothing is known."""
+    return name in ("", AUTO, *PRESETS) or isinstance(LEARNABLE.get(name), FixedRate)

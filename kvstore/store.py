@@ -88,7 +88,7 @@ class ColdStore:
         self._closed = False
         self._counters = counters = Counters()
         self._packer = packer = Packer(codecs, layout, fingerprint)
-        space = KeySpace(fingerprint, chunk_tokens(config, as_set(codecs).written), model)
+        space = KeySpace(fingerprint, chunk_tokens(config), model)
         self._keys = keys = KeyMaker(space, growing=bool(layout.layers), needs_state=needs_state)
         self._stack = stack = TierStack(tiers, counters)
         mark_tiers(stack, packer)

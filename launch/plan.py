@@ -170,7 +170,7 @@ def cold_bytes(
     if shape.exact_only and not codec.exact:
         raise UnknownCodec(f"codec {codec.id} is refused: {shape.exact_only}")
     packer = Packer(codec, KVLayout(dtype, shape.growing), "")
-    size = chunk_tokens(store, [codec])
+    size = chunk_tokens(store)
     num_chunks, tail = divmod(num_tokens, size)
     blobs = [
         packer.chunk_nbytes(min(i, 1) * size, size)

@@ -58,11 +58,7 @@ def _as_saved(effective: Effective) -> StoreConfig:
     if effective.engine_kind != "vllm":
         return store
     block_tokens = effective.settings.engine.vllm.block_tokens or SMALL_TOKENS
-    try:
-        codecs = open_codecs(store, codec_by_name).written
-    except UnknownCodec:  # the plan says so in its place
-        return store
-    return msgspec.structs.replace(store, chunk_tokens=chunk_tokens(store, codecs, block_tokens))
+    return msgspec.structs.replace(store, chunk_tokens=chunk_tokens(store, block_tokens))
 
 
 def check_hot(effective: Effective, model: Model) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engines.calibration.served import ServedCodecs
 from kvstore.block_keys import BlockKeys, Piece
 from kvstore.block_store import BlockStore, Fetched
 from kvstore.codec_set import CodecSet
@@ -66,6 +67,10 @@ def open_store(
     packer = Packer(codecs or codec_by_name(codec), LAYOUT, fingerprint)
     tiers = tiers or [RamTier(1 << 26)]
     return BlockStore(settings, packer, keys, fingerprint, tiers, clock=clock, has_state=has_state)
+
+
+def served(codec: str = "raw", data: Path | None = None, **config) -> ServedCodecs:
+    return ServedCodecs(StoreConfig(codec=codec, **config), LAYOUT, FINGERPRINT, data)
 
 
 def ram_and_disk(folder: Path) -> list[Tier]:

@@ -8,7 +8,7 @@ import logging
 from engines.config import WorkerConfig
 from engines.control_server import ControlServer
 from engines.fake_worker.server import DataServer
-from engines.fake_worker.shelf import Shelf
+from engines.fake_worker.shelf import CODEC, Shelf
 from engines.lifeline import read_settings, runtime_folder, stop_event
 from engines.wire import Welcome
 
@@ -30,11 +30,15 @@ async def serve(config: WorkerConfig) -> None:
         engine_version="1",
         model=config.served_model_name,
         max_context=max_context,
-        codec=config.store.codec,
+        codec=CODEC,
         hibernation=True,
     )
+
+    async def welcomed() -> Welcome:
+        return welcome
+
     shelf = Shelf(config.engine.hot_bytes)
-    control = ControlServer(config.token, welcome, shelf)
+    control = ControlServer(config.token, welcomed, shelf)
     shelf.listen(control.publish)
     data = DataServer(config.token, config.served_model_name, max_context, shelf)
     runner = await data.serve(f"{folder}/http.sock")

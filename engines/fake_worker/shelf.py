@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engines.wire import (
+    CodecReport,
     Done,
     EngineReport,
     Notice,
@@ -21,6 +22,7 @@ from engines.wire import (
 
 HOT_BYTES_PER_TOKEN = 1000
 COLD_BYTES_PER_TOKEN = 200
+CODEC = CodecReport(name="words", id="words.1", why="words are kept as they are")
 
 Key = tuple[str, str]
 
@@ -50,6 +52,7 @@ class Shelf:
     def __init__(
         self, hot_capacity_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.codec = CODEC
         self._capacity_bytes = hot_capacity_bytes
         self._notify: Callable[[Notice], None] = lambda notice: None
         self._clock = clock
@@ -152,7 +155,11 @@ class Shelf:
             save_queue_bytes=0,
             tiers=[TierReport("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
             counters=dict(self._counters),
+            codec=self.codec,
         )
+
+    async def adopt(self) -> CodecReport:
+        return self.codec
 
     @property
     def num_running(self) -> int:

@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -103,7 +104,7 @@ async def serve(config: WorkerConfig) -> None:
         lambda: _load(config),
         config.engine,
         config.served_model_name,
-        store_opener(config.store, config.served_model_name),
+        store_opener(config.store, config.served_model_name, config.data_path),
     )
     logger.info("loading %s: %s", config.model_path, describe_device(config.engine))
     await start(owner)
@@ -122,7 +123,7 @@ async def _serve_until(
 ) -> None:
     reports = Reports(owner)
     verbs = Verbs(owner, reports)
-    control = ControlServer(config.token, _welcome(owner, config), verbs)
+    control = ControlServer(config.token, partial(_welcome, owner, reports, config), verbs)
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
     owner.listen(notifier.hear)
     if store := owner.store:
@@ -183,14 +184,14 @@ def _listener(path: Path) -> socket.socket:
     return listener
 
 
-def _welcome(owner: Owner, config: WorkerConfig) -> Welcome:
+async def _welcome(owner: Owner, reports: Reports, config: WorkerConfig) -> Welcome:
     facts = owner.facts
     return Welcome(
         engine="mlx",
         engine_version=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
         model=config.served_model_name,
         max_context=facts.max_context,
-        codec=config.store.codec,
+        codec=reports.codec(),
         hibernation=facts.hibernation,
         hibernation_reason=facts.hibernation_reason,
     )

@@ -29,6 +29,7 @@ from engines.mlx_worker.keeping import Cause
 from engines.mlx_worker.layout import CachePlan, probe
 from engines.mlx_worker.live_model import live_packed
 from engines.mlx_worker.loading import LoadedModel
+from engines.mlx_worker.opening import Opened
 from engines.mlx_worker.stream import EventStream, Outbox
 from engines.mlx_worker.turn import Turn, split_turn
 from engines.mlx_worker.waiting import Places
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 # Called on the owner thread once the model is loaded: the store for its KV, or one sentence that
 # says why there is none.
-OpenStore: TypeAlias = Callable[[LoadedModel, CachePlan], ColdStore | str]
+OpenStore: TypeAlias = Callable[[LoadedModel, CachePlan], Opened | str]
 Listener: TypeAlias = Callable[[Cause, SessionRef], None]
 
 # The line may hold so many requests per slot of the batch.
@@ -246,7 +247,8 @@ class Owner:
         max_context = self._affordable_context()
         mx.set_cache_limit(min(MLX_POOL_BYTES, self._config.hot_bytes // 4))
         opened = self._open_store(self._loaded, self._plan)
-        cold = None if isinstance(opened, str) else Cold(opened, model, self._plan)
+        cold = None if isinstance(opened, str) else Cold(opened.store, model, self._plan)
+        self.codecs = None if isinstance(opened, str) else opened.codecs
         self._facts = ModelFacts(
             name=self._name,
             max_context=max_context,

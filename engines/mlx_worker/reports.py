@@ -10,7 +10,7 @@ import mlx.core as mx
 from engines.mlx_worker.hot import HotSession
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.turn import SessionKey
-from engines.wire import EngineReport, SessionReport, TierReport
+from engines.wire import CodecReport, EngineReport, SessionReport, TierReport
 from kvstore.records import SessionRecord, SessionRef, TierName
 from kvstore.stats import StoreStats
 from kvstore.tiers.base import TierStats
@@ -76,7 +76,13 @@ class Reports:
             save_queue_bytes=store.save_queue_bytes if store else 0,
             tiers=[_tier_report(x) for x in store.tiers] if store else [],
             counters=self._counters(store),
+            codec=self.codec(),
         )
+
+    def codec(self) -> CodecReport:
+        if (codecs := self._owner.codecs) is not None:
+            return codecs.report
+        return CodecReport(name="none", why=self._owner.facts.hibernation_reason)
 
     def _counters(self, store: StoreStats | None) -> dict[str, int]:
         """Misses are counted once per turn, as its client was told; the store counts look-ups."""

@@ -14,7 +14,7 @@ from engines.mlx_worker.hot import HotSession
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.reports import Reports
 from engines.mlx_worker.turn import SessionKey
-from engines.wire import Done, EngineReport, SessionReport
+from engines.wire import CodecReport, Done, EngineReport, SessionReport
 from kvstore.errors import PinLimit
 from kvstore.records import SessionRef, TierName
 
@@ -40,6 +40,13 @@ class Verbs:
 
     async def stats(self) -> EngineReport:
         return await asyncio.to_thread(self._reports.engine)
+
+    async def adopt(self) -> CodecReport:
+        """What was saved before stays readable; what is being saved ends as it began."""
+        codecs, store = self._owner.codecs, self._owner.store
+        if codecs and store:
+            await asyncio.to_thread(codecs.renew, store.adopt)
+        return self._reports.codec()
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         """Drop the hot copy, once there is a cold one; ``tier`` also moves the cold copy down."""

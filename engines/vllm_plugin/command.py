@@ -42,6 +42,7 @@ def plugin_settings(worker: WorkerConfig) -> PluginSettings:
         store=worker.store,
         runtime_dir=worker.runtime_dir,
         disk_path=worker.store.disk_path or str(Path(worker.runtime_dir) / "cold"),
+        data_path=worker.data_path,
         token=worker.token,
         served_model_name=worker.served_model_name,
         die_with_parent=True,

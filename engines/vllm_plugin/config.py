@@ -21,6 +21,7 @@ SETTINGS_FILE = "plugin.json"
 class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``runtime_dir`` (mode 0700) holds the sockets; ``disk_path`` the disk tier, per rank.
 
+    ``data_path``: the folder that profiles of models lie in; "" = beside the disk tier.
     ``control``: where the gateway's control connection is served, ``unix:/path`` or
     ``tcp://host:port``; "" = ``control.sock`` in ``runtime_dir``.
     """
@@ -31,6 +32,7 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     token: str
     served_model_name: str = ""
     control: str = ""
+    data_path: str = ""
     die_with_parent: bool = False  # set by who starts vLLM as a child and never reparents it
     # Answer the gateway only once vLLM's HTTP server (with our middleware) can take requests.
     wait_for_front: bool = False

@@ -34,7 +34,7 @@ from engines.vllm_plugin.scheduling import Scheduling
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
 from engines.vllm_plugin.support import Unsupported, check, check_version
 from engines.vllm_plugin.worker import Worker
-from kvstore.errors import TierInUse, UnknownCodec
+from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -146,7 +146,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = int(self._vllm_config.parallel_config.rank)
-        with told_in(self._folder, UnknownLayout, UnknownCodec, TierInUse, ValueError, ImportError):
+        foreseen = (UnknownLayout, CodecRefused, UnknownCodec, TierInUse, ValueError, ImportError)
+        with told_in(self._folder, *foreseen):
             self._worker = Worker(self._settings, self._vllm_config, rank, kv_caches, self._groups)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

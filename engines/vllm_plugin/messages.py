@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, Verb, WireError
+from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, Verb, WireError
 from kvstore.records import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
 
@@ -99,6 +99,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     number: int
     sessions: list[RankSession]
     stats: StoreStats | None = None
+    codec: CodecReport | None = None  # of who was asked for figures, or to adopt another
     error: str = ""
     pin_limit: str = ""  # why a pin was refused
     more: bool = False  # of the sessions; the rest comes next

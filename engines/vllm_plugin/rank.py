@@ -11,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
+import msgspec
+
+from engines.calibration.served import ServedCodecs
 from engines.vllm_plugin.messages import (
     Ask,
     Look,
@@ -28,7 +31,7 @@ from engines.vllm_plugin.messages import (
     pages,
     receive,
 )
-from engines.wire import Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
+from engines.wire import Adopt, Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
 from kvstore.block_records import BlockRecord, split_hashes
 from kvstore.block_store import BlockStore, Fetched
 from kvstore.errors import PinLimit, StoreClosed
@@ -44,6 +47,12 @@ NUM_SERVANTS: Final = 8  # some wait for saves
 # What a verb may wait for saves to end; both below the asker's patience.
 SETTLE_S: Final = 5.0
 FORGET_S: Final = 60.0
+
+
+def packed_bytes_per_token(store: BlockStore) -> int:
+    """Cold, in memory; about, and without what states take."""
+    num_tokens = store.keys.chunk_blocks * store.keys.block_tokens
+    return store.packer.chunk_nbytes(0, num_tokens) // num_tokens
 
 
 class StagingArea:
@@ -96,6 +105,7 @@ class RankLink:
         staging: StagingArea,
         stats: Callable[[], StoreStats],
         wait_saved: Callable[[SessionRef, float], bool],
+        codecs: ServedCodecs,
     ) -> None:
         self._path = path
         self._hello = hello
@@ -103,6 +113,7 @@ class RankLink:
         self._staging = staging
         self._stats = stats
         self._wait_saved = wait_saved
+        self._codecs = codecs
         self._sending = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
@@ -218,7 +229,8 @@ class RankLink:
         try:
             records = self._obey(message.verb)
             stats = self._stats() if isinstance(message.verb, GetStats) else None
-            answer = RankAnswer(message.number, [self.session(x) for x in records], stats)
+            codec = self._codecs.report if isinstance(message.verb, GetStats | Adopt) else None
+            answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
         except StoreClosed:
             return
         except PinLimit as error:
@@ -229,11 +241,22 @@ class RankLink:
         for page in pages(answer):
             self._send_on(connection, page)
 
+    def _adopt(self) -> None:
+        self._codecs.renew(self._store.adopt)
+        packed = packed_bytes_per_token(self._store)
+        self._hello = msgspec.structs.replace(
+            self._hello, codec=self._codecs.codecs.ram.id, packed_bytes_per_token=packed
+        )
+        self.send(self._hello)  # how much a restore will bring is reckoned by it
+
     def _obey(self, verb: Verb | Look) -> list[BlockRecord]:
         """Obeys; gives the records that the answer is about."""
         match verb:
             case ListSessions():
                 return self._store.records()
+            case Adopt():
+                self._adopt()
+                return []
             case Demote(session, tier) if tier is not None:
                 self._store.demote(session, tier)
             case Prefetch(session):

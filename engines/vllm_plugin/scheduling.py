@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+import msgspec
 
 from engines.control_server import ControlServer
 from engines.vllm_plugin.config import PluginSettings
@@ -16,9 +20,12 @@ from engines.vllm_plugin.messages import RankLost, RankNews
 from engines.vllm_plugin.save_tally import SaveTally
 from engines.vllm_plugin.verbs import Verbs
 from engines.vllm_plugin.watch import Watch
-from engines.wire import EngineReport, Notice, Welcome, absent
+from engines.wire import CodecReport, EngineReport, Notice, Welcome, absent
 from kvstore.records import SessionRef
 from kvstore.stats import Counters
+
+WORKERS_S: Final = 10.0  # for them to come to the hub
+POLL_S: Final = 0.05
 
 
 class Scheduling:
@@ -54,15 +61,15 @@ class Scheduling:
             counters=counters,
             num_requests=lambda: (self.lookup.num_running, self.lookup.num_waiting),
         )
-        welcome = Welcome(
+        self._welcome = Welcome(
             engine="vllm",
             engine_version=version,
             model=settings.served_model_name or str(vllm_config.model_config.model),
             max_context=int(vllm_config.model_config.max_model_len),
-            codec=settings.store.codec,
+            codec=CodecReport(name=""),
             hibernation=True,
         )
-        self._control = ControlServer(settings.token, welcome, self._verbs)
+        self._control = ControlServer(settings.token, self._welcomed, self._verbs)
         control = self._control.serve(settings.control_address)
         if settings.wait_for_front:
             self._hub.start()
@@ -83,6 +90,18 @@ class Scheduling:
 
     def close(self) -> None:
         self._hub.close()
+
+    async def _welcomed(self) -> Welcome:
+        """The workers say which codec they took; they may be a moment behind."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WORKERS_S):
+                while not self._hub.ready:
+                    await asyncio.sleep(POLL_S)
+        try:
+            codec = await self._verbs.codec()
+        except (ConnectionError, TimeoutError):  # a worker is missing; its next report will tell
+            return self._welcome
+        return msgspec.structs.replace(self._welcome, codec=codec)
 
     def _turn_ended(self, session: SessionRef) -> None:
         self._hub.spawn(partial(self._tell, "turn", session))

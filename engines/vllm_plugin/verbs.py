@@ -16,6 +16,8 @@ from engines.vllm_plugin.hot import HotSessions, Name, name_of
 from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
 from engines.wire import (
+    Adopt,
+    CodecReport,
     Demote,
     Done,
     EngineReport,
@@ -35,6 +37,7 @@ from kvstore.stats import Counters, StoreStats
 
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
+ADOPT_S: Final = 80.0  # new kernels are compiled
 SETTLE_S: Final = 5.0  # for a save that a verb would rather have behind it
 HAND_OVER_S: Final = 20.0  # for one that it must; vLLM hands over with its next step
 POLL_S: Final = 0.01
@@ -62,6 +65,13 @@ class Verbs:
         self._counters = counters
         self._num_requests = num_requests
         self._clock = clock
+
+    async def adopt(self) -> CodecReport:
+        """Each rank looks for the profile of its own share of the model."""
+        return _codec([x.codec for x in await self._hub.ask(Adopt(), ADOPT_S)])
+
+    async def codec(self) -> CodecReport:
+        return _codec([x.codec for x in await self._hub.ask(GetStats(), LOOK_S)])
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         """vLLM reuses an idle session's blocks when it likes; this takes them away at once.
@@ -161,6 +171,7 @@ class Verbs:
             save_queue_bytes=sum(x.save_queue_bytes for x in stores),
             tiers=_tiers(stores),
             counters=self._all_counters(stores),
+            codec=_codec([x.codec for x in answers]),
         )
 
     def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:
@@ -195,6 +206,12 @@ class Verbs:
             pinned=cold.pinned if cold else False,
             busy=self._hot.is_busy(name),
         )
+
+
+def _codec(ranks: list[CodecReport | None]) -> CodecReport:
+    """One for the engine: that of a rank that waits for a measurement, where there is one."""
+    known = [x for x in ranks if x is not None]
+    return next((x for x in known if x.unmeasured), known[0] if known else CodecReport(name=""))
 
 
 def _merged(answers: list[RankAnswer]) -> dict[Name, RankSession]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
+from engines.calibration.served import ServedCodecs
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.affinity import roaming
 from engines.vllm_plugin.arrangement import UnknownLayout, WriteBlock, probe
@@ -22,15 +23,13 @@ from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.paging import PagedCache, paged_cache
 from engines.vllm_plugin.plan import Save, Step
-from engines.vllm_plugin.rank import RankLink, StagingArea
+from engines.vllm_plugin.rank import RankLink, StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.state import Layers, RecurrentLayers, StatefulBlocks, WindowLayers
 from engines.vllm_plugin.streams import SideStream
 from engines.vllm_plugin.transfer import Transfer
 from kvstore.block_keys import BlockKeys
 from kvstore.block_store import BlockStore
 from kvstore.chunk_size import chunk_tokens
-from kvstore.codec_set import open_codecs
-from kvstore.codecs.presets import codec_by_name, warm
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.packer import Packer
@@ -41,12 +40,16 @@ from kvstore.tiers.registry import open_tiers
 
 logger = logging.getLogger("thermocline.vllm")
 
+# What a calibration would refuse.
+HAS_STATE: Final = "some of its layers do not keep all tokens"
+MANY_RANKS: Final = "each of its ranks has heads of its own"
+
 
 class Worker:
     """One rank: vLLM's blocks, the cold store, and the way to the hub.
 
     Raises:
-        UnknownLayout, UnknownCodec, TierInUse: with a sentence that says what to do.
+        UnknownLayout, CodecRefused, UnknownCodec, TierInUse: with a sentence that says what to do.
         ValueError, ImportError: see ``open_tiers``.
     """
 
@@ -61,12 +64,14 @@ class Worker:
     ) -> None:
         self._cache = attention_cache(vllm_config, caches, groups.layers)
         config = rank_share(settings.store, vllm_config.parallel_config.world_size)
-        codecs = open_codecs(config, codec_by_name)
         identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
-        packer = Packer(codecs, self._cache.layout, identity)
-        for codec in codecs.written:
-            warm(codec, self._cache.layout)
-        size = chunk_tokens(config, codecs.written, self._cache.block_tokens)
+        data = Path(settings.data_path or settings.disk_path)
+        unmeasurable = HAS_STATE if groups.states else ""
+        if vllm_config.parallel_config.world_size > 1:
+            unmeasurable = MANY_RANKS
+        codecs = ServedCodecs(config, self._cache.layout, identity, data, unmeasurable)
+        packer = Packer(codecs.codecs, self._cache.layout, identity)
+        size = chunk_tokens(config, self._cache.block_tokens)
         keys = BlockKeys(identity, self._cache.block_tokens, size // self._cache.block_tokens)
         disk = vllm_rank_folder(Path(settings.disk_path), rank)
         tiers = usable_tiers(config, disk)
@@ -81,8 +86,8 @@ class Worker:
             stream = SideStream(self._cache.device)
             blocks = StatefulBlocks(blocks, groups.states, layers, self._store, stream)
         self._transfer = Transfer(blocks, self._store, self._staging, config.save_queue_bytes)
-        packed = packer.chunk_nbytes(0, size) // size
-        hello = RankHello(rank, codecs.ram.id, self._cache.layout.bytes_per_token, packed)
+        packed = packed_bytes_per_token(self._store)
+        hello = RankHello(rank, codecs.codecs.ram.id, self._cache.layout.bytes_per_token, packed)
         self._link = RankLink(
             settings.hub_path,
             hello,
@@ -90,11 +95,11 @@ class Worker:
             self._staging,
             self._stats,
             self._transfer.wait_saved,
+            codecs,
         )
         self._store.listen(self._lost)
         ways = type(self._cache.sides[0][0]).__name__, type(blocks).__name__
-        names = ", ".join(x.id for x in codecs.written)
-        logger.info("rank %d: %s, %s, codec %s", rank, *ways, names)
+        logger.info("rank %d: %s, %s", rank, *ways)
 
     def start_loads(self, step: Step) -> None:
         self._patience_s = step.patience_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,8 @@ from kvstore.store import ColdStore
 from tests.integration.tiny_models import tiny_model
 
 GREEDY = (Row(),)
+# For tests that are not about what a codec costs.
+ANY_CODEC: Mapping[str, Any] = {"accept_loss": True}
 
 
 def session(name: str, tenant: str = "tenant") -> SessionRef:
@@ -131,9 +133,11 @@ async def engine(
     *,
     codec: str = "raw",
     disk_codec: str = "",
+    gate: Mapping[str, Any] = ANY_CODEC,
     **config: int | str,
 ) -> AsyncIterator[Engine]:
-    """``folder`` = where the disk tier lies; None = no cold store at all."""
+    """``folder`` = where the disk tier lies; None = no cold store at all. ``gate``: what a codec
+    must keep, as settings of the store."""
     settings = EngineConfig(**{"prefill_step": 64, **config})  # type: ignore[arg-type]
     name = f"tiny-{kind}"
     if folder is None:
@@ -142,6 +146,7 @@ async def engine(
         store = StoreConfig(
             codec=codec,
             disk_codec=disk_codec,
+            **gate,
             disk_path=str(folder),
             disk_bytes=256 << 20,
             num_threads=2,

@@ -14,13 +14,17 @@ from engines.client import EngineClient
 from engines.config import EngineConfig, WorkerConfig
 from engines.control_server import ControlServer
 from engines.fake_worker.server import DataServer
-from engines.fake_worker.shelf import Shelf
+from engines.fake_worker.shelf import CODEC, Shelf
 from engines.wire import Welcome
 from kvstore.config import StoreConfig
 
 WELCOME = Welcome(
-    engine="fake", engine_version="1", model="m", max_context=1000, codec="raw", hibernation=True
+    engine="fake", engine_version="1", model="m", max_context=1000, codec=CODEC, hibernation=True
 )
+
+
+async def welcomed() -> Welcome:
+    return WELCOME
 
 
 class FakeProcess:
@@ -29,7 +33,7 @@ class FakeProcess:
     def __init__(self, folder: Path, token: str = "right") -> None:
         self._folder = folder
         self.shelf = Shelf(1 << 30)
-        self._control = ControlServer(token, WELCOME, self.shelf)
+        self._control = ControlServer(token, welcomed, self.shelf)
         self.shelf.listen(self._control.publish)
         self._data = DataServer(token, "m", WELCOME.max_context, self.shelf)
         self._runner: web.AppRunner | None = None

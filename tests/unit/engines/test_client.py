@@ -12,8 +12,9 @@ import pytest
 
 from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.client import AttachedEngine, EngineClient
+from engines.fake_worker.shelf import CODEC
 from engines.registry import UnknownEngine, engine_factory
-from engines.wire import CACHE_HEADER, SessionRef
+from engines.wire import CACHE_HEADER, CodecReport, SessionRef
 from tests.unit.engines.conftest import FakeProcess, until, worker_config
 
 PATH = "/v1/chat/completions"
@@ -93,6 +94,15 @@ async def test_control_verbs(client: EngineClient) -> None:
     await client.forget(SESSION)
     assert await client.sessions() == []
     assert await client.prefetch(SESSION) is None
+
+
+async def test_the_codec_is_known_as_it_is_now(client: EngineClient, fake: FakeProcess) -> None:
+    assert client.welcome is not None and client.welcome.codec == CODEC
+    fake.shelf.codec = CodecReport(name="better")  # another gateway had it adopt that
+    await client.stats()
+    assert client.welcome.codec.name == "better"
+    fake.shelf.codec = CODEC
+    assert await client.adopt() == CODEC == client.welcome.codec
 
 
 async def test_errors_of_the_engine_are_answers(client: EngineClient) -> None:

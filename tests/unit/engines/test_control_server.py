@@ -42,7 +42,7 @@ from engines.wire import (
     read_from_engine,
 )
 from kvstore.errors import PinLimit
-from tests.unit.engines.conftest import WELCOME
+from tests.unit.engines.conftest import WELCOME, welcomed
 
 ONE = SessionRef(tenant="alice", id="one", salt=b"a")
 REPORT = SessionReport(
@@ -101,7 +101,7 @@ class Served:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.verbs = Verbs()
-        self.control = ControlServer("secret", WELCOME, self.verbs)
+        self.control = ControlServer("secret", welcomed, self.verbs)
 
     @asynccontextmanager
     async def call(self, token: str | None = "secret") -> AsyncIterator[Caller]:

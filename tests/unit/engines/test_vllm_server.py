@@ -22,7 +22,7 @@ from engines.vllm_fields import with_session
 from engines.vllm_plugin.command import adjustable, command, environment, plugin_settings
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_server import VllmServer
-from engines.wire import Welcome
+from engines.wire import CodecReport, Welcome
 from kvstore.config import StoreConfig
 from kvstore.records import SessionRef
 
@@ -87,10 +87,19 @@ def test_on_a_cpu_the_models_dtype_is_widened_unless_it_is_chosen(tmp_path):
 
 async def test_an_attached_engine_that_is_vllm_gets_vllms_fields(tmp_path):
     welcome = Welcome(
-        engine="vllm", engine_version="0", model="m", max_context=1, codec="raw", hibernation=True
+        engine="vllm",
+        engine_version="0",
+        model="m",
+        max_context=1,
+        codec=CodecReport(name="raw"),
+        hibernation=True,
     )
+
+    async def welcomed() -> Welcome:
+        return welcome
+
     address = f"unix:{tmp_path / 'control.sock'}"
-    server = await ControlServer("its own", welcome, Shelf(1 << 20)).serve(address)
+    server = await ControlServer("its own", welcomed, Shelf(1 << 20)).serve(address)
     there = msgspec.structs.replace(
         worker(tmp_path, url="http://127.0.0.1:1", control=address), token="its own"
     )

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from engines.base import Demoted, EngineUnavailable, SessionRef, TierName, Upstream
-from engines.wire import EngineReport, Notice, SessionReport, Welcome
+from engines.wire import CodecReport, EngineReport, Notice, SessionReport, Welcome
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.keys import Tenants
@@ -26,7 +26,7 @@ WELCOME = Welcome(
     engine_version="1",
     model=MODEL,
     max_context=100,
-    codec="raw",
+    codec=CodecReport(name="raw"),
     hibernation=True,
 )
 

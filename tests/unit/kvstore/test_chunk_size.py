@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvstore.chunk_size import chunk_tokens
-from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.seeds import SEEDS
-from kvstore.codecs.stack_codec import StackCodec
 from kvstore.config import StoreConfig
 
 
@@ -24,17 +21,17 @@ from kvstore.config import StoreConfig
         (16, 32, 32),
     ],
 )
-@pytest.mark.parametrize("codec", ["raw", "tq3", "tq4"])
+@pytest.mark.parametrize("codec", ["auto", "raw", "tq3", "tq4", "dense3"])
 def test_a_chunk_is_what_was_asked_for_in_whole_blocks(codec, set_to, block, tokens):
-    config = StoreConfig(chunk_tokens=set_to)
-    assert chunk_tokens(config, [codec_by_name(codec)], block) == tokens
+    config = StoreConfig(codec=codec, chunk_tokens=set_to)
+    assert chunk_tokens(config, block) == tokens
 
 
-def test_what_tokens_of_a_chunk_share_is_spread_over_more_of_them():
-    stacks = [x for x in map(codec_by_name, SEEDS) if isinstance(x, StackCodec)]
-    assert stacks
-    assert {chunk_tokens(StoreConfig(), [x], 32) for x in stacks} == {128}
-    assert chunk_tokens(StoreConfig(), [codec_by_name("tq3"), stacks[0]], 32) == 128
+@pytest.mark.parametrize("codec", ["balanced", "max", "somebody.codecs:Own"])
+def test_what_tokens_of_a_chunk_share_is_spread_over_more_of_them(codec):
+    assert chunk_tokens(StoreConfig(codec=codec), 32) == 128
+    assert chunk_tokens(StoreConfig(codec="tq3", disk_codec=codec), 32) == 128
+    assert chunk_tokens(StoreConfig(codec="tq3", redis_codec=codec), 32) == 128
 
 
 @pytest.mark.parametrize("tokens", [1, 15])

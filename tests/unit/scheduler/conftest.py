@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from engines.base import (
+    CodecReport,
     Demoted,
     EngineReport,
     EngineUnavailable,
@@ -81,7 +82,7 @@ class RowsEngine:
             engine_version="1",
             model="m",
             max_context=8192,
-            codec="raw",
+            codec=CodecReport(name="raw"),
             hibernation=True,
         )
         self.held: dict[tuple[str, str], Held] = {}

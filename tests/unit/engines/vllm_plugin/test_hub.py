@@ -32,6 +32,7 @@ from engines.vllm_plugin.verbs import Verbs
 from engines.wire import (
     MAX_FRAME_BYTES,
     Answer,
+    CodecReport,
     Demote,
     Done,
     Forget,
@@ -55,13 +56,22 @@ from engines.wire import (
 from kvstore.block_store import BlockStore
 from kvstore.records import SessionRef
 from kvstore.stats import Counters
-from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save
+from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save, served
 from tests.unit.engines.vllm_plugin.test_lookup import Pool
 
 CHAIN = hashes(list(range(100)))
 WELCOME = Welcome(
-    engine="vllm", engine_version="0", model="m", max_context=1, codec="raw", hibernation=True
+    engine="vllm",
+    engine_version="0",
+    model="m",
+    max_context=1,
+    codec=CodecReport(name="raw"),
+    hibernation=True,
 )
+
+
+async def welcomed() -> Welcome:
+    return WELCOME
 
 
 class Engine:
@@ -80,7 +90,7 @@ class Engine:
             self.hub, self.hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: (0, 0)
         )
         self.address = str(folder / "control.sock")
-        self.hub.start(ControlServer("secret", WELCOME, self.verbs).serve(f"unix:{self.address}"))
+        self.hub.start(ControlServer("secret", welcomed, self.verbs).serve(f"unix:{self.address}"))
         self.stores = [open_store(ram_and_disk(folder / f"disk{i}")) for i in range(2)]
         self.staging = [StagingArea(), StagingArea()]
         self.links = [self._link(i, folder) for i in range(2)]
@@ -90,7 +100,9 @@ class Engine:
         store: BlockStore = self.stores[i]
         hello = RankHello(i, "raw.1", 1000, 1000)
         path = str(folder / "hub.sock")
-        return RankLink(path, hello, store, self.staging[i], store.stats, self._wait_saved)
+        return RankLink(
+            path, hello, store, self.staging[i], store.stats, self._wait_saved, served()
+        )
 
     def _wait_saved(self, session: SessionRef, within_s: float) -> bool:
         """A save of this session ends, as it were, while somebody waits for it."""
@@ -384,7 +396,7 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
     verbs = Verbs(
         hub, HotSessions(), block_tokens=1, counters=Counters(), num_requests=lambda: (0, 0)
     )
-    hub.start_behind_front(ControlServer("secret", WELCOME, verbs).serve(f"unix:{control}"))
+    hub.start_behind_front(ControlServer("secret", welcomed, verbs).serve(f"unix:{control}"))
     time.sleep(0.05)
     assert not control.exists()
     with socket.socket(socket.AF_UNIX) as front:
@@ -398,7 +410,13 @@ def test_ranks_may_come_before_the_hub(tmp_path):
     store, staging = open_store(), StagingArea()
     hello = RankHello(0, "raw.1", 1, 1)
     link = RankLink(
-        str(tmp_path / "hub.sock"), hello, store, staging, store.stats, lambda session, s: True
+        str(tmp_path / "hub.sock"),
+        hello,
+        store,
+        staging,
+        store.stats,
+        lambda session, s: True,
+        served(),
     )
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()

@@ -8,23 +8,39 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from engines.calibration.profiles import save as write_profile
+from engines.calibration.served import ServedCodecs
 from engines.vllm_plugin.host_blocks import HostBlocks
 from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.hub import Hub
 from engines.vllm_plugin.messages import Peek, RankHello, RankNews, Stage, Staged, receive
 from engines.vllm_plugin.plan import Save
-from engines.vllm_plugin.rank import RankLink, StagingArea
+from engines.vllm_plugin.rank import RankLink, StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.transfer import Transfer
 from engines.vllm_plugin.verbs import Verbs
 from engines.wire import MAX_FRAME_BYTES
+from kvstore.codecs.profile import Profile
 from kvstore.records import SessionRef
 from kvstore.shapes import KVPair
 from kvstore.stats import Counters
 from tests.blob_names import all_named
-from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save
+from tests.block_sessions import (
+    BLOCK,
+    FINGERPRINT,
+    LAYOUT,
+    check_rows,
+    hashes,
+    open_store,
+    ram_and_disk,
+    ref,
+    save,
+    served,
+)
 from tests.faulty_tier import FaultyTier
+from tests.unit.engines.calibration.test_bound import GOOD
 from tests.unit.engines.vllm_plugin.numpy_blocks import NoStream, NumpyBlocks
 from tests.unit.engines.vllm_plugin.test_hub import wait
 from tests.unit.engines.vllm_plugin.test_lookup import Pool
@@ -48,7 +64,7 @@ class SlowBlocks(NumpyBlocks):
 
 
 class Rank:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, codecs: ServedCodecs | None = None) -> None:
         self.blocks = SlowBlocks()
         self.ram, self.disk = (FaultyTier(x) for x in ram_and_disk(folder / "disk"))
         self.store = open_store([self.ram, self.disk])
@@ -71,6 +87,7 @@ class Rank:
             self.staging,
             self.store.stats,
             self._wait_saved,
+            codecs or served(),
         )
         wait(lambda: self.hub.ready)
 
@@ -134,6 +151,24 @@ def test_saves_of_other_sessions_hold_up_no_delete(rank: Rank) -> None:
     assert rank.blocks.reading.wait(10)
     forgetting = asyncio.run_coroutine_threadsafe(rank.verbs.forget(ref()), rank.hub._loop)
     assert forgetting.result(30).report is None
+
+
+def test_a_codec_is_adopted_once_it_was_measured(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, served("tq3", tmp_path))
+    save(rank.store, ref(), CHAIN)
+    waiting = asyncio.run_coroutine_threadsafe(rank.verbs.codec(), rank.hub._loop).result(30)
+    assert (waiting.name, waiting.unmeasured) == ("raw", True)
+    row = msgspec.structs.replace(GOOD, codec_id="tq3.1")
+    write_profile(Profile(FINGERPRINT, LAYOUT, (), {}, (row,)), tmp_path)
+    adopted = asyncio.run_coroutine_threadsafe(rank.verbs.adopt(), rank.hub._loop).result(30)
+    assert (adopted.name, adopted.id, adopted.unmeasured) == ("tq3", "tq3.1", False)
+    assert rank.store.codecs.ram.id == "tq3.1"
+    wait(lambda: rank.hub.packed_bytes_per_token == packed_bytes_per_token(rank.store))
+    save(rank.store, ref("new"), OTHER)
+    records = {x.id: x.packed_bytes for x in rank.store.records()}
+    assert records["new"] < 0.5 * records["s"]
+    check_rows(rank.store, CHAIN, rank.store.fetch(ref(), CHAIN, 0))  # exact, as it was saved
+    rank.close()
 
 
 # ---- the end
@@ -241,7 +276,13 @@ def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes)
         hub.listen()
         hello = RankHello(0, "raw.1", 1, 1)
         link = RankLink(
-            str(tmp_path / "hub.sock"), hello, store, StagingArea(), store.stats, lambda *_: True
+            str(tmp_path / "hub.sock"),
+            hello,
+            store,
+            StagingArea(),
+            store.stats,
+            lambda *_: True,
+            served(),
         )
         for _ in range(2):
             with hub.accept()[0] as rank:

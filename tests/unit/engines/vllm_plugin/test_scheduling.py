@@ -18,7 +18,7 @@ from engines.vllm_plugin.scheduling import Scheduling
 from engines.wire import FromEngine, Hello, Notice, Reply, Request, frame
 from kvstore.config import StoreConfig
 from kvstore.tiers.ram_tier import RamTier
-from tests.block_sessions import BLOCK, hashes, open_store, ref, save
+from tests.block_sessions import BLOCK, hashes, open_store, ref, save, served
 from tests.unit.engines.vllm_plugin.test_hub import wait
 from tests.unit.engines.vllm_plugin.test_lookup import Pool
 
@@ -44,6 +44,7 @@ class Bench:
             StagingArea(),
             self.store.stats,
             lambda session, within_s: True,
+            served(),
         )
         self.store.listen(lambda session: self.link.send(RankLost(session)))
         wait(lambda: self.scheduling._hub.ready)
