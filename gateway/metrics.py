@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engines.wire import EngineReport
+from engines.wire import CodecReport, EngineReport
 
 log = logging.getLogger("thermocline.sessions")
 
@@ -185,6 +185,27 @@ def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
         events.add_metric([name], count)
     yield events
     yield from _tier_metrics(report)
+    if report.codec is not None:
+        yield from _codec_metrics(report.codec)
+
+
+def _codec_metrics(codec: CodecReport) -> Iterator[Metric]:
+    info = GaugeMetricFamily(
+        "thermocline_codec_info", "1 for the codec of each tier.", labels=["tier", "codec"]
+    )
+    for tier, id in codec.tiers.items():
+        info.add_metric([tier, id], 1)
+    yield info
+    yield _gauge("codec_unmeasured", "1 while nothing was measured to choose by.", codec.unmeasured)
+    for field, words in (
+        ("kl", "Measured on this model: KL of the next token, nats."),
+        ("top1", "Measured: share of positions with the same most likely token."),
+        ("bits_per_element", "Measured: bits for each value, everything counted."),
+    ):
+        gauge = GaugeMetricFamily(f"thermocline_codec_{field}", words, labels=["codec", "context"])
+        for row in codec.rows:
+            gauge.add_metric([row.codec_id, str(row.context)], float(getattr(row, field)))
+        yield gauge
 
 
 def _tier_metrics(report: EngineReport) -> Iterator[Metric]:

@@ -32,8 +32,12 @@ class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @router.get("/v1/sessions")
 async def list_sessions(request: Request) -> Response:
-    tenant = caller_of(request)
-    return _json({"object": "list", "data": gateway_of(request).sessions.list(tenant.name)})
+    """With how they are packed from now on, and what that was measured to cost this model."""
+    tenant, gateway = caller_of(request), gateway_of(request)
+    welcome = gateway.engine.welcome
+    codec = welcome.codec if welcome else None
+    sessions = gateway.sessions.list(tenant.name)
+    return _json({"object": "list", "data": sessions, "codec": codec})
 
 
 @router.post(_ONE + "/demote")

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engines.wire import EngineReport, TierReport
+from engines.wire import CodecReport, EngineReport, TierReport
 from gateway.metrics import Gauges, Metrics, PromptDetails, Usage
+from tests.unit.engines.calibration.test_bound import GOOD
 
 REPORT = EngineReport(
     hot_bytes=10,
@@ -52,6 +53,16 @@ def test_cache_outcomes_by_source_and_reason() -> None:
     found = samples(metrics)
     for labels in ("diverged,cold-disk", ",hot", "never-stored,miss", ",unknown"):
         assert found[f"thermocline_cache_outcomes_total{{{labels}}}"] == 1
+
+
+def test_the_codec_in_use_and_what_it_was_measured_to_cost() -> None:
+    row = msgspec.structs.replace(GOOD, codec_id="tq3.1", kl=0.004)
+    codec = CodecReport(name="tq3", id="tq3.1", tiers={"ram": "tq3.1"}, rows=(row,))
+    found = samples(Metrics(), msgspec.structs.replace(REPORT, codec=codec))
+    assert found["thermocline_codec_info{tq3.1,ram}"] == 1
+    assert found["thermocline_codec_kl{tq3.1,2048}"] == 0.004
+    assert found["thermocline_codec_bits_per_element{tq3.1,2048}"] == row.bits_per_element
+    assert found["thermocline_codec_unmeasured{}"] == 0
 
 
 def test_the_machines_memory(caplog: pytest.LogCaptureFixture) -> None:
