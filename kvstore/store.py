@@ -20,7 +20,7 @@ from typing import Final
 from kvstore.accounting import SessionBytes, measure
 from kvstore.chain import KeySpace, Tokens, as_tokens, common_prefix
 from kvstore.chunk_size import chunk_tokens
-from kvstore.codec_set import CodecSet, as_set
+from kvstore.codec_set import CodecSet
 from kvstore.codec_switch import CodecSwitch, in_use, mark_tiers
 from kvstore.codecs.base import Codec
 from kvstore.committer import Committer

@@ -16,15 +16,16 @@ import msgspec
 from fastapi import FastAPI
 
 from engines.base import Engine, EngineError
+from engines.calibration.choice import EXACT, check_name
 from engines.config import WorkerConfig
 from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.keys import BadKeyLine, Tenants, read_key_lines
 from gateway.metrics import Metrics
-from kvstore.codecs.base import Codec
+from kvstore.codecs.calibrated import LEARNABLE
 from kvstore.codecs.presets import codec_by_name
-from kvstore.config import StoreConfig
+from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.blas import Blas, find_blas
 from launch.budgets import weights_bytes
@@ -70,8 +71,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
     settings, kind = effective.settings, effective.engine_kind
     tenants = _tenants(settings, effective.folders.data)
     _check_reach(settings, tenants)
-    for name in _codec_names(settings.store):
-        _codec(name)
+    _check_codecs(settings.store)
     require_installed(effective)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
     model = _model(effective)
@@ -90,6 +90,7 @@ def build(effective: Effective, environ: Mapping[str, str]) -> Iterator[Served]:
             served_model_name=model.name,
             runtime_dir=str(runtime_dir),
             token=settings.engine.token or secrets.token_urlsafe(32),
+            data_path=str(effective.folders.data),
             log_level=settings.log_level,
         )
         engine = _engine(kind, worker, {**CHILD_ENV, **(blas.env if blas else {})})
@@ -140,16 +141,18 @@ def _check_memory(effective: Effective, model: Model) -> None:
 def _store(config: StoreConfig, data_dir: Path, model: Model) -> StoreConfig:
     """Cold sessions lie beside the secret that their keys are derived from."""
     config = msgspec.structs.replace(config, disk_path=config.disk_path or str(data_dir))
-    lossy = [x for x in _codec_names(config) if not _codec(x).exact]
-    reason = _exact_only(model) if lossy else ""
-    if not reason:
+    reason = _exact_only(model)
+    lossy = [x for x in (config.codec, config.disk_codec, config.redis_codec) if not _is_exact(x)]
+    if not reason or not lossy:
         return config
-    log.warning("cold sessions are kept with codec raw instead of %s: %s", lossy[0], reason)
-    return msgspec.structs.replace(config, codec="raw", disk_codec="", redis_codec="")
+    named = [x for x in lossy if x != AUTO]
+    level = logging.WARNING if named else logging.INFO
+    log.log(level, "cold sessions are kept with codec raw instead of %s: %s", lossy[0], reason)
+    return msgspec.structs.replace(config, codec=EXACT, disk_codec="", redis_codec="")
 
 
-def _codec_names(config: StoreConfig) -> list[str]:
-    return [x for x in (config.codec, config.disk_codec, config.redis_codec) if x]
+def _is_exact(name: str) -> bool:
+    return not name or (name not in (AUTO, *LEARNABLE) and codec_by_name(name).exact)
 
 
 def _exact_only(model: Model) -> str:
@@ -190,11 +193,14 @@ def _check_reach(settings: Settings, tenants: Tenants) -> None:
         )
 
 
-def _codec(name: str) -> Codec:
-    try:
-        return codec_by_name(name)
-    except UnknownCodec as error:
-        raise UsageError(f"store.codec: {error}") from error
+def _check_codecs(store: StoreConfig) -> None:
+    """Only the names; what they may do to this model, the engine finds out."""
+    for field in ("codec", "disk_codec", "redis_codec"):
+        try:
+            if name := getattr(store, field):
+                check_name(name)
+        except UnknownCodec as error:
+            raise UsageError(f"store.{field}: {error}") from error
 
 
 @contextmanager

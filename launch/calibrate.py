@@ -14,23 +14,32 @@ from typing import Final
 import msgspec
 
 from engines.calibration.order import Order, Report
+from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from engines.vllm_env import import_path
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import PRESETS, codec_by_name
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.seeds import SEEDS
+from kvstore.config import AUTO
 from kvstore.errors import UnknownCodec
 from launch.blas import find_blas
 from launch.build import CHILD_ENV
 from launch.effective import Effective, require_installed
 from launch.errors import LaunchError, UsageError
+from launch.measured import remember
 from launch.model import find_model
 from launch.show import print_table
 
 log = logging.getLogger("thermocline.launch")
 
 USUAL_CONTEXTS = "2048,6144"
+# Of the measurement at a model's first start: what ``auto`` chooses among, but for ``max``, which
+# takes longer to learn than all the others together.
+FIRST_PRESETS = ("dense3", "balanced", "tq4", "safe")
+FIRST_CONTEXT = 1024
+FIRST_SCORED = 128
+FIRST_WINDOWS = 8
 # Where its programs are. Others are served, and measured by another engine.
 _PROGRAMS = {"mlx": "engines.mlx_worker.calibrate", "vllm": "engines.vllm_plugin.calibrate"}
 # What may stand for several presets.
@@ -58,21 +67,33 @@ def calibrate(effective: Effective, wishes: Wishes, environ: Mapping[str, str]) 
     Raises:
         UsageError, LaunchError: it cannot be done; says what to do.
     """
+    command, env = program(effective, environ)
+    order = _order(effective, wishes)
+    report = msgspec.json.decode(_answer(command, order, env), type=Report)
+    remember(effective, report.fingerprint)
+    return report
+
+
+def program(
+    effective: Effective, environ: Mapping[str, str]
+) -> tuple[Sequence[str], Mapping[str, str]]:
+    """The command that measures, and its whole environment.
+
+    Raises:
+        UsageError, LaunchError: the engine has none, or is not installed.
+    """
     kind = effective.engine_kind
     if kind not in _PROGRAMS:
         raise UsageError(f"engine {kind} cannot calibrate; use --set engine.kind=mlx, or vllm")
     require_installed(effective)
-    order = _order(effective, wishes)
     if kind == "vllm":
-        python = order.vllm.python or sys.executable
+        python = effective.settings.engine.vllm.python or sys.executable
         env: Mapping[str, str] = _path(environ)
     else:
         blas = find_blas(environ, effective.folders.cache)
         log.info("%s", blas.message)
         python, env = sys.executable, blas.env
-    command = [python, "-m", _PROGRAMS[kind]]
-    answer = _answer(command, order, {**environ, **CHILD_ENV, **env})
-    return msgspec.json.decode(answer, type=Report)
+    return [python, "-m", _PROGRAMS[kind]], {**environ, **CHILD_ENV, **env}
 
 
 def _answer(command: Sequence[str], order: Order, env: Mapping[str, str]) -> bytes:
@@ -115,6 +136,36 @@ def _order(effective: Effective, wishes: Wishes) -> Order:
         log_level=effective.settings.log_level,
     )
     return order if wishes.needles else msgspec.structs.replace(order, depths=())
+
+
+def first_order(effective: Effective) -> Order:
+    """A quick one for a model at its first start: few texts, one context length.
+
+    Raises:
+        UsageError, LaunchError: there is no such model, or it takes no prompt worth packing.
+    """
+    settings = effective.settings
+    model = find_model(settings.engine.model, effective.folders.cache)
+    longest = stated_context(model.config()) or UNSTATED_CONTEXT
+    context = min(FIRST_CONTEXT, (longest - FIRST_SCORED) // 128 * 128)
+    if context < 128:
+        raise LaunchError(f"{model.name} takes no more than {longest} tokens")
+    store = settings.store
+    named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
+    return Order(
+        model_path=model.path,
+        dtype=settings.engine.dtype,
+        vllm=settings.engine.vllm,
+        presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
+        contexts=(context,),
+        num_windows=FIRST_WINDOWS,
+        window_tokens=min(1024, context),
+        num_scored=FIRST_SCORED,
+        depths=(0.5,),
+        chunk_tokens=store.chunk_tokens,
+        data_path=str(effective.folders.data),
+        log_level="debug" if settings.log_level == "debug" else "warning",
+    )
 
 
 def presets_of(names: str | None) -> tuple[str, ...]:

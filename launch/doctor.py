@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_folder import left_behind
 from launch.blas import find_blas
 from launch.cache_shape import NotUnderstood
@@ -27,6 +28,7 @@ from launch.effective import Effective, require_installed
 from launch.errors import LaunchError
 from launch.families import cache_shape
 from launch.machine import available_memory, free_disk
+from launch.measured import MEASURABLE, likely_choice
 from launch.model import find_model
 from launch.sample_model import find_gguf
 from launch.sample_model import folder_in as sample_folder
@@ -230,6 +232,25 @@ def _model(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return "ok", f"{model.name}: {kept}{', and state' if shape.needs_state else ''}"
 
 
+def _codec(effective: Effective, environ: Mapping[str, str]) -> Answer:
+    if effective.engine_kind not in MEASURABLE:
+        return "ok", "the engine's own"
+    given, store = effective.settings.store.codec, effective.settings.store
+    if not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists():
+        return "ok", f"{given}; the sample model is not here yet"
+    try:
+        choice = likely_choice(effective)
+    except (CodecRefused, UnknownCodec) as error:
+        return "failure", str(error)
+    except NotUnderstood:  # the engine looks at the real cache and decides for itself
+        return "ok", given
+    if not choice.unmeasured:
+        return "ok", f"{choice.name} ({choice.why})"
+    cure = "the first start measures it" if store.calibrate else "run: thermocline calibrate"
+    verdict: Verdict = "ok" if store.calibrate else "warning"
+    return verdict, f"{choice.name}, exact but large ({choice.why}); {cure}"
+
+
 def _open_files(effective: Effective, environ: Mapping[str, str]) -> Answer:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < MIN_OPEN_FILES:  # negative: no limit
@@ -242,6 +263,7 @@ CHECKS: Mapping[str, Check] = {
     "package": _names,
     "engine": _engine,
     "model": _model,
+    "codec": _codec,
     "blas": _blas,
     "memory": _memory,
     "disk": _disk,

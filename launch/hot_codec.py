@@ -10,6 +10,7 @@ from engines.packed_budget import HOT_CODECS
 from kvstore.codecs.packed_array import PackedLayout
 from kvstore.codecs.packed_codec import packed_codec
 from kvstore.codecs.presets import codec_by_name
+from kvstore.config import AUTO
 from kvstore.errors import UnknownCodec
 from launch.cache_shape import CacheShape, NotUnderstood
 from launch.effective import Effective
@@ -31,9 +32,10 @@ def check_hot_codec(effective: Effective, model: Model) -> None:
         )
     layout = PackedLayout(dtype="bfloat16", layers=(), num_bits=HOT_CODECS[engine.hot_codec])
     for name in ("codec", "disk_codec", "redis_codec"):
-        codec: str = getattr(store, name)
+        codec: str = getattr(store, name) or store.codec
         try:
-            packed_codec(codec_by_name(codec or store.codec), layout)
+            if codec != AUTO:  # which follows the live cache
+                packed_codec(codec_by_name(codec), layout)
         except UnknownCodec as error:
             raise UsageError(f"{refused}{error} (store.{name})") from error
     if reason := _unfit(model):

@@ -29,7 +29,7 @@ Assignments = Annotated[
 Model = Annotated[
     str | None, typer.Option("--model", help="Local folder or hub id; default: the sample model.")
 ]
-Codec = Annotated[str | None, typer.Option("--codec", help="raw, tq3, tq4 or lm3.")]
+Codec = Annotated[str | None, typer.Option("--codec", help="auto, raw, dense3, max, tq4 ...")]
 Hot = Annotated[str | None, typer.Option("--hot", metavar="SIZE", help="Live KV, e.g. 4GiB.")]
 Ram = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Cold KV in memory.")]
 Disk = Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Cold KV on disk.")]

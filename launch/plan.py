@@ -15,8 +15,9 @@ from engines.config import EngineConfig
 from kvstore.chain import KEY_BYTES
 from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.base import Codec
-from kvstore.codecs.presets import PRESETS, codec_by_name
-from kvstore.config import StoreConfig
+from kvstore.codecs.presets import PRESETS, open_codec
+from kvstore.codecs.profile import Profile
+from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.format import HEADER_BYTES
 from kvstore.marks import MARK_BYTES
@@ -36,6 +37,7 @@ class ColdPlan(msgspec.Struct, frozen=True):
     """One codec at one context length. ``refused`` says why there are no numbers."""
 
     codec: str
+    kl: float | None = None  # the worst that was measured of it on this model; None: it was not
     refused: str = ""
     bytes_per_session: int = 0
     times_smaller_than_bf16: float = 0.0
@@ -85,8 +87,10 @@ def make_plan(
     dtype: DType,
     contexts: Sequence[int],
     store: StoreConfig,
+    profile: Profile | None = None,
 ) -> Plan:
-    """``contexts``: tokens per session. ``room`` and ``store`` hold the budgets."""
+    """``contexts``: tokens per session. ``room`` and ``store`` hold the budgets. ``profile``: what
+    was measured of the model."""
     shape, itemsize = room.shape, room.itemsize
     budgets = {"hot": room.hot_bytes, "ram": store.ram_bytes, "disk": store.disk_bytes}
     if store.redis_url:
@@ -104,7 +108,7 @@ def make_plan(
         wanted_context=room.wanted,
         wanted_hot_bytes=room.running_bytes(room.wanted),
         budgets=budgets,
-        contexts=[_context_plan(room, dtype, n, budgets, store) for n in contexts],
+        contexts=[_context_plan(room, dtype, n, budgets, store, profile) for n in contexts],
         notes=_notes(room),
     )
 
@@ -124,16 +128,25 @@ def _notes(room: HotRoom) -> list[str]:
 
 
 def _context_plan(
-    room: HotRoom, dtype: DType, context: int, budgets: Mapping[str, int], store: StoreConfig
+    room: HotRoom,
+    dtype: DType,
+    context: int,
+    budgets: Mapping[str, int],
+    store: StoreConfig,
+    profile: Profile | None,
 ) -> ContextPlan:
     cold_budgets = {tier: nbytes for tier, nbytes in budgets.items() if tier != "hot"}
-    own = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x]
-    names = dict.fromkeys([*PRESETS, *own])  # the user's own may be others
+    # The user's own codec is one more, and what was learned of the model.
+    named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
+    names = dict.fromkeys([*PRESETS, *named, *(profile.learned if profile else ())])
     return ContextPlan(
         context=context,
         hot_bytes_per_session=room.idle_bytes(context),
         hot_sessions=room.sessions(context),
-        cold=[_cold_plan(name, room.shape, dtype, context, cold_budgets, store) for name in names],
+        cold=[
+            _cold_plan(name, room.shape, dtype, context, cold_budgets, store, profile)
+            for name in names
+        ],
     )
 
 
@@ -144,14 +157,17 @@ def _cold_plan(
     context: int,
     budgets: Mapping[str, int],
     store: StoreConfig,
+    profile: Profile | None,
 ) -> ColdPlan:
     try:
-        codec = codec_by_name(name)
+        codec = open_codec(name, profile)
         nbytes = cold_bytes(shape, codec, dtype, context, store)
     except UnknownCodec as error:
         return ColdPlan(name, refused=str(error))
+    rows = [x for x in (profile.rows if profile else ()) if x.codec_id == codec.id]
     return ColdPlan(
         codec=name,
+        kl=max((x.kl for x in rows), default=None),
         bytes_per_session=nbytes,
         times_smaller_than_bf16=round(shape.hot_bytes(context, BF16_BYTES) / nbytes, 2),
         sessions_per_gib=GIB // nbytes,
@@ -169,7 +185,9 @@ def cold_bytes(
     """
     if shape.exact_only and not codec.exact:
         raise UnknownCodec(f"codec {codec.id} is refused: {shape.exact_only}")
-    packer = Packer(codec, KVLayout(dtype, shape.growing), "")
+    layout = KVLayout(dtype, shape.growing)
+    codec.check(layout)
+    packer = Packer(codec, layout, "")
     size = chunk_tokens(store)
     num_chunks, tail = divmod(num_tokens, size)
     blobs = [

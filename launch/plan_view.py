@@ -23,7 +23,7 @@ def print_plan(plan: Plan) -> None:
         print(f"note: {note}")
     print()
     tiers = [tier for tier in plan.budgets if tier != "hot"]
-    columns = ("tokens", "kept", "bytes", "vs bf16", "per GiB", "hot", *tiers)
+    columns = ("tokens", "kept", "KL", "bytes", "vs bf16", "per GiB", "hot", *tiers)
     rows = [row for context in plan.contexts for row in _rows(context, tiers)]
     print_table(columns, rows, right=[x for x in columns if x != "kept"])
     refusals = {cold.codec: cold.refused for x in plan.contexts for cold in x.cold if cold.refused}
@@ -41,17 +41,18 @@ def _usable(plan: Plan) -> str:
 
 def _rows(context: ContextPlan, tiers: list[str]) -> list[list[str]]:
     nbytes = context.hot_bytes_per_session
-    live = ["live", show_bytes(nbytes), "", str((1 << 30) // max(1, nbytes))]
+    live = ["live", "", show_bytes(nbytes), "", str((1 << 30) // max(1, nbytes))]
     first = [str(context.context), *live, str(context.hot_sessions), *("" for _ in tiers)]
     return [first, *(_cold_row(cold, tiers) for cold in context.cold)]
 
 
 def _cold_row(cold: ColdPlan, tiers: list[str]) -> list[str]:
     if cold.refused:
-        return ["", cold.codec, "refused", *("" for _ in range(3 + len(tiers)))]
+        return ["", cold.codec, "", "refused", *("" for _ in range(3 + len(tiers)))]
     return [
         "",
         cold.codec,
+        "" if cold.kl is None else f"{cold.kl:.4f}",
         show_bytes(cold.bytes_per_session),
         f"{cold.times_smaller_than_bf16:.2f}x",
         str(cold.sessions_per_gib),

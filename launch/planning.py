@@ -10,16 +10,15 @@ import msgspec
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from engines.packed_budget import HOT_CODECS, packed_cost
 from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
-from kvstore.codec_set import open_codecs
-from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
-from kvstore.errors import UnknownCodec
+from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.shapes import NUMPY_DTYPES
 from launch.cache_shape import CacheShape, NotUnderstood
 from launch.effective import Effective
 from launch.errors import LaunchError, UsageError
 from launch.families import cache_shape
 from launch.hot_room import HotRoom
+from launch.measured import likely_choice, recall
 from launch.model import Model, find_model
 from launch.plan import Plan, live_dtype, make_plan
 
@@ -42,14 +41,25 @@ def plan_of(effective: Effective, contexts: str | None) -> Plan:
         shape = cache_shape(content)
     except NotUnderstood as error:
         raise LaunchError(f"{model.name} cannot be planned: {error}") from error
-    return make_plan(
+    plan = make_plan(
         settings.engine.served_model_name or model.name,
         content,
         hot_room(effective, content, shape),
         live_dtype(settings.engine, content, effective.widens),
         lengths,
         _as_saved(effective),
+        recall(effective),
     )
+    return msgspec.structs.replace(plan, notes=[*plan.notes, _codec_note(effective)])
+
+
+def _codec_note(effective: Effective) -> str:
+    given = effective.settings.store.codec
+    try:
+        choice = likely_choice(effective)
+    except (CodecRefused, UnknownCodec) as error:
+        return f"serve will refuse codec {given}: {error}"
+    return f"codec {given} is {choice.name} here: {choice.why}"
 
 
 def _as_saved(effective: Effective) -> StoreConfig:

@@ -16,6 +16,7 @@ from gateway.server import DrainingServer, server_of
 from launch.build import Served, build
 from launch.effective import Effective
 from launch.errors import LaunchError
+from launch.first_calibration import FirstCalibration
 from launch.logs import configure_logging
 from launch.settings import masked
 from launch.units import show_bytes
@@ -41,7 +42,8 @@ def serve(effective: Effective, environ: Mapping[str, str]) -> int:
         url = _url(sock)
         _say_settings(effective, served, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            runner.run(_run(server, sock, served, url))
+            calibration = FirstCalibration(effective, served.engine, environ)
+            runner.run(_run(server, sock, served, url, calibration))
     log.info("stopped")
     return 0 if server.started and not served.engine.gave_up else 1
 
@@ -84,12 +86,23 @@ def _cannot_listen(config: GatewayConfig, error: OSError) -> LaunchError:
     )
 
 
-async def _run(server: DrainingServer, sock: socket.socket, served: Served, url: str) -> None:
-    waiting = asyncio.create_task(_wait_for(served, server, url), name="wait-for-engine")
+async def _run(
+    server: DrainingServer,
+    sock: socket.socket,
+    served: Served,
+    url: str,
+    calibration: FirstCalibration,
+) -> None:
+    tasks = [
+        asyncio.create_task(_wait_for(served, server, url), name="wait-for-engine"),
+        asyncio.create_task(calibration.run(), name="calibration"),
+    ]
     try:
         await server.serve(sockets=[sock])
     finally:
-        waiting.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)  # what they started has ended then
 
 
 async def _wait_for(served: Served, server: DrainingServer, url: str) -> None:
@@ -116,7 +129,7 @@ def _announce(welcome: Welcome, took_s: float) -> None:
         welcome.engine,
         welcome.engine_version,
         welcome.max_context,
-        welcome.codec,
+        welcome.codec.name,
     )
     if not welcome.hibernation:
         log.warning("sessions will not hibernate: %s", welcome.hibernation_reason)

@@ -26,11 +26,14 @@ START_S = 90.0
 class Server:
     """A running server; ``log`` grows while it runs."""
 
-    def __init__(self, folder: Path, *arguments: str, engine: str = "fake") -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, engine: str = "fake", calibrate: bool = False
+    ) -> None:
         runtime = folder / "run"
         runtime.mkdir(exist_ok=True)
         self.runtime = runtime
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+        environ["THERMOCLINE_STORE__CALIBRATE"] = str(calibrate).lower()
         self.process = subprocess.Popen(
             [*PROGRAM, "serve", "--engine", engine, "--port", "0", *arguments],
             stderr=subprocess.PIPE,

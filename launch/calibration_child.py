@@ -1,0 +1,103 @@
+"""The calibration program beside a running service: quiet, bounded, and gone when we are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+import psutil
+
+from engines.calibration.order import Order
+from engines.log_lines import read_line
+from launch.errors import LaunchError
+from launch.machine import available_memory
+from launch.units import show_bytes
+
+log = logging.getLogger("thermocline.calibration")
+
+LEAST_PRIORITY: Final = 19
+MOST_S: Final = 3 * 3600.0  # an engine that is never idle leaves it little
+KEPT_FREE_BYTES: Final = 512 << 20  # of the machine's memory, or the program is ended
+LOOK_EVERY_S: Final = 2.0
+
+
+async def run_child(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    order: Order,
+    most_bytes: int,
+    *,
+    most_s: float = MOST_S,
+    look_every_s: float = LOOK_EVERY_S,
+    available: Callable[[], int] = available_memory,
+) -> int:
+    """The program's exit code. However this ends, it and all that it started have ended, too.
+
+    Args:
+        most_bytes: memory that it may take.
+        available: bytes of memory that the machine can still give.
+
+    Raises:
+        LaunchError: it took too much memory or time, and was ended.
+        OSError: it cannot be started.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=env, start_new_session=True
+    )
+    relaying = asyncio.create_task(_relay(process))
+    try:
+        # Before it has threads: each inherits what its maker has.
+        psutil.Process(process.pid).nice(LEAST_PRIORITY)
+        assert process.stdin is not None  # open until the end, which is the end of the program
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        async with asyncio.timeout(most_s):
+            while not await _ended(process, look_every_s):
+                if reason := _too_much(process.pid, most_bytes, available()):
+                    raise LaunchError(reason)
+        assert process.returncode is not None
+        return process.returncode
+    except TimeoutError as error:
+        raise LaunchError(f"it was not done after {most_s / 60:.0f} minutes") from error
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        await relaying
+
+
+async def _ended(process: Process, within_s: float) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    return process.returncode is not None
+
+
+def _too_much(pid: int, most_bytes: int, left: int) -> str:
+    taken = _memory_of(pid)
+    if taken <= most_bytes and left >= KEPT_FREE_BYTES:
+        return ""
+    return f"it took {show_bytes(taken)} of memory, and {show_bytes(left)} were left"
+
+
+def _memory_of(pid: int) -> int:
+    """Bytes in memory, of the process and what it started."""
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        return sum(int(x.memory_info().rss) for x in [parent, *parent.children(recursive=True)])
+    return 0
+
+
+async def _relay(process: Process) -> None:
+    """Its words become lines of our log."""
+    assert process.stderr is not None
+    while line := await process.stderr.readline():
+        level, words = read_line(line.decode("utf-8", "replace").rstrip())
+        if words:
+            log.log(level, "%s", words)
