@@ -32,10 +32,11 @@ def check_hot_codec(effective: Effective, model: Model) -> None:
         )
     layout = PackedLayout(dtype="bfloat16", layers=(), num_bits=HOT_CODECS[engine.hot_codec])
     for name in ("codec", "disk_codec", "redis_codec"):
-        codec: str = getattr(store, name) or store.codec
+        codec: str = getattr(store, name)
+        if codec in ("", AUTO):  # then it is the live cache's own
+            continue
         try:
-            if codec != AUTO:  # which follows the live cache
-                packed_codec(codec_by_name(codec), layout)
+            packed_codec(codec_by_name(codec), layout)
         except UnknownCodec as error:
             raise UsageError(f"{refused}{error} (store.{name})") from error
     if reason := _unfit(model):

@@ -47,7 +47,8 @@ def model(tmp_path: Path, content: dict[str, object]) -> Model:
 def test_a_plain_model_on_mlx_may(tmp_path):
     check_hot_codec(settings(tmp_path), model(tmp_path, LLAMA))
     check_hot_codec(settings(tmp_path), Model("not/here-yet", "m", None))
-    check_hot_codec(settings(tmp_path, store__codec="dense3"), model(tmp_path, LLAMA))
+    for codec in ("dense3", "auto"):
+        check_hot_codec(settings(tmp_path, store__codec=codec), model(tmp_path, LLAMA))
 
 
 @pytest.mark.parametrize(
