@@ -162,7 +162,8 @@ def first_order(effective: Effective) -> Order:
         window_tokens=min(1024, context),
         num_scored=FIRST_SCORED,
         depths=(0.5,),
-        chunk_tokens=store.chunk_tokens,
+        with_bounds=False,  # nobody looks at them, and they cost as much as learning
+        chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
         data_path=str(effective.folders.data),
         log_level="debug" if settings.log_level == "debug" else "warning",
     )

@@ -1,14 +1,20 @@
-"""What ``--presets`` may say."""
+"""What ``--presets`` may say, and what is ordered at a model's first start."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from engines.calibration.order import Order
 from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import PRESETS
 from kvstore.codecs.seeds import SEEDS
-from launch.calibrate import presets_of
+from launch.calibrate import first_order, presets_of
+from launch.effective import effective
 from launch.errors import UsageError
+from launch.options import layers
 
 
 def test_groups_and_names() -> None:
@@ -25,3 +31,12 @@ def test_each_preset_is_measured_once() -> None:
 def test_a_name_that_nobody_has() -> None:
     with pytest.raises(UsageError, match="--presets: no codec named 'tq9'"):
         presets_of("ours,tq9")
+
+
+def test_the_first_order_is_one_that_a_program_takes(tmp_path: Path) -> None:
+    """Whatever settings leave open."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    flags = {"--model": str(tmp_path), "--engine": "mlx"}
+    settings = effective(layers({}, flags=flags), {"HOME": str(tmp_path)})
+    order = first_order(settings)
+    assert msgspec.json.decode(msgspec.json.encode(order), type=Order) == order
