@@ -111,6 +111,7 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
                         _scales(1, sources, (norms + 4 * i, energies + 4 * i, target))
                     packed += count * row_nbytes
                     scales += count * SCALE_NBYTES
+        scratch[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
 
     return _compile(pack, _signature(dtype, payload_is_input=False))
 

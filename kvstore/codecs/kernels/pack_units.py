@@ -215,6 +215,7 @@ def _pack_units_with(sources: int) -> Any:
                     step = min(max(steps[token], -REACH), REACH)
                     codes[unit, block + token] = np.uint8(step + REACH + 1)
             plane += num_planes
+        scratch[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
         return True
 
     return pack_units

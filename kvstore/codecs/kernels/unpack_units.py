@@ -53,7 +53,7 @@ def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, 
 @njit
 def _tail_of_planes(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any) -> Any:
     """Planes from byte ``start`` on, as words of eight bytes: a short block must not read on."""
-    tail = np.zeros((num_planes, 8), np.uint8)
+    tail = np.zeros((num_planes + 1, 8), np.uint8)
     for k in range(num_planes):
         for i in range(nbytes - start):
             tail[k, i] = planes[(first + k) * nbytes + start + i]
@@ -127,6 +127,8 @@ def _unpack_units_with(sources: int) -> Any:
                 for token in range(count):
                     gains[token] = gain_tables[unit, codes[unit, block + token]]
                 _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
+                if count < BLOCK:
+                    tail[0, 0] = 0  # not freed before this
                 put_groups(sources, (rows, groups, num_groups))
                 for first in range(0, count, TILE_TOKENS):
                     for column in range(0, width, TILE_COLUMNS):
@@ -145,6 +147,7 @@ def _unpack_units_with(sources: int) -> Any:
                     gain_at = address_of(gains) + NBYTES * first
                     _rows_of_tile(sums, unit, token, rest, gain_at, mean, width, turns, targets)
             plane += num_planes
+        scratch[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
 
     return unpack_units
 
