@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from engines.calibration.choice import check_name, choose
+from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.config import StoreConfig
@@ -21,8 +22,7 @@ BITS = {"max": 1.0, "balanced": 2.1, "dense3": 3.2, "tq3": 3.25, "tq4": 4.25, "s
 
 
 def row(preset: str, **changes: object) -> Quality:
-    ids = model_profile().ids
-    codec_id = f"{preset}.1-{ids[preset]}" if preset in ids else f"{preset}.1"
+    codec_id = open_codec(preset, model_profile()).id
     known = {"preset": preset, "codec_id": codec_id, "bits_per_element": BITS.get(preset, 3.0)}
     return msgspec.structs.replace(GOOD, **{**known, **changes})
 
@@ -38,7 +38,7 @@ def chosen(profile: Profile | None, codec: str = "auto", unmeasurable: str = "",
 def test_auto_takes_three_bits_where_they_keep_the_bound() -> None:
     choice = chosen(measured(row("dense3"), row("max"), row("tq4")))
     assert (choice.name, choice.unmeasured) == ("dense3", False)
-    assert choice.codec.id == f"dense3.1-{model_profile().ids['dense3']}"
+    assert choice.codec.id == open_codec("dense3", model_profile()).id
     assert "KL 0.0050 at 2048 tokens, 3.20 bits" in choice.why
     assert choice.rows == (row("dense3"),)
 
@@ -71,7 +71,7 @@ def test_one_bad_context_is_enough() -> None:
     [
         None,
         measured(),
-        measured(row("dense3", codec_id="dense3.1-0123456789")),  # learned anew since
+        measured(row("dense3", codec_id="dense3.2-0123456789")),  # learned anew since
         measured(row("dense3", codec_id="")),
     ],
 )
