@@ -112,7 +112,10 @@ class ControlServer:
             async with asyncio.TaskGroup() as group:
                 while True:
                     request = await read_request(reader)
-                    group.create_task(self._serve(request, writer))
+                    if isinstance(request.verb, Hello):  # what was sent behind it waits for it
+                        await self._serve(request, writer)
+                    else:
+                        group.create_task(self._serve(request, writer))
         except* (EOFError, ConnectionError, WireError):
             pass  # the gateway went away, and will come back with a new connection
         finally:

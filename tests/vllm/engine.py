@@ -171,18 +171,18 @@ class RealEngine:
 
     def sessions(self) -> dict[str, SessionReport]:
         answer = self.control(ListSessions())
-        assert isinstance(answer, Sessions)
+        assert isinstance(answer, Sessions), answer
         return {x.id: x for x in answer.sessions}
 
     def counters(self) -> dict[str, int]:
         answer = self.control(GetStats())
-        assert isinstance(answer, Stats)
+        assert isinstance(answer, Stats), answer
         return answer.report.counters
 
     def save_queue_bytes(self) -> int:
         """Of all ranks: what has yet to be saved of turns that have ended."""
         answer = self.control(GetStats())
-        assert isinstance(answer, Stats)
+        assert isinstance(answer, Stats), answer
         return answer.report.save_queue_bytes
 
     def wait_saved(self, session: str, within_s: float = 60.0) -> SessionReport:

@@ -38,6 +38,7 @@ from engines.wire import (
     TierName,
     Unpin,
     Verb,
+    Welcome,
     frame,
     read_from_engine,
 )
@@ -134,6 +135,23 @@ async def test_only_who_knows_the_token_is_obeyed(served: Served, first: Verb) -
         assert isinstance(await caller.ask(first), Refused)
         assert await caller.ask(GetStats()) == Refused("say hello first")
         assert await caller.ask(Hello("secret")) == WELCOME
+
+
+async def test_what_is_asked_right_behind_the_hello_waits_for_the_welcome(folder: Path) -> None:
+    async def slowly() -> Welcome:
+        await asyncio.sleep(0.05)  # an engine asks its ranks first
+        return WELCOME
+
+    served = Served(folder / "control.sock")
+    served.control = ControlServer("secret", slowly, served.verbs)
+    server = await served.control.serve(f"unix:{served.path}")
+    async with served.call(token=None) as caller:
+        caller.send(0, Hello("secret"))
+        caller.send(1, GetStats())
+        assert (await caller.reply()).answer == WELCOME
+        assert isinstance((await caller.reply()).answer, Stats)
+    server.close()
+    served.control.close()
 
 
 async def test_the_socket_is_its_owners_alone(served: Served) -> None:
