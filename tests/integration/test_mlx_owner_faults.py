@@ -57,10 +57,10 @@ async def test_a_save_that_fails_fails_nobody(
     async with engine("llama", tmp_path) as it:
         store = it.store
 
-        def save(ref: SessionRef, *arguments: Any) -> bool:
+        def save(ref: SessionRef, *arguments: Any, **more: Any) -> bool:
             if ref == A:
                 raise RuntimeError("no save today")
-            return store.save(ref, *arguments)
+            return store.save(ref, *arguments, **more)
 
         surround(it, save=save)
         bystander = asyncio.create_task(it.turn(text(2, 40), B, max_tokens=200))

@@ -91,7 +91,7 @@ async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_pa
     config = settings(model, tmp_path)
     async with running(config) as server:
         assert server.welcome is not None and server.welcome.hibernation
-        assert (server.welcome.engine, server.welcome.codec) == ("mlx", "raw")
+        assert (server.welcome.engine, server.welcome.codec.id) == ("mlx", "raw.1")
         first, cache = await complete(server, PROMPT)
         assert cache == "miss; tokens=0; reason=never-stored"
         again, cache = await complete(server, PROMPT)
