@@ -119,11 +119,8 @@ def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
         yield f"layers of kind {type(spec).__name__} keep tokens in a way that is not known here"
     if isinstance(spec, AttentionSpec) and spec.dtype not in DTYPES:
         yield f"the KV cache is quantised ({spec.dtype}); leave --kv-cache-dtype at auto"
-    if isinstance(spec, MambaSpec):
-        yield (
-            "the model has recurrent layers, and restored ones did not always go on exactly as a"
-            " fresh prompt (docs/decisions: hybrid models on vLLM)"
-        )
+    if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align":
+        yield "recurrent states are restored at boundaries; set --mamba-cache-mode to align"
 
 
 def _keeps_all(group: KVCacheGroupSpec) -> bool:

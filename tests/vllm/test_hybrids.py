@@ -10,7 +10,7 @@ import pytest
 from kvstore.config import StoreConfig
 from tests.vllm.engine import BLOCK, RealEngine, Result
 from tests.vllm.faulty_codec import Faults
-from tests.vllm.tiny_hybrids import write_windowed
+from tests.vllm.tiny_hybrids import write_recurrent, write_windowed
 
 pytestmark = pytest.mark.vllm
 
@@ -20,6 +20,7 @@ ANSWER = 12  # reaches behind the next boundary
 WHOLE = 599 // BLOCK * BLOCK
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "windowed": (write_windowed, {}),
+    "recurrent": (write_recurrent, {"mamba_block_size": BLOCK}),
 }
 
 
@@ -74,14 +75,28 @@ def test_restored_is_own_hit_is_fresh(hybrid, sessions):
 
 
 def test_the_next_turn(hybrid, sessions):
-    first = ask(hybrid, sessions[1], "turns")
+    """An answer that ends before the next boundary: vLLM cuts both prompts alike."""
+    before = sessions[1][:590]
+    first = ask(hybrid, before, "turns")
     hybrid.wait_saved("turns")
-    prompt = [*sessions[1], *first.tokens, *range(100, 160)]
+    prompt = [*before, *first.tokens, *range(100, 160)]
     own = ask(hybrid, prompt)
     hybrid.forget_local()
     back = ask(hybrid, prompt, "turns")
-    assert own.cached == back.restored >= WHOLE
+    assert own.cached == back.restored == WHOLE
     assert same(back, own)
+
+
+def test_the_next_turn_behind_a_long_answer(hybrid, sessions):
+    """vLLM's own hit stops once more on its way, at a boundary with blocks and no recurrent state.
+    Wherever a prompt is cut other last digits come out, so what follows is not compared here."""
+    first = ask(hybrid, sessions[1], "long")
+    hybrid.wait_saved("long")
+    prompt = [*sessions[1], *first.tokens, *range(100, 160)]
+    own = ask(hybrid, prompt)
+    hybrid.forget_local()
+    back = ask(hybrid, prompt, "long")
+    assert own.cached == back.restored >= WHOLE
 
 
 def test_a_changed_answer_comes_back_up_to_the_prompt(hybrid, sessions):
@@ -92,8 +107,8 @@ def test_a_changed_answer_comes_back_up_to_the_prompt(hybrid, sessions):
     own = ask(hybrid, prompt)
     hybrid.forget_local()
     back = ask(hybrid, prompt, "edited")
-    assert back.restored == WHOLE
-    assert back.tokens == own.tokens
+    assert back.restored == own.cached == WHOLE
+    assert same(back, own)
 
 
 def test_nothing_where_no_state_is_stored(hybrid, sessions):

@@ -43,6 +43,8 @@ RECURRENT = MambaSpec(
     block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
 )
 
+FORM = "((4, 4),) (torch.float32,)"  # by which states are told apart
+
 
 def cache_config(*specs: Any, **fields: Any) -> KVCacheConfig:
     groups = [KVCacheGroupSpec([f"layer.{i}"], x) for i, x in enumerate(specs)]
@@ -92,6 +94,10 @@ class Engine:
             [WINDOW, FULL],
             Groups(1, ("layer.1",), (StateGroup(0, ("layer.0",), 4, False),)),
         ),
+        (
+            [FULL, RECURRENT],
+            Groups(0, ("layer.0",), (StateGroup(1, ("layer.1",), 1, True, FORM),)),
+        ),
     ],
 )
 def test_what_can_be_served(specs, groups):
@@ -115,7 +121,7 @@ def test_how_far_a_window_reaches(window, blocks):
     ("specs", "reason"),
     [
         ([WINDOW], "no layer of the model keeps all tokens"),
-        ([RECURRENT, FULL], "recurrent layers"),
+        ([replace(RECURRENT, mamba_cache_mode="all"), FULL], "--mamba-cache-mode to align"),
         ([FULL, FULL, WINDOW], "form 2 groups .*--disable-hybrid-kv-cache-manager"),
         ([MLAAttentionSpec(**HEADS)], "MLA"),
         ([ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64), FULL], "ChunkedLocal"),
