@@ -79,7 +79,12 @@ class Engine(Protocol):
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the engine said of itself; None while it is not ready."""
+        """What the engine said of itself; None while it is not ready. One object for as long as the
+        connection lasts."""
+
+    @property
+    def codec(self) -> CodecReport | None:
+        """As last heard: unlike the rest of the welcome it changes while the engine runs."""
 
     @property
     def ready(self) -> bool: ...

@@ -80,6 +80,10 @@ class EngineClient:
         return None if self._stopping else self._link.welcome
 
     @property
+    def codec(self) -> CodecReport | None:
+        return None if self._stopping else self._link.codec
+
+    @property
     def ready(self) -> bool:
         return self.welcome is not None
 

@@ -14,13 +14,12 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
-import msgspec
-
 from engines.base import EngineRefused, EngineUnavailable
 from engines.wire import (
     WIRE_VERSION,
     Adopted,
     Answer,
+    CodecReport,
     FromEngine,
     GetStats,
     Hello,
@@ -73,6 +72,7 @@ class ControlLink:
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
         self._writer: asyncio.StreamWriter | None = None
         self.welcome: Welcome | None = None
+        self.codec: CodecReport | None = None  # of the welcome, or heard since
         self._absent = absent
         self.trouble = absent
 
@@ -133,6 +133,7 @@ class ControlLink:
         try:
             welcome = await self._greet(reader, writer)
             self._writer, self.welcome, self.trouble = writer, welcome, ""
+            self.codec = welcome.codec
             log.info("engine %s serves %s", welcome.engine, welcome.model)
             self._publish(None)
             heartbeat = asyncio.create_task(self._beat(writer), name="engine-heartbeat")
@@ -179,14 +180,11 @@ class ControlLink:
             waiting.set_result(message.answer)
 
     def _take_codec(self, answer: Answer) -> None:
-        """The one thing of the welcome that may change, and any gateway may have changed it."""
-        codec = None
-        if isinstance(answer, Stats):
-            codec = answer.report.codec
-        elif isinstance(answer, Adopted):
-            codec = answer.codec
-        if codec is not None and self.welcome is not None:
-            self.welcome = msgspec.structs.replace(self.welcome, codec=codec)
+        """Any gateway may have had it changed."""
+        if isinstance(answer, Adopted):
+            self.codec = answer.codec
+        elif isinstance(answer, Stats) and answer.report.codec is not None:
+            self.codec = answer.report.codec
 
     def _publish(self, notice: Notice | None) -> None:
         """A reader that fell behind loses the details and is told to look at everything again."""
@@ -198,7 +196,7 @@ class ControlLink:
 
     def _lost(self, why: str) -> None:
         self.trouble = why
-        self.welcome = None
+        self.welcome = self.codec = None
         for waiting in self._pending.values():
             if not waiting.done():
                 waiting.set_exception(EngineUnavailable(why))

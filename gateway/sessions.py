@@ -34,10 +34,8 @@ class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def list_sessions(request: Request) -> Response:
     """With how they are packed from now on, and what that was measured to cost this model."""
     tenant, gateway = caller_of(request), gateway_of(request)
-    welcome = gateway.engine.welcome
-    codec = welcome.codec if welcome else None
     sessions = gateway.sessions.list(tenant.name)
-    return _json({"object": "list", "data": sessions, "codec": codec})
+    return _json({"object": "list", "data": sessions, "codec": gateway.engine.codec})
 
 
 @router.post(_ONE + "/demote")

@@ -65,8 +65,8 @@ class FirstCalibration:
         """Until cancelled. Returns at once where the model is not ours to load."""
         while self._effective.engine_kind in MEASURABLE:
             try:
-                if (welcome := self._engine.welcome) is not None and welcome.codec.fingerprint:
-                    await self._look(welcome.codec)
+                if (codec := self._engine.codec) is not None and codec.fingerprint:
+                    await self._look(codec)
             except (EngineError, LaunchError, OSError) as error:
                 log.warning("the model is not measured beside the service: %s", error)
             except Exception:  # the edge of this task: nothing here may end the service

@@ -61,7 +61,7 @@ def choose(
         UnknownCodec: it was named, and there is none, or it cannot take this layout.
     """
     if isinstance(layout, PackedLayout):
-        return _packed(name, layout)
+        return _packed(name, config, layout, profile)
     if not layout.layers:
         return exact("this model keeps nothing that a codec could pack")
     if name == AUTO:
@@ -69,12 +69,25 @@ def choose(
     return _named(name, config, layout, profile, unmeasurable)
 
 
-def _packed(name: str, layout: PackedLayout) -> Choice:
-    """Of a live cache that is packed itself: it sleeps as it is, and in no other form."""
+def _packed(
+    name: str, config: StoreConfig, layout: PackedLayout, profile: Profile | None
+) -> Choice:
+    """Of a live cache that is packed itself: it sleeps as it is, and in no other form.
+
+    There is nothing exact to wait on until it was measured: it is within the bound, or refused.
+    """
     name = f"tq{layout.num_bits}" if name == AUTO else name
     codec = packed_codec(codec_by_name(name), layout)
     codec.check(layout)
-    return Choice(name, codec, f"live KV is packed by {name}, and sleeps without a further loss")
+    rows = _rows(profile, name, codec)
+    choice = Choice(name, codec, f"live KV is packed so; {_figures(name, rows)}", tuple(rows))
+    refused = _refusal(choice, Bound(kl=config.max_kl)) if rows else f"{name} was not measured"
+    if refused and not config.accept_loss:
+        raise CodecRefused(
+            f"engine.hot_codec: {refused}; leave it empty, {_OVERRULE}, or measure the model"
+            " first: thermocline calibrate"
+        )
+    return replace(choice, why=f"the loss was accepted: {refused}") if refused else choice
 
 
 def _auto(bound: Bound, layout: KVLayout, profile: Profile | None, unmeasurable: str) -> Choice:
@@ -150,9 +163,15 @@ def _opened(name: str, layout: KVLayout, profile: Profile | None) -> Choice | No
         if name in LEARNABLE:
             return None
         raise
-    rows = [x for x in own.rows if x.preset == name and x.codec_id == codec.id] if own else []
-    rows.sort(key=lambda x: x.context)
+    rows = _rows(own, name, codec)
     return Choice(name, codec, _figures(name, rows), tuple(rows))
+
+
+def _rows(profile: Profile | None, name: str, codec: Codec) -> list[Quality]:
+    """What was measured of this very codec, short contexts first."""
+    known = profile.rows if profile else ()
+    rows = [x for x in known if x.preset == name and x.codec_id == codec.id]
+    return sorted(rows, key=lambda x: x.context)
 
 
 def _refusal(choice: Choice, bound: Bound) -> str:

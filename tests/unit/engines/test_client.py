@@ -97,12 +97,14 @@ async def test_control_verbs(client: EngineClient) -> None:
 
 
 async def test_the_codec_is_known_as_it_is_now(client: EngineClient, fake: FakeProcess) -> None:
-    assert client.welcome is not None and client.welcome.codec == CODEC
+    welcome = client.welcome
+    assert welcome is not None and welcome.codec == CODEC == client.codec
     fake.shelf.codec = CodecReport(name="better")  # another gateway had it adopt that
     await client.stats()
-    assert client.welcome.codec.name == "better"
+    assert client.codec is not None and client.codec.name == "better"
     fake.shelf.codec = CODEC
-    assert await client.adopt() == CODEC == client.welcome.codec
+    assert await client.adopt() == CODEC == client.codec
+    assert client.welcome is welcome  # by which others know that it is the same engine still
 
 
 async def test_errors_of_the_engine_are_answers(client: EngineClient) -> None:

@@ -64,6 +64,10 @@ class RecordingEngine:
     asked: list[Asked] = field(default_factory=list)
 
     @property
+    def codec(self) -> CodecReport | None:
+        return self.welcome.codec if self.welcome else None
+
+    @property
     def ready(self) -> bool:
         return self.welcome is not None
 

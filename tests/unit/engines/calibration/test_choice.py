@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import pytest
 
-from engines.calibration.choice import check_name, choose
+from engines.calibration.choice import Choice, check_name, choose
+from kvstore.codecs.packed_array import PackedLayout
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
@@ -140,3 +142,26 @@ def test_a_codec_that_cannot_be_had() -> None:
 def test_a_model_that_packs_nothing_needs_no_choice() -> None:
     choice = choose("tq3", StoreConfig(calibrate=False), KVLayout("float32", ()), None)
     assert (choice.name, choice.unmeasured) == ("raw", False)
+
+
+# ---- a live cache that is packed itself
+
+
+def packed(profile: Profile | None, **settings: Any) -> Choice:
+    config = StoreConfig(codec="auto", **settings)
+    layers = model_profile().layout.layers
+    return choose(
+        "auto", config, PackedLayout(dtype="bfloat16", layers=layers, num_bits=4), profile
+    )
+
+
+def test_live_kv_is_packed_where_that_keeps_the_bound() -> None:
+    choice = packed(measured(row("tq4")))
+    assert choice.name == "tq4" and choice.rows == (row("tq4"),)
+
+
+@pytest.mark.parametrize("profile", [None, measured(), measured(row("tq4", kl=0.5))])
+def test_elsewhere_only_by_who_accepts_the_loss(profile: Profile | None) -> None:
+    with pytest.raises(CodecRefused, match="hot_codec.*store.accept_loss"):
+        packed(profile)
+    assert packed(profile, accept_loss=True).why.startswith("the loss was accepted")
