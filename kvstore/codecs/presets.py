@@ -79,7 +79,8 @@ def codec_by_name(name: str) -> Codec:
     target = known.get(name, name)
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UnknownCodec(f"no codec named {name!r}; there are {', '.join(known)}")
+        names = ", ".join(dict.fromkeys([*PRESETS, *LEARNABLE, *SEEDS]))
+        raise UnknownCodec(f"no codec named {name!r}; there are {names}")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
