@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from engines.calibration.choice import Choice
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_folder import left_behind
 from launch.blas import find_blas
@@ -28,7 +29,7 @@ from launch.effective import Effective, require_installed
 from launch.errors import LaunchError
 from launch.families import cache_shape
 from launch.machine import available_memory, free_disk
-from launch.measured import MEASURABLE, likely_choice
+from launch.measured import MEASURABLE, likely_choices
 from launch.model import find_model
 from launch.sample_model import find_gguf
 from launch.sample_model import folder_in as sample_folder
@@ -239,16 +240,22 @@ def _codec(effective: Effective, environ: Mapping[str, str]) -> Answer:
     if not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists():
         return "ok", f"{given}; the sample model is not here yet"
     try:
-        choice = likely_choice(effective)
+        choices = tuple(likely_choices(effective).values())
     except (CodecRefused, UnknownCodec) as error:
         return "failure", str(error)
     except NotUnderstood:  # the engine looks at the real cache and decides for itself
         return "ok", given
-    if not choice.unmeasured:
-        return "ok", f"{choice.name} ({choice.why})"
+    text = "; ".join(dict.fromkeys(_in_words(x) for x in choices))
+    if not any(x.unmeasured for x in choices):
+        return "ok", text
     cure = "the first start measures it" if store.calibrate else "run: thermocline calibrate"
     verdict: Verdict = "ok" if store.calibrate else "warning"
-    return verdict, f"{choice.name}, exact but large ({choice.why}); {cure}"
+    return verdict, f"{text}; {cure}"
+
+
+def _in_words(choice: Choice) -> str:
+    size = ", exact but large" if choice.unmeasured else ""
+    return f"{choice.name}{size} ({choice.why})"
 
 
 def _open_files(effective: Effective, environ: Mapping[str, str]) -> Answer:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engines.calibration.choice import Choice, choose, exact
 from engines.calibration.profiles import profile_path
+from engines.packed_budget import HOT_CODECS
+from kvstore.codecs.packed_array import PackedLayout
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
@@ -51,26 +53,33 @@ def recall(effective: Effective) -> Profile | None:
 
 
 def likely_choice(effective: Effective) -> Choice:
-    """What the engine would choose at its start.
+    """What the engine would choose for ``store.codec`` at its start. See ``likely_choices``."""
+    return likely_choices(effective)[effective.settings.store.codec]
+
+
+def likely_choices(effective: Effective) -> Mapping[str, Choice]:
+    """What the engine would choose at its start, by the name that the settings have: first that of
+    ``store.codec``, then those that a tier has of its own.
 
     Raises:
         CodecRefused, UnknownCodec: see ``choose``.
         NotUnderstood: the model's cache.
         UsageError, LaunchError: there is no such model.
     """
-    settings = effective.settings
+    engine, store = effective.settings.engine, effective.settings.store
+    named = (store.codec, store.disk_codec, store.redis_codec)
+    names = tuple(dict.fromkeys(x or store.codec for x in named))
     content = _model(effective).config()
     shape, profile = cache_shape(content), recall(effective)
     if shape.exact_only:
-        return exact(shape.exact_only)
-    layout = KVLayout(live_dtype(settings.engine, content, effective.widens), shape.growing)
-    return choose(
-        settings.store.codec,
-        settings.store,
-        profile.layout if profile else layout,  # of one rank
-        profile,
-        "windows and recurrent state" if shape.needs_state else "",
-    )
+        return dict.fromkeys(names, exact(shape.exact_only))
+    layout = KVLayout(live_dtype(engine, content, effective.widens), shape.growing)
+    if profile is not None:
+        layout = profile.layout  # of one rank
+    if num_bits := HOT_CODECS.get(engine.hot_codec):
+        layout = PackedLayout(dtype=layout.dtype, layers=layout.layers, num_bits=num_bits)
+    unmeasurable = "windows and recurrent state" if shape.needs_state else ""
+    return {x: choose(x, store, layout, profile, unmeasurable) for x in names}
 
 
 def _model(effective: Effective) -> Model:

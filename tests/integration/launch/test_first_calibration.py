@@ -158,8 +158,11 @@ def test_doctor_and_plan_tell_what_was_measured(folder: Path) -> None:
     assert any(re.match(r"codec auto is (\w+) here: .*\1: KL 0\.00", x) for x in plan["notes"])
 
 
-def test_a_named_codec_out_of_bounds_is_refused_by_doctor_and_serve(folder: Path) -> None:
-    bound = ("--set", "store.max_kl=0", "--set", "store.codec=dense3")
+@pytest.mark.parametrize("tier", ["store.codec", "store.disk_codec", "store.redis_codec"])
+def test_a_named_codec_out_of_bounds_is_refused_by_doctor_and_serve(
+    folder: Path, tier: str
+) -> None:
+    bound = ("--set", "store.max_kl=0", "--set", f"{tier}=dense3")
     found = {x["about"]: x for x in json.loads(run(folder, "doctor", *bound, "--json").stdout)}
     assert found["codec"]["verdict"] == "failure"
     assert "above the bound of 0" in found["codec"]["text"]
@@ -167,6 +170,12 @@ def test_a_named_codec_out_of_bounds_is_refused_by_doctor_and_serve(folder: Path
     assert refused.returncode == 1
     assert "tiny cannot be served: codec dense3 at 1024 tokens has a KL of" in refused.stderr
     assert "starting it again" not in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_doctor_tells_what_a_packed_live_cache_sleeps_as(folder: Path) -> None:
+    hot = ("--set", "engine.hot_codec=tq4")
+    found = {x["about"]: x for x in json.loads(run(folder, "doctor", *hot, "--json").stdout)}
+    assert "tq4 (live KV is packed by tq4" in found["codec"]["text"]
 
 
 def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path) -> None:
