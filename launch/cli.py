@@ -177,6 +177,8 @@ def calibrate(
 
     if plot is not None:
         check_path(plot)
+    if json is not None and not json.parent.is_dir():  # before minutes are spent on measuring
+        raise UsageError(f"--json {json}: there is no folder {json.parent}")
     wishes = Wishes(text or (), eval_text or (), presets, contexts, needles)
     report = run(options.chosen(context, os.environ), wishes, os.environ)
     print_report(report)

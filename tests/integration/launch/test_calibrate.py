@@ -83,6 +83,7 @@ def test_a_profile_is_learned_and_kept(folder: Path) -> None:
         (("--contexts", "64"), "fewer than 128 tokens"),
         (("--contexts", "8000"), "no text has 8256 tokens; give longer ones by --eval-text"),
         (("--plot", "rows.gif"), "ends in .png, .svg, .pdf"),
+        (("--json", "nowhere/rows.json"), "there is no folder"),
         (("--text", "nowhere.txt"), "nowhere.txt is no file"),
     ],
 )
