@@ -53,7 +53,7 @@ class MlxInstrument:
         return ropes_of(self._loaded.model, [x.head_dim for x in self._layout.layers])
 
     def encode(self, text: str) -> list[int]:
-        return list(self._loaded.tokenizer.encode(text))
+        return list(self._loaded.tokenizer.encode(text, verbose=False))
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
         num_past = past[0][0].shape[1] if past else 0
