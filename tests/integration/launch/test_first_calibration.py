@@ -172,10 +172,20 @@ def test_a_named_codec_out_of_bounds_is_refused_by_doctor_and_serve(
     assert "starting it again" not in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_doctor_tells_what_a_packed_live_cache_sleeps_as(folder: Path) -> None:
-    hot = ("--set", "engine.hot_codec=tq4")
+@pytest.mark.parametrize(
+    ("setting", "verdict", "said"),
+    [
+        ("store.accept_loss=true", "ok", "tq4 ("),
+        ("store.max_kl=0", "failure", "engine.hot_codec: codec tq4 at"),
+    ],
+)
+def test_doctor_judges_what_packs_live_kv(
+    folder: Path, setting: str, verdict: str, said: str
+) -> None:
+    hot = ("--set", "engine.hot_codec=tq4", "--set", setting)
     found = {x["about"]: x for x in json.loads(run(folder, "doctor", *hot, "--json").stdout)}
-    assert "tq4 (live KV is packed by tq4" in found["codec"]["text"]
+    assert found["codec"]["verdict"] == verdict
+    assert found["codec"]["text"].startswith(said)
 
 
 def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path) -> None:
