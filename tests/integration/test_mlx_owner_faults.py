@@ -74,6 +74,7 @@ async def test_a_save_that_fails_fails_nobody(
         kept = (await it.verbs.demote(A, None)).kept
         assert kept == "no-cold-copy"  # not "busy": the turn is over
         assert it.reports.engine().counters["keep_failures"] == 2  # after the turn, and to demote
+        await it.settled()  # the others' saves take as long as they take
         assert not it.owner.parts.keeper.is_saving
         surround(it, save=store.save)
         assert (await it.verbs.demote(A, None)).kept == ""
