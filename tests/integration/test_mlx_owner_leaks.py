@@ -20,6 +20,9 @@ from tests.integration.mlx_harness import engine, read, session, text
 pytestmark = pytest.mark.mlx
 
 MIB = 1 << 20
+# More than the holes in this process's heaps, which malloc fills first. They cost no memory: only
+# the page with the header of each is ever touched.
+NUM_BLOCKS = 4096
 OF_A_TURN = (EventStream, HotSession, LiveRow, Prompt, Turn)
 
 
@@ -68,7 +71,7 @@ async def test_a_large_block_that_is_freed_goes_back_to_the_system() -> None:
 
     def look() -> list[bool]:
         libc.free(libc.malloc(24 * MIB))  # teaches glibc, if it may learn, to map only larger ones
-        blocks = [libc.malloc(MIB) for _ in range(16)]
+        blocks = [libc.malloc(MIB) for _ in range(NUM_BLOCKS)]
         mapped = [_is_mapped(block) for block in blocks]
         for block in blocks:
             libc.free(block)
@@ -77,7 +80,7 @@ async def test_a_large_block_that_is_freed_goes_back_to_the_system() -> None:
     async with engine("llama") as it:
         mapped = await it.owner.call(look)
     assert LARGE_BLOCK_BYTES < MIB
-    assert all(mapped)
+    assert all(mapped[NUM_BLOCKS // 2 :])
 
 
 def _is_mapped(block: int) -> bool:
