@@ -7,13 +7,14 @@ threads; and unpacked by them, a few pieces ahead of the copying in.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Final, Protocol
 
 from engines.vllm_plugin.transfer import Filling, Packing, Rows
 from kvstore.block_store import BlockStore
@@ -22,6 +23,9 @@ from kvstore.errors import Unusable
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
 
 logger = logging.getLogger("thermocline.vllm")
+
+# Small chunks are copied together: each copy sets out for every layer.
+GROUP_TOKENS: Final = 128
 
 
 class Pages(Protocol):
@@ -86,6 +90,9 @@ class HostBlocks:
         self._pages = pages
         self._store = store
         self._stream = stream
+        self._keys = store.keys
+        self._chunk_tokens = store.keys.chunk_blocks * pages.block_tokens
+        self._group_tokens = max(GROUP_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
         self._ahead = store.workers.num_threads + 1
         # What one load has in use: decoded ahead, the next one, and one on its way into blocks.
         self._runs = SpareRuns(pages.layout, self._ahead + 2)
@@ -110,14 +117,13 @@ class HostBlocks:
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         filled: set[int] = set()
-        for x, future in self._decodes(wanted):
-            run = future.result()
-            if run is None:
-                continue
+        for group, future in self._decodes(wanted):
+            run, decoded = future.result()
             with self._stream.after(ready):
-                self._write(x, run)
-            filled.update(x.block_ids)
-            if x.piece.is_chunk:
+                for first, fillings in _stretches(group, decoded):
+                    self._write(fillings, run, first * self._keys.chunk_blocks)
+                    filled.update(x for filling in fillings for x in filling.block_ids)
+            if group[0].piece.is_chunk:
                 self._runs.give(run)
         return filled
 
@@ -130,11 +136,13 @@ class HostBlocks:
         part_tokens = packing.piece.part_tokens
         return slice_tokens(run, 0, part_tokens) if packing.piece.is_part else run
 
-    def _write(self, filling: Filling, run: list[KVPair]) -> None:
-        if filling.piece.is_part:
-            self._pages.write_part(filling.block_ids[0], run)
+    def _write(self, fillings: Sequence[Filling], run: list[KVPair], first_block: int) -> None:
+        first = fillings[0]
+        if first.piece.is_part:
+            self._pages.write_part(first.block_ids[0], run)
         else:
-            self._pages.write(filling.block_ids, run, filling.skip)
+            block_ids = [x for filling in fillings for x in filling.block_ids]
+            self._pages.write(block_ids, run, first_block + first.skip)
 
     def _packed(self, packing: Packing, run: list[KVPair], home: Codec) -> bytes:
         packer, piece = self._store.packer, packing.piece
@@ -147,29 +155,66 @@ class HostBlocks:
 
     def _decodes(
         self, wanted: Sequence[Filling]
-    ) -> Iterator[tuple[Filling, Future[list[KVPair] | None]]]:
+    ) -> Iterator[tuple[list[Filling], Future[tuple[list[KVPair], list[bool]]]]]:
         """In order, a few begun ahead: decoded, a session is many times what was staged of it."""
-        ahead: deque[tuple[Filling, Future[list[KVPair] | None]]] = deque()
-        for x in wanted:
-            ahead.append((x, self._store.workers.codec(self._decoded, x)))
+        ahead: deque[tuple[list[Filling], Future[tuple[list[KVPair], list[bool]]]]] = deque()
+        for group in _groups(wanted, self._group_tokens // self._chunk_tokens):
+            ahead.append((group, self._store.workers.codec(self._decoded, group)))
             if len(ahead) > self._ahead:
                 yield ahead.popleft()
         yield from ahead
 
-    def _decoded(self, filling: Filling) -> list[KVPair] | None:
-        piece = filling.piece
-        tokens = self._store.keys.num_tokens(piece)
-        first = piece.first_block * self._pages.block_tokens
-        packer = self._store.packer
+    def _decoded(self, group: Sequence[Filling]) -> tuple[list[KVPair], list[bool]]:
+        """One run of all of them, side by side, and which of them are really in it."""
+        if not group[0].piece.is_chunk:
+            (filling,) = group
+            tokens = filling.part_tokens or self._keys.num_tokens(filling.piece)
+            run = self._pages.layout.empty(tokens)
+            return run, [self._unpacked(filling, run)]
+        run, size = self._runs.take(self._group_tokens), self._chunk_tokens
+        slices = [slice_tokens(run, i * size, (i + 1) * size) for i in range(len(group))]
+        return run, [self._unpacked(x, y) for x, y in zip(group, slices, strict=True)]
+
+    def _unpacked(self, filling: Filling, out: list[KVPair]) -> bool:
+        piece, packer = filling.piece, self._store.packer
         unpack = packer.unpack_tail if piece.is_whole_rows else packer.unpack_chunk
-        if piece.is_chunk:
-            run = self._runs.take(tokens)
-        else:
-            run = self._pages.layout.empty(filling.part_tokens or tokens)
+        first = piece.first_block * self._pages.block_tokens
         try:
-            unpack(filling.blob, piece.key, first, tokens, run)
+            unpack(filling.blob, piece.key, first, self._keys.num_tokens(piece), out)
         except Unusable as error:
             logger.warning("a verified blob cannot be decoded: %s", error)
             self._store.discard(piece.key)
-            return None
-        return run
+            return False
+        return True
+
+
+def _groups(wanted: Sequence[Filling], most: int) -> Iterator[list[Filling]]:
+    """Chunks that follow each other, ``most`` together; of all but the last, every block."""
+    group: list[Filling] = []
+    for x in wanted:
+        if group and not (len(group) < most and _go_on(group[-1], x)):
+            yield group
+            group = []
+        group.append(x)
+    if group:
+        yield group
+
+
+def _go_on(one: Filling, other: Filling) -> bool:
+    """The blocks of ``other`` are wanted right behind those of ``one``."""
+    if not (one.piece.is_chunk and other.piece.is_chunk):
+        return False
+    to_its_end = one.piece.first_block + one.skip + len(one.block_ids) == one.piece.end_block
+    return to_its_end and one.piece.end_block == other.piece.first_block and not other.skip
+
+
+def _stretches(
+    group: Sequence[Filling], decoded: Sequence[bool]
+) -> Iterator[tuple[int, Sequence[Filling]]]:
+    """What was decoded, with nothing between that was not, and the number of the first."""
+    first = 0
+    for is_good, items in itertools.groupby(decoded):
+        end = first + len(list(items))
+        if is_good:
+            yield first, group[first:end]
+        first = end

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.vllm_plugin.arrangement import Arrangement, Side, UnknownLayout
+from engines.vllm_plugin.block_copies import BlockCopies
 from kvstore.shapes import DType, KVLayer, KVLayout, KVPair
 
 DTYPES: Mapping[torch.dtype, DType] = {
@@ -21,37 +22,39 @@ DTYPES: Mapping[torch.dtype, DType] = {
 
 @dataclass(frozen=True)
 class PagedCache:
-    """The growing layers of one rank: vLLM's own memory, in the order of the layers."""
+    """The growing layers of one rank: vLLM's own memory, in the order of the layers.
+
+    ``copies``: the quick way for memory of the host, in orders that a few strides describe.
+    """
 
     sides: Sequence[tuple[Side, Side]]
     layout: KVLayout
     block_tokens: int
     device: torch.device
     dtype: torch.dtype
+    copies: BlockCopies | None = None
 
     def read(self, block_ids: Sequence[int]) -> list[KVPair]:
         """These blocks as one run of tokens, copied to host memory.
 
         Per layer K and V, (num_kv_heads, num_tokens, head_dim), C-contiguous.
         """
+        if self.copies is not None:
+            run = self.layout.empty(len(block_ids) * self.block_tokens)
+            self.copies.read(block_ids, _arrays(run))
+            return run
         index = self._index(block_ids)
         return [(_rows(k.read(index)), _rows(v.read(index))) for k, v in self.sides]
 
     def write(self, block_ids: Sequence[int], run: Sequence[KVPair], first_block: int) -> None:
-        """The other way: blocks ``first_block ..`` of ``run`` into these blocks.
-
-        Memory of the host is numpy's: torch would copy into a transposed view at a third of the
-        speed, and take as long again to set out for so many small copies.
-        """
+        """The other way: blocks ``first_block ..`` of ``run`` into these blocks."""
+        if self.copies is not None:
+            self.copies.write(block_ids, _arrays(run), first_block)
+            return
         index = self._index(block_ids)
-        numbers = index.cpu().numpy()
         for sides, rows in zip(self.sides, run, strict=True):
             for side, array in zip(sides, rows, strict=True):
-                if (bits := side.bits) is not None:
-                    blocks = _by_block(array.view(bits.dtype), side.shape)
-                    bits[numbers] = blocks[first_block : first_block + len(numbers)]
-                else:
-                    side.write(index, self._blocks(array, side, first_block, len(block_ids)))
+                side.write(index, self._blocks(array, side, first_block, len(block_ids)))
 
     def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
         """``run``, of fewer tokens than a block has, into the first rows of this one."""
@@ -93,13 +96,14 @@ def paged_cache(caches: Mapping[str, Tensor], arrangement: Arrangement) -> Paged
     sides = [arrangement.sides(x) for x in caches.values()]
     layers = tuple(KVLayer(k.shape[0], k.shape[2], v.shape[2]) for k, v in sides)
     layout = KVLayout(DTYPES[first.dtype], layers)
-    return PagedCache(sides, layout, int(first.shape[2]), first.device, first.dtype)
+    found = [side.bits for pair in sides for side in pair]
+    bits = [x for x in found if x is not None]
+    copies = BlockCopies(bits) if bits and len(bits) == len(found) else None
+    return PagedCache(sides, layout, int(first.shape[2]), first.device, first.dtype, copies)
 
 
-def _by_block(rows: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
-    """(num_blocks, num_kv_heads, block_tokens, head_dim), a view."""
-    heads, tokens, dim = shape
-    return rows.reshape(heads, -1, tokens, dim).swapaxes(0, 1)
+def _arrays(run: Sequence[KVPair]) -> list[np.ndarray]:
+    return [array for pair in run for array in pair]
 
 
 def _rows(blocks: Tensor) -> np.ndarray:
