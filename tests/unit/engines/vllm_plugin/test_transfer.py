@@ -252,17 +252,22 @@ def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
     assert rank.store.counters.as_dict()["saves_failed"] == 1
 
 
-def test_a_blob_that_cannot_be_decoded_is_reported_and_never_offered_again(rank, monkeypatch):
+@pytest.mark.parametrize("numbers", [[0], [1], [0, 2, 3], [5]])
+def test_blobs_that_cannot_be_decoded_are_reported_and_never_offered_again(rank, numbers):
+    """However many of those that are copied together."""
     rank.save(CHAIN)
     rank.stage()
-    bad = rank.store.keys.whole(CHAIN)[0]
+    bad = [rank.store.keys.whole(CHAIN)[n] for n in numbers]
     pieces = rank.staging._fetched[7].pieces
-    pieces[0] = (pieces[0][0], b"rubbish")
+    for n in numbers:
+        pieces[n] = (pieces[n][0], b"rubbish")
     target = list(range(1, 26))
-    assert rank.load(0, target) == ({"r"}, {1, 2, 3, 4})
-    assert rank.blocks.holds(CHAIN, 4, target[4:])
-    assert rank.store.fetch(ref(), CHAIN, 0).end_block == 0
-    assert [x.key for x in rank.store.missing(CHAIN)] == [bad.key]
+    lost = {target[i] for x in bad for i in range(x.first_block, x.end_block)}
+    assert rank.load(0, target) == ({"r"}, lost)
+    for i, block in enumerate(target):
+        assert rank.blocks.holds(CHAIN, i, [block]) == (block not in lost)
+    assert rank.store.fetch(ref(), CHAIN, 0).end_block == bad[0].first_block
+    assert [x.key for x in rank.store.missing(CHAIN)] == [x.key for x in bad]
 
 
 def test_a_load_of_what_is_not_staged_fails_as_a_whole(rank):
