@@ -25,7 +25,8 @@ class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What only vLLM needs to know. It lives in an environment of its own."""
 
     python: str = ""  # interpreter of that environment; "" = the gateway's own
-    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # 0 = 32 on CPU, else vLLM's own
+    # 0 = 32 on CPU, else vLLM's own.
+    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1024, multiple_of=16)] = 0
     tensor_parallel: Positive = 1
     # Admission check only, since the pool's size is given in bytes. 0 = vLLM's own.
     gpu_memory_utilization: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

@@ -19,13 +19,14 @@ from typing import Final
 
 import msgspec
 
-from engines.config import WorkerConfig
+from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.vllm_plugin.command import (
     adjustable,
     command,
     environment,
     on_cpu,
     plugin_settings,
+    refusal,
 )
 from engines.vllm_plugin.config import write_settings
 from engines.vllm_plugin.family import end_family
@@ -41,6 +42,9 @@ WORKER_END_S: Final = 15
 
 def main() -> int:
     worker = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    if refused := refusal(worker, cpu=on_cpu()):
+        print(f"ERROR vLLM cannot serve with these settings: {refused}", file=sys.stderr)
+        return WRONG_SETTINGS
     settings = write_settings(plugin_settings(worker))
     _remove_sockets(Path(worker.runtime_dir))
     env = {

