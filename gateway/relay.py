@@ -181,10 +181,13 @@ def engine_failure(status: int, body: bytes) -> Failure:
 
 
 def _failure_from(status: int, error: Json) -> Failure:
-    param, code = error.get("param"), error.get("code")
+    param, code, message = error.get("param"), error.get("code"), str(error.get("message", ""))
+    if status == 500 and not isinstance(code, str):  # its own words are for who reads its log
+        message = f"The engine failed: {message or 'it did not say why'}"
+        return Failure(502, message, None, "engine")
     return Failure(
         status,
-        str(error.get("message", "")),
+        message,
         param if isinstance(param, str) else None,
         code if isinstance(code, str) else None,
         1.0 if status in (429, 503) else None,

@@ -76,6 +76,13 @@ def test_an_engines_own_error_is_kept() -> None:
     assert failure == Failure(400, "too long", "messages", "context_length_exceeded")
 
 
+def test_an_engines_words_about_itself_are_marked_as_such() -> None:
+    body = b'{"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}'
+    assert engine_failure(500, body) == Failure(
+        502, "The engine failed: EngineCore died", None, "engine"
+    )
+
+
 def test_an_engines_401_is_not_the_clients() -> None:
     assert engine_failure(401, b'{"error": {"message": "wrong token"}}').status == 502
 
