@@ -40,6 +40,7 @@ FIRST_PRESETS = ("dense3", "balanced", "tq4", "safe")
 FIRST_CONTEXT = 1024
 FIRST_SCORED = 128
 FIRST_WINDOWS = 8
+BEHIND_CONTEXT: Final = 512  # tokens: what is scored, and a needle's question
 # Where its programs are. Others are served, and measured by another engine.
 _PROGRAMS = {"mlx": "engines.mlx_worker.calibrate", "vllm": "engines.vllm_plugin.calibrate"}
 # What may stand for several presets.
@@ -68,7 +69,7 @@ def calibrate(effective: Effective, wishes: Wishes, environ: Mapping[str, str]) 
         UsageError, LaunchError: it cannot be done; says what to do.
     """
     command, env = program(effective, environ)
-    order = _order(effective, wishes)
+    order = order_of(effective, wishes)
     report = msgspec.json.decode(_answer(command, order, env), type=Report)
     remember(effective, report.fingerprint)
     return report
@@ -115,7 +116,8 @@ def _path(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {"PYTHONPATH": ":".join(paths)} if paths else {}
 
 
-def _order(effective: Effective, wishes: Wishes) -> Order:
+def order_of(effective: Effective, wishes: Wishes) -> Order:
+    """Raises ``UsageError`` or ``LaunchError`` for what cannot be measured; says what to do."""
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     model.require_weights()
     for path in (*wishes.texts, *wishes.eval_texts):
@@ -128,7 +130,7 @@ def _order(effective: Effective, wishes: Wishes) -> Order:
         dtype=effective.settings.engine.dtype,
         vllm=effective.settings.engine.vllm,
         presets=presets_of(wishes.presets),
-        contexts=_contexts(wishes.contexts),
+        contexts=_contexts(wishes.contexts, stated_context(model.config())),
         fit_texts=tuple(str(x.resolve()) for x in wishes.texts),
         eval_texts=tuple(str(x.resolve()) for x in wishes.eval_texts),
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
@@ -165,7 +167,7 @@ def first_order(effective: Effective) -> Order:
         with_bounds=False,  # nobody looks at them, and they cost as much as learning
         chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
         data_path=str(effective.folders.data),
-        log_level="debug" if settings.log_level == "debug" else "warning",
+        log_level=settings.log_level,
     )
 
 
@@ -183,13 +185,22 @@ def presets_of(names: str | None) -> tuple[str, ...]:
     return tuple(each)
 
 
-def _contexts(text: str) -> tuple[int, ...]:
+def _contexts(text: str, longest: int | None) -> tuple[int, ...]:
+    """``longest``: that the model takes. What nobody asked for is left out if it is too much."""
     try:
         contexts = tuple(int(x) for x in text.split(","))
     except ValueError:
         raise UsageError(f"--contexts {text}: write numbers of tokens, such as 2048,6144") from None
     if min(contexts) < 128:
         raise UsageError(f"--contexts {text}: fewer than 128 tokens are never packed")
+    most = max(contexts) if longest is None else longest - BEHIND_CONTEXT
+    if text == USUAL_CONTEXTS and most >= 128:
+        return tuple(x for x in contexts if x <= most) or (most // 128 * 128,)
+    if max(contexts) > most:
+        raise UsageError(
+            f"--contexts {text}: this model takes {longest} tokens, of which {BEHIND_CONTEXT} are"
+            f" needed behind the context; ask for {max(most, 0)} at most"
+        )
     return contexts
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ LEAST_PRIORITY: Final = 19
 MOST_S: Final = 3 * 3600.0  # an engine that is never idle leaves it little
 KEPT_FREE_BYTES: Final = 512 << 20  # of the machine's memory, or the program is ended
 LOOK_EVERY_S: Final = 2.0
+# It tells of each text. Who reads the log of a service wants to know that it goes on.
+TELL_EVERY_S: Final = 60.0
 
 
 async def run_child(
@@ -36,12 +39,14 @@ async def run_child(
     *,
     most_s: float = MOST_S,
     look_every_s: float = LOOK_EVERY_S,
+    tell_every_s: float = TELL_EVERY_S,
     available: Callable[[], int] = available_memory,
 ) -> int:
     """The program's exit code. However this ends, it and all that it started have ended, too.
 
     Args:
         most_bytes: memory that it may take.
+        tell_every_s: of what it says about its progress, one line in so many seconds is logged.
         available: bytes of memory that the machine can still give.
 
     Raises:
@@ -51,7 +56,7 @@ async def run_child(
     process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=env, start_new_session=True
     )
-    relaying = asyncio.create_task(_relay(process))
+    relaying = asyncio.create_task(_relay(process, tell_every_s))
     try:
         # Before it has threads: each inherits what its maker has.
         psutil.Process(process.pid).nice(LEAST_PRIORITY)
@@ -94,10 +99,14 @@ def _memory_of(pid: int) -> int:
     return 0
 
 
-async def _relay(process: Process) -> None:
+async def _relay(process: Process, tell_every_s: float) -> None:
     """Its words become lines of our log."""
     assert process.stderr is not None
+    told = float("-inf")
     while line := await process.stderr.readline():
         level, words = read_line(line.decode("utf-8", "replace").rstrip())
-        if words:
-            log.log(level, "%s", words)
+        if not words or level == logging.INFO and time.monotonic() - told < tell_every_s:
+            continue
+        if level == logging.INFO:
+            told = time.monotonic()
+        log.log(level, "%s", words)

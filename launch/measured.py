@@ -48,7 +48,14 @@ def recall(effective: Effective) -> Profile | None:
     try:
         fingerprint = _note(effective, _model(effective)).read_text()
         return load_profile(profile_path(effective.folders.data, fingerprint))
-    except (OSError, UnicodeDecodeError, Corrupt, Mismatch):
+    except (OSError, UnicodeDecodeError):
+        return None
+    except (Corrupt, Mismatch) as error:
+        log.warning(
+            "what was measured of this model cannot be used: %s; measure it again: thermocline"
+            " calibrate",
+            error,
+        )
         return None
 
 

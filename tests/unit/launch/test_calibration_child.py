@@ -52,6 +52,19 @@ async def test_its_words_and_its_end_are_told(caplog: pytest.LogCaptureFixture) 
     assert said.split()[1] == "19" and '"model_path":"there"' in said
 
 
+async def test_of_its_progress_a_line_is_told_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    lines = "".join(f"INFO text {n}\n" for n in range(5)) + "WARNING slow\n" + "INFO end\n"
+    script = f"import sys; sys.stderr.write({lines!r})"
+    assert await run(script) == 0
+    assert [x.message for x in caplog.records] == ["text 0", "slow"]
+    caplog.clear()
+    assert await run(script, tell_every_s=0.0) == 0
+    assert len(caplog.records) == 7
+
+
 @pytest.mark.parametrize(
     ("bounds", "said"),
     [
