@@ -201,6 +201,8 @@ class Hub:
         except (EOFError, ConnectionError, WireError, ValueError) as error:
             if writer in self._ranks.values():
                 logger.warning("a worker left the hub: %s", error or type(error).__name__)
+        except asyncio.CancelledError:
+            pass  # the hub's end; Python 3.11 would print how a cancelled task has no exception
         finally:
             self._fronts.discard(writer)
             self._ranks = {n: x for n, x in self._ranks.items() if x is not writer}
