@@ -63,3 +63,6 @@ class Differentiable(Protocol):
         Raises:
             NotDifferentiable: this model has no gradients.
         """
+
+    def gradients_done(self) -> None:
+        """No more are wanted for now: whatever they needed may go."""

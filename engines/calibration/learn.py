@@ -66,6 +66,8 @@ def _with_metrics(
     except NotDifferentiable as error:
         logger.warning("all errors in stored KV count alike: %s", error)
         return samples
+    finally:
+        instrument.gradients_done()
     return replace(samples, metrics=metrics)
 
 

@@ -30,6 +30,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     chunk_tokens: Positive = 128  # of the cold store
     with_bounds: bool = True  # what theory allows; costs as much as learning
     data_path: str = ""  # where profiles, and digests of large files, are kept; "" = nowhere
+    most_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of memory it may take; 0 = what is free
     log_level: str = "info"
 
 

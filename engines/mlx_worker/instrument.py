@@ -86,6 +86,9 @@ class MlxInstrument:
             raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
         return [(_as_fp32(keys), _as_fp32(values)) for keys, values in found]
 
+    def gradients_done(self) -> None:
+        """Nothing is kept for them."""
+
     def _scores(self, caches: Caches, tokens: Sequence[int]) -> mx.array:
         logits = self._loaded.model(mx.array(list(tokens))[None], cache=caches)[0]
         logits = logits.astype(mx.float32)

@@ -27,7 +27,8 @@ def calibrate(order: Order) -> Report:
     from engines.vllm_plugin.instrument import VllmInstrument
 
     engine = open_engine(order)
-    instrument = VllmInstrument(engine, Path(order.data_path) if order.data_path else None)
+    remembered = Path(order.data_path) if order.data_path else None
+    instrument = VllmInstrument(engine, remembered, order.most_bytes)
     report = survey_report(instrument, order, f"vllm {version()}")
     instrument.close()
     return report
@@ -39,6 +40,7 @@ def _environment(order: Order) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "DEBUG" if order.log_level == "debug" else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers' own, too: they would be lines of a log
     }
     if Path(order.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"

@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from engines.vllm_plugin.calibration_connector import BLOCKS, RESTORED, CalibrationConnector
 from engines.vllm_plugin.fingerprint import fingerprint
 from engines.vllm_plugin.rotary import ropes_of
+from engines.vllm_plugin.twin import Twin, open_twin, release_memory
+from engines.vllm_plugin.twin_check import as_fp32, check_twin
 from kvstore.codecs.pieces.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 
@@ -23,8 +25,8 @@ from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 class VllmInstrument:
     """Only for models all of whose layers keep all tokens, on one rank."""
 
-    def __init__(self, engine: LLMEngine, remembered: Path | None) -> None:
-        """``remembered``: see ``fingerprint``.
+    def __init__(self, engine: LLMEngine, remembered: Path | None, most_bytes: int = 0) -> None:
+        """``remembered``: see ``fingerprint``. ``most_bytes``: see ``Order``.
 
         Raises:
             ValueError: this model's cache holds state that no lossy codec may touch.
@@ -38,6 +40,8 @@ class VllmInstrument:
         self._fingerprint = fingerprint(engine.vllm_config, 0, remembered, connector.groups)
         self._numbers = itertools.count()
         self._hidden: list[torch.Tensor] = []  # of each step of the last request
+        self._most_bytes = most_bytes
+        self._twin: Twin | None = None  # while gradients are asked for
         (self._model,) = engine.apply_model(lambda model: model)
         self._model.register_forward_hook(self._seen)
 
@@ -76,8 +80,23 @@ class VllmInstrument:
             scores = torch.log_softmax(logits.float(), -1).cpu().numpy()
         return np.asarray(scores)
 
+    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
+        if self._twin is None:
+            self._twin = self._checked_twin(run, tokens)
+        return self._twin.gradients(as_fp32(run, self.layout), tokens)
+
+    def gradients_done(self) -> None:
+        self._twin = None
+        release_memory()
+
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+    def _checked_twin(self, run: KVRun, tokens: Sequence[int]) -> Twin:
+        device = next(self._model.parameters()).device
+        twin = open_twin(self._engine.vllm_config, device, len(tokens), self._most_bytes)
+        check_twin(twin, self, run, tokens)
+        return twin
 
     def _forward(self, tokens: Sequence[int], past: KVRun) -> RequestOutput:
         """A request for one token more. Its blocks stay as they are until the next request."""

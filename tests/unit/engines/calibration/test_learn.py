@@ -47,6 +47,7 @@ class Seeing(Blind):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[tuple[int, int]] = []
+        self.done = 0
 
     def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
         self.asked.append((run[0][0].shape[1], len(tokens)))
@@ -55,6 +56,9 @@ class Seeing(Blind):
         ]
         found[0][0][0] = 1
         return found
+
+    def gradients_done(self) -> None:
+        self.done += 1
 
 
 class Failing(Seeing):
@@ -69,13 +73,15 @@ def learned(instrument: Blind) -> Profile:
 def test_what_matters_is_asked_at_the_end_of_every_window() -> None:
     instrument = Seeing()
     profile = learned(instrument)
-    assert instrument.asked == [(150, 50)] * 3
+    assert instrument.asked == [(150, 50)] * 3 and instrument.done == 1
     bits = profile.learned["dense3"]["bits.0"].sum(axis=1)
     assert bits.argmax() == 0 and bits[0] > 1.2 * bits.mean()
 
 
 @pytest.mark.parametrize("make", [Blind, Failing])
 def test_without_gradients_all_errors_count_alike(make: type[Blind]) -> None:
-    profile = learned(make())
+    instrument = make()
+    profile = learned(instrument)
+    assert getattr(instrument, "done", 1) == 1, "also where there were none"
     alike = learned(Blind())
     assert profile.ids == alike.ids != learned(Seeing()).ids
