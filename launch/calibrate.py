@@ -27,6 +27,7 @@ from launch.blas import find_blas
 from launch.build import CHILD_ENV
 from launch.effective import Effective, require_installed
 from launch.errors import LaunchError, UsageError
+from launch.machine import available_memory
 from launch.measured import remember
 from launch.model import find_model
 from launch.show import print_table
@@ -135,6 +136,7 @@ def order_of(effective: Effective, wishes: Wishes) -> Order:
         eval_texts=tuple(str(x.resolve()) for x in wishes.eval_texts),
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
         data_path=str(effective.folders.data),
+        most_bytes=available_memory(),
         log_level=effective.settings.log_level,
     )
     return order if wishes.needles else msgspec.structs.replace(order, depths=())

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from engines.base import CodecReport, Engine, EngineError, EngineRefused
 from engines.calibration.profiles import profile_path
 from launch.budgets import weights_bytes
@@ -35,6 +37,8 @@ log = logging.getLogger("thermocline.calibration")
 LOOK_EVERY_S: Final = 2.0
 # What it may take beside the weights: the texts' KV, what is learned of it, the engine itself.
 WORK_BYTES: Final = {"mlx": 3 << 30, "vllm": 6 << 30}
+# Of the weights, where there is room for more: for gradients on vLLM, as read and as kept.
+MORE_COPIES: Final = {"mlx": 0, "vllm": 2}
 LOCK: Final = "calibrating.lock"
 
 
@@ -102,9 +106,12 @@ class FirstCalibration:
             self._tried = True
             order = await asyncio.to_thread(first_order, self._effective)
             weights = weights_bytes(Path(order.model_path), self._effective.widens) or 0
-            most_bytes = weights + WORK_BYTES[self._effective.engine_kind]
-            if reason := await asyncio.to_thread(self._too_large, most_bytes):
-                raise LaunchError(reason)
+            kind = self._effective.engine_kind
+            gpus = await asyncio.to_thread(find_gpus) if kind == "vllm" else []
+            if gpus:
+                raise LaunchError("its GPU may not hold it twice")
+            most_bytes = granted_bytes(kind, weights, self._available())
+            order = msgspec.structs.replace(order, most_bytes=most_bytes)
             command, env = await asyncio.to_thread(program, self._effective, self._environ)
             log.info("measuring what each codec costs this model; until then nothing is lost")
             began = time.monotonic()
@@ -126,11 +133,16 @@ class FirstCalibration:
                 return
             yield True
 
-    def _too_large(self, most_bytes: int) -> str:
-        """The model is loaded a second time; a GPU does not say beforehand whether it takes it."""
-        if self._effective.engine_kind == "vllm" and find_gpus():
-            return "its GPU may not hold it twice"
-        there = self._available()
-        if most_bytes + KEPT_FREE_BYTES <= there:
-            return ""
-        return f"that may take {show_bytes(most_bytes)}, and {show_bytes(there)} are available"
+
+def granted_bytes(kind: str, weights: int, available: int) -> int:
+    """Memory that a calibration may take: it loads the model a second time.
+
+    Raises:
+        LaunchError: there is too little.
+    """
+    least = weights + WORK_BYTES[kind]
+    if least + KEPT_FREE_BYTES > available:
+        raise LaunchError(
+            f"that may take {show_bytes(least)}, and {show_bytes(available)} are available"
+        )
+    return min(least + MORE_COPIES[kind] * weights, available - KEPT_FREE_BYTES)
