@@ -11,6 +11,7 @@ it is asked for.
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import logging
 from collections.abc import Iterator, Sequence
@@ -103,7 +104,7 @@ def open_twin(vllm_config: Any, device: torch.device, num_tokens: int, most_byte
     if ours.quantization:
         raise NotDifferentiable(f"its weights are quantised ({ours.quantization})")
     with _border():
-        folder = _folder(ours, vllm_config.load_config.download_dir)
+        folder = read_folder(ours, vllm_config.load_config.download_dir)
         dtype = dtype_for(size_of(ours, folder, num_tokens), device, most_bytes)
         logger.info("loading the model a second time, in %s, for its gradients", dtype)
         model = AutoModelForCausalLM.from_pretrained(
@@ -119,14 +120,20 @@ def open_twin(vllm_config: Any, device: torch.device, num_tokens: int, most_byte
 
 
 def release_memory() -> None:
-    """Of a twin that nobody refers to any more: modules refer to each other in circles."""
-    gc.collect()
+    """Of a twin that nobody refers to any more."""
+    gc.collect()  # modules refer to each other in circles
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc keeps blocks of up to 32 MiB in its heaps
+        libc.malloc_trim(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _folder(ours: Any, cache: str | None) -> Path:
-    """Where the files are that vLLM has just read; nothing is fetched."""
+def read_folder(ours: Any, cache: str | None) -> Path:
+    """Where the files are that vLLM has read; nothing is fetched.
+
+    ``ours``: vLLM's ``ModelConfig``. ``cache``: its own, instead of the usual one for the hub.
+    """
     if Path(ours.model).is_dir():
         return Path(ours.model)
     found = snapshot_download(

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import psutil
 import torch
 
 from engines.calibration.instrument import NotDifferentiable
+from engines.vllm_plugin.twin import read_folder
 from engines.vllm_plugin.twin_check import MOST_ERROR, check_kv, check_scores
 from engines.vllm_plugin.twin_room import KEPT_FREE_BYTES, Size, dtype_for
 from kvstore.shapes import KVPair
@@ -106,3 +109,16 @@ def test_a_model_is_loaded_again_only_where_there_is_room():
         dtype_for(Size(there, 0), CPU, 0)
     with pytest.raises(NotDifferentiable, match="GiB are to spare"):
         dtype_for(Size(there // 6, 0), CPU, psutil.Process().memory_info().rss + there // 10)
+
+
+def test_a_model_of_the_hub_is_where_vllm_left_it(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    kept = tmp_path / "models--some--model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(commit)
+    (kept / "snapshots" / commit).mkdir(parents=True)
+    (kept / "snapshots" / commit / "config.json").write_text("{}")
+    model = SimpleNamespace(model="some/model", revision=None)
+    assert read_folder(model, str(tmp_path)) == kept / "snapshots" / commit
+    with pytest.raises(OSError):
+        read_folder(SimpleNamespace(model="some/model", revision="other"), str(tmp_path))
