@@ -1,7 +1,8 @@
 """Calibrated presets that are entropy-coded: KLT over heads, K|V or layers, and one step for all.
 
 Un-RoPE, the model's mean, a gain of 1.5 dB steps for K and V of each layer, the metric of each
-head, KLT, one step for every component of the model, rANS with static tables.
+head, KLT, one step for every component of the model, rANS with static tables. What restores is in
+integers (see ``integer_rows``).
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from kvstore.codecs.entropy.tables import (
     fit_tables,
     plane_bits,
 )
+from kvstore.codecs.fused_steps import fused_steps
 from kvstore.codecs.pieces.class_coder import ClassCoder
 from kvstore.codecs.pieces.gain import COARSE, LogGain, root_mean_squares
+from kvstore.codecs.pieces.integer_rows import IntegerRows, StepRows
 from kvstore.codecs.pieces.klt import Klt
 from kvstore.codecs.pieces.mean import ModelMean
 from kvstore.codecs.pieces.metric import HeadMetric
 from kvstore.codecs.pieces.rope import UnRope
 from kvstore.codecs.pieces.uniform import NUM_SHIFTS, UniformStep
-from kvstore.codecs.pipeline import Pipeline
+from kvstore.codecs.pipeline import Pipeline, StackPart
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.samples import Samples
 from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
 from kvstore.codecs.statistics import principal_axes, unit_rows
+from kvstore.codecs.step_design import rows_of
 from kvstore.shapes import KVLayout
 
 SAMPLED_TOKENS = 2048  # of all texts together: enough for the step and the symbol tables
@@ -38,6 +42,7 @@ LIVE_RATIO = 0.3
 # Below a half: a code of one costs several bits more than a zero, and has to be worth them.
 ROUNDING = 0.4
 COMPONENTS_ROUNDED_TO = 16
+INTEGERS = ("wide", "rows", "counts", "scales")  # what ``StepRows`` is made of
 
 
 @dataclass(frozen=True)
@@ -58,34 +63,38 @@ class OneStep:
         learned |= _learned_tables("", [x.codes(step) for x in spectra])
         shifts = _shifts([x.misses(step) for x in spectra])
         for number, spectrum in enumerate(spectra):
-            learned[f"shifts.{number}"] = shifts[spectrum.classes(step)]
+            learned |= {
+                f"{name}.{number}": x for name, x in spectrum.integers(step, shifts).items()
+            }
         learned |= _learned_tables("gain_", [x.gain_codes() for x in spectra])
         return learned
 
     def assemble(
         self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
-    ) -> tuple[Pipeline, ...]:
+    ) -> tuple[StackPart, ...]:
         step = float(learned["step"][0])
         tables = _tables(learned, "")
         gain_tables = _tables(learned, "gain_")
-        pipelines = []
+        parts = []
         for number, shape in enumerate(stack_shapes(self.scope, layout)):
             gains = ClassCoder(learned[f"gain_classes.{number}"], gain_tables)
             deviations = learned[f"deviations.{number}"]
-            pipelines.append(
-                Pipeline(
-                    shape,
-                    (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
-                    LogGain(shape, learned[f"gain_centres.{number}"], gains),
-                    (
-                        HeadMetric(shape, learned[f"roots.{number}"]),
-                        Klt(learned[f"basis.{number}"]),
-                    ),
-                    UniformStep(step, learned[f"shifts.{number}"], ROUNDING),
-                    ClassCoder(classes_of(deviations / step), tables),
-                )
+            rows = StepRows(*(learned[f"{name}.{number}"] for name in INTEGERS))
+            metric = HeadMetric(shape, learned[f"roots.{number}"])
+            forward = (metric, Klt(learned[f"basis.{number}"]))
+            coder = ClassCoder(classes_of(deviations / step), tables)
+            levels = learned[f"levels.{number}"]
+            pieces = Pipeline(
+                shape,
+                (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
+                LogGain(shape, learned[f"gain_centres.{number}"], gains),
+                (IntegerRows(forward, rows),),
+                UniformStep(step, levels, ROUNDING),
+                coder,
             )
-        return tuple(pipelines)
+            known = (rows, levels, learned["means"])
+            parts.append(fused_steps(pieces, coder, profile, known))
+        return tuple(parts)
 
 
 class _Spectrum:
@@ -124,13 +133,21 @@ class _Spectrum:
 
     def truncate(self, step: float) -> None:
         """Forget components that this step leaves at zero, and round the basis to fp16."""
-        live = int((self.deviations > LIVE_RATIO * step).sum(axis=1).max())
+        is_live = self.deviations > LIVE_RATIO * step
+        live = int(is_live.sum(axis=1).max())
         live = min(-(-live // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO, self._shape.width)
         self.basis = self.basis[:, :, :live].astype(np.float16).astype(np.float32)
-        self.deviations = self.deviations[:, :live].astype(np.float32)
+        self.deviations = np.where(is_live, self.deviations, 0)[:, :live].astype(np.float32)
 
     def classes(self, step: float) -> np.ndarray:
         return classes_of(self.deviations / step)
+
+    def integers(self, step: float, shifts: np.ndarray) -> dict[str, np.ndarray]:
+        """``shifts``: of the centroids of all classes."""
+        inverse = HeadMetric(self._shape, np.asarray(self._roots, np.float32))
+        decode = inverse.backward(self.basis.swapaxes(1, 2), 0, None) * np.float32(step)
+        rows, levels = rows_of(decode, self.deviations / step, shifts[self.classes(step)])
+        return {"levels": levels} | {name: getattr(rows, name) for name in INTEGERS}
 
     def learned(self) -> dict[str, np.ndarray]:
         return {

@@ -21,7 +21,7 @@ from kvstore.codecs.kernels import rows
 from kvstore.codecs.kernels.emitter import Emitter
 from kvstore.codecs.kernels.rows import has_kernel as has_kernel
 from kvstore.codecs.payload import SlotGroup
-from kvstore.codecs.pieces import integer_klt, octave_gain
+from kvstore.codecs.pieces import integer_klt, octave_gain, uniform
 from kvstore.shapes import NUMPY_DTYPES, DType
 
 DTYPES: tuple[DType, ...] = get_args(DType)
@@ -34,7 +34,7 @@ SCALE_NBYTES = 2
 
 def _sources_digest() -> int:
     """Enters every cached function: numba itself looks only at the file a function stands in."""
-    modules = (floats, lloyd_max, rotated_rows, rotation, integer_klt, octave_gain)
+    modules = (floats, lloyd_max, rotated_rows, rotation, integer_klt, octave_gain, uniform)
     paths = [*sorted(Path(__file__).parent.glob("*.py")), *(Path(str(m.__file__)) for m in modules)]
     digest = hashlib.blake2b(b"".join(path.read_bytes() for path in paths), digest_size=6)
     return int.from_bytes(digest.digest(), "big")

@@ -76,18 +76,56 @@ def emit_tile(e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value
         first = e.load(begin, 4 * e.lanes * column, e.words)
         for row in sums:
             b.store(first, row[column])
+    _emit_products(e, sums, dot, (source, matrix, count, source_step, matrix_step))
+    _emit_stores(e, sums, target, target_step)
+
+
+def emit_split_tile(
+    e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value, ...]
+) -> None:
+    """Sums of words, halved a few times and rounded, and then those of ``dot`` on top.
+
+    ``args``: of the words and of the others each the address of the first token's first group and
+    of the columns' first groups, and the number of groups; by how many bits the words' sums are
+    finer; addresses of what is added to them then and of where sums go; bytes from one token to the
+    next of the sums. Groups of a tile and of its columns lie side by side.
+    """
+    *words, finer, begin, target, target_step = args
+    b = e.builder
+    one = ir.Constant(I32, 1)
+    half = e.splat_word(b.lshr(b.shl(one, finer), one))
+    sums = [[e.variable(e.words) for _ in range(vectors)] for _ in range(tokens)]
+    for place in (place for row in sums for place in row):
+        b.store(half, place)
+    steps = (ir.Constant(I64, 4 * tokens), ir.Constant(I64, 4 * e.lanes * vectors))
+    _emit_products(e, sums, dot_of_words, (*words[:3], *steps))
+    shift = e.splat_word(finer)
+    for column in range(vectors):
+        first = e.load(begin, 4 * e.lanes * column, e.words)
+        for row in sums:
+            b.store(b.add(b.ashr(b.load(row[column]), shift), first), row[column])
+    _emit_products(e, sums, dot, (*words[3:], *steps))
+    _emit_stores(e, sums, target, target_step)
+
+
+def _emit_products(e: Emitter, sums: list[list[Value]], dot: Dot, args: tuple[Value, ...]) -> None:
+    source, matrix, count, source_step, matrix_step = args
+    b = e.builder
     with cgutils.for_range(b, count) as loop:
         at = b.add(source, b.mul(loop.index, source_step))
         columns = b.add(matrix, b.mul(loop.index, matrix_step))
-        known = [e.load(columns, 4 * e.lanes * k, e.words) for k in range(vectors)]
+        known = [e.load(columns, 4 * e.lanes * k, e.words) for k in range(len(sums[0]))]
         for token, row in enumerate(sums):
             groups = e.splat_word(e.load(at, 4 * token, I32))
             for place, column_groups in zip(row, known, strict=True):
                 b.store(dot(e, b.load(place), groups, column_groups), place)
+
+
+def _emit_stores(e: Emitter, sums: list[list[Value]], target: Value, target_step: Value) -> None:
     for row in sums:
         for column, place in enumerate(row):
-            e.store(b.load(place), target, 4 * e.lanes * column)
-        target = b.add(target, target_step)
+            e.store(e.builder.load(place), target, 4 * e.lanes * column)
+        target = e.builder.add(target, target_step)
 
 
 def dot_of_bytes(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Value:

@@ -50,6 +50,11 @@ def _emit_tile_of_levels(b: Any, args: Any) -> None:
     dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dot, args)
 
 
+def _emit_split_tile(b: Any, args: Any) -> None:
+    dot = dots.dot_of_bytes if GROUP == 4 else dots.dot_of_words
+    dots.emit_split_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dot, args)
+
+
 def _emit_tile_of_rows(b: Any, args: Any) -> None:
     dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dots.dot_of_words, args)
 
@@ -57,6 +62,7 @@ def _emit_tile_of_rows(b: Any, args: Any) -> None:
 put_levels: Any = _with_number(lambda b, bits, args: dots.emit_levels(b, bits, OFFSET, args))
 put_groups: Any = _plain(lambda b, args: dots.emit_groups(b, GROUP, args))
 tile_of_levels: Any = _plain(_emit_tile_of_levels)
+split_tile: Any = _plain(_emit_split_tile)
 put_rows: Any = _with_number(lambda b, words, args: rows_out.emit_rows(b, LANES, words == 1, args))
 
 load_rows: Any = _with_number(lambda b, words, args: rows_in.emit_load(b, LANES, words == 1, args))

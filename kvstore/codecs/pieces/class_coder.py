@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,16 @@ from kvstore.errors import Corrupt
 RANS, DEFLATE = 0, 1
 DEAD = 0  # the class of components that are always zero
 LARGEST_CODE = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """Of components that are not dead: ``symbols`` and ``low`` bits, uint8 (rows, tokens), and the
+    codes of escaped symbols, row by row, int32."""
+
+    symbols: np.ndarray
+    low: np.ndarray
+    rare: np.ndarray
 
 
 class ClassCoder:
@@ -56,7 +67,15 @@ class ClassCoder:
             ]
         )
 
-    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+    @property
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of components that are not dead: their numbers among all, int64 (rows,), and largest
+        symbol, escape and number of low bits, int32 (rows, 3)."""
+        known = (self._largest, self._escapes, self._low_bits)
+        return self._live, np.concatenate(known, axis=1).astype(np.int32)
+
+    def read_coded(self, reader: Reader, num_tokens: int) -> Coded:
+        """What ``read`` makes codes of."""
         symbols = self._read_symbols(reader, num_tokens)
         low = self._planes.read(reader, num_tokens)[0].T
         escaped = symbols == self._escapes
@@ -64,11 +83,15 @@ class ClassCoder:
         too_large = np.abs(rare.astype(np.int64)) > LARGEST_CODE
         if len(rare) != np.count_nonzero(escaped) or np.any(too_large):
             raise Corrupt("escaped codes are not as many or as large as they can be")
-        high = symbols.astype(np.int32) - self._largest
-        high[escaped] = rare
+        return Coded(symbols, low, rare.astype(np.int32))
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        coded = self.read_coded(reader, num_tokens)
+        high = coded.symbols.astype(np.int32) - self._largest
+        high[coded.symbols == self._escapes] = coded.rare
         units, components = self._shape
         codes = np.zeros((units * components, num_tokens), np.int32)
-        codes[self._live] = (high << self._low_bits) + low
+        codes[self._live] = (high << self._low_bits) + coded.low
         return codes.reshape(units, components, num_tokens).swapaxes(1, 2)
 
     def nbytes(self, num_tokens: int) -> int:

@@ -66,16 +66,6 @@ def _unpack_planes(packed: Any, bits: Any, spread: Any, words: Any) -> None:
             plane += 1
 
 
-def _restore_steps(codes: Any, shifts: Any, step: Any, out: Any) -> None:
-    last = shifts.shape[1] - 1
-    for row in range(codes.shape[0]):
-        for token in range(codes.shape[1]):
-            code = codes[row, token]
-            shift = shifts[row, min(abs(code), last)]
-            sign = np.float32((code > 0) - (code < 0))
-            out[row, token] = (np.float32(code) + sign * shift) * step
-
-
 def _turn_keys(
     stack: Any, units: Any, start: int, cos: Any, sin: Any, direction: Any, interleaved: bool
 ) -> None:
@@ -107,7 +97,6 @@ def _round_to_bf16(words: Any, out: Any) -> None:
 _FLOATS = array_of(types.float32, 2)
 _SCALES = array_of(types.float32, 1)
 _BYTES = array_of(types.uint8, 2)
-_INTS = array_of(types.int32, 2)
 _WORDS = array_of(types.uint64, 2)
 _NUMBERS = array_of(types.int64, 1)
 
@@ -135,4 +124,3 @@ turn_keys = compiled(
 round_to_bf16 = compiled(
     types.void, _round_to_bf16, array_of(types.uint32, 1), array_of(types.uint16, 1)
 )
-restore_steps = compiled(types.void, _restore_steps, _INTS, _FLOATS, types.float32, _FLOATS)

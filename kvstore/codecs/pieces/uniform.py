@@ -2,29 +2,33 @@
 
 With entropy-coded integers and equal steps the optimal number of bits for each component comes out
 by itself: it *is* reverse water-filling (Berger 1971). Within a cell small values are likelier than
-large ones, so a code stands for its cell's centroid, a little below the middle.
+large ones, so a code stands for its cell's centroid, a little below the middle. Centroids are whole
+numbers too, of fractions of a step, so that what comes behind is the same on every host.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.fast import compiled_pieces
-
 NUM_SHIFTS = 4  # codes of size 0, 1, 2, and 3 or more
 LARGEST_CODE = 32767
+LARGEST_LEVEL = 32767
 
 
 class UniformStep:
     """Implements ``Quantiser``; codes are int16."""
 
-    def __init__(self, step: float, shifts: np.ndarray, rounding: float = 0.5) -> None:
-        """``shifts``: fp32 (units, components, NUM_SHIFTS), in steps.
+    def __init__(self, step: float, levels: np.ndarray, rounding: float = 0.5) -> None:
+        """``levels``: int16 (units, components, NUM_SHIFTS): of how many levels a step is, and how
+        many are added to codes of size 1, 2, and 3 or more.
 
         ``rounding`` below one half widens the cell of zero (a dead zone).
         """
         self._step = np.float32(step)
-        self._shifts = np.array(shifts, np.float32).reshape(-1, NUM_SHIFTS)
+        per_step = levels[:, None, :, 0].astype(np.int32)
+        added = levels[:, None].astype(np.int32)
+        self._per_step = per_step
+        self._added = [np.zeros_like(per_step), *(added[..., k] for k in range(1, NUM_SHIFTS))]
         self._rounding = np.float32(rounding)
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
@@ -36,17 +40,11 @@ class UniformStep:
         return np.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(np.int16)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
-        units, num_tokens, components = codes.shape
-        rows = np.ascontiguousarray(codes.swapaxes(1, 2), np.int32)
-        rows = rows.reshape(units * components, num_tokens)
-        out = np.empty(rows.shape, np.float32)
-        fast = compiled_pieces()
-        (fast.restore_steps if fast else _restore)(rows, self._shifts, self._step, out)
-        return out.reshape(units, components, num_tokens).swapaxes(1, 2)
-
-
-def _restore(codes: np.ndarray, shifts: np.ndarray, step: np.float32, out: np.ndarray) -> None:
-    sizes = np.minimum(np.abs(codes), NUM_SHIFTS - 1)
-    towards = np.take_along_axis(shifts, sizes, axis=1)
-    signs = np.sign(codes).astype(np.float32)
-    np.multiply(codes.astype(np.float32) + signs * towards, step, out=out)
+        """int32 levels."""
+        sizes = np.abs(np.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(np.int32))
+        added = np.select(
+            [sizes == k for k in range(NUM_SHIFTS - 1)], self._added[:-1], self._added[-1]
+        )
+        levels = np.minimum(sizes * self._per_step + added, LARGEST_LEVEL)
+        restored: np.ndarray = np.where(codes < 0, -levels, levels)
+        return restored

@@ -11,7 +11,6 @@ import numpy as np
 from kvstore.codecs.pieces.lloyd import LloydMax
 from kvstore.codecs.pieces.planes import BitPlanes
 from kvstore.codecs.pieces.rope import Rope, UnRope
-from kvstore.codecs.pieces.uniform import UniformStep
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks import Scope, stack_shapes
 from tests.unit.kvstore.codecs.samples import layout_of, uneven
@@ -28,9 +27,7 @@ def digest():
         packed = planes.write(codes)
         again = planes.read(Reader(memoryview(packed)), num_tokens)
         assert np.array_equal(again, codes)
-        steps = UniformStep(0.07, uneven((2, 4, 4)) / 10)
         parts += [codes, np.frombuffer(packed, np.uint8), lloyd.restore(codes)]
-        parts.append(steps.restore(steps.quantise(stack)))
     layout = layout_of(16)
     (shape,) = stack_shapes(Scope("layer"), layout)
     stack = uneven((1, 9, 64))

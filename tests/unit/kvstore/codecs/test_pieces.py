@@ -183,13 +183,14 @@ def test_bits_go_where_the_error_shrinks_most():
 
 
 def test_codes_stand_for_centroids():
-    shifts = np.tile(np.array([0, -0.1, -0.05, -0.02], np.float32), (1, 2, 1))
-    quantiser = UniformStep(0.5, shifts)
+    levels = np.tile(np.array([10, -1, 0, 2], np.int16), (1, 2, 1))
+    quantiser = UniformStep(0.5, levels)
     exact = np.array([[[0.2, -0.6], [1.1, 50.0], [1e9, -1e9]]], np.float32)
     codes = quantiser.quantise(exact)
     assert codes.tolist() == [[[0, -1], [2, 100], [32767, -32767]]]
-    assert np.allclose(quantiser.restore(codes)[0, :2], [[0, -0.45], [0.975, 49.99]])
-    assert UniformStep(1.0, shifts, rounding=0.3).quantise(exact)[0, 0].tolist() == [0, 0]
+    assert quantiser.restore(codes).tolist() == [[[0, -9], [20, 1002], [32767, -32767]]]
+    assert quantiser.restore(codes.astype(np.int32) << 16).max() == 32767
+    assert UniformStep(1.0, levels, rounding=0.3).quantise(exact)[0, 0].tolist() == [0, 0]
 
 
 def test_two_stages_see_more_than_one():

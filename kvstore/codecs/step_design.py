@@ -1,0 +1,75 @@
+"""From a KLT and the deviations of its components to the integers of ``integer_rows``.
+
+A component is restored as a level times a row of integers, and what a one in the sums is worth is
+the same for all components of a unit: a finer level is a coarser row. Rounding a row costs in
+proportion to the component's variance, rounding a level costs the same whatever its size; the
+shares are such that both together cost least.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.codecs.pieces.integer_rows import BYTE, StepRows
+from kvstore.codecs.pieces.uniform import LARGEST_LEVEL, NUM_SHIFTS
+
+WIDE_RATIO = 3.0  # deviation over step from which a component is restored with 16 bits
+FINEST = 16  # levels of a step
+FINEST_WIDE = 8
+MOST_FINER = 8  # bits
+REACH, REACH_WIDE = 4.5, 16.0  # deviations that levels reach; others take longer, or are cut
+ROOM = 2.0**30  # of sums
+
+
+def rows_of(
+    decode: np.ndarray, ratios: np.ndarray, shifts: np.ndarray
+) -> tuple[StepRows, np.ndarray]:
+    """And the levels that ``UniformStep`` takes, int16 (units, components, NUM_SHIFTS).
+
+    ``decode``: fp64 (units, components, width): what one step of a component adds to a row.
+    ``ratios``: (units, components): deviations over steps, falling, zero where a component is dead.
+    ``shifts``: (units, components, NUM_SHIFTS), in steps: of centroids.
+    """
+    units = [_unit(x, r[r > 0].astype(np.float64)) for x, r in zip(decode, ratios, strict=True)]
+    per_step = np.ones(ratios.shape)
+    for number, (own, _, _, _) in enumerate(units):
+        per_step[number, : len(own)] = own
+    levels = np.rint(per_step[:, :, None] * shifts)
+    levels[:, :, 0] = per_step
+    wide = _stacked([rows[: counts[0]] for _, rows, counts, _ in units], np.int16)
+    rows = _stacked([rows[counts[0] :] for _, rows, counts, _ in units], np.int8)
+    counts = np.array([counts for _, _, counts, _ in units], np.int32)
+    scales = np.array([scale for _, _, _, scale in units], np.float32)
+    return StepRows(wide, rows, counts, scales), levels.astype(np.int16)
+
+
+def _unit(
+    decode: np.ndarray, ratios: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, tuple[int, int, int], float]:
+    """Levels of a step, rows, counts and scale."""
+    wide, width = int((ratios > WIDE_RATIO).sum()), decode.shape[1]
+    decode = decode[: len(ratios)]
+    peaks = np.maximum(np.abs(decode).max(axis=1), 1e-30)
+    reach = np.where(ratios > WIDE_RATIO, REACH_WIDE, REACH) * ratios + NUM_SHIFTS / 2
+    per_step = np.clip(np.floor(LARGEST_LEVEL / reach), 1, FINEST_WIDE)
+    finest = float((peaks / per_step)[:wide].max(initial=0)) / LARGEST_LEVEL
+    finest = max(finest, 4 * width**0.5 / ROOM)
+    scale = max(float((peaks * reach)[wide:].max(initial=0)) / BYTE**2, finest)
+    scale = float(2.0 ** np.ceil(np.log2(scale)))
+    finer = min(int(np.log2(scale / finest)), MOST_FINER) if wide else 0
+    noise = scale * ratios * np.sqrt(width) / np.maximum(np.linalg.norm(decode, axis=1), 1e-30)
+    shared = np.sqrt(np.sqrt(np.minimum(ratios, 1)) / noise)
+    shared = np.clip(np.rint(shared), 1, np.minimum(np.floor(BYTE / reach), FINEST))
+    shared = np.maximum(shared, np.ceil(peaks / (BYTE * scale)))
+    per_step[wide:] = shared[wide:]
+    worth = per_step * scale
+    worth[:wide] /= 2**finer
+    return per_step, np.rint(decode / worth[:, None]), (wide, len(ratios) - wide, finer), scale
+
+
+def _stacked(parts: list[np.ndarray], kind: type[np.signedinteger]) -> np.ndarray:
+    """Zeros behind what a unit has."""
+    stacked = np.zeros((len(parts), max(len(x) for x in parts), parts[0].shape[1]), kind)
+    for number, part in enumerate(parts):
+        stacked[number, : len(part)] = part
+    return stacked

@@ -1,0 +1,89 @@
+"""Made-up models for codecs of one step: bases, deviations and tables of a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.codecs.entropy.tables import classes_of, fit_tables
+from kvstore.codecs.fused_steps import FusedSteps
+from kvstore.codecs.one_step import INTEGERS, OneStep
+from kvstore.codecs.pieces.rope import Rope
+from kvstore.codecs.pipeline import Pipeline, StackPart
+from kvstore.codecs.profile import Profile
+from kvstore.codecs.stack_codec import StackCodec
+from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
+from kvstore.codecs.step_design import rows_of
+from kvstore.shapes import KVLayout
+
+SCOPE = Scope("group", 2)
+STEP = 0.25
+SHIFTS = (0.0, -0.1, -0.02, 0.08)
+USUAL = (32.0, 0.3)  # largest deviation over step, and below which one is dead
+
+
+def profile_of(
+    layout: KVLayout, rope: Rope | None, spectra: Sequence[tuple[float, float]] = (USUAL,)
+) -> Profile:
+    """``spectra``: of one unit after the other, over again."""
+    elements = np.arange(layout.elements_per_token)
+    tables, gain_tables = fit_tables([]), fit_tables([])
+    learned = {
+        "means": ((elements % 13 - 6) / 16).astype(np.float32),
+        "step": np.array([STEP], np.float32),
+        "frequencies": tables.frequencies,
+        "largest": tables.largest,
+        "gain_frequencies": gain_tables.frequencies,
+        "gain_largest": gain_tables.largest,
+    }
+    first = 0
+    for number, shape in enumerate(stack_shapes(SCOPE, layout)):
+        chosen = [spectra[(first + k) % len(spectra)] for k in range(shape.num_units)]
+        known = _stack(shape, chosen)
+        learned |= {f"{name}.{number}": array for name, array in known.items()}
+        first += shape.num_units
+    return Profile("made up", layout, (rope,) * len(layout.layers), {"max": learned})
+
+
+def _stack(shape: StackShape, spectra: list[tuple[float, float]]) -> dict[str, np.ndarray]:
+    units, width = shape.num_units, shape.width
+    falling = np.exp2(-8 * np.arange(width) / width)
+    ratios = np.stack([np.where(top * falling < low, 0, top * falling) for top, low in spectra])
+    basis = np.stack([_reflection(width, unit) for unit in range(units)])
+    shifts = np.tile(np.array(SHIFTS), (units, width, 1))
+    rows, levels = rows_of(basis * STEP, ratios, shifts)
+    roots = np.concatenate([np.eye(segment.dim).reshape(-1) for segment in shape.units[0]])
+    parts = (units, len(shape.parts))
+    return {
+        "basis": basis.astype(np.float16),
+        "deviations": (ratios * STEP).astype(np.float32),
+        "roots": np.tile(roots, (units, 1)).astype(np.float32),
+        "gain_centres": np.full(parts, 1, np.int16),
+        "gain_classes": np.full(parts, classes_of(np.array(3.0)), np.uint8),
+        "levels": levels,
+        **{name: getattr(rows, name) for name in INTEGERS},
+    }
+
+
+def _reflection(width: int, unit: int) -> np.ndarray:
+    """No rounding of a libm or BLAS decides about its integers."""
+    mirror = (np.arange(width) * (unit + 3)) % 7 - 3.0
+    return np.eye(width) - 2 * np.outer(mirror, mirror) / (mirror @ mirror)
+
+
+def parts_of(profile: Profile) -> Sequence[StackPart]:
+    return OneStep(SCOPE, 1.0).assemble(profile, profile.learned["max"], profile.layout)
+
+
+def codec_of(parts: Sequence[StackPart]) -> StackCodec:
+    return StackCodec("steps", lambda _: parts)
+
+
+def is_fused(parts: Sequence[StackPart]) -> bool:
+    return all(isinstance(part, FusedSteps) for part in parts)
+
+
+def pieces_of(parts: Sequence[StackPart]) -> list[Pipeline]:
+    """The same without kernels."""
+    return [part.pieces if isinstance(part, FusedSteps) else part for part in parts]
