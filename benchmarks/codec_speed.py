@@ -234,7 +234,7 @@ def show(rates: list[Rate]) -> None:
         x_seed = f"{r.x_seed:8.0f}" if r.x_seed else ""
         print(
             f"{r.codec:8} {r.dim:4} {r.threads:7}  {r.what:16}{r.mrows_per_s:8.2f}{gb_per_s:11.2f}"
-            f"{r.x_memcpy:10.2f}{x_seed}"
+            f"{r.x_memcpy:10.3f}{x_seed}"
         )
 
 

@@ -23,7 +23,6 @@ from kvstore.codecs.fused_steps import fused_steps
 from kvstore.codecs.pieces.class_coder import ClassCoder
 from kvstore.codecs.pieces.gain import COARSE, LogGain, root_mean_squares
 from kvstore.codecs.pieces.integer_rows import IntegerRows, StepRows
-from kvstore.codecs.pieces.klt import Klt
 from kvstore.codecs.pieces.mean import ModelMean
 from kvstore.codecs.pieces.metric import HeadMetric
 from kvstore.codecs.pieces.rope import UnRope
@@ -42,7 +41,7 @@ LIVE_RATIO = 0.3
 # Below a half: a code of one costs several bits more than a zero, and has to be worth them.
 ROUNDING = 0.4
 COMPONENTS_ROUNDED_TO = 16
-INTEGERS = ("wide", "rows", "counts", "scales")  # what ``StepRows`` is made of
+INTEGERS = ("encode", "rates", "wide", "rows", "counts", "scales")  # what ``StepRows`` is made of
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,13 @@ class OneStep:
             gains = ClassCoder(learned[f"gain_classes.{number}"], gain_tables)
             deviations = learned[f"deviations.{number}"]
             rows = StepRows(*(learned[f"{name}.{number}"] for name in INTEGERS))
-            metric = HeadMetric(shape, learned[f"roots.{number}"])
-            forward = (metric, Klt(learned[f"basis.{number}"]))
             coder = ClassCoder(classes_of(deviations / step), tables)
             levels = learned[f"levels.{number}"]
             pieces = Pipeline(
                 shape,
                 (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
                 LogGain(shape, learned[f"gain_centres.{number}"], gains),
-                (IntegerRows(forward, rows),),
+                (IntegerRows(rows),),
                 UniformStep(step, levels, ROUNDING),
                 coder,
             )
@@ -102,8 +99,7 @@ class _Spectrum:
 
     def __init__(self, samples: Samples, shape: StackShape, means: np.ndarray) -> None:
         self._samples, self._shape, self._means = samples, shape, means
-        self._roots = samples.roots(shape)
-        self._metric = HeadMetric(shape, self._roots)
+        self._metric = HeadMetric(shape, samples.roots(shape))
         self._sampled: list[np.ndarray] = []
         steps: list[np.ndarray] = []
         self.deviations, self.basis = principal_axes(self._rows(steps))
@@ -132,11 +128,11 @@ class _Spectrum:
         return components.reshape(self.deviations.size, -1), self.deviations.reshape(-1)
 
     def truncate(self, step: float) -> None:
-        """Forget components that this step leaves at zero, and round the basis to fp16."""
+        """Forget components that this step leaves at zero."""
         is_live = self.deviations > LIVE_RATIO * step
         live = int(is_live.sum(axis=1).max())
         live = min(-(-live // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO, self._shape.width)
-        self.basis = self.basis[:, :, :live].astype(np.float16).astype(np.float32)
+        self.basis = self.basis[:, :, :live]
         self.deviations = np.where(is_live, self.deviations, 0)[:, :live].astype(np.float32)
 
     def classes(self, step: float) -> np.ndarray:
@@ -144,16 +140,17 @@ class _Spectrum:
 
     def integers(self, step: float, shifts: np.ndarray) -> dict[str, np.ndarray]:
         """``shifts``: of the centroids of all classes."""
-        inverse = HeadMetric(self._shape, np.asarray(self._roots, np.float32))
-        decode = inverse.backward(self.basis.swapaxes(1, 2), 0, None) * np.float32(step)
-        rows, levels = rows_of(decode, self.deviations / step, shifts[self.classes(step)])
+        axes = self.basis.swapaxes(1, 2)
+        # The metric's roots are symmetric, so rows go through it as columns would.
+        encode, _ = self._metric.forward(axes, 0)
+        decode = self._metric.backward(axes, 0, None) * np.float32(step)
+        known = (self.deviations / step, shifts[self.classes(step)])
+        rows, levels = rows_of(encode, decode, *known)
         return {"levels": levels} | {name: getattr(rows, name) for name in INTEGERS}
 
     def learned(self) -> dict[str, np.ndarray]:
         return {
-            "basis": self.basis.astype(np.float16),
             "deviations": self.deviations,
-            "roots": self._roots.astype(np.float32),
             "gain_centres": self._gain_centres.astype(np.int16),
             "gain_classes": self._gain_classes().astype(np.uint8),
         }
@@ -213,7 +210,9 @@ def _codes(components: np.ndarray, step: float) -> np.ndarray:
 
 
 def _entropy(components: np.ndarray, deviations: np.ndarray, step: float) -> float:
-    """Bits of one token's codes under one table for each class."""
+    """Bits of one token's codes under one table for each class; dead components take none."""
+    live = deviations > LIVE_RATIO * step
+    components, deviations = components[live], deviations[live]
     classes, total = classes_of(deviations / step), 0.0
     for number in np.unique(classes):
         low = int(plane_bits(number))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.pieces.integer_rows import BYTE, StepRows
+from kvstore.codecs.pieces.integer_rows import BYTE, ENCODE_NORM, StepRows, input_scale
 from kvstore.codecs.pieces.uniform import LARGEST_LEVEL, NUM_SHIFTS
 
 WIDE_RATIO = 3.0  # deviation over step from which a component is restored with 16 bits
@@ -22,11 +22,12 @@ ROOM = 2.0**30  # of sums
 
 
 def rows_of(
-    decode: np.ndarray, ratios: np.ndarray, shifts: np.ndarray
+    encode: np.ndarray, decode: np.ndarray, ratios: np.ndarray, shifts: np.ndarray
 ) -> tuple[StepRows, np.ndarray]:
     """And the levels that ``UniformStep`` takes, int16 (units, components, NUM_SHIFTS).
 
-    ``decode``: fp64 (units, components, width): what one step of a component adds to a row.
+    ``encode``: (units, components, width): rows give components by products. ``decode``: alike:
+    what one step of a component adds to a row.
     ``ratios``: (units, components): deviations over steps, falling, zero where a component is dead.
     ``shifts``: (units, components, NUM_SHIFTS), in steps: of centroids.
     """
@@ -40,7 +41,15 @@ def rows_of(
     rows = _stacked([rows[counts[0] :] for _, rows, counts, _ in units], np.int8)
     counts = np.array([counts for _, _, counts, _ in units], np.int32)
     scales = np.array([scale for _, _, _, scale in units], np.float32)
-    return StepRows(wide, rows, counts, scales), levels.astype(np.int16)
+    integers = (*_encode(encode), wide, rows, counts, scales)
+    return StepRows(*integers), levels.astype(np.int16)
+
+
+def _encode(encode: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    norms = np.maximum(np.linalg.norm(encode, axis=2), 1e-30)
+    rows = np.rint(encode * (ENCODE_NORM / norms)[:, :, None])
+    rates = norms / (ENCODE_NORM * input_scale(encode.shape[2]))
+    return rows.astype(np.int16), rates.astype(np.float32)
 
 
 def _unit(

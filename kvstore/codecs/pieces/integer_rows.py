@@ -1,4 +1,7 @@
-"""Whole levels times whole rows: how a transform is undone with the same bits on every host.
+"""A transform in whole numbers, which restores the same bits on every host.
+
+Packing multiplies rows of unit size, rounded to 16 bits, by rows of 16 bits. Restoring adds up
+levels times other rows:
 
 A component of small deviation has levels of a byte and a row of bytes, which processors multiply
 fastest. The few of large deviation, the *wide* ones, would be restored too coarsely by bytes: their
@@ -8,29 +11,39 @@ and wrap around, so that their order does not matter; sums of what a packer writ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.pieces.seams import Transform
+from kvstore.codecs.products import WordProducts
 from kvstore.codecs.reader import Reader
 
 BYTE = 127
+LARGEST_INPUT = 32767
+LARGEST_SIZE = 30_000.0  # norm of a row to pack; gains are steps, so that some are a bit larger
+ENCODE_NORM = 32000.0
 # As many products of two bytes as fp32 adds up exactly.
 EXACT_IN_FP32 = 1024
+
+
+def input_scale(width: int) -> float:
+    """Of rows of unit size, such that one whose size lies in a single channel fits 16 bits."""
+    return float(2.0 ** np.floor(np.log2(LARGEST_SIZE) - np.log2(width) / 2))
 
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
     """Of the units of a stack. Components of a unit: wide ones, then those of bytes, then none.
 
-    ``wide``: int16 (units, most wide ones, width), ``rows``: int8 (units, most others, width),
-    zeros behind what a unit has. ``counts``: int32 (units, 3): wide ones, others, and by how many
-    bits the sums of wide ones are finer. ``scales``: fp32 (units,), powers of two: what a one in
-    the other sums is worth.
+    ``encode``: int16 (units, components, width), and ``rates``: fp32 (units, components): what a
+    one in its sums is worth. ``wide``: int16 (units, most wide ones, width), ``rows``: int8 (units,
+    most others, width), zeros behind what a unit has. ``counts``: int32 (units, 3): wide ones,
+    others, and by how many bits the sums of wide ones are finer. ``scales``: fp32 (units,), powers
+    of two: what a one in the other sums is worth.
     """
 
+    encode: np.ndarray
+    rates: np.ndarray
     wide: np.ndarray
     rows: np.ndarray
     counts: np.ndarray
@@ -38,24 +51,40 @@ class StepRows:
 
     def __post_init__(self) -> None:
         units, width = len(self.counts), self.rows.shape[2]
-        shapes = (self.wide.shape[::2], self.rows.shape[::2], self.scales.shape)
-        if shapes != ((units, width), (units, width), (units,)) or self.counts.shape[1:] != (3,):
-            raise ValueError(f"rows of integers of shapes {shapes}")
+        matrices = {x.shape[::2] for x in (self.encode, self.wide, self.rows)}
+        others = (self.rates.shape, self.scales.shape, self.counts.shape[1:])
+        if matrices != {(units, width)} or others != (self.encode.shape[:2], (units,), (3,)):
+            raise ValueError(f"rows of integers of shapes {matrices}, {others}")
         limits = (self.wide.shape[1], self.rows.shape[1], 15)
         if np.any(self.counts < 0) or np.any(self.counts > limits):
             raise ValueError("more rows of integers than there are")
+        if np.any(self.live > self.encode.shape[1]):
+            raise ValueError("rows of integers of components that there are not")
+
+    @property
+    def live(self) -> np.ndarray:
+        """How many components of each unit are restored, (units,)."""
+        live: np.ndarray = self.counts[:, :2].sum(axis=1)
+        return live
 
 
 class IntegerRows:
-    """Implements ``Transform``: ``forward`` transforms one after another, undone by integers."""
+    """Implements ``Transform``."""
 
-    def __init__(self, forward: Sequence[Transform], rows: StepRows) -> None:
-        self._forward, self._rows = forward, rows
+    def __init__(self, rows: StepRows) -> None:
+        self._rows = rows
+        self._products = WordProducts(rows.encode, rows.live)
+        self._input_scale = np.float32(input_scale(rows.rows.shape[2]))
 
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
-        for transform in self._forward:
-            stack, _ = transform.forward(stack, first_token)
-        return stack, b""
+        rows = np.rint(stack * self._input_scale)
+        words = np.clip(rows, -LARGEST_INPUT, LARGEST_INPUT).astype(np.int16)
+        # Component by component in memory, which is the order of the coders.
+        components = np.zeros((*self._rows.rates.shape, stack.shape[1]), np.float32)
+        for unit, live in enumerate(self._rows.live.tolist()):
+            sums = self._products.sums(unit, words[unit])
+            np.multiply(sums, self._rows.rates[unit, :live, None], out=components[unit, :live])
+        return components.swapaxes(1, 2), b""
 
     def read(self, reader: Reader, num_tokens: int) -> object:
         return None

@@ -52,13 +52,10 @@ def _stack(shape: StackShape, spectra: list[tuple[float, float]]) -> dict[str, n
     ratios = np.stack([np.where(top * falling < low, 0, top * falling) for top, low in spectra])
     basis = np.stack([_reflection(width, unit) for unit in range(units)])
     shifts = np.tile(np.array(SHIFTS), (units, width, 1))
-    rows, levels = rows_of(basis * STEP, ratios, shifts)
-    roots = np.concatenate([np.eye(segment.dim).reshape(-1) for segment in shape.units[0]])
+    rows, levels = rows_of(basis, basis * STEP, ratios, shifts)
     parts = (units, len(shape.parts))
     return {
-        "basis": basis.astype(np.float16),
         "deviations": (ratios * STEP).astype(np.float32),
-        "roots": np.tile(roots, (units, 1)).astype(np.float32),
         "gain_centres": np.full(parts, 1, np.int16),
         "gain_classes": np.full(parts, classes_of(np.array(3.0)), np.uint8),
         "levels": levels,

@@ -90,7 +90,7 @@ def test_a_preset_that_was_not_learned_is_unknown():
 
 
 def test_arrays_of_another_release_are_refused():
-    for change in ("frequencies", "basis.0", "step"):
+    for change in ("frequencies", "rows.0", "step"):
         arrays = dict(model_profile().learned["max"])
         del arrays[change]
         profile = dataclasses.replace(model_profile(), learned={"max": arrays})

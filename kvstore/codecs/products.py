@@ -1,0 +1,79 @@
+"""Rows of 16-bit integers times a matrix of them: exact, by whatever the host is quickest with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+
+import numpy as np
+
+from kvstore.codecs.fused_parts import aligned
+
+logger = logging.getLogger(__name__)
+
+
+class WordProducts:
+    """Sums of 32 bits that wrap around, and so do not depend on any order."""
+
+    def __init__(self, matrix: np.ndarray, live: np.ndarray) -> None:
+        """``matrix``: int16 (units, components, width), of which ``live`` (units,) count."""
+        self._matrix, self._live = matrix, live.tolist()
+        self._kernels = _kernels()
+        self._panels: list[np.ndarray] = []
+        if self._kernels is None:
+            return
+        columns = self._kernels.COLUMNS
+        self._panels = [_panels(x[:n], columns) for x, n in zip(matrix, self._live, strict=True)]
+        if not self._agree():
+            logger.warning("products of words are wrong on this host: using numpy")
+            self._kernels = None
+
+    def sums(self, unit: int, rows: np.ndarray) -> np.ndarray:
+        """int32 (live components, tokens) of int16 ``rows`` (tokens, width)."""
+        if self._kernels is None:
+            return self.reference(unit, rows)
+        tokens, width = rows.shape
+        each = self._kernels.TOKENS
+        words = np.zeros((-(-tokens // each), each, -(-width // 2) * 2), np.int16)
+        words.reshape(-1, words.shape[2])[:tokens, :width] = rows
+        tiles = np.ascontiguousarray(words.view(np.uint32).swapaxes(1, 2))
+        sums = np.empty((self._live[unit], tokens), np.int32)
+        self._kernels.products(tiles, self._panels[unit], sums)
+        return sums
+
+    def reference(self, unit: int, rows: np.ndarray) -> np.ndarray:
+        """The same by numpy: fp64 holds all sums of as many products as there are."""
+        matrix = self._matrix[unit, : self._live[unit]].astype(np.float64)
+        products: np.ndarray = np.matmul(matrix, rows.T.astype(np.float64))
+        return products.astype(np.int64).astype(np.int32)
+
+    def _agree(self) -> bool:
+        """A compiler is not to be trusted with a cache."""
+        tokens, width = 5, self._matrix.shape[2]
+        numbers = np.arange(tokens * width) * 40503 % 65535 - 32767
+        rows = numbers.reshape(tokens, width).astype(np.int16)
+        unit = int(np.argmax(self._live))
+        return np.array_equal(self.sums(unit, rows), self.reference(unit, rows))
+
+
+def _panels(matrix: np.ndarray, columns: int) -> np.ndarray:
+    """Pairs of neighbouring values in 32 bits, panel by panel of components: uint32 (panels, pairs,
+    columns)."""
+    components, width = matrix.shape
+    num_panels = -(-components // columns)
+    padded = np.zeros((num_panels * columns, -(-width // 2) * 2), np.int16)
+    padded[:components, :width] = matrix
+    pairs = padded.view(np.uint32).reshape(num_panels, columns, padded.shape[1] // 2)
+    return aligned(pairs.swapaxes(1, 2))
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Compiling takes seconds, once on a machine: only who packs shall pay for it."""
+    try:
+        from kvstore.codecs.kernels import word_products
+    except ImportError as error:
+        logger.info("products of words are made by numpy, slower: %s", error)
+        return None
+    return word_products
