@@ -164,7 +164,7 @@ def _tables(
         wide=_panels(shape, kernels.columns, rows.wide, 2),
         matrix=matrix,
         begins=aligned(-kernels.offset * sums[:, :, 0].view(np.int32)),
-        rows=np.array(rows.rows),
+        rows=np.ascontiguousarray(rows.rows),
         means=aligned(means[shape.elements].astype(np.float32)),
         parts=np.searchsorted(starts, shape.starts, side="right").astype(np.int64) - 1,
     )

@@ -49,12 +49,14 @@ class WordProducts:
         return products.astype(np.int64).astype(np.int32)
 
     def _agree(self) -> bool:
-        """A compiler is not to be trusted with a cache."""
+        """A compiler is not to be trusted with a cache. A few components tell."""
         tokens, width = 5, self._matrix.shape[2]
         numbers = np.arange(tokens * width) * 40503 % 65535 - 32767
         rows = numbers.reshape(tokens, width).astype(np.int16)
         unit = int(np.argmax(self._live))
-        return np.array_equal(self.sums(unit, rows), self.reference(unit, rows))
+        some = self._matrix[unit, : self._live[unit] : 7].astype(np.int64)
+        expected = np.matmul(some, rows.T.astype(np.int64)).astype(np.int32)
+        return np.array_equal(self.sums(unit, rows)[::7], expected)
 
 
 def _panels(matrix: np.ndarray, columns: int) -> np.ndarray:

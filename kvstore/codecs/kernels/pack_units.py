@@ -23,6 +23,8 @@ from kvstore.codecs.kernels.unit_parts import (
     BLOCK,
     LINE,
     NBYTES,
+    SEGMENTS,
+    TURNS,
     address_of,
     count_of,
     fit,
@@ -30,7 +32,6 @@ from kvstore.codecs.kernels.unit_parts import (
     start_of,
     steps_of,
 )
-from kvstore.codecs.kernels.unpack_units import SEGMENTS, TURNS
 from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 from kvstore.codecs.pieces.integer_klt import MAX_BITS
 from kvstore.codecs.pieces.octave_gain import REACH

@@ -22,8 +22,7 @@ from kvstore.codecs.kernels.step_levels import (
     put_narrow,
     put_words,
 )
-from kvstore.codecs.kernels.unit_parts import LINE, NBYTES, address_of
-from kvstore.codecs.kernels.unpack_units import SEGMENTS, TURNS
+from kvstore.codecs.kernels.unit_parts import LINE, NBYTES, SEGMENTS, TURNS, address_of
 from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 
 TILE_COLUMNS = HOST.tile_columns
@@ -100,7 +99,7 @@ def _unpack_steps_with(sources: int) -> Any:
         addresses, strides = targets
         num_tokens, panels = coded[0].shape[1], wide.shape[1] // addresses.shape[1]
         num_tiles, padded = (num_tokens + TILE_TOKENS - 1) // TILE_TOKENS, panels * TILE_COLUMNS
-        pairs, groups = (wide.shape[2] + 0), (matrix.shape[2] + 0)
+        pairs, groups = wide.shape[2], matrix.shape[2]
         words = np.empty(LINE + num_tiles * pairs * TILE_TOKENS * 2, np.int16)
         narrow = np.empty(LINE + num_tiles * groups * TILE_TOKENS * GROUP, NARROW)
         scratch = np.empty((TILE_TOKENS, padded), np.int32)
@@ -174,7 +173,7 @@ _UNITS = tuple_of(
     array_of(types.uint32, 4),
     array_of(types.uint32, 4),
     array_of(types.int32, 3),
-    array_of(types.int8, 3),
+    types.Array(types.int8, 3, "C", readonly=True),
     array_of(types.float32, 2),
     array_of(types.int64, 1),
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
+from kvstore.codecs.numba_functions import array_of, tuple_of
 from kvstore.codecs.pieces import octave_gain
 from kvstore.codecs.pieces.integer_klt import MAX_BITS
 
@@ -17,6 +18,11 @@ MANTISSA, MANTISSA_BITS = octave_gain.MANTISSA, octave_gain.MANTISSA_BITS
 THRESHOLDS, STEP_BITS = octave_gain.THRESHOLDS, octave_gain.STEP_BITS
 STEPS, USABLE = octave_gain.STEPS, octave_gain.USABLE
 FURTHEST, INFINITY = octave_gain.FURTHEST, octave_gain.INFINITY
+
+ANGLES = array_of(types.float32, 3)
+# Which turn each segment takes (0: none), channels that each turns, halved, angles, and head_dim.
+TURNS = (array_of(types.int64, 2), array_of(types.int64, 1), ANGLES, ANGLES, types.int64)
+SEGMENTS = tuple_of(array_of(types.int64, 2), array_of(types.int64, 2))
 
 
 @njit

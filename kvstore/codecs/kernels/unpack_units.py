@@ -21,7 +21,16 @@ from kvstore.codecs.kernels.host_intrinsics import (
     put_rows,
     tile_of_levels,
 )
-from kvstore.codecs.kernels.unit_parts import BLOCK, LINE, NBYTES, address_of, count_of, start_of
+from kvstore.codecs.kernels.unit_parts import (
+    BLOCK,
+    LINE,
+    NBYTES,
+    SEGMENTS,
+    TURNS,
+    address_of,
+    count_of,
+    start_of,
+)
 from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 from kvstore.codecs.pieces.integer_klt import MAX_BITS
 
@@ -152,10 +161,6 @@ def _unpack_units_with(sources: int) -> Any:
     return unpack_units
 
 
-ANGLES = array_of(types.float32, 3)
-# Which turn each segment takes (0: none), channels that each turns, halved, angles, and head_dim.
-TURNS = (array_of(types.int64, 2), array_of(types.int64, 1), ANGLES, ANGLES, types.int64)
-SEGMENTS = tuple_of(array_of(types.int64, 2), array_of(types.int64, 2))
 _UNITS = tuple_of(
     array_of(types.int64, 2),
     array_of(types.uint8, 3),
