@@ -129,11 +129,10 @@ class _Spectrum:
 
     def truncate(self, step: float) -> None:
         """Forget components that this step leaves at zero."""
-        is_live = self.deviations > LIVE_RATIO * step
-        live = int(is_live.sum(axis=1).max())
+        live = int((self.deviations > LIVE_RATIO * step).sum(axis=1).max())
         live = min(-(-live // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO, self._shape.width)
         self.basis = self.basis[:, :, :live]
-        self.deviations = np.where(is_live, self.deviations, 0)[:, :live].astype(np.float32)
+        self.deviations = self.deviations[:, :live].astype(np.float32)
 
     def classes(self, step: float) -> np.ndarray:
         return classes_of(self.deviations / step)
@@ -210,9 +209,7 @@ def _codes(components: np.ndarray, step: float) -> np.ndarray:
 
 
 def _entropy(components: np.ndarray, deviations: np.ndarray, step: float) -> float:
-    """Bits of one token's codes under one table for each class; dead components take none."""
-    live = deviations > LIVE_RATIO * step
-    components, deviations = components[live], deviations[live]
+    """Bits of one token's codes under one table for each class."""
     classes, total = classes_of(deviations / step), 0.0
     for number in np.unique(classes):
         low = int(plane_bits(number))

@@ -8,14 +8,18 @@ shares are such that both together cost least.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 
 from kvstore.codecs.pieces.integer_rows import BYTE, ENCODE_NORM, StepRows, input_scale
 from kvstore.codecs.pieces.uniform import LARGEST_LEVEL, NUM_SHIFTS
 
-WIDE_RATIO = 3.0  # deviation over step from which a component is restored with 16 bits
+# Deviations over steps from which components may be restored with 16 bits: the first that will do.
+WIDE_RATIOS = (6.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.0, 0.0)
+MOST_NOISE = 0.004  # of rows, to what quantising leaves
 FINEST = 16  # levels of a step
-FINEST_WIDE = 8
+FINEST_WIDE = 32
 MOST_FINER = 8  # bits
 REACH, REACH_WIDE = 4.5, 16.0  # deviations that levels reach; others take longer, or are cut
 ROOM = 2.0**30  # of sums
@@ -52,21 +56,35 @@ def _encode(encode: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows.astype(np.int16), rates.astype(np.float32)
 
 
-def _unit(
-    decode: np.ndarray, ratios: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, tuple[int, int, int], float]:
+_Design: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[int, int, int], float]
+
+
+def _unit(decode: np.ndarray, ratios: np.ndarray) -> _Design:
     """Levels of a step, rows, counts and scale."""
-    wide, width = int((ratios > WIDE_RATIO).sum()), decode.shape[1]
     decode = decode[: len(ratios)]
+    norms = np.maximum(np.linalg.norm(decode, axis=1), 1e-30)
+    left = float((ratios**2 / (1 + 12 * ratios**2)).sum())  # a step's variance, or all there is
+    for ratio in WIDE_RATIOS:
+        design = _design(decode, ratios, norms, int((ratios > ratio).sum()))
+        per_step, rows, (wide, _, finer), scale = design
+        worth = np.where(np.arange(len(ratios)) < wide, 2.0**-finer, 1.0) * per_step * scale
+        missed = np.linalg.norm(rows * worth[:, None] - decode, axis=1) / norms * ratios
+        if float((missed**2).sum()) <= MOST_NOISE * left:
+            break
+    return design
+
+
+def _design(decode: np.ndarray, ratios: np.ndarray, norms: np.ndarray, wide: int) -> _Design:
+    width, is_wide = decode.shape[1], np.arange(len(ratios)) < wide
     peaks = np.maximum(np.abs(decode).max(axis=1), 1e-30)
-    reach = np.where(ratios > WIDE_RATIO, REACH_WIDE, REACH) * ratios + NUM_SHIFTS / 2
+    reach = np.where(is_wide, REACH_WIDE, REACH) * ratios + NUM_SHIFTS / 2
     per_step = np.clip(np.floor(LARGEST_LEVEL / reach), 1, FINEST_WIDE)
     finest = float((peaks / per_step)[:wide].max(initial=0)) / LARGEST_LEVEL
     finest = max(finest, 4 * width**0.5 / ROOM)
     scale = max(float((peaks * reach)[wide:].max(initial=0)) / BYTE**2, finest)
     scale = float(2.0 ** np.ceil(np.log2(scale)))
     finer = min(int(np.log2(scale / finest)), MOST_FINER) if wide else 0
-    noise = scale * ratios * np.sqrt(width) / np.maximum(np.linalg.norm(decode, axis=1), 1e-30)
+    noise = scale * ratios * np.sqrt(width) / norms
     shared = np.sqrt(np.sqrt(np.minimum(ratios, 1)) / noise)
     shared = np.clip(np.rint(shared), 1, np.minimum(np.floor(BYTE / reach), FINEST))
     shared = np.maximum(shared, np.ceil(peaks / (BYTE * scale)))

@@ -47,7 +47,7 @@ def test_sums_are_those_of_whole_numbers():
     ratios = np.array([900.0, 40.0, 5.0, 2.0, 1.0, 0.5, 0.4, 0.0])
     _, rows, levels = design(ratios)
     wide, others, finer = rows.counts[0].tolist()
-    assert (wide, others) == (3, 4) and finer > 0
+    assert wide >= 2 and wide + others == 7 and finer > 0
     codes = np.array([[[9000, -70, 3, 500, -2, 1, 0, 77], [-1, 0, 0, 0, 0, 0, 0, 0]]], np.int32)
     stack = UniformStep(0.5, levels).restore(codes)
     restored = IntegerRows(rows).backward(stack, 0, None)
