@@ -24,12 +24,11 @@ from kvstore.codecs.fused_parts import (
     turns_of,
 )
 from kvstore.codecs.pieces.integer_klt import MAX_BITS, input_scale
-from kvstore.codecs.pieces.octave_gain import OctaveGain
+from kvstore.codecs.pieces.octave_gain import OctaveGain, ends_of, pairs_of
 from kvstore.codecs.pipeline import Pipeline, StackPart
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks import StackShape
-from kvstore.errors import Corrupt
 from kvstore.shapes import DType, KVRun
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,9 @@ class Tables:
     levels: uint8 (units, components, magnitudes). matrix: groups of the basis to restore with,
     uint32 (units, groups, columns); begins: what its sums begin with, int32 (units, columns).
     encode: pairs of the other basis, uint32 (units, pairs, components); bounds: int32, values:
-    fp32, like levels; rates: fp32 (units, components). means: fp32 (units, columns). gains: fp32
-    (units, 256), times the scale of the sums. centres: int32 (units,).
+    fp32, like levels; rates: fp32 (units, components). means: fp32 (units, columns). sizes: fp32
+    (units, codes of gains), gains: the same times the scale of the sums, ends: int32, the most
+    steps that each code takes.
     """
 
     runs: np.ndarray
@@ -67,8 +67,9 @@ class Tables:
     values: np.ndarray
     rates: np.ndarray
     means: np.ndarray
+    sizes: np.ndarray
     gains: np.ndarray
-    centres: np.ndarray
+    ends: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +92,13 @@ class FusedRate:
             return self.pieces.encode(run, first, first_token, dtype)
         shape, t = self.pieces.shape, self.tables
         num_tokens = run[0][0].shape[1] - first
-        codes = np.empty((shape.num_units, num_tokens), np.uint8)
+        pairs = np.empty((shape.num_units, pairs_of(num_tokens)), np.uint8)
         planes = np.empty(self.num_planes * -(-num_tokens // 8), np.uint8)
         sizes = (-(-shape.width // 2), np.float32(1 / shape.width), _scale_of(shape))
-        units = (t.runs, t.encode, t.bounds, t.values, t.rates, t.means, t.centres)
+        units = (t.runs, t.encode, t.bounds, t.values, t.rates, t.means, t.ends, t.sizes)
         turns = self.turns.of(shape, first_token, num_tokens, dtype)
-        if self.kernels.pack(segments, num_tokens, units, sizes, turns, codes, planes):
-            return b"".join([count_bytes(0), codes.data, planes.data])
+        if self.kernels.pack(segments, num_tokens, units, sizes, turns, pairs, planes):
+            return b"".join([count_bytes(0), pairs.data, planes.data])
         return self.pieces.encode(run, first, first_token, dtype)
 
     def decode(
@@ -108,13 +109,11 @@ class FusedRate:
             return self.pieces.decode(reader, out, first, first_token, dtype)
         num_tokens = out[0][0].shape[1] - first
         kept, exact = self.pieces.read_kept(reader, num_tokens, dtype)
-        codes = reader.take("u1", self.pieces.shape.num_units, num_tokens)
-        if not codes.all():
-            raise Corrupt("a gain is none that was written")
+        pairs = reader.take("u1", self.pieces.shape.num_units, pairs_of(num_tokens))
         planes = reader.take("u1", self.num_planes * -(-num_tokens // 8))
         t, turns = self.tables, self.turns.of(self.pieces.shape, first_token, num_tokens, dtype)
         units = (t.runs, t.levels, t.matrix, t.begins, t.means, t.gains)
-        self.kernels.unpack(planes, num_tokens, units, codes, turns, segments)
+        self.kernels.unpack(planes, num_tokens, units, pairs, turns, segments)
         self.segments.put_kept(out, first, self.pieces.places(kept, num_tokens), exact, dtype)
 
 
@@ -123,7 +122,7 @@ def fused_rate(
 ) -> StackPart:
     """The pieces if they cannot be fused, or if this host's kernels disagree with them.
 
-    ``learned``: what ``integers_of`` gave for these units, the gains' centres, and all means.
+    ``learned``: what ``integers_of`` gave for these units, and all means.
     """
     turns = turns_of(pieces.shape, profile.ropes)
     usable = profile.layout.dtype != "float16" and _is_usable(pieces.shape, learned["bits"])
@@ -179,8 +178,9 @@ def _tables(
         values=aligned(levels.astype(np.float32) * units[:, :, None]),
         rates=aligned(padded(learned["rates"].astype(np.float32), components)),
         means=aligned(padded(means, width)),
+        sizes=aligned(gain.table()),
         gains=aligned(gain.table() * learned["scales"][:, None].astype(np.float32)),
-        centres=learned["gain_centres"].astype(np.int32).reshape(-1),
+        ends=aligned(ends_of(gain.steps)),
     )
 
 

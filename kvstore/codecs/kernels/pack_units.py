@@ -26,15 +26,16 @@ from kvstore.codecs.kernels.unit_parts import (
     SEGMENTS,
     TURNS,
     address_of,
+    codes_of,
     count_of,
     fit,
     measure,
+    put_pairs,
     start_of,
     steps_of,
 )
 from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 from kvstore.codecs.pieces.integer_klt import MAX_BITS
-from kvstore.codecs.pieces.octave_gain import REACH
 
 TILE_COLUMNS = HOST.tile_columns
 
@@ -153,14 +154,14 @@ def _pack_units_with(sources: int) -> Any:
     """``sources`` is a part of the key of numba's cache, which knows of one file only."""
 
     def pack_units(
-        segments: Any, num_tokens: int, units: Any, sizes: Any, turns: Any, codes: Any, planes: Any
+        segments: Any, num_tokens: int, units: Any, sizes: Any, turns: Any, pairs: Any, planes: Any
     ) -> bool:
-        """``units``: runs, matrix, bounds, values, rates, means, centres; see ``fused_rate``.
+        """``units``: runs, matrix, bounds, values, rates, means, gains (ends, sizes).
 
         ``sizes``: pairs of columns, what a sum of squares is divided by, scale of integers.
         False: a row cannot be represented, and what was written has no meaning.
         """
-        runs, matrix, bounds, values, rates, means, centres = units
+        runs, matrix, bounds, values, rates, means, gain_ends, gain_tables = units
         num_pairs, share, scale = sizes
         plane_nbytes, columns, num_components = (
             (num_tokens + 7) // 8,
@@ -175,19 +176,21 @@ def _pack_units_with(sources: int) -> Any:
             np.zeros((MAX_BITS * num_components, 8), np.uint8),
         )
         steps, gains = np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.float32)
+        codes = np.zeros(BLOCK, np.uint8)
         squares, factors = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
         fits = np.zeros((2, BLOCK), np.float32)
         plane = 0
         for unit in range(len(runs)):
             num_planes, live = count_of(runs[unit])
-            centre = centres[unit]
+            ends, table = gain_ends[unit], gain_tables[unit]
             for block in range(0, num_tokens, BLOCK):
                 count = min(num_tokens - block, BLOCK)
                 mean = address_of(means[unit])
                 _load_block(unit, block, count, mean, columns, turns, segments, rows)
                 squared = (rows, NBYTES * columns, columns, address_of(squares), count)
                 put_squares(SOURCES, squared)
-                if not measure(squares[:count], share, centre, steps[:count], gains[:count]):
+                here = (steps[:count], codes[:count], gains[:count])
+                if not measure(squares[:count], share, ends, table, *here):
                     return False
                 for token in range(count):
                     factors[token] = np.float32(1) / gains[token] * scale
@@ -211,10 +214,9 @@ def _pack_units_with(sources: int) -> Any:
                 at = plane * plane_nbytes + block // 8
                 _put_planes(block_planes, num_planes, count, planes, at, plane_nbytes)
                 fit(gains[:count], fits)
-                steps_of(gains[:count], centre, steps[:count])
-                for token in range(count):
-                    step = min(max(steps[token], -REACH), REACH)
-                    codes[unit, block + token] = np.uint8(step + REACH + 1)
+                steps_of(gains[:count], steps[:count])
+                codes_of(steps[:count], ends, codes[:count])
+                put_pairs(codes[:count], pairs[unit, block // 2 : (block + count + 1) // 2])
             plane += num_planes
         scratch[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
         return True
@@ -230,7 +232,8 @@ _UNITS = tuple_of(
     _FLOATS,
     array_of(types.float32, 2),
     array_of(types.float32, 2),
-    array_of(types.int32, 1),
+    array_of(types.int32, 2),
+    array_of(types.float32, 2),
 )
 pack = compiled(
     types.boolean,

@@ -15,9 +15,9 @@ BLOCK = 64  # tokens that go through a kernel together
 LINE = 64  # bytes of the cache; vectors that cross two lines take twice as long
 NBYTES = 4  # of a float or a word
 MANTISSA, MANTISSA_BITS = octave_gain.MANTISSA, octave_gain.MANTISSA_BITS
-THRESHOLDS, STEP_BITS = octave_gain.THRESHOLDS, octave_gain.STEP_BITS
-STEPS, USABLE = octave_gain.STEPS, octave_gain.USABLE
-FURTHEST, INFINITY = octave_gain.FURTHEST, octave_gain.INFINITY
+THRESHOLDS = octave_gain.THRESHOLDS
+STEPS, CODES = octave_gain.STEPS, octave_gain.CODES
+INFINITY = octave_gain.INFINITY
 
 ANGLES = array_of(types.float32, 3)
 # Which turn each segment takes (0: none), channels that each turns, halved, angles, and head_dim.
@@ -47,36 +47,49 @@ def count_of(runs: Any) -> Any:
 
 
 @njit
-def steps_of(sizes: Any, centre: Any, steps: Any) -> None:
-    """Nearest steps of positive numbers, less the centre."""
+def steps_of(sizes: Any, steps: Any) -> None:
+    """Nearest steps of positive numbers."""
     bits = sizes.view(np.int32)
     for token in range(len(sizes)):
         above = np.int32(0)
         for k in range(STEPS):
             above += np.int32((bits[token] & MANTISSA) > THRESHOLDS[k])
-        steps[token] = STEPS * ((bits[token] >> MANTISSA_BITS) - 127) + above - centre
+        steps[token] = STEPS * ((bits[token] >> MANTISSA_BITS) - 127) + above
 
 
 @njit
-def gains_of(steps: Any, centre: Any, gains: Any) -> None:
-    bits = gains.view(np.int32)
+def codes_of(steps: Any, ends: Any, codes: Any) -> None:
+    """``ends``: the most steps that each code takes."""
     for token in range(len(steps)):
-        whole = min(max(steps[token] + centre, -FURTHEST), FURTHEST)
-        bits[token] = STEP_BITS[whole & (STEPS - 1)] + ((whole >> 4) << MANTISSA_BITS)
+        code = np.int32(0)
+        for k in range(CODES - 1):
+            code += np.int32(steps[token] > ends[k])
+        codes[token] = code
 
 
 @njit
-def measure(squares: Any, share: Any, centre: Any, steps: Any, gains: Any) -> bool:
+def measure(
+    squares: Any, share: Any, ends: Any, table: Any, steps: Any, codes: Any, gains: Any
+) -> bool:
     """Gains of rows from their sums of squares; False if one of them has none."""
     for token in range(len(squares)):
         squares[token] = np.sqrt(squares[token] * share)
-    steps_of(squares, centre, steps)
+    steps_of(squares, steps)
+    codes_of(steps, ends, codes)
     bits, usable = squares.view(np.int32), True
     for token in range(len(squares)):
-        usable &= bits[token] < INFINITY and steps[token] <= USABLE
-        steps[token] = max(steps[token], -USABLE)
-    gains_of(steps, centre, gains)
+        usable &= bits[token] < INFINITY and steps[token] <= ends[CODES - 1]
+        gains[token] = table[codes[token]]
     return usable
+
+
+@njit
+def put_pairs(codes: Any, pairs: Any) -> None:
+    """Two codes to a byte, the first in its lower half; the last byte's second may be none."""
+    for k in range(len(pairs)):
+        pairs[k] = codes[2 * k]
+        if 2 * k + 1 < len(codes):
+            pairs[k] |= codes[2 * k + 1] << 4
 
 
 @njit

@@ -33,6 +33,7 @@ from kvstore.codecs.kernels.unit_parts import (
 )
 from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 from kvstore.codecs.pieces.integer_klt import MAX_BITS
+from kvstore.codecs.pieces.octave_gain import CODES
 
 TILE_COLUMNS = HOST.tile_columns
 
@@ -110,7 +111,7 @@ def _unpack_units_with(sources: int) -> Any:
     """``sources`` is a part of the key of numba's cache, which knows of one file only."""
 
     def unpack_units(
-        planes: Any, num_tokens: int, units: Any, codes: Any, turns: Any, targets: Any
+        planes: Any, num_tokens: int, units: Any, pairs: Any, turns: Any, targets: Any
     ) -> None:
         """``units``: runs, levels, matrix, begins, means, gains; see ``fused_rate``."""
         runs, levels, matrix, begins, means, gain_tables = units
@@ -134,7 +135,8 @@ def _unpack_units_with(sources: int) -> Any:
                 if count < BLOCK:
                     source, step = address_of(tail), np.int64(8)
                 for token in range(count):
-                    gains[token] = gain_tables[unit, codes[unit, block + token]]
+                    pair = pairs[unit, (block + token) // 2]
+                    gains[token] = gain_tables[unit, (pair >> (4 * (token % 2))) & (CODES - 1)]
                 _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
                 if count < BLOCK:
                     tail[0, 0] = 0  # not freed before this

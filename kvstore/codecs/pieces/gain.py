@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.codecs.floats import FP16_LARGEST
-from kvstore.codecs.pieces.planes import BitPlanes
 from kvstore.codecs.pieces.seams import Coder
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks import StackShape
 from kvstore.errors import Corrupt
 
 FP16_SMALLEST = np.float32(2.0**-14)
-COARSE, FINE = 4, 16  # steps of a factor of two: 1.5 dB and 0.4 dB
+COARSE = 4  # steps of a factor of two: 1.5 dB
+REACH = 31 * COARSE
 
 
 def root_mean_squares(stack: np.ndarray, shape: StackShape) -> np.ndarray:
@@ -84,75 +84,41 @@ class HalfGain:
 
 
 class LogGain:
-    """Equal steps in decibels, as integers. Implements ``Gain``.
+    """Equal steps of 1.5 dB, as integers that are entropy-coded. Implements ``Gain``."""
 
-    Entropy-coded at 1.5 dB, or in one byte at 0.4 dB, which is finer than any quantiser's noise.
-    """
+    is_fitted = False
 
-    def __init__(
-        self,
-        shape: StackShape,
-        centres: np.ndarray,
-        coder: Coder,
-        *,
-        steps_per_octave: int = COARSE,
-        reach: int = 31 * COARSE,
-        first_code: int = 0,
-        is_fitted: bool = False,
-    ) -> None:
-        """``centres``: (units, parts), in steps. Gains lie within ``reach`` steps of them.
-
-        ``first_code``: what is added to a step for a coder that takes no negative codes.
-        """
+    def __init__(self, shape: StackShape, centres: np.ndarray, coder: Coder) -> None:
+        """``centres``: (units, parts), in steps. Gains lie within ``REACH`` steps of them."""
         self._shape = shape
         self._centres = centres[:, None].astype(np.int32)
         self._coder = coder
-        self._per_octave = np.float32(steps_per_octave)
-        self._reach = reach
-        self._first_code = first_code
-        self.is_fitted = is_fitted and len(shape.parts) == 1
-        # Fitting may double or halve a gain.
-        self._usable = reach - steps_per_octave if self.is_fitted else reach
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows too small for a gain get the smallest, which is close enough to nothing."""
         sizes = root_mean_squares(stack, self._shape)
         steps = self._steps(sizes)
-        fits = steps <= self._usable
-        steps = np.where(fits, np.maximum(steps, -self._usable), 0)
+        fits = steps <= REACH
+        steps = np.where(fits, np.maximum(steps, -REACH), 0)
         return self._gains(steps), ~fits
 
     def write(self, gains: np.ndarray) -> bytes:
-        steps = np.clip(self._steps(gains), -self._reach, self._reach)
-        return self._coder.write(steps.astype(np.int32) + self._first_code)
+        steps = np.clip(self._steps(gains), -REACH, REACH)
+        return self._coder.write(steps.astype(np.int32))
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
         codes = self._coder.read(reader, num_tokens).astype(np.int32)
-        return self._gains(np.clip(codes - self._first_code, -self._reach, self._reach))
+        return self._gains(np.clip(codes, -REACH, REACH))
 
     def nbytes(self, num_tokens: int) -> int:
         return self._coder.nbytes(num_tokens)
 
     def _steps(self, sizes: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):
-            steps: np.ndarray = np.rint(self._per_octave * np.log2(sizes)) - self._centres
+            steps: np.ndarray = np.rint(np.float32(COARSE) * np.log2(sizes)) - self._centres
         return steps
 
     def _gains(self, steps: np.ndarray) -> np.ndarray:
-        octaves = (steps + self._centres) / self._per_octave
+        octaves = (steps + self._centres) / np.float32(COARSE)
         gains: np.ndarray = np.exp2(np.clip(octaves, -60, 60)).astype(np.float32)
         return gains
-
-
-def byte_gain(shape: StackShape, centres: np.ndarray) -> LogGain:
-    """A byte for each row, fitted. ``centres``: (units, parts), in steps of ``FINE``."""
-    bits = np.full((shape.num_units, len(shape.parts)), 8)
-    return LogGain(
-        shape,
-        centres,
-        BitPlanes(bits),
-        steps_per_octave=FINE,
-        reach=127,
-        first_code=128,
-        is_fitted=True,
-    )

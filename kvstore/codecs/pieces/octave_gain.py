@@ -1,7 +1,9 @@
-"""A byte for each row's size in sixteenths of an octave, by integers only: the same on all hosts.
+"""Four bits for each row's size: which of its unit's learned gains, by integers only.
 
-Sizes are compared with thresholds in the bits of a float, and a sum of squares has one order: 16
-columns side by side, then halves onto halves.
+Gains are whole sixteenths of an octave. Sizes are compared with thresholds in the bits of a float,
+and a sum of squares has one order (16 columns side by side, then halves onto halves): the same on
+all hosts. Rows are divided by the gain that is written, so a coarse one costs little: the levels
+fit the row a little less well, that is all.
 """
 
 from __future__ import annotations
@@ -10,11 +12,10 @@ import numpy as np
 
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks import StackShape
-from kvstore.errors import Corrupt
 
 STEPS = 16  # per octave
-REACH = 127  # steps from the centre; a code is 128 more
-USABLE = REACH - STEPS  # before fitting, which may double or halve a gain
+CODES = 16
+ABOVE = STEPS // 4  # what a row may be larger than its gain: levels would clip it
 FURTHEST = 60 * STEPS  # no gain is larger than 2^60 or smaller than 2^-60
 LANES = 16
 MANTISSA_BITS = 23
@@ -30,42 +31,63 @@ class OctaveGain:
 
     is_fitted = True
 
-    def __init__(self, shape: StackShape, centres: np.ndarray) -> None:
-        """``centres``: (units, 1), in steps."""
+    def __init__(self, shape: StackShape, steps: np.ndarray) -> None:
+        """``steps``: (units, CODES), ascending."""
         self._num_units = shape.num_units
-        self._centres = centres.astype(np.int32).reshape(-1, 1)
+        self.steps = np.clip(steps.astype(np.int32), -FURTHEST, FURTHEST)
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows too small for a gain get the smallest, which is close enough to nothing."""
+        """Rows too small for a gain get the smallest, too large ones none."""
         with np.errstate(all="ignore"):
             sizes = np.sqrt(squared_sizes(stack) * np.float32(1 / stack.shape[2]))
-        steps = steps_of(sizes) - self._centres
-        fits = (sizes.view(np.int32) < INFINITY) & (steps <= USABLE)
-        steps = np.where(fits, np.maximum(steps, -USABLE), 0)
-        return self._gains(steps)[:, :, None], ~fits[:, :, None]
+        steps = steps_of(sizes)
+        fits = (sizes.view(np.int32) < INFINITY) & (steps <= ends_of(self.steps)[:, -1:])
+        return self._gains(self._codes(steps))[:, :, None], ~fits[:, :, None]
 
     def write(self, gains: np.ndarray) -> bytes:
-        steps = steps_of(gains[:, :, 0]) - self._centres
-        return (np.clip(steps, -REACH, REACH) + REACH + 1).astype(np.uint8).tobytes()
+        codes = self._codes(steps_of(gains[:, :, 0]))
+        even = np.pad(codes, [(0, 0), (0, codes.shape[1] % 2)])
+        pairs: np.ndarray = even[:, ::2] | even[:, 1::2] << 4
+        return pairs.tobytes()
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        codes = reader.take("u1", self._num_units, num_tokens)
-        if not codes.all():
-            raise Corrupt("a gain is none that was written")
-        return self._gains(codes.astype(np.int32) - (REACH + 1))[:, :, None]
+        pairs = reader.take("u1", self._num_units, pairs_of(num_tokens))
+        codes = np.stack([pairs & (CODES - 1), pairs >> 4], axis=2).reshape(self._num_units, -1)
+        return self._gains(codes[:, :num_tokens])[:, :, None]
 
     def nbytes(self, num_tokens: int) -> int:
-        return self._num_units * num_tokens
+        return self._num_units * pairs_of(num_tokens)
 
     def table(self) -> np.ndarray:
-        """fp32 (units, 256): the gain of every code; of code 0, which never is, the smallest."""
-        return self._gains(np.arange(256) - (REACH + 1))
-
-    def _gains(self, steps: np.ndarray) -> np.ndarray:
-        whole = np.clip(steps + self._centres, -FURTHEST, FURTHEST).astype(np.int32)
-        octaves, rest = whole // STEPS, whole % STEPS
+        """fp32 (units, CODES): the gain of every code."""
+        octaves, rest = self.steps // STEPS, self.steps % STEPS
         gains: np.ndarray = (STEP_BITS[rest] + (octaves << MANTISSA_BITS)).view(np.float32)
         return gains
+
+    def _codes(self, steps: np.ndarray) -> np.ndarray:
+        codes = np.zeros(steps.shape, np.uint8)
+        for end in ends_of(self.steps).T[:-1]:
+            codes += steps > end[:, None]
+        return codes
+
+    def _gains(self, codes: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(self.table(), codes.astype(np.int64), axis=1)
+
+
+def ends_of(steps: np.ndarray) -> np.ndarray:
+    """Of sorted gains the most steps that each takes, int32 of the same shape.
+
+    A size gets the nearer of two gains, but the larger one where they lie far apart: too large a
+    gain makes a row coarse, too small a one cuts it off.
+    """
+    ends = steps + ABOVE
+    ends[:, :-1] = np.minimum(ends[:, :-1], (steps[:, :-1] + steps[:, 1:]) // 2)
+    return ends.astype(np.int32)
+
+
+def pairs_of(num_tokens: int) -> int:
+    """Bytes of the codes of a unit, the first of two tokens in the lower half of a byte."""
+    return -(-num_tokens // 2)
 
 
 def squared_sizes(stack: np.ndarray) -> np.ndarray:

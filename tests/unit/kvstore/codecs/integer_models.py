@@ -7,6 +7,7 @@ import numpy as np
 from kvstore.codecs.calibrated import calibrated_codec
 from kvstore.codecs.fused_rate import FusedRate
 from kvstore.codecs.integer_design import integers_of
+from kvstore.codecs.pieces.octave_gain import CODES
 from kvstore.codecs.pieces.rope import Rope
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stack_codec import StackCodec
@@ -32,7 +33,8 @@ def profile_of(layout: KVLayout, rope: Rope | None) -> Profile:
     for number, shape in enumerate(stack_shapes(Scope("head"), layout)):
         integers = integers_of(*_axes(shape.num_units, shape.width))
         learned |= {f"{name}.{number}": array for name, array in integers.items()}
-        learned[f"gain_centres.{number}"] = np.full((shape.num_units, 1), -8, np.int16)
+        steps = np.linspace(-88, 72, CODES).astype(np.int16)
+        learned[f"gain_steps.{number}"] = np.tile(steps, (shape.num_units, 1))
     return Profile("made up", layout, (rope,) * len(layout.layers), {"dense3": learned})
 
 

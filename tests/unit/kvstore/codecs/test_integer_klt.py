@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstore.codecs.fitted_levels import SizeCounts, gauss_levels
+from kvstore.codecs.gain_steps import gain_steps
 from kvstore.codecs.integer_design import integers_of
 from kvstore.codecs.lloyd_max import gauss_error, gauss_table
 from kvstore.codecs.pieces.integer_klt import IntegerKlt, IntegerLevels, input_scale
@@ -69,12 +71,73 @@ def test_sums_of_squares_have_one_order_and_are_right():
     assert np.allclose(squared_sizes(rows), np.sum(rows.astype(np.float64) ** 2, axis=2), rtol=1e-6)
 
 
-def test_a_gain_comes_back_and_code_zero_is_corrupt():
+def gain_of(steps):
     (shape,) = stack_shapes(Scope("head"), layout_of(16))
-    gain = OctaveGain(shape, np.zeros((4, 1)))
-    gains, kept = gain.measure(uneven((4, 9, 16)))
-    assert not kept.any()
-    written = gain.write(gains)
-    assert np.array_equal(gain.read(Reader(memoryview(written)), 9), gains)
+    return OctaveGain(shape, np.tile(np.array(steps, np.int16), (4, 1)))
+
+
+def rows_of(sizes):
+    return np.tile(np.array(sizes, np.float32)[None, :, None], (4, 1, 16))
+
+
+def test_a_gain_takes_four_bits_and_comes_back():
+    gain = gain_of(range(-64, 64, 8))
+    for num_tokens in (1, 8, 9):
+        rows = uneven((4, num_tokens, 16))
+        gains, kept = gain.measure(rows)
+        written = gain.write(gains)
+        assert not kept.any() and len(written) == gain.nbytes(num_tokens) == 4 * -(-num_tokens // 2)
+        assert np.array_equal(gain.read(Reader(memoryview(written)), num_tokens), gains)
+        octaves = np.log2(np.sqrt(np.mean(rows**2, axis=2)) / gains[:, :, 0])
+        assert np.abs(octaves).max() < 0.29  # half of what lies between two, and half a step
+
+
+def test_any_byte_is_a_gain_and_a_short_payload_is_corrupt():
+    gain = gain_of(range(0, 128, 8))
+    for byte in (0, 0x8F, 0xFF):
+        gains = gain.read(Reader(memoryview(bytes([byte]) * 20)), 10)
+        assert np.isfinite(gains).all() and gains.min() > 0
     with pytest.raises(Corrupt):
-        gain.read(Reader(memoryview(b"\0" + written[1:])), 9)
+        gain.read(Reader(memoryview(bytes(19))), 10)
+
+
+def test_sizes_between_distant_gains_get_the_larger_one():
+    gain = gain_of([-160, *range(0, 112, 8), 240])
+    gains, kept = gain.measure(rows_of([2.0**-12, 2.0**-9.8, 2.0**-6, 2.0**6.6, 2.0**7.2]))
+    assert not kept.any()
+    assert np.log2(gains[0, :, 0]).tolist() == [-10, -10, 0, 6.5, 15]
+
+
+def test_rows_that_are_too_large_are_kept_and_empty_ones_get_the_smallest_gain():
+    gain = gain_of(range(-64, 64, 8))
+    gains, kept = gain.measure(rows_of([0, 1, 2.0**3.7, 2.0**3.9, np.inf, np.nan]))
+    assert kept[0, :, 0].tolist() == [False, False, False, True, True, True]
+    assert np.log2(gains[0, 0, 0]) == -4
+
+
+def test_learned_gains_reach_over_all_that_was_seen():
+    octaves = np.random.default_rng(0).normal(3, 0.3, (2, 4000))
+    octaves[0, 5], octaves[1, 7] = 7, -2
+    steps = gain_steps(octaves)
+    assert np.all(np.diff(steps, axis=1) >= 0)
+    assert steps[0, -1] == 7 * 16 + 8 and steps[1, 0] == -32
+    near = np.abs(steps - 48) < 16
+    assert near.sum(axis=1).min() >= 8
+
+
+def test_levels_fit_what_was_seen():
+    rng = np.random.default_rng(0)
+    bits = np.array([[3] * 8, [2] * 8])
+    values = rng.laplace(size=(2, 4000, 8)) / np.sqrt(2)
+    counts = SizeCounts(bits)
+    counts.add(values)
+    fitted, normal = counts.levels(), gauss_levels(2)
+    for unit, size in ((0, 4), (1, 2)):
+        errors = []
+        for levels in (fitted, normal):
+            table = levels[unit, bits[unit, 0], :size]
+            sizes = np.abs(values[unit])
+            codes = np.searchsorted((table[1:] + table[:-1]) / 2, sizes)
+            errors.append(np.mean((table[codes] - sizes) ** 2))
+        assert errors[0] < 0.93 * errors[1]
+    assert np.array_equal(fitted[0, 2], normal[0, 2])  # nothing was seen of those

@@ -9,7 +9,7 @@ from kvstore.codecs.lloyd_max import gauss_error, gauss_table
 from kvstore.codecs.pieces.allocation import greedy_bits
 from kvstore.codecs.pieces.channel_scale import ChannelScale
 from kvstore.codecs.pieces.digits import Digits
-from kvstore.codecs.pieces.gain import FINE, HalfGain, NoGain, byte_gain
+from kvstore.codecs.pieces.gain import HalfGain, NoGain
 from kvstore.codecs.pieces.hadamard import SignHadamard
 from kvstore.codecs.pieces.lloyd import LloydMax
 from kvstore.codecs.pieces.mean import ChunkMean
@@ -246,28 +246,6 @@ def test_gains_beyond_fp16_are_refused_and_damaged_ones_noticed():
     assert gains[3, 1] == 0
     with pytest.raises(Corrupt):
         gain.read(Reader(memoryview(np.full(12, np.inf, "<f2").tobytes())), 3)
-
-
-def test_a_byte_is_enough_for_a_gain():
-    gain = byte_gain(shape_of(16), np.full((4, 1), 3 * FINE))
-    sizes = np.exp2(np.random.default_rng(0).uniform(-3.9, 9.9, (4, 50, 1))).astype(np.float32)
-    stack = np.broadcast_to(sizes, (4, 50, 16)).copy()
-    gains, kept = gain.measure(stack)
-    assert not kept.any() and np.allclose(gains, sizes, rtol=0.022)
-    packed = gain.write(gains)
-    assert len(packed) == gain.nbytes(50) == 4 * 8 * 7
-    assert np.array_equal(gain.read(Reader(memoryview(packed)), 50), gains)
-
-
-def test_rows_too_large_for_a_byte_are_kept_and_small_ones_get_the_smallest_gain():
-    gain = byte_gain(shape_of(16), np.zeros((4, 1)))
-    stack = np.ones((4, 3, 16), np.float32)
-    stack[0, 0], stack[1, 1], stack[2, 2], stack[3, 0] = 1e4, np.inf, 0, np.nan
-    gains, kept = gain.measure(stack)
-    assert np.argwhere(kept).tolist() == [[0, 0, 0], [1, 1, 0], [3, 0, 0]]
-    assert 0 < gains[2, 2, 0] < 0.02 and np.isfinite(gains).all()
-    written = gain.write(gains * np.float32(0.5))
-    assert np.isfinite(gain.read(Reader(memoryview(written)), 3)).all()
 
 
 def test_without_a_gain_only_what_is_no_number_is_kept():
