@@ -107,13 +107,9 @@ def has_vectors(shape: StackShape) -> bool:
     return len(dims) == 1 and not min(dims) % VECTOR
 
 
-def agrees(fused: Fused, layout: KVLayout, num_tokens: int = 70) -> bool:
+def agrees(fused: Fused, layout: KVLayout, run: KVRun) -> bool:
     """Same bytes and same rows as the pieces? A compiler is not to be trusted with a cache."""
-    run, *outs = (layout.empty(num_tokens) for _ in range(3))
-    for number, array in enumerate(x for pair in run for x in pair):
-        ramp = np.arange(array.size, dtype=np.float32).reshape(array.shape) + number
-        values = np.sin(ramp * ramp)
-        array[:] = values if layout.dtype == "float32" else floats.narrow(values, layout.dtype)
+    outs = [layout.empty(run[0][0].shape[1]) for _ in range(2)]
     parts: tuple[StackPart, ...] = (fused, fused.pieces)
     payloads = [part.encode(run, 0, 9, layout.dtype) for part in parts]
     for part, out in zip(parts, outs, strict=True):
@@ -122,6 +118,16 @@ def agrees(fused: Fused, layout: KVLayout, num_tokens: int = 70) -> bool:
         part.decode(Reader(memoryview(payloads[1])), out, 0, 9, layout.dtype)
     flat = [[x.tobytes() for pair in out for x in pair] for out in outs]
     return payloads[0] == payloads[1] and flat[0] == flat[1]
+
+
+def waves(layout: KVLayout, num_tokens: int = 70) -> KVRun:
+    """Rows of all kinds."""
+    run = layout.empty(num_tokens)
+    for number, array in enumerate(x for pair in run for x in pair):
+        ramp = np.arange(array.size, dtype=np.float32).reshape(array.shape) + number
+        values = np.sin(ramp * ramp)
+        array[:] = values if layout.dtype == "float32" else floats.narrow(values, layout.dtype)
+    return run
 
 
 def padded(array: np.ndarray, *lengths: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from kvstore.codecs.fused_parts import (
     has_vectors,
     padded,
     turns_of,
+    waves,
 )
 from kvstore.codecs.pieces.class_coder import ClassCoder
 from kvstore.codecs.pieces.integer_rows import StepRows
@@ -122,7 +123,7 @@ def fused_steps(
     tables = _tables(pieces.shape, kernels, coder, *known)
     segments = Segments(pieces.shape, kernels.places_of)
     fused = FusedSteps(pieces, coder, known[0].scales, tables, turns, segments, kernels)
-    if agrees(fused, profile.layout):
+    if agrees(fused, profile.layout, waves(profile.layout)):
         return fused
     logger.warning("the kernels of one-step codecs are wrong on this host: using the pieces")
     return pieces

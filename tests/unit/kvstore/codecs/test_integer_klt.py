@@ -120,7 +120,7 @@ def test_learned_gains_reach_over_all_that_was_seen():
     octaves[0, 5], octaves[1, 7] = 7, -2
     steps = gain_steps(octaves)
     assert np.all(np.diff(steps, axis=1) >= 0)
-    assert steps[0, -1] == 7 * 16 + 8 and steps[1, 0] == -32
+    assert steps[0, -3:].tolist() == [120, 136, 184] and steps[1, 0] == -32
     near = np.abs(steps - 48) < 16
     assert near.sum(axis=1).min() >= 8
 
