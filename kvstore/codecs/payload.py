@@ -105,13 +105,17 @@ class PayloadPlan:
             yield int(number), rows[owners == number] - starts[number]
 
 
-@functools.lru_cache(maxsize=64)
 def plan_payload(
     rows: RowFormat, layout: KVLayout, num_tokens: int, first_token: int
 ) -> PayloadPlan:
     """``num_tokens`` tokens of every layer, the first of them at ``first_token``."""
+    return _plan(rows, layout, num_tokens, min(max(NUM_SINKS - first_token, 0), num_tokens))
+
+
+# Not by the first token: every chunk of a long session has another one.
+@functools.lru_cache(maxsize=64)
+def _plan(rows: RowFormat, layout: KVLayout, num_tokens: int, num_sinks: int) -> PayloadPlan:
     shapes = list(_array_shapes(layout))
-    num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
     num_packed = num_tokens - num_sinks
     scale_dtype = rows.scale_dtype
     num_rows = sum(heads for heads, _ in shapes) * num_packed
