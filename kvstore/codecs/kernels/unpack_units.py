@@ -62,7 +62,8 @@ def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, 
 
 @njit
 def _tail_of_planes(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any) -> Any:
-    """Planes from byte ``start`` on, as words of eight bytes: a short block must not read on."""
+    """Planes from byte ``start`` on, as words of eight bytes, where to read so many at once would
+    go beyond the end of the last one."""
     tail = np.zeros((num_planes + 1, 8), np.uint8)
     for k in range(num_planes):
         for i in range(nbytes - start):
@@ -129,16 +130,16 @@ def _unpack_units_with(sources: int) -> Any:
                 count, start = min(num_tokens - block, BLOCK), block // 8
                 source = address_of(planes) + plane * plane_nbytes + start
                 step = np.int64(plane_nbytes)
-                tail = _tail_of_planes(
-                    planes, plane, num_planes * (count < BLOCK), start, plane_nbytes
-                )
-                if count < BLOCK:
+                # Of a short block a word's other bytes are the next plane's: tokens nobody asks for.
+                beyond = (plane + num_planes - 1) * plane_nbytes + start + 8 > len(planes)
+                tail = _tail_of_planes(planes, plane, num_planes * beyond, start, plane_nbytes)
+                if beyond:
                     source, step = address_of(tail), np.int64(8)
                 for token in range(count):
                     pair = pairs[unit, (block + token) // 2]
                     gains[token] = gain_tables[unit, (pair >> (4 * (token % 2))) & (CODES - 1)]
                 _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
-                if count < BLOCK:
+                if beyond:
                     tail[0, 0] = 0  # not freed before this
                 put_groups(sources, (rows, groups, num_groups))
                 for first in range(0, count, TILE_TOKENS):
