@@ -12,9 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numba import types
-
-from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 
 BATCH = 8  # sides per call: numba compiles for a number of arrays
 
@@ -123,7 +120,15 @@ def _flat(side: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _function(function: Any, dtype: np.dtype) -> Any:
-    """Compiled, which takes seconds once on a machine."""
+    """Compiled, which takes seconds once on a machine.
+
+    numba comes in here, when vLLM's worker is up: on CPUs that looks through all modules at its
+    start, and stumbles over llvmlite's.
+    """
+    from numba import types
+
+    from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
+
     element = {2: types.int16, 4: types.int32}[dtype.itemsize]
     flats, runs = ([array_of(element, ndim)] * BATCH for ndim in (1, 3))
     return compiled(
