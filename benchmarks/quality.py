@@ -59,7 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("vllm", "mlx"), default=engine)
     parser.add_argument("--model", help="default: the sample model")
     parser.add_argument("--presets", default="all", help="names, or: ours, all")
-    parser.add_argument("--contexts", default=USUAL_CONTEXTS)
+    parser.add_argument("--contexts", help=f"default: {USUAL_CONTEXTS}")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plot", type=Path)

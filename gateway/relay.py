@@ -8,6 +8,7 @@ are ever held for one stream.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TypeVar
 
@@ -21,6 +22,8 @@ from engines.patience import Patience
 from engines.wire import CACHE_HEADER
 from gateway.errors import Failure, failure_of
 from gateway.events import EventStream
+
+log = logging.getLogger("thermocline.gateway")
 
 EVENT_STREAM = "text/event-stream"
 PIECE_BYTES = 64 << 10  # of a whole answer; about what a connection holds before it pushes back
@@ -182,9 +185,9 @@ def engine_failure(status: int, body: bytes) -> Failure:
 
 def _failure_from(status: int, error: Json) -> Failure:
     param, code, message = error.get("param"), error.get("code"), str(error.get("message", ""))
-    if status == 500 and not isinstance(code, str):  # its own words are for who reads its log
-        message = f"The engine failed: {message or 'it did not say why'}"
-        return Failure(502, message, None, "engine")
+    if status == 500 and not isinstance(code, str):
+        log.warning("the engine failed: %s", message)  # for who runs it; a client can do nothing
+        return Failure(502, "The engine failed; its log says why. Try again.", None, "engine", 1.0)
     return Failure(
         status,
         message,

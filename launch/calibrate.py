@@ -59,7 +59,7 @@ class Wishes:
     texts: Sequence[Path]
     eval_texts: Sequence[Path]
     presets: str | None  # names, or "ours", "all", separated by commas; None = ours
-    contexts: str
+    contexts: str | None  # None = usual ones that the model takes
     needles: bool
 
 
@@ -187,8 +187,9 @@ def presets_of(names: str | None) -> tuple[str, ...]:
     return tuple(each)
 
 
-def _contexts(text: str, longest: int | None) -> tuple[int, ...]:
-    """``longest``: that the model takes. What nobody asked for is left out if it is too much."""
+def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
+    """``longest``: that the model takes."""
+    text = USUAL_CONTEXTS if wished is None else wished
     try:
         contexts = tuple(int(x) for x in text.split(","))
     except ValueError:
@@ -196,12 +197,16 @@ def _contexts(text: str, longest: int | None) -> tuple[int, ...]:
     if min(contexts) < 128:
         raise UsageError(f"--contexts {text}: fewer than 128 tokens are never packed")
     most = max(contexts) if longest is None else longest - BEHIND_CONTEXT
-    if text == USUAL_CONTEXTS and most >= 128:
+    if most < 128:
+        raise UsageError(
+            f"this model takes {longest} tokens; to measure it takes {128 + BEHIND_CONTEXT}"
+        )
+    if wished is None:
         return tuple(x for x in contexts if x <= most) or (most // 128 * 128,)
     if max(contexts) > most:
         raise UsageError(
             f"--contexts {text}: this model takes {longest} tokens, of which {BEHIND_CONTEXT} are"
-            f" needed behind the context; ask for {max(most, 0)} at most"
+            f" needed behind the context; ask for {most} at most"
         )
     return contexts
 

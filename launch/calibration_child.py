@@ -29,6 +29,7 @@ KEPT_FREE_BYTES: Final = 512 << 20  # of the machine's memory, or the program is
 LOOK_EVERY_S: Final = 2.0
 # It tells of each text. Who reads the log of a service wants to know that it goes on.
 TELL_EVERY_S: Final = 60.0
+PROGRESS: Final = "INFO "
 
 
 async def run_child(
@@ -104,9 +105,11 @@ async def _relay(process: Process, tell_every_s: float) -> None:
     assert process.stderr is not None
     told = float("-inf")
     while line := await process.stderr.readline():
-        level, words = read_line(line.decode("utf-8", "replace").rstrip())
-        if not words or level == logging.INFO and time.monotonic() - told < tell_every_s:
-            continue
-        if level == logging.INFO:
+        text = line.decode("utf-8", "replace").rstrip()
+        level, words = read_line(text)
+        if text.startswith(PROGRESS):  # nothing else is left out, such as the lines of a traceback
+            if time.monotonic() - told < tell_every_s:
+                continue
             told = time.monotonic()
-        log.log(level, "%s", words)
+        if words:
+            log.log(level, "%s", words)

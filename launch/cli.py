@@ -159,8 +159,9 @@ def calibrate(
         str | None, typer.Option(metavar="NAME,NAME", help="Codecs to measure, or: ours, all.")
     ] = None,
     contexts: Annotated[
-        str, typer.Option(metavar="N,N", help="Tokens that go through the codec.")
-    ] = "2048,6144",
+        str | None,
+        typer.Option(metavar="N,N", help="Tokens that go through the codec [2048,6144]."),
+    ] = None,
     needles: Annotated[bool, typer.Option(help="Hide pass keys in the texts, too.")] = True,
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the rows there.")] = None,
     plot: Annotated[

@@ -124,9 +124,14 @@ def _named(
             raise CodecRefused(f"{refused}; choose another codec, or {_OVERRULE}")
         return choice
     if unmeasurable:
+        remedy = f"use raw, or {_OVERRULE}" if choice else "use raw"
         raise CodecRefused(
-            f"codec {name} cannot be measured on this model: {unmeasurable};"
-            f" use raw, or {_OVERRULE}"
+            f"codec {name} cannot be measured on this model: {unmeasurable}; {remedy}"
+        )
+    if not config.calibrate and choice is None:
+        raise CodecRefused(
+            f"codec {name} has yet to learn this model, or to learn it again since an upgrade; run:"
+            " thermocline calibrate"
         )
     if not config.calibrate:
         raise CodecRefused(

@@ -63,6 +63,7 @@ class BlockCopies:
         """``sides``: views (num_blocks, num_kv_heads, block_tokens, head_dim) of integers."""
         self._num_blocks, self._block_tokens = sides[0].shape[0], sides[0].shape[2]
         self._dtype = sides[0].dtype
+        self._rows = [(side.shape[1], side.shape[3]) for side in sides]
         steps = [(*_steps(side), side.shape[2]) for side in sides]
         self._flats = [_flat(side) for side in sides]
         self._steps = np.array(steps, np.uint64)
@@ -78,6 +79,8 @@ class BlockCopies:
 
     def read(self, block_ids: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
         """The inverse, into arrays that are C-contiguous and hold so many blocks."""
+        if not all(array.flags.c_contiguous for array in arrays):
+            raise ValueError("what is read goes to arrays that are C-contiguous")
         self._each(self._out_of, block_ids, arrays, 0)
 
     def _each(
@@ -87,6 +90,8 @@ class BlockCopies:
         needed = (first + len(ids)) * self._block_tokens
         if any(array.shape[1] < needed for array in arrays):
             raise IndexError(f"a run of fewer than {needed} tokens")
+        if (found := [(array.shape[0], array.shape[2]) for array in arrays]) != self._rows:
+            raise IndexError(f"rows of {found} where the blocks have {self._rows}")
         for flats, steps, runs, count in self._batches(arrays):
             function(flats, steps, runs, ids, first, count)
 

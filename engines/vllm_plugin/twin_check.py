@@ -79,7 +79,9 @@ def _errors(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """Of the median token of each head: few tokens of a mixture of experts may go another way."""
     lengths = np.linalg.norm(ours, axis=-1)
     missed = np.linalg.norm(ours - theirs, axis=-1)
-    errors: np.ndarray = np.median(missed / np.maximum(lengths, np.finfo(np.float32).tiny), axis=-1)
+    # A head that says nothing has no direction to be off from: it is weighed against the others.
+    least = max(1e-3 * float(np.median(lengths)), float(np.finfo(np.float32).tiny))
+    errors: np.ndarray = np.median(missed / np.maximum(lengths, least), axis=-1)
     return errors
 
 

@@ -48,7 +48,12 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
     codec_id = f"{name}.{ARITHMETIC}-{profile.ids[name]}"
     try:
         return StackCodec(codec_id, _Assembled(LEARNABLE[name], name, profile))
-    except (KeyError, ValueError, IndexError) as error:  # whole, but not what this release learns
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ) as error:  # whole, but not what this release learns
         raise UnknownCodec(
             f"the profile's preset {name!r} is of another release ({error}); calibrate again"
         ) from error

@@ -146,7 +146,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)  # megabytes each where chunks and heads are large
 def _angles(
     ropes: tuple[Rope, ...], half: int, first_token: int, num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:

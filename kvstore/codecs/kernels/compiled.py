@@ -16,12 +16,12 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvstore.codecs import floats, lloyd_max, rotated_rows, rotation
+from kvstore.codecs import floats, lloyd_max, numba_functions, rotated_rows, rotation
 from kvstore.codecs.kernels import rows
 from kvstore.codecs.kernels.emitter import Emitter
 from kvstore.codecs.kernels.rows import has_kernel as has_kernel
 from kvstore.codecs.payload import SlotGroup
-from kvstore.codecs.pieces import integer_klt, octave_gain, uniform
+from kvstore.codecs.pieces import integer_klt, integer_rows, octave_gain, uniform
 from kvstore.shapes import NUMPY_DTYPES, DType
 
 DTYPES: tuple[DType, ...] = get_args(DType)
@@ -34,7 +34,10 @@ SCALE_NBYTES = 2
 
 def _sources_digest() -> int:
     """Enters every cached function: numba itself looks only at the file a function stands in."""
-    modules = (floats, lloyd_max, rotated_rows, rotation, integer_klt, octave_gain, uniform)
+    modules = (
+        *(floats, lloyd_max, rotated_rows, rotation, numba_functions),
+        *(integer_klt, integer_rows, octave_gain, uniform),
+    )
     paths = [*sorted(Path(__file__).parent.glob("*.py")), *(Path(str(m.__file__)) for m in modules)]
     digest = hashlib.blake2b(b"".join(path.read_bytes() for path in paths), digest_size=6)
     return int.from_bytes(digest.digest(), "big")

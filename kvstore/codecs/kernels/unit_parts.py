@@ -76,7 +76,7 @@ def measure(
         squares[token] = np.sqrt(squares[token] * share)
     steps_of(squares, steps)
     codes_of(steps, ends, codes)
-    bits, usable = squares.view(np.int32), True
+    bits, usable = squares.view(np.uint32), True  # a NaN may have its sign set
     for token in range(len(squares)):
         usable &= bits[token] < INFINITY and steps[token] <= ends[CODES - 1]
         gains[token] = table[codes[token]]

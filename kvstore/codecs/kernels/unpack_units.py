@@ -130,7 +130,7 @@ def _unpack_units_with(sources: int) -> Any:
                 count, start = min(num_tokens - block, BLOCK), block // 8
                 source = address_of(planes) + plane * plane_nbytes + start
                 step = np.int64(plane_nbytes)
-                # Of a short block a word's other bytes are the next plane's: tokens nobody asks for.
+                # Of a short block a word's other bytes are the next plane's: for no token of it.
                 beyond = (plane + num_planes - 1) * plane_nbytes + start + 8 > len(planes)
                 tail = _tail_of_planes(planes, plane, num_planes * beyond, start, plane_nbytes)
                 if beyond:

@@ -41,7 +41,8 @@ class OctaveGain:
         with np.errstate(all="ignore"):
             sizes = np.sqrt(squared_sizes(stack) * np.float32(1 / stack.shape[2]))
         steps = steps_of(sizes)
-        fits = (sizes.view(np.int32) < INFINITY) & (steps <= ends_of(self.steps)[:, -1:])
+        usable = sizes.view(np.uint32) < INFINITY  # not a NaN either, whatever its sign
+        fits = usable & (steps <= ends_of(self.steps)[:, -1:])
         return self._gains(self._codes(steps))[:, :, None], ~fits[:, :, None]
 
     def write(self, gains: np.ndarray) -> bytes:

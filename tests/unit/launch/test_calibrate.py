@@ -11,7 +11,7 @@ from engines.calibration.order import Order
 from kvstore.codecs.calibrated import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import PRESETS
 from kvstore.codecs.seeds import SEEDS
-from launch.calibrate import USUAL_CONTEXTS, Wishes, first_order, order_of, presets_of
+from launch.calibrate import Wishes, first_order, order_of, presets_of
 from launch.effective import effective
 from launch.errors import UsageError
 from launch.options import layers
@@ -42,7 +42,7 @@ def test_the_first_order_is_one_that_a_program_takes(tmp_path: Path) -> None:
     assert msgspec.json.decode(msgspec.json.encode(order), type=Order) == order
 
 
-def contexts_for(folder: Path, longest: int | None, wished: str) -> tuple[int, ...]:
+def contexts_for(folder: Path, longest: int | None, wished: str | None) -> tuple[int, ...]:
     stated = f'"max_position_embeddings": {longest}' if longest else ""
     (folder / "config.json").write_text(f"{{{stated}}}")
     (folder / "model.safetensors").touch()
@@ -58,12 +58,12 @@ def contexts_for(folder: Path, longest: int | None, wished: str) -> tuple[int, .
 def test_usual_contexts_are_those_that_the_model_takes(
     tmp_path: Path, longest: int | None, contexts: tuple[int, ...]
 ) -> None:
-    assert contexts_for(tmp_path, longest, USUAL_CONTEXTS) == contexts
+    assert contexts_for(tmp_path, longest, None) == contexts
 
 
 def test_a_context_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
     assert contexts_for(tmp_path, 4096, "3584") == (3584,)
     with pytest.raises(UsageError, match="takes 4096 tokens, .* ask for 3584 at most"):
         contexts_for(tmp_path, 4096, "3585")
-    with pytest.raises(UsageError, match="ask for 0 at most"):
-        contexts_for(tmp_path, 256, USUAL_CONTEXTS)
+    with pytest.raises(UsageError, match="to measure it takes 640"):
+        contexts_for(tmp_path, 600, None)

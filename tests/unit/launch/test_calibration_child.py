@@ -57,11 +57,13 @@ async def test_of_its_progress_a_line_is_told_now_and_then(
 ) -> None:
     caplog.set_level(logging.INFO)
     lines = "".join(f"INFO text {n}\n" for n in range(5)) + "WARNING slow\n" + "INFO end\n"
-    script = f"import sys; sys.stderr.write({lines!r})"
-    assert await run(script) == 0
-    assert [x.message for x in caplog.records] == ["text 0", "slow"]
+    script = f"import sys; sys.stderr.write({lines!r}); raise RuntimeError('why it ended')"
+    assert await run(script) == 1
+    told = [x.message for x in caplog.records]
+    assert told[:3] == ["text 0", "slow", "Traceback (most recent call last):"]
+    assert told[-1] == "RuntimeError: why it ended"
     caplog.clear()
-    assert await run(script, tell_every_s=0.0) == 0
+    assert await run(f"import sys; sys.stderr.write({lines!r})", tell_every_s=0.0) == 0
     assert len(caplog.records) == 7
 
 

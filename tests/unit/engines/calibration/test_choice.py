@@ -120,6 +120,10 @@ def test_without_a_measurement_to_come_it_is_refused() -> None:
         chosen(None, "tq3", calibrate=False)
     with pytest.raises(CodecRefused, match="cannot be measured on this model: it has windows"):
         chosen(None, "tq3", "it has windows")
+    with pytest.raises(CodecRefused, match="yet to learn this model.*calibrate$"):
+        chosen(None, "max", calibrate=False, accept_loss=True)
+    with pytest.raises(CodecRefused, match="it has windows; use raw$"):
+        chosen(None, "max", "it has windows", accept_loss=True)
     found = chosen(None, unmeasurable="it has windows")
     assert (found.name, found.unmeasured) == ("raw", False) and "it has windows" in found.why
 

@@ -156,3 +156,14 @@ def test_payload_and_restored_values_are_frozen(dim, with_kernels):
     out = restored(codec, payload, layout, 70, 0)
     digests = [hashlib.blake2b(x, digest_size=8).hexdigest() for x in (payload, b"".join(raw(out)))]
     assert tuple(digests) == GOLDEN[dim]
+
+
+@pytest.mark.parametrize("value", [0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x7F7F])
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_that_are_no_numbers_are_kept_as_they_are(value, side):
+    """Not a number, of either sign; infinite; too large to be squared. RoPE makes NaNs of some."""
+    run = run_of(LAYOUT, 40)
+    run[0][side][0, 20] = value
+    out = assert_same(CODEC, run, LAYOUT, 100)
+    assert np.array_equal(out[0][side][0, 20], run[0][side][0, 20])
+    assert not np.array_equal(out[0][side][0, 21], run[0][side][0, 21])
