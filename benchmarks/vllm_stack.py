@@ -46,8 +46,12 @@ def with_plugin(
     dtype: str = "float32",
     disk_bytes: int = 0,
     idle_after_s: float = 3600.0,
+    folder: Path | None = None,
 ) -> Stack:
-    """Gateway and vLLM. Nobody hibernates by itself, if not told to: the benchmark says when."""
+    """Gateway and vLLM. Nobody hibernates by itself, if not told to: the benchmark says when.
+
+    ``folder``: its ``data`` may hold what was measured of the model.
+    """
     settings: dict[str, dict[str, Any]] = {
         "engine": {
             "kind": "vllm",
@@ -63,7 +67,7 @@ def with_plugin(
         },
         "scheduler": {"idle_after_s": idle_after_s},
     }
-    return Stack(settings, start_timeout_s=START_S)
+    return Stack(settings, folder, start_timeout_s=START_S)
 
 
 @dataclass

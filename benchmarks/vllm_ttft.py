@@ -1,7 +1,12 @@
 """vLLM: time to first token of a returning session: prefilled, still hot, and restored from cold.
 
     python benchmarks/vllm_ttft.py [--tokens 2048 6144] [--rounds 4] [--codec tq3]
-        [--dtype float32] [--json OUT]
+        [--dtype float32] [--folder F] [--json OUT]
+
+A codec that has to know the model finds its profile in a folder in which it was calibrated:
+
+    THERMOCLINE_DATA_DIR=F/data thermocline calibrate --presets max --set engine.kind=vllm
+    python benchmarks/vllm_ttft.py --codec max --folder F
 
 Through gateway and HTTP, with vLLM's CPU engine; cold sessions are in RAM. One process, one
 conversation per length. It goes on for ``--rounds`` turns of each kind, in turns: one short new
@@ -18,6 +23,7 @@ import argparse
 import asyncio
 import statistics
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stack import MIB, WORD_TOKENS, Client, Reply, client_of, prose, write_json
@@ -101,7 +107,8 @@ async def one_length(client: Client, tokens: int, rounds: int) -> dict[str, Any]
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    with with_plugin(1024 * MIB, args.codec, dtype=args.dtype) as stack:
+    folder = Path(args.folder) if args.folder else None
+    with with_plugin(1024 * MIB, args.codec, dtype=args.dtype, folder=folder) as stack:
         async with client_of(stack) as client:
             await client.chat([{"role": "user", "content": "Hello"}], session="warm")
             rows = [await one_length(client, n, args.rounds) for n in args.tokens]
@@ -114,6 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--codec", default="tq3")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--folder", default="", help="data/ in it holds a profile of the model")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     write_json(args.json, asyncio.run(measure(args)))
