@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
 
 from engines.vllm_plugin.transfer import Filling, Packing, Rows
 from kvstore.block_store import BlockStore
@@ -52,6 +53,16 @@ class Stream(Protocol):
 
     def mark(self) -> object: ...
     def after(self, mark: object) -> AbstractContextManager[None]: ...
+
+
+# A run of all fillings of a group, side by side, and which of them are really in it.
+Decoded: TypeAlias = tuple[list[KVPair], list[bool]]
+
+
+@dataclass
+class _Begun:
+    group: list[Filling]
+    future: Future[Decoded]
 
 
 class SpareRuns:
@@ -117,8 +128,7 @@ class HostBlocks:
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         filled: set[int] = set()
-        for group, future in self._decodes(wanted):
-            run, decoded = future.result()
+        for group, (run, decoded) in self._decodes(wanted):
             with self._stream.after(ready):
                 for first, fillings in _stretches(group, decoded):
                     self._write(fillings, run, first * self._keys.chunk_blocks)
@@ -153,19 +163,29 @@ class HostBlocks:
             return packer.pack_tail(piece.key, run, first)
         return packer.pack_chunk(piece.key, run, first, home)
 
-    def _decodes(
-        self, wanted: Sequence[Filling]
-    ) -> Iterator[tuple[list[Filling], Future[tuple[list[KVPair], list[bool]]]]]:
+    def _decodes(self, wanted: Sequence[Filling]) -> Iterator[tuple[list[Filling], Decoded]]:
         """In order, a few begun ahead: decoded, a session is many times what was staged of it."""
-        ahead: deque[tuple[list[Filling], Future[tuple[list[KVPair], list[bool]]]]] = deque()
+        ahead: deque[_Begun] = deque()
         for group in _groups(wanted, self._group_tokens // self._chunk_tokens):
-            ahead.append((group, self._store.workers.codec(self._decoded, group)))
+            ahead.append(_Begun(group, self._store.workers.codec(self._decoded, group)))
             if len(ahead) > self._ahead:
-                yield ahead.popleft()
-        yield from ahead
+                yield self._first(ahead)
+        while ahead:
+            yield self._first(ahead)
 
-    def _decoded(self, group: Sequence[Filling]) -> tuple[list[KVPair], list[bool]]:
-        """One run of all of them, side by side, and which of them are really in it."""
+    def _first(self, ahead: deque[_Begun]) -> tuple[list[Filling], Decoded]:
+        """While the codec's threads are not done with it, this one decodes what they have not
+        begun: an entropy coder takes ten times as long as copying does."""
+        while not ahead[0].future.done():
+            waiting = next((x for x in ahead if x.future.cancel()), None)
+            if waiting is None:
+                break
+            waiting.future = Future()
+            waiting.future.set_result(self._decoded(waiting.group))
+        first = ahead.popleft()
+        return first.group, first.future.result()
+
+    def _decoded(self, group: Sequence[Filling]) -> Decoded:
         if not group[0].piece.is_chunk:
             (filling,) = group
             tokens = filling.part_tokens or self._keys.num_tokens(filling.piece)
