@@ -97,6 +97,22 @@ def test_memory_is_decoded_into_again_and_again(rank):
             page[target] = 0
 
 
+def test_whoever_fills_blocks_decodes_what_the_codecs_threads_have_not_begun(rank):
+    """They are all busy here, with saves of others perhaps."""
+    rank.save(CHAIN)
+    rank.stage()
+    gate = threading.Event()
+    workers = rank.store.workers
+    busy = [workers.codec(gate.wait, 20) for _ in range(workers.num_threads)]
+    target = list(range(1, 26))
+    try:
+        assert rank.load(0, target) == ({"r"}, set())
+        assert not any(x.done() for x in busy)
+    finally:
+        gate.set()
+    assert rank.blocks.holds(CHAIN, 0, target)
+
+
 def test_runs_are_kept_up_to_a_number_and_only_used_where_they_fit():
     runs = SpareRuns(LAYOUT, 2)
     taken = [runs.take(16) for _ in range(3)]
