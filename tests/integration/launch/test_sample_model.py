@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from engines.calibration.corpus import held_out_texts
+from engines.calibration.order import Order
+from launch.calibrate import USUAL_CONTEXTS
 from launch.errors import LaunchError
 from launch.gguf_convert import convert
 from launch.paths import default_cache_dir
@@ -85,3 +88,14 @@ def test_the_capital_of_france(sample):
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
     assert generate(model, tokenizer, prompt, max_tokens=8) == "The capital of France is Paris."
+
+
+@pytest.mark.model
+def test_every_held_out_text_fills_the_usual_contexts(sample):
+    """Or a codec would be judged there by fewer kinds of text than we say."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sample)
+    order = Order(model_path=str(sample), presets=(), contexts=())
+    needed = max(int(x) for x in USUAL_CONTEXTS.split(",")) + order.num_scored
+    short = {x.name for x in held_out_texts() if len(tokenizer.tokenize(x.content)) < needed}
+    assert not short

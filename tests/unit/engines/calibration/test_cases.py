@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from engines.calibration.cases import needle_cases, text_cases
-from engines.calibration.corpus import Text, fit_texts, held_out_texts
+from engines.calibration.corpus import Text
 
 LONG = Text("long", "All work and no play makes Jack a dull boy. " * 40)
 SHORT = Text("short", "All work.")
@@ -40,10 +40,3 @@ def test_a_tokenizer_that_joins_the_question_with_its_answer() -> None:
 
     for case in needle_cases([LONG], pairs, 300):
         assert 0 < case.num_answer <= 3
-
-
-def test_nothing_is_learned_from_what_is_judged_by() -> None:
-    learned, judged = fit_texts(), held_out_texts()
-    assert learned and judged
-    assert not {x.name for x in learned} & {x.name for x in judged}
-    assert not {x.content for x in learned} & {x.content for x in judged}
