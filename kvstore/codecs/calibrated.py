@@ -70,9 +70,23 @@ class _Assembled:
 
     def __post_init__(self) -> None:
         learned = self.profile.learned[self.name]
+        _check_model(self.profile, learned)
         self.pipelines = self.preset.assemble(self.profile, learned, self.profile.layout)
 
     def __call__(self, layout: KVLayout) -> Sequence[StackPart]:
         if layout.layers != self.profile.layout.layers:
             raise UnknownCodec(f"codec {self.name} was calibrated for a model of other layers")
         return self.pipelines
+
+
+def _check_model(profile: Profile, learned: Mapping[str, np.ndarray]) -> None:
+    """Kernels read means and turn channels without looking. Raises ``ValueError``."""
+    layers, ropes = profile.layout.layers, profile.ropes
+    if len(ropes) != len(layers):
+        raise ValueError(f"turns of {len(ropes)} layers, not {len(layers)}")
+    for rope, layer in zip(ropes, layers, strict=True):
+        if rope is not None and rope.num_channels > layer.head_dim:
+            raise ValueError(f"turns of {rope.num_channels} of {layer.head_dim} channels")
+    means, size = learned["means"], profile.layout.elements_per_token
+    if means.dtype != np.float32 or means.shape != (size,) or not np.isfinite(means).all():
+        raise ValueError(f"means are {means.dtype} {means.shape}, or infinite")

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvstore.codecs.fixed_rate_axes import Axes
 from kvstore.codecs.fused_rate import fused_rate
-from kvstore.codecs.integer_design import INTEGERS
 from kvstore.codecs.pieces.allocation import greedy_bits
 from kvstore.codecs.pieces.integer_klt import IntegerKlt, IntegerLevels
 from kvstore.codecs.pieces.mean import ModelMean
@@ -23,6 +22,7 @@ from kvstore.codecs.pieces.planes import BitPlanes
 from kvstore.codecs.pieces.rope import UnRope
 from kvstore.codecs.pipeline import Pipeline, StackPart
 from kvstore.codecs.profile import Profile
+from kvstore.codecs.rate_integers import ARRAYS, RateIntegers
 from kvstore.codecs.samples import Samples
 from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
 from kvstore.shapes import KVLayout
@@ -52,9 +52,9 @@ class FixedRate:
     ) -> tuple[StackPart, ...]:
         parts = []
         for number, shape in enumerate(stack_shapes(self.scope, layout)):
-            known = {name: learned[f"{name}.{number}"] for name in (*INTEGERS, "gain_steps")}
-            known["means"] = learned["means"]
-            parts.append(_part(shape, profile, known))
+            known = {name: learned[f"{name}.{number}"] for name in ARRAYS}
+            RateIntegers(shape, **known)  # or it says why not
+            parts.append(_part(shape, profile, {**known, "means": learned["means"]}))
         return tuple(parts)
 
 

@@ -14,7 +14,6 @@ from kvstore.codecs.pieces.integer_klt import NUM_MAGNITUDES, input_scale
 
 LARGEST = 127
 ENCODE_NORM = 32000.0
-INTEGERS = ("encode", "decode", "scales", "units", "rates", "levels", "bounds", "bits")
 NEVER = np.iinfo(np.int32).max
 
 

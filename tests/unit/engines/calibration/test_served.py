@@ -116,3 +116,15 @@ def test_a_profile_that_is_no_use_is_as_none(
         assert (report.name, report.unmeasured) == ("raw", True)
     assert "damaged" in caplog.text and "is of another model" in caplog.text
     assert served(None).report.unmeasured
+
+
+def test_integers_that_nobody_learns_are_as_if_nothing_was_learned(tmp_path: Path) -> None:
+    """Whole by its digest, but written by something else: kernels would read beyond its arrays."""
+    profile = measured(row("dense3"))
+    learned = dict(profile.learned["dense3"])
+    learned["levels.0"] = learned["levels.0"][..., :8]
+    write(dataclasses.replace(profile, learned={"dense3": learned}), tmp_path)
+    report = served(tmp_path).report
+    assert (report.name, report.unmeasured) == ("raw", True)
+    with pytest.raises(CodecRefused, match="yet to learn this model"):
+        served(tmp_path, codec="dense3", calibrate=False)

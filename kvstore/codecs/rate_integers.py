@@ -1,0 +1,102 @@
+"""The integers of one stack of a fixed rate, as a profile has them: looked at before they are used.
+
+Kernels read them without looking, so that one of another shape would have them read beyond its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+
+from kvstore.codecs.integer_design import LARGEST, NEVER
+from kvstore.codecs.pieces.integer_klt import LARGEST_INPUT, MAX_BITS, NUM_MAGNITUDES
+from kvstore.codecs.pieces.octave_gain import CODES
+from kvstore.codecs.stacks import StackShape
+
+LARGEST_SIZE: Final = 2.0**20  # rows are of unit size, so that none comes near; squares add up
+# Of each array its dtype, and which of the sizes its axes have.
+_FORMS: Final = {
+    "encode": ("i2", ("units", "components", "width")),
+    "decode": ("i1", ("units", "components", "width")),
+    "scales": ("f4", ("units",)),
+    "units": ("f4", ("units", "components")),
+    "rates": ("f4", ("units", "components")),
+    "levels": ("u1", ("units", "components", "magnitudes")),
+    "bounds": ("i4", ("units", "components", "magnitudes")),
+    "bits": ("u1", ("units", "components")),
+    "gain_steps": ("i2", ("units", "codes")),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RateIntegers:
+    """What ``integers_of`` and ``gain_steps`` made for the units of ``shape``.
+
+    Raises ``ValueError`` if they did not: what is in them would lead to sums beyond 32 bits, to
+    codes beyond their bits, or out of an array.
+    """
+
+    shape: StackShape
+    encode: np.ndarray
+    decode: np.ndarray
+    scales: np.ndarray
+    units: np.ndarray
+    rates: np.ndarray
+    levels: np.ndarray
+    bounds: np.ndarray
+    bits: np.ndarray
+    gain_steps: np.ndarray
+
+    def __post_init__(self) -> None:
+        self._check_forms()
+        wrong = [name for name, good in self._ranges().items() if not good]
+        if wrong:
+            raise ValueError(f"integers out of range: {', '.join(wrong)}")
+
+    def _check_forms(self) -> None:
+        components = self.bits.shape[1] if self.bits.ndim == 2 else 0
+        if not 0 < components <= self.shape.width:
+            raise ValueError(f"integers of {components} components")
+        sizes = {"units": self.shape.num_units, "components": components, "codes": CODES}
+        sizes |= {"width": self.shape.width, "magnitudes": NUM_MAGNITUDES}
+        for name, (dtype, axes) in _FORMS.items():
+            array: np.ndarray = getattr(self, name)
+            wanted = tuple(sizes[axis] for axis in axes)
+            if array.dtype != np.dtype(dtype) or array.shape != wanted:
+                found = f"{array.dtype} {array.shape}"
+                raise ValueError(f"integers {name} are {found}, not {np.dtype(dtype)} {wanted}")
+
+    def _ranges(self) -> dict[str, bool]:
+        """For each array whether what is in it can have been learned."""
+        norms = np.einsum("ucw,ucw->uc", self.encode, self.encode, dtype=np.float64)
+        return {
+            "encode": bool(norms.max() <= LARGEST_INPUT**2),
+            "decode": int(self.decode.min()) >= -LARGEST,
+            "scales": _are_sizes(self.scales) and bool(np.all(np.frexp(self.scales)[0] == 0.5)),
+            "units": _are_sizes(self.units),
+            "rates": _are_sizes(self.rates),
+            "levels": int(self.levels.max()) <= LARGEST,
+            "bits": int(self.bits.max()) <= MAX_BITS,
+            "bounds": self._bounds_end(),
+            "gain_steps": _ascends(self.gain_steps),
+        }
+
+    def _bounds_end(self) -> bool:
+        """Ascending, and never reached by a code that has more bits than its component."""
+        sizes = (1 << np.minimum(self.bits, MAX_BITS).astype(np.int64)) >> 1
+        behind = np.arange(NUM_MAGNITUDES) >= np.maximum(sizes - 1, 0)[..., None]
+        ends = bool(np.all(self.bounds[behind] == NEVER))
+        return ends and int(self.bounds.min()) >= 0 and _ascends(self.bounds)
+
+
+ARRAYS: Final = tuple(x.name for x in fields(RateIntegers) if x.name != "shape")
+
+
+def _are_sizes(array: np.ndarray) -> bool:
+    return bool(np.all((array >= 0) & (array <= LARGEST_SIZE)))  # a NaN is neither
+
+
+def _ascends(array: np.ndarray) -> bool:
+    return bool(np.all(array[..., 1:] >= array[..., :-1]))
