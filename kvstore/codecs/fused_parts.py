@@ -53,23 +53,6 @@ class Segments:
         pairs = np.array([[(s.array, s.head) for s in unit] for unit in self.shape.units], np.int64)
         return pairs[..., 0].copy(), pairs[..., 1].copy()
 
-    def put_kept(
-        self,
-        out: KVRun,
-        first: int,
-        places: list[tuple[int, int, slice]],
-        values: list[np.ndarray],
-        dtype: DType,
-    ) -> None:
-        """``places``: units, tokens and columns of whole segments."""
-        for (unit, token, columns), row in zip(places, values, strict=True):
-            narrow = floats.narrow(row, dtype)
-            for start, segment in zip(self.shape.starts, self.shape.units[unit], strict=True):
-                if columns.start <= start < columns.stop:
-                    target = out[segment.layer][segment.side][segment.head, first + token]
-                    at = start - columns.start
-                    target[:] = narrow[at : at + segment.dim]
-
 
 @dataclass(frozen=True, eq=False)
 class Turns:

@@ -108,13 +108,13 @@ class FusedRate:
         if segments is None:
             return self.pieces.decode(reader, out, first, first_token, dtype)
         num_tokens = out[0][0].shape[1] - first
-        kept, exact = self.pieces.read_kept(reader, num_tokens, dtype)
+        kept, exact = self.pieces.read_kept(reader, num_tokens)
         pairs = reader.take("u1", self.pieces.shape.num_units, pairs_of(num_tokens))
         planes = reader.take("u1", self.num_planes * -(-num_tokens // 8))
         t, turns = self.tables, self.turns.of(self.pieces.shape, first_token, num_tokens, dtype)
         units = (t.runs, t.levels, t.matrix, t.begins, t.means, t.gains)
         self.kernels.unpack(planes, num_tokens, units, pairs, turns, segments)
-        self.segments.put_kept(out, first, self.pieces.places(kept, num_tokens), exact, dtype)
+        self.pieces.put_kept(out, first, kept, exact, dtype)
 
 
 def fused_rate(

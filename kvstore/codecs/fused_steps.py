@@ -93,7 +93,7 @@ class FusedSteps:
         if segments is None:
             return self.pieces.decode(reader, out, first, first_token, dtype)
         num_tokens = out[0][0].shape[1] - first
-        kept, exact = self.pieces.read_kept(reader, num_tokens, dtype)
+        kept, exact = self.pieces.read_kept(reader, num_tokens)
         gains = self.pieces.gain.read(reader, num_tokens) * self.scales[:, None, None]
         read = self.coder.read_coded(reader, num_tokens)
         t, turns = self.tables, self.turns.of(self.pieces.shape, first_token, num_tokens, dtype)
@@ -101,8 +101,7 @@ class FusedSteps:
         units = (t.counts, t.wide, t.matrix, t.begins, t.rows, t.means, t.parts)
         by_part = np.ascontiguousarray(gains.swapaxes(1, 2), np.float32)
         self.kernels.unpack(coded, t.first_rows, units, by_part, turns, segments)
-        places = self.pieces.places(kept, num_tokens)
-        self.segments.put_kept(out, first, places, exact, dtype)
+        self.pieces.put_kept(out, first, kept, exact, dtype)
 
 
 def fused_steps(

@@ -15,10 +15,9 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs import floats
 from kvstore.codecs.pieces.seams import Coder, Gain, Quantiser, Transform
 from kvstore.codecs.reader import Reader, count_bytes
-from kvstore.codecs.stacks import StackShape
+from kvstore.codecs.stacks import Place, StackShape
 from kvstore.errors import Corrupt
 from kvstore.shapes import DType, KVRun
 
@@ -61,18 +60,25 @@ class Pipeline:
         return 4 + notes + self.gain.nbytes(num_tokens) + self.coder.nbytes(num_tokens)
 
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
-        return self.pack(self.shape.gather(run, first, dtype), first_token, dtype)
+        stack = self.shape.gather(run, first, dtype)
+        packed, kept = self._pack(stack, first_token)
+        return b"".join([self._kept_bytes(run, first, kept, dtype), *packed])
 
     def decode(
         self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
     ) -> None:
         num_tokens = out[0][0].shape[1] - first
-        stack = self.unpack(reader, num_tokens, first_token, dtype)
+        kept, exact = self.read_kept(reader, num_tokens)
+        stack = self._unpack(reader, num_tokens, first_token)
         self.shape.scatter(stack, out, first, dtype)
+        self.put_kept(out, first, kept, exact, dtype)
 
-    def pack(self, stack: np.ndarray, first_token: int, dtype: DType) -> bytes:
-        """``stack``: fp32 (units, tokens, width) of 16-bit values; it is overwritten."""
-        original, notes = stack.copy(), []
+    def _pack(self, stack: np.ndarray, first_token: int) -> tuple[list[bytes], np.ndarray]:
+        """Without the kept parts, and which those are: bool (units, tokens, parts).
+
+        ``stack``: fp32 (units, tokens, width) of 16-bit values; it is overwritten.
+        """
+        notes = []
         with np.errstate(all="ignore"):
             for transform in self.before:
                 stack, note = transform.forward(stack, first_token)
@@ -86,12 +92,10 @@ class Pipeline:
         codes = self.quantiser.quantise(stack)
         if self.gain.is_fitted:
             gains *= (self.fit or self._fit)(stack, codes)
-        exact = self._kept_bytes(original, kept, dtype)
-        return b"".join([exact, *notes, self.gain.write(gains), self.coder.write(codes)])
+        return [*notes, self.gain.write(gains), self.coder.write(codes)], kept
 
-    def unpack(self, reader: Reader, num_tokens: int, first_token: int, dtype: DType) -> np.ndarray:
-        """fp32 (units, tokens, width), not yet rounded, save for the kept parts."""
-        kept, exact = self.read_kept(reader, num_tokens, dtype)
+    def _unpack(self, reader: Reader, num_tokens: int, first_token: int) -> np.ndarray:
+        """fp32 (units, tokens, width), not yet rounded; of kept parts anything."""
         before = [transform.read(reader, num_tokens) for transform in self.before]
         after = [transform.read(reader, num_tokens) for transform in self.after]
         gains = self.gain.read(reader, num_tokens)
@@ -102,7 +106,6 @@ class Pipeline:
             stack[:, :, part.start : part.stop] *= gains[:, :, number, None]
         for transform, note in zip(self.before[::-1], before[::-1], strict=True):
             stack = transform.backward(stack, first_token, note)
-        self._put_kept(stack, kept, exact, num_tokens)
         return stack
 
     def _divide(self, stack: np.ndarray, gains: np.ndarray, kept: np.ndarray) -> None:
@@ -116,39 +119,37 @@ class Pipeline:
     def _fit(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
         return _fitting(components, self.quantiser.restore(codes))
 
-    def _kept_bytes(self, original: np.ndarray, kept: np.ndarray, dtype: DType) -> bytes:
+    def _kept_bytes(self, run: KVRun, first: int, kept: np.ndarray, dtype: DType) -> bytes:
+        """From the run itself: a float may lose the bits of what is not a number."""
         numbers = np.flatnonzero(kept)
-        places = self.places(numbers, kept.shape[1])
-        stored = [_exact_bits(original[place], dtype).tobytes() for place in places]
+        places = self._places(numbers, kept.shape[1])
+        stored = [self.shape.stored(run, first, place, dtype).tobytes() for place in places]
         return b"".join([count_bytes(len(numbers)), numbers.astype("<u4").tobytes(), *stored])
 
-    def read_kept(
-        self, reader: Reader, num_tokens: int, dtype: DType
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
+    def read_kept(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Numbers of kept parts, and of each its bits (uint16)."""
         most = self.shape.num_units * num_tokens * len(self.shape.parts)
         numbers = reader.take("<u4", reader.count(most)).astype(np.int64)
         if len(numbers) and (numbers.max() >= most or np.any(np.diff(numbers) <= 0)):
             raise Corrupt("kept rows are out of order or beyond the end")
-        values = [
-            floats.widen(reader.take("<u2", columns.stop - columns.start), dtype)
-            for _, _, columns in self.places(numbers, num_tokens)
-        ]
-        return numbers, values
+        places = self._places(numbers, num_tokens)
+        return numbers, [reader.take("<u2", x.columns.stop - x.columns.start) for x in places]
 
-    def _put_kept(
-        self, stack: np.ndarray, numbers: np.ndarray, values: list[np.ndarray], num_tokens: int
+    def put_kept(
+        self, out: KVRun, first: int, numbers: np.ndarray, exact: list[np.ndarray], dtype: DType
     ) -> None:
-        places = self.places(numbers, num_tokens)
-        for (unit, token, columns), value in zip(places, values, strict=True):
-            stack[unit, token, columns] = value
+        places = self._places(numbers, out[0][0].shape[1] - first)
+        for place, bits in zip(places, exact, strict=True):
+            self.shape.put_stored(out, first, place, bits, dtype)
 
-    def places(self, numbers: np.ndarray, num_tokens: int) -> list[tuple[int, int, slice]]:
+    def _places(self, numbers: np.ndarray, num_tokens: int) -> list[Place]:
         parts = self.shape.parts
         rows, part_numbers = np.divmod(numbers, len(parts))
         units, tokens = np.divmod(rows, max(num_tokens, 1))
         chosen = [parts[number] for number in part_numbers]
         columns = [slice(part.start, part.stop) for part in chosen]
-        return list(zip(units.tolist(), tokens.tolist(), columns, strict=True))
+        each = zip(units.tolist(), tokens.tolist(), columns, strict=True)
+        return [Place(*place) for place in each]
 
 
 def _fitting(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:
@@ -159,10 +160,3 @@ def _fitting(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:
     factors = np.where(usual, along / np.where(usual, energy, 1), 1)[:, :, None]
     limited: np.ndarray = np.clip(factors, 0.5, 2)
     return limited
-
-
-def _exact_bits(values: np.ndarray, dtype: DType) -> np.ndarray:
-    """16-bit patterns of fp32 values that were widened from them."""
-    if dtype == "float16":
-        return values.astype(np.float16).view(np.uint16)
-    return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -61,6 +61,14 @@ class Part:
 
     start: int
     stop: int
+
+
+class Place(NamedTuple):
+    """Of whole segments."""
+
+    unit: int
+    token: int
+    columns: slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +121,28 @@ class StackShape:
         for unit, start, segment in self._segments():
             target = out[segment.layer][segment.side]
             target[segment.head, first:] = narrow[unit, :, start : start + segment.dim]
+
+    def stored(self, run: KVRun, first: int, place: Place, dtype: DType) -> np.ndarray:
+        """The bits in which one place of ``run`` is kept as it is, uint16 (columns,)."""
+        rows = [
+            run[x.layer][x.side][x.head, first + place.token] for _, x in self._segments_at(place)
+        ]
+        return np.concatenate([floats.to_stored(row, dtype) for row in rows])
+
+    def put_stored(
+        self, out: KVRun, first: int, place: Place, bits: np.ndarray, dtype: DType
+    ) -> None:
+        """The inverse: bit for bit, infinities and all."""
+        row = floats.from_stored(bits, dtype)
+        for at, segment in self._segments_at(place):
+            target = out[segment.layer][segment.side][segment.head, first + place.token]
+            target[:] = row[at : at + segment.dim]
+
+    def _segments_at(self, place: Place) -> Iterator[tuple[int, Segment]]:
+        """Each with where it begins among the columns of the place."""
+        for start, segment in zip(self.starts, self.units[place.unit], strict=True):
+            if place.columns.start <= start < place.columns.stop:
+                yield start - place.columns.start, segment
 
     def _segments(self) -> Iterator[tuple[int, int, Segment]]:
         for number, unit in enumerate(self.units):
