@@ -43,7 +43,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     restore_deadline_s: PositiveSeconds = 20.0
     num_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # 0 = cores - 1, at most 4
     # Unsaved bytes (of hot KV) that may wait for the codec; beyond it a save is skipped, counted.
-    # On vLLM as many packed bytes may wait to be loaded; beyond it requests wait in line.
+    # On vLLM as many packed bytes may wait to be loaded; beyond it requests wait in line. And a
+    # quarter of it is the most memory that is kept there between loads to unpack into.
     save_queue_bytes: NonNegative = 1 << 30
     # Packed bytes that may wait for each slower tier; beyond it that tier is left behind, counted,
     # and caught up with later. One save always fits an empty queue, here and above.

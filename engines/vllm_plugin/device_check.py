@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engines.vllm_plugin.arrangement import StridedSide
 from engines.vllm_plugin.checked_blocks import CheckedBlocks, DeviceWay
-from engines.vllm_plugin.host_blocks import HostBlocks
+from engines.vllm_plugin.host_blocks import SPARE_BYTES, HostBlocks
 from engines.vllm_plugin.paging import PagedCache
 from engines.vllm_plugin.streams import SideStream
 from engines.vllm_plugin.transfer import Blocks, Filling, Packing
@@ -31,9 +31,9 @@ logger = logging.getLogger("thermocline.vllm")
 STAGING_BYTES: Final = 64 << 20  # for each direction
 
 
-def blocks_for(cache: PagedCache, store: BlockStore) -> Blocks:
+def blocks_for(cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BYTES) -> Blocks:
     """Memory of the host is the host's business; on a device, kernels that work."""
-    on_host = HostBlocks(cache, store, SideStream(cache.device))
+    on_host = HostBlocks(cache, store, SideStream(cache.device), spare_bytes)
     if cache.device.type != "cuda":
         return on_host
     try:

@@ -27,6 +27,7 @@ logger = logging.getLogger("thermocline.vllm")
 
 # Small chunks are copied together: each copy sets out for every layer.
 GROUP_TOKENS: Final = 128
+SPARE_BYTES: Final = 256 << 20
 
 
 class Pages(Protocol):
@@ -73,31 +74,48 @@ class SpareRuns:
 
     Args:
         most: runs that are kept.
+        most_bytes: of all that are kept. Of a large model a run is tens of megabytes, and what
+            lies here idle is missing elsewhere.
     """
 
-    def __init__(self, layout: KVLayout, most: int) -> None:
+    def __init__(self, layout: KVLayout, most: int, most_bytes: int) -> None:
         self._layout = layout
         self._most = most
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._spare: list[list[KVPair]] = []
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
 
     def take(self, num_tokens: int) -> list[KVPair]:
         with self._lock:
             run = self._spare.pop() if self._spare else []
+            self._nbytes -= _nbytes_of(run)
         fits = bool(run) and run[0][0].shape[1] == num_tokens
         return run if fits else self._layout.empty(num_tokens)
 
     def give(self, run: list[KVPair]) -> None:
         """Nobody looks at it any more."""
+        nbytes = _nbytes_of(run)
         with self._lock:
-            if len(self._spare) < self._most:
+            if len(self._spare) < self._most and self._nbytes + nbytes <= self._most_bytes:
                 self._spare.append(run)
+                self._nbytes += nbytes
 
 
 class HostBlocks:
-    """Implements ``transfer.Blocks``."""
+    """Implements ``transfer.Blocks``.
 
-    def __init__(self, pages: Pages, store: BlockStore, stream: Stream) -> None:
+    Args:
+        spare_bytes: of memory to decode into that is kept between loads.
+    """
+
+    def __init__(
+        self, pages: Pages, store: BlockStore, stream: Stream, spare_bytes: int = SPARE_BYTES
+    ) -> None:
         self._pages = pages
         self._store = store
         self._stream = stream
@@ -106,7 +124,7 @@ class HostBlocks:
         self._group_tokens = max(GROUP_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
         self._ahead = store.workers.num_threads + 1
         # What one load has in use: decoded ahead, the next one, and one on its way into blocks.
-        self._runs = SpareRuns(pages.layout, self._ahead + 2)
+        self._runs = SpareRuns(pages.layout, self._ahead + 2, spare_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -206,6 +224,10 @@ class HostBlocks:
             self._store.discard(piece.key)
             return False
         return True
+
+
+def _nbytes_of(run: Sequence[KVPair]) -> int:
+    return sum(array.nbytes for pair in run for array in pair)
 
 
 def _groups(wanted: Sequence[Filling], most: int) -> Iterator[list[Filling]]:

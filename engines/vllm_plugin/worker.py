@@ -41,6 +41,7 @@ from kvstore.tiers.registry import open_tiers
 logger = logging.getLogger("thermocline.vllm")
 
 # What a calibration would refuse.
+SPARE_SHARE: Final = 4  # of what may wait to be saved, as much may lie ready to unpack into
 HAS_STATE: Final = "some of its layers do not keep all tokens"
 MANY_RANKS: Final = "each of its ranks has heads of its own"
 
@@ -80,7 +81,8 @@ class Worker:
         )
         self._staging = StagingArea()
         self._patience_s = 0.0
-        blocks = blocks_for(self._cache, self._store)
+        spare_bytes = config.save_queue_bytes // SPARE_SHARE
+        blocks = blocks_for(self._cache, self._store, spare_bytes)
         if groups.states:
             layers = [state_layers(vllm_config, caches, x) for x in groups.states]
             stream = SideStream(self._cache.device)

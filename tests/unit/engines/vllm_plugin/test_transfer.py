@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from engines.vllm_plugin.host_blocks import HostBlocks, SpareRuns
+from engines.vllm_plugin.host_blocks import SPARE_BYTES, HostBlocks, SpareRuns
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.rank import StagingArea
 from engines.vllm_plugin.transfer import Transfer
@@ -25,12 +25,17 @@ BLOCK_BYTES = BLOCK * LAYOUT.bytes_per_token
 class Rank:
     """A worker half with its store, and what it told."""
 
-    def __init__(self, max_queued_bytes: int = 1 << 30, tiers: Sequence[Tier] = ()) -> None:
+    def __init__(
+        self,
+        max_queued_bytes: int = 1 << 30,
+        tiers: Sequence[Tier] = (),
+        spare_bytes: int = SPARE_BYTES,
+    ) -> None:
         self.blocks = NumpyBlocks()
         self.store = open_store(tiers)
         self.staging = StagingArea()
         self.ended: list[tuple[int, bool]] = []  # job, and whether it was kept
-        blocks = HostBlocks(self.blocks, self.store, NoStream())
+        blocks = HostBlocks(self.blocks, self.store, NoStream(), spare_bytes)
         self.transfer = Transfer(blocks, self.store, self.staging, max_queued_bytes)
 
     def save(self, chain: list[bytes], job: int = 1) -> None:
@@ -114,7 +119,7 @@ def test_whoever_fills_blocks_decodes_what_the_codecs_threads_have_not_begun(ran
 
 
 def test_runs_are_kept_up_to_a_number_and_only_used_where_they_fit():
-    runs = SpareRuns(LAYOUT, 2)
+    runs = SpareRuns(LAYOUT, 2, 1 << 30)
     taken = [runs.take(16) for _ in range(3)]
     for run in taken:
         runs.give(run)
@@ -122,6 +127,35 @@ def test_runs_are_kept_up_to_a_number_and_only_used_where_they_fit():
     assert [any(x is y for y in taken) for x in again] == [True, True, False]
     runs.give(again[0])
     assert runs.take(8)[0][0].shape[1] == 8
+
+
+def test_runs_are_kept_up_to_so_many_bytes():
+    size = 16 * LAYOUT.bytes_per_token
+    runs = SpareRuns(LAYOUT, 10, 3 * size + size // 2)
+    taken = [runs.take(16) for _ in range(5)]
+    for number, run in enumerate(taken, 1):
+        runs.give(run)
+        assert runs.nbytes == min(number, 3) * size
+    runs.give(LAYOUT.empty(8))  # a smaller one has room yet
+    assert runs.nbytes == 3 * size + size // 2
+    runs.take(8)
+    runs.take(16)
+    assert runs.nbytes == 2 * size
+    for _ in range(4):
+        runs.take(16)
+    assert runs.nbytes == 0
+
+
+def test_loads_go_on_where_there_is_no_room_for_spare_runs():
+    rank = Rank(spare_bytes=0)
+    rank.save(CHAIN)
+    for ticket in (7, 8):
+        rank.stage(ticket=ticket)
+        target = list(range(1, 26))
+        assert rank.load(0, target, ticket) == ({"r"}, set())
+        assert rank.blocks.holds(CHAIN, 0, target)
+    rank.transfer.close()
+    rank.store.close()
 
 
 def test_a_second_turn_encodes_only_what_is_new(rank):
