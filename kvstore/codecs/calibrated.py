@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -59,23 +58,21 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
         ) from error
 
 
-@dataclass
 class _Assembled:
-    """The pipelines of one layout: a profile is of one model, so there is no other."""
+    """The pipelines of one layout: a profile is of one model, so there is no other.
 
-    preset: Preset
-    name: str
-    profile: Profile
-    pipelines: Sequence[StackPart] = field(init=False, repr=False)
+    Of the profile no more is kept than they need.
+    """
 
-    def __post_init__(self) -> None:
-        learned = self.profile.learned[self.name]
-        _check_model(self.profile, learned)
-        self.pipelines = self.preset.assemble(self.profile, learned, self.profile.layout)
+    def __init__(self, preset: Preset, name: str, profile: Profile) -> None:
+        learned = profile.learned[name]
+        _check_model(profile, learned)
+        self._name, self._layers = name, profile.layout.layers
+        self.pipelines = preset.assemble(profile, learned, profile.layout)
 
     def __call__(self, layout: KVLayout) -> Sequence[StackPart]:
-        if layout.layers != self.profile.layout.layers:
-            raise UnknownCodec(f"codec {self.name} was calibrated for a model of other layers")
+        if layout.layers != self._layers:
+            raise UnknownCodec(f"codec {self._name} was calibrated for a model of other layers")
         return self.pipelines
 
 

@@ -18,16 +18,18 @@ class WordProducts:
 
     def __init__(self, matrix: np.ndarray, live: np.ndarray) -> None:
         """``matrix``: int16 (units, components, width), of which ``live`` (units,) count."""
-        self._matrix, self._live = matrix, live.tolist()
+        self._width, self._live = matrix.shape[2], live.tolist()
         self._kernels = _kernels()
-        self._panels: list[np.ndarray] = []
+        rows = [x[:n] for x, n in zip(matrix, self._live, strict=True)]
+        self._matrix, self._panels = rows, list[np.ndarray]()
         if self._kernels is None:
             return
-        columns = self._kernels.COLUMNS
-        self._panels = [_panels(x[:n], columns) for x, n in zip(matrix, self._live, strict=True)]
-        if not self._agree():
+        self._panels = [_panels(x, self._kernels.COLUMNS) for x in rows]
+        if self._agree():
+            self._matrix = []  # as large as the panels, and in them
+        else:
             logger.warning("products of words are wrong on this host: using numpy")
-            self._kernels = None
+            self._kernels, self._panels = None, []
 
     def sums(self, unit: int, rows: np.ndarray) -> np.ndarray:
         """int32 (live components, tokens) of int16 ``rows`` (tokens, width)."""
@@ -44,17 +46,20 @@ class WordProducts:
 
     def reference(self, unit: int, rows: np.ndarray) -> np.ndarray:
         """The same by numpy: fp64 holds all sums of as many products as there are."""
-        matrix = self._matrix[unit, : self._live[unit]].astype(np.float64)
-        products: np.ndarray = np.matmul(matrix, rows.T.astype(np.float64))
+        if self._matrix:
+            matrix = self._matrix[unit]
+        else:
+            matrix = _unpanelled(self._panels[unit], self._live[unit], self._width)
+        products: np.ndarray = np.matmul(matrix.astype(np.float64), rows.T.astype(np.float64))
         return products.astype(np.int64).astype(np.int32)
 
     def _agree(self) -> bool:
         """A compiler is not to be trusted with a cache. A few components tell."""
-        tokens, width = 5, self._matrix.shape[2]
+        tokens, width = 5, self._width
         numbers = np.arange(tokens * width) * 40503 % 65535 - 32767
         rows = numbers.reshape(tokens, width).astype(np.int16)
         unit = int(np.argmax(self._live))
-        some = self._matrix[unit, : self._live[unit] : 7].astype(np.int64)
+        some = self._matrix[unit][::7].astype(np.int64)
         expected = np.matmul(some, rows.T.astype(np.int64)).astype(np.int32)
         return np.array_equal(self.sums(unit, rows)[::7], expected)
 
@@ -68,6 +73,12 @@ def _panels(matrix: np.ndarray, columns: int) -> np.ndarray:
     padded[:components, :width] = matrix
     pairs = padded.view(np.uint32).reshape(num_panels, columns, padded.shape[1] // 2)
     return aligned(pairs.swapaxes(1, 2))
+
+
+def _unpanelled(panels: np.ndarray, components: int, width: int) -> np.ndarray:
+    """The inverse, int16 (components, width)."""
+    rows = np.ascontiguousarray(panels.swapaxes(1, 2)).reshape(-1, panels.shape[1])
+    return rows.view(np.int16)[:components, :width]
 
 
 @functools.cache

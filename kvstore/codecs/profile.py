@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 22
 MAX_BYTES: Final = 1 << 33
 ALIGNMENT: Final = 64
+PIECE_BYTES: Final = 1 << 20  # of a file, while its digest is taken
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
 
@@ -71,10 +73,10 @@ class Profile:
         return {preset: self._digest(preset) for preset in self.learned}
 
     def only(self, preset: str) -> Profile:
-        """Without what the others learned: views of a loaded file keep all of it in memory."""
-        learned = {k: np.array(v) for k, v in self.learned.get(preset, {}).items()}
+        """Without what the others learned, whose memory is then nobody's."""
         rows = tuple(x for x in self.rows if x.preset == preset)
-        return replace(self, learned={preset: learned} if learned else {}, rows=rows)
+        learned = {k: x for k, x in self.learned.items() if k == preset}
+        return replace(self, learned=learned, rows=rows)
 
     def _digest(self, preset: str) -> str:
         known = msgspec.json.encode((self.layout.layers, self.ropes))
@@ -102,27 +104,42 @@ class Profile:
 
 
 def load_profile(path: Path) -> Profile:
-    """Arrays are read-only views of one buffer.
+    """Arrays are read-only, each in memory of its own.
 
     Raises:
         OSError: the file cannot be read.
         Corrupt: it is no profile, or damaged.
         Mismatch: it was written by another release.
     """
-    if path.stat().st_size > MAX_BYTES:
-        raise Corrupt(f"{path}: larger than any profile")
-    whole = np.fromfile(path, np.uint8)
-    body = whole[: max(len(whole) - DIGEST_BYTES, 0)]
-    if len(body) < 8 or body[:4].tobytes() != MAGIC:
-        raise Corrupt(f"{path}: not a profile")
-    if blake2b(body.data, digest_size=DIGEST_BYTES).digest() != whole[len(body) :].tobytes():
-        raise Corrupt(f"{path}: damaged; calibrate the model again")
-    length = int(body[4:8].view("<u4")[0])
-    if length > min(MAX_HEADER_BYTES, len(body) - 8):
-        raise Corrupt(f"{path}: a header of {length} bytes")
-    header = _header(body[8 : 8 + length].tobytes(), path)
-    learned = _arrays(body, _aligned(8 + length), header.arrays, path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise Corrupt(f"{path}: larger than any profile")
+        end = size - DIGEST_BYTES
+        head = file.read(8)
+        if end < 8 or head[:4] != MAGIC:
+            raise Corrupt(f"{path}: not a profile")
+        if not _is_whole(file, end):
+            raise Corrupt(f"{path}: damaged; calibrate the model again")
+        length = int.from_bytes(head[4:], "little")
+        if length > min(MAX_HEADER_BYTES, end - 8):
+            raise Corrupt(f"{path}: a header of {length} bytes")
+        file.seek(8)
+        header = _header(file.read(length), path)
+        learned = _arrays(file, (_aligned(8 + length), end), header.arrays, path)
     return Profile(header.fingerprint, header.layout, header.ropes, learned, header.rows)
+
+
+def _is_whole(file: BufferedReader, end: int) -> bool:
+    """Piece by piece: a profile may be as large as what is free."""
+    digest, piece = blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(PIECE_BYTES))
+    file.seek(0)
+    for at in range(0, end, PIECE_BYTES):
+        part = piece[: min(PIECE_BYTES, end - at)]
+        if file.readinto(part) != len(part):
+            return False
+        digest.update(part)
+    return digest.digest() == file.read()
 
 
 def _header(text: bytes, path: Path) -> _Header:
@@ -136,23 +153,28 @@ def _header(text: bytes, path: Path) -> _Header:
 
 
 def _arrays(
-    body: np.ndarray, at: int, entries: tuple[_Entry, ...], path: Path
+    file: BufferedReader, place: tuple[int, int], entries: tuple[_Entry, ...], path: Path
 ) -> dict[str, dict[str, np.ndarray]]:
+    """``place``: where in the file they begin and end."""
     learned: dict[str, dict[str, np.ndarray]] = {}
-    end = len(body) if not entries else at
+    at, last = place
+    end = last if not entries else at
     for entry in entries:
         preset, _, name = entry.name.partition("/")
         if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
             raise Corrupt(f"{path}: an array {entry.name} of {entry.dtype} {entry.shape}")
-        dtype = np.dtype(entry.dtype)
-        end = at + math.prod(entry.shape) * dtype.itemsize
-        if end > len(body):
+        count = math.prod(entry.shape)
+        end = at + count * np.dtype(entry.dtype).itemsize
+        file.seek(at)
+        # What is declared is compared with what there is before it gets memory.
+        values = np.fromfile(file, entry.dtype, count if end <= last else 0)
+        if end > last or len(values) != count:
             raise Corrupt(f"{path}: shorter than its arrays")
-        array = body[at:end].view(dtype).reshape(entry.shape)
+        array = values.reshape(entry.shape)
         array.setflags(write=False)
         learned.setdefault(preset, {})[name] = array
         at = _aligned(end)
-    if end != len(body):
+    if end != last:
         raise Corrupt(f"{path}: longer than its arrays")
     return learned
 

@@ -22,8 +22,9 @@ BYTE = 127
 LARGEST_INPUT = 32767
 LARGEST_SIZE = 30_000.0  # norm of a row to pack; gains are steps, so that some are a bit larger
 ENCODE_NORM = 32000.0
-# As many products of two bytes as fp32 adds up exactly.
-EXACT_IN_FP32 = 1024
+# Rows that are made floats at a time: as many products of two bytes fp32 adds up exactly, fp64 of
+# two words, too, and they take megabytes, not as much as all that was learned.
+ROWS_AT_ONCE = 256
 
 
 def input_scale(width: int) -> float:
@@ -72,18 +73,21 @@ class IntegerRows:
     """Implements ``Transform``."""
 
     def __init__(self, rows: StepRows) -> None:
-        self._rows = rows
+        """Rows to pack with are kept in the order that kernels want, and not twice."""
         self._products = WordProducts(rows.encode, rows.live)
+        self._rates, self._live = rows.rates, rows.live.tolist()
+        self._wide, self._rows = rows.wide, rows.rows
+        self._counts, self._scales = rows.counts, rows.scales
         self._input_scale = np.float32(input_scale(rows.rows.shape[2]))
 
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
         rows = np.rint(stack * self._input_scale)
         words = np.clip(rows, -LARGEST_INPUT, LARGEST_INPUT).astype(np.int16)
         # Component by component in memory, which is the order of the coders.
-        components = np.zeros((*self._rows.rates.shape, stack.shape[1]), np.float32)
-        for unit, live in enumerate(self._rows.live.tolist()):
+        components = np.zeros((*self._rates.shape, stack.shape[1]), np.float32)
+        for unit, live in enumerate(self._live):
             sums = self._products.sums(unit, words[unit])
-            np.multiply(sums, self._rows.rates[unit, :live, None], out=components[unit, :live])
+            np.multiply(sums, self._rates[unit, :live, None], out=components[unit, :live])
         return components.swapaxes(1, 2), b""
 
     def read(self, reader: Reader, num_tokens: int) -> object:
@@ -91,15 +95,14 @@ class IntegerRows:
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         """``stack``: int32 levels."""
-        known = self._rows
-        restored = np.empty((*stack.shape[:2], known.rows.shape[2]), np.float32)
-        for unit, (wide, others, finer) in enumerate(known.counts.tolist()):
+        restored = np.empty((*stack.shape[:2], self._rows.shape[2]), np.float32)
+        for unit, (wide, others, finer) in enumerate(self._counts.tolist()):
             levels = stack[unit]
-            sums = _product(levels[:, :wide], known.wide[unit, :wide])
+            sums = _product(levels[:, :wide], self._wide[unit, :wide])
             sums = _wrapped(sums + ((1 << finer) >> 1)) >> finer
             behind = slice(wide, wide + others)
-            sums += _product(levels[:, behind], known.rows[unit, :others])
-            restored[unit] = _wrapped(sums).astype(np.float32) * known.scales[unit]
+            sums += _product(levels[:, behind], self._rows[unit, :others])
+            restored[unit] = _wrapped(sums).astype(np.float32) * self._scales[unit]
         return restored
 
     def note_nbytes(self, num_tokens: int) -> int:
@@ -113,9 +116,9 @@ def _wrapped(sums: np.ndarray) -> np.ndarray:
 def _product(levels: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Exact, int64; by floats, for which BLAS is quick."""
     small = rows.dtype == np.int8 and int(np.abs(levels).max(initial=0)) <= BYTE
-    kind, most = (np.float32, EXACT_IN_FP32) if small else (np.float64, max(len(rows), 1))
+    kind = np.float32 if small else np.float64
     sums = np.zeros((len(levels), rows.shape[1]), np.int64)
-    for first in range(0, len(rows), most):
-        part = slice(first, first + most)
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
         sums += np.matmul(levels[:, part].astype(kind), rows[part].astype(kind)).astype(np.int64)
     return sums

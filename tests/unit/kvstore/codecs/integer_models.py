@@ -67,5 +67,4 @@ def is_fused(codec: StackCodec) -> bool:
 
 
 def _parts(codec: StackCodec) -> list[object]:
-    profile = codec.assemble.profile  # type: ignore[attr-defined]
-    return list(codec.assemble(profile.layout))
+    return list(codec.assemble.pipelines)  # type: ignore[attr-defined]

@@ -107,6 +107,8 @@ def test_compiled_products_are_those_of_numpy(components, width):
         for unit in (0, 1):
             sums = products.sums(unit, rows)
             assert sums.shape == (live[unit], num_tokens) and sums.dtype == np.int32
+            expected = matrix[unit, : live[unit]].astype(np.int64) @ rows.T.astype(np.int64)
+            assert np.array_equal(sums, expected.astype(np.int32))
             assert np.array_equal(sums, products.reference(unit, rows))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.codecs.calibrated import CALIBRATED
 from kvstore.codecs.presets import open_codec
-from kvstore.codecs.profile import DIGEST_BYTES, Profile, load_profile
+from kvstore.codecs.profile import DIGEST_BYTES, PIECE_BYTES, Profile, load_profile
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.errors import Corrupt, Mismatch, UnknownCodec
 from tests.unit.kvstore.codecs.calibration import model_layout, model_profile, model_run
@@ -56,6 +56,32 @@ def test_what_is_saved_is_loaded(tmp_path):
         for name, array in arrays.items():
             assert after.learned[preset][name].dtype == array.dtype
             assert np.array_equal(after.learned[preset][name], array)
+
+
+def test_a_file_of_many_pieces_is_loaded_and_its_damage_noticed(tmp_path):
+    values = np.random.default_rng(0).integers(0, 255, 3 * PIECE_BYTES + 77, np.uint8)
+    learned = {"one": {"a": values[:-99], "b": values[-99:]}, "two": {"c": np.zeros((3, 0))}}
+    learned["two"]["c"] = learned["two"]["c"].astype(np.float32)
+    path = file_of(tmp_path, dataclasses.replace(model_profile(), learned=learned))
+    loaded = load_profile(path).learned
+    for preset, name in (("one", "a"), ("one", "b"), ("two", "c")):
+        assert np.array_equal(loaded[preset][name], learned[preset][name])
+        assert not loaded[preset][name].flags.writeable
+    whole = bytearray(path.read_bytes())
+    for at in (PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 5, len(whole) - 1):
+        whole[at] ^= 1
+        path.write_bytes(whole)
+        with pytest.raises(Corrupt, match="damaged"):
+            load_profile(path)
+        whole[at] ^= 1
+
+
+def test_a_preset_alone_holds_no_memory_of_the_others(tmp_path):
+    """A preset of a large model is gigabytes."""
+    one = load_profile(file_of(tmp_path)).only("dense3")
+    assert list(one.learned) == ["dense3"] and one.rows == ()
+    bases = [x if x.base is None else x.base for x in one.learned["dense3"].values()]
+    assert sum(x.nbytes for x in bases) == sum(x.nbytes for x in one.learned["dense3"].values())
 
 
 @pytest.mark.parametrize("name", CALIBRATED)
