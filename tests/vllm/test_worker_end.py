@@ -11,7 +11,7 @@ from engines.vllm_plugin.messages import RankSaved
 from engines.vllm_plugin.plan import Save, Step
 from engines.vllm_plugin.worker import Worker
 from tests.block_sessions import ref
-from tests.unit.engines.vllm_plugin.test_hub import wait
+from tests.unit.engines.vllm_plugin.hub_engine import wait
 from tests.unit.engines.vllm_plugin.test_rank import CHAIN, IDS, Rank
 
 pytestmark = pytest.mark.vllm

@@ -11,7 +11,7 @@ from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.lookup import Lookup
 from kvstore.stats import Counters
 from tests.block_sessions import BLOCK
-from tests.unit.engines.vllm_plugin.test_lookup import PROMPT, Asked, Block, Pool, Request
+from tests.unit.engines.vllm_plugin.scheduler_bench import PROMPT, Asked, Block, Pool, Request
 
 RECURRENT = StateGroup(0, ("a",), 1, recurrent=True)
 WINDOW = StateGroup(2, ("c",), 3, recurrent=False)

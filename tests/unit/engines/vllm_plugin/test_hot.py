@@ -7,7 +7,7 @@ import pytest
 from engines.vllm_plugin import hot as hot_module
 from engines.vllm_plugin.hot import HotSessions
 from tests.block_sessions import hashes, ref
-from tests.unit.engines.vllm_plugin.test_lookup import Pool
+from tests.unit.engines.vllm_plugin.scheduler_bench import Pool
 
 CHAIN = hashes(list(range(40)))
 NAME = ("t", "s")

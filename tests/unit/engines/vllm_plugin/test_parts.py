@@ -12,7 +12,7 @@ from engines.vllm_plugin.messages import Stage
 from engines.vllm_plugin.parts import ids_between, num_common
 from engines.vllm_plugin.plan import Load, Save
 from tests.block_sessions import BLOCK, hashes, ref, rows_behind
-from tests.unit.engines.vllm_plugin.test_lookup import PROMPT, Bench, Request, new_bench
+from tests.unit.engines.vllm_plugin.scheduler_bench import PROMPT, Bench, Request, new_bench
 from tests.unit.engines.vllm_plugin.test_transfer import CHAIN, IDS, Rank, wait
 
 TURN = list(range(43))  # ten blocks and three tokens, of which the last has no KV yet

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engines.vllm_plugin import postponed as postponed_module
 from engines.vllm_plugin.plan import Save
 from tests.block_sessions import hashes
+from tests.unit.engines.vllm_plugin.scheduler_bench import PROMPT, Bench, Request
 from tests.unit.engines.vllm_plugin.test_groups import TABLES
 from tests.unit.engines.vllm_plugin.test_groups import Bench as GroupBench
 from tests.unit.engines.vllm_plugin.test_groups import ended as group_turn
-from tests.unit.engines.vllm_plugin.test_lookup import PROMPT, Bench, Request, new_bench
 
 OTHER = list(range(200, 242))
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return new_bench()  # with two ranks
 
 
 def turn(bench: Bench, session: str, tokens: list[int]) -> Save:

@@ -41,9 +41,9 @@ from tests.block_sessions import (
 )
 from tests.faulty_tier import FaultyTier
 from tests.unit.engines.calibration.test_bound import GOOD
+from tests.unit.engines.vllm_plugin.hub_engine import wait
 from tests.unit.engines.vllm_plugin.numpy_blocks import NoStream, NumpyBlocks
-from tests.unit.engines.vllm_plugin.test_hub import wait
-from tests.unit.engines.vllm_plugin.test_lookup import Pool
+from tests.unit.engines.vllm_plugin.scheduler_bench import Pool
 
 CHAIN = hashes(list(range(100)))
 OTHER = hashes(list(range(500, 600)))

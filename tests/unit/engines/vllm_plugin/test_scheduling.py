@@ -19,8 +19,8 @@ from engines.wire import FromEngine, Hello, Notice, Reply, Request, frame
 from kvstore.config import StoreConfig
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, hashes, open_store, ref, save, served
-from tests.unit.engines.vllm_plugin.test_hub import wait
-from tests.unit.engines.vllm_plugin.test_lookup import Pool
+from tests.unit.engines.vllm_plugin.hub_engine import wait
+from tests.unit.engines.vllm_plugin.scheduler_bench import Pool
 
 
 class Bench:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.vllm_plugin.messages import Peek, Release, Stage, Staged
-from tests.unit.engines.vllm_plugin.test_lookup import PROMPT, Bench, Request, new_bench
+from tests.unit.engines.vllm_plugin.scheduler_bench import PROMPT, Bench, Request, new_bench
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from engines.vllm_plugin.hot import HotSessions
 from engines.vllm_plugin.watch import Watch
 from engines.wire import Notice, SessionRef, SessionReport
 from tests.block_sessions import hashes, ref
-from tests.unit.engines.vllm_plugin.test_lookup import Pool
+from tests.unit.engines.vllm_plugin.scheduler_bench import Pool
 
 CHAIN = hashes(list(range(100)))
 NAME = ("t", "s")

@@ -1,0 +1,143 @@
+"""A ``Lookup`` with a scheduler and ranks that a test can read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.vllm_plugin.hot import HotSessions
+from engines.vllm_plugin.lookup import Lookup
+from engines.vllm_plugin.messages import Peek, Release, Stage, Staged
+from kvstore.records import SessionRef
+from kvstore.stats import Counters
+from tests.block_sessions import BLOCK, hashes
+
+PROMPT = list(range(42))  # ten blocks and two tokens
+
+
+@dataclass
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+
+
+class Pool:
+    """vLLM's block pool, as far as the plug-in touches it."""
+
+    def __init__(self) -> None:
+        self.num_gpu_blocks = 100
+        self.blocks = [Block(i) for i in range(100)]
+        self.cached: dict[bytes, Block] = {}
+
+    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[Block] | None:
+        found = self.cached.get(block_hash)
+        return [found] if found else None
+
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        self.freed = [x.block_id for x in blocks]
+        for block_id in self.freed:
+            self.blocks[block_id].ref_cnt -= 1
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.cached = {h: x for h, x in self.cached.items() if x.block_id not in block_ids}
+
+    def get_num_free_blocks(self) -> int:
+        return 99 - sum(x.ref_cnt > 0 for x in self.blocks)
+
+    def fill(self, chain: list[bytes]) -> list[int]:
+        """Put this chain into blocks from the tenth on; what is there already is shared."""
+        for block_hash in chain:
+            self.cached.setdefault(block_hash, self.blocks[10 + len(self.cached)])
+        return [self.cached[x].block_id for x in chain]
+
+
+@dataclass
+class Asked:
+    """The way to the ranks; a test answers for them."""
+
+    ready: bool = True
+    packed_bytes_per_token: int = 1
+    sent: list[Stage | Peek | Release] = field(default_factory=list)
+    answers: dict[int, Staged] = field(default_factory=dict)
+    patience: list[float] = field(default_factory=list)
+
+    def send(self, message: Stage | Peek | Release) -> None:
+        self.sent.append(message)
+
+    def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
+        self.patience.append(within_s)
+        return self.answers.pop(ticket, None)
+
+    def answer(self, end_block: int, tier="ram", reason=None, part=()) -> None:
+        stage = next(x for x in reversed(self.sent) if isinstance(x, Stage))
+        self.answers[stage.ticket] = Staged(stage.ticket, end_block, tier, reason, part)
+
+
+class Request:
+    """vLLM's request, as far as the plug-in reads it."""
+
+    def __init__(self, tokens: list[int], name: str = "r1", session: str = "s", **fields: Any):
+        self.request_id = name
+        self.num_tokens = len(tokens)
+        self.all_token_ids = tokens
+        self.mm_features: list[Any] = []
+        self.prompt_embeds = None
+        self.block_hashes = hashes(tokens)
+        self.kv_transfer_params = {"thermocline": {"tenant": "t", "session": session}}
+        self.session_id = None
+        self.cache_salt = "ab"
+        self.lora_request = None
+        self.skip_reading_prefix_cache = False
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        for key, value in fields.items():
+            setattr(self, key, value)
+
+
+@dataclass
+class Bench:
+    lookup: Lookup
+    ranks: Asked
+    hot: HotSessions
+    pool: Pool
+    now: list[float]
+    admitted: list[tuple[str, str]]
+    ended: list[SessionRef]
+    counters: Counters
+
+
+def new_bench(parts: bool = False) -> Bench:
+    now, admitted, ended = [0.0], [], []
+    ranks, pool, counters = Asked(), Pool(), Counters()
+    hot = HotSessions(monotonic=lambda: now[0])
+    hot.bind(pool)
+    lookup = Lookup(
+        ranks,
+        hot,
+        block_tokens=BLOCK,
+        parts=parts,
+        num_ranks=2,
+        deadline_s=5.0,
+        max_staged_bytes=1000,
+        on_admitted=lambda mark, cache: admitted.append((mark, cache)),
+        on_turn_end=ended.append,
+        counters=counters,
+        monotonic=lambda: now[0],
+    )
+    return Bench(lookup, ranks, hot, pool, now, admitted, ended, counters)
+
+
+def restored(bench: Bench, request: Request, end_block: int = 10) -> list[int]:
+    """Up to the load being planned; the block ids."""
+    bench.lookup.add(request)
+    assert bench.lookup.match(request, 0) == (None, False)
+    bench.ranks.answer(end_block)
+    offered, later = bench.lookup.match(request, 0)
+    assert (offered, later) == (end_block * BLOCK, True)
+    ids = list(range(20, 31))
+    bench.lookup.allocated(request, [ids], offered)
+    return ids[:end_block]
