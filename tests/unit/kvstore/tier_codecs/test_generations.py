@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvstore.chain import CHUNK as CHUNK_KIND
-from kvstore.tiers.base import Tier
 from tests.codec_sessions import (
     BOTH,
     DENSE,
@@ -31,13 +29,6 @@ from tests.kv_sessions import (
     snapshot,
     tokens,
 )
-
-
-@pytest.fixture
-def store(tiers: list[Tier]):
-    store = open_store(tiers, codecs=BOTH)
-    yield store
-    store.close()
 
 
 def test_restored_rows_whose_copies_are_all_gone_are_kept_as_they_are(store, tiers):

@@ -11,7 +11,6 @@ from kvstore.codec_set import CodecSet
 from kvstore.codecs.raw import RawCodec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
-from kvstore.tiers.base import Tier
 from tests.blob_names import key_in
 from tests.codec_sessions import (
     BOTH,
@@ -37,13 +36,6 @@ from tests.kv_sessions import (
     tokens,
 )
 from tests.worn_codec import WornCodec
-
-
-@pytest.fixture
-def store(tiers: list[Tier]):
-    store = open_store(tiers, codecs=BOTH)
-    yield store
-    store.close()
 
 
 def test_what_was_stored_before_is_read_and_what_comes_is_packed_by_the_new_one(tiers):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from kvstore.chain import TAIL
 from kvstore.codec_set import CodecSet
-from kvstore.tiers.base import Tier
 from tests.blob_names import key_in
 from tests.codec_sessions import (
     BOTH,
@@ -33,13 +30,6 @@ from tests.kv_sessions import (
     tokens,
 )
 from tests.worn_codec import WornCodec
-
-
-@pytest.fixture
-def store(tiers: list[Tier]):
-    store = open_store(tiers, codecs=BOTH)
-    yield store
-    store.close()
 
 
 def test_each_tier_has_its_own_codec_and_rows_are_packed_once_for_each(store, tiers):
