@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks import KEY, StackShape
 from kvstore.shapes import DType, KVLayout, KVRun
 
+logger = logging.getLogger(__name__)
+K = TypeVar("K")  # kernels
 LINE = 64  # bytes
 VECTOR = 16  # channels
 
@@ -88,6 +91,23 @@ def has_vectors(shape: StackShape) -> bool:
     """Heads of one size, a multiple of what kernels take at a time."""
     dims = {segment.dim for unit in shape.units for segment in unit}
     return len(dims) == 1 and not min(dims) % VECTOR
+
+
+def if_installed(load: Callable[[], K], codecs: str) -> K | None:
+    """Compiling takes seconds, once on a machine: only who packs shall pay for it."""
+    try:
+        return load()
+    except ImportError as error:
+        logger.info("%s run in pieces, slower: %s", codecs, error)
+        return None
+
+
+def proven(fused: Fused, layout: KVLayout, run: KVRun, codecs: str) -> StackPart:
+    """``fused``, or its pieces if it disagrees with them about ``run``."""
+    if agrees(fused, layout, run):
+        return fused
+    logger.warning("the kernels of %s are wrong on this host: using the pieces", codecs)
+    return fused.pieces
 
 
 def agrees(fused: Fused, layout: KVLayout, run: KVRun) -> bool:

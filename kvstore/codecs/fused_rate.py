@@ -7,7 +7,6 @@ the pieces do all else, and whole chunks with a row that has to be kept as it is
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,10 +16,11 @@ from kvstore.codecs.fused_parts import (
     PlacesOf,
     Segments,
     Turns,
-    agrees,
     aligned,
     has_vectors,
+    if_installed,
     padded,
+    proven,
     turns_of,
 )
 from kvstore.codecs.pieces.integer_klt import MAX_BITS, input_scale
@@ -31,7 +31,7 @@ from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks import StackShape
 from kvstore.shapes import DType, KVLayout, KVRun
 
-logger = logging.getLogger(__name__)
+CODECS = "fixed-rate codecs"  # in the log
 COLUMNS, COMPONENTS = 64, 4  # what the kernels pad to
 
 
@@ -133,10 +133,7 @@ def fused_rate(
     num_planes = int(learned["bits"].astype(np.int64).sum())
     segments = Segments(pieces.shape, kernels.places_of)
     fused = FusedRate(pieces, tables, turns, segments, num_planes, kernels)
-    if agrees(fused, profile.layout, _plausible(pieces, profile.layout)):
-        return fused
-    logger.warning("the kernels of fixed-rate codecs are wrong on this host: using the pieces")
-    return pieces
+    return proven(fused, profile.layout, _plausible(pieces, profile.layout), CODECS)
 
 
 def _plausible(pieces: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KVRun:
@@ -151,12 +148,12 @@ def _plausible(pieces: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KVRu
 
 @functools.cache
 def _kernels() -> Kernels | None:
-    """Compiling takes seconds, once on a machine: only who packs shall pay for it."""
-    try:
-        from kvstore.codecs.kernels import addresses, dots, pack_units, unpack_units
-    except ImportError as error:
-        logger.info("fixed-rate codecs run in pieces, slower: %s", error)
-        return None
+    return if_installed(_load_kernels, CODECS)
+
+
+def _load_kernels() -> Kernels:
+    from kvstore.codecs.kernels import addresses, dots, pack_units, unpack_units
+
     group, offset = dots.host().group, dots.host().offset
     return Kernels(unpack_units.unpack, pack_units.pack, addresses.places_of, group, offset)
 

@@ -7,7 +7,6 @@ channels, and engines hold bf16 or fp32; the pieces do all else. Packing is thei
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,10 +16,11 @@ from kvstore.codecs.fused_parts import (
     PlacesOf,
     Segments,
     Turns,
-    agrees,
     aligned,
     has_vectors,
+    if_installed,
     padded,
+    proven,
     turns_of,
     waves,
 )
@@ -32,7 +32,7 @@ from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks import StackShape
 from kvstore.shapes import DType, KVRun
 
-logger = logging.getLogger(__name__)
+CODECS = "one-step codecs"  # in the log
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,20 +122,17 @@ def fused_steps(
     tables = _tables(pieces.shape, kernels, coder, *known)
     segments = Segments(pieces.shape, kernels.places_of)
     fused = FusedSteps(pieces, coder, known[0].scales, tables, turns, segments, kernels)
-    if agrees(fused, profile.layout, waves(profile.layout)):
-        return fused
-    logger.warning("the kernels of one-step codecs are wrong on this host: using the pieces")
-    return pieces
+    return proven(fused, profile.layout, waves(profile.layout), CODECS)
 
 
 @functools.cache
 def _kernels() -> Kernels | None:
-    """Compiling takes seconds, once on a machine: only who packs shall pay for it."""
-    try:
-        from kvstore.codecs.kernels import addresses, dots, step_units
-    except ImportError as error:
-        logger.info("one-step codecs run in pieces, slower: %s", error)
-        return None
+    return if_installed(_load_kernels, CODECS)
+
+
+def _load_kernels() -> Kernels:
+    from kvstore.codecs.kernels import addresses, dots, step_units
+
     host = dots.host()
     known = (host.group, host.offset, host.tile_columns)
     return Kernels(step_units.unpack, addresses.places_of, *known)

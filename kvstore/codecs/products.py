@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
-from kvstore.codecs.fused_parts import aligned
+from kvstore.codecs.fused_parts import aligned, if_installed
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +83,10 @@ def _unpanelled(panels: np.ndarray, components: int, width: int) -> np.ndarray:
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """Compiling takes seconds, once on a machine: only who packs shall pay for it."""
-    try:
-        from kvstore.codecs.kernels import word_products
-    except ImportError as error:
-        logger.info("products of words are made by numpy, slower: %s", error)
-        return None
+    return if_installed(_load_kernels, "products of words")
+
+
+def _load_kernels() -> ModuleType:
+    from kvstore.codecs.kernels import word_products
+
     return word_products

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 import numpy as np
@@ -9,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.codecs.fused_parts import proven
 from kvstore.codecs.pieces.rope import Rope
-from kvstore.errors import Corrupt
 from kvstore.shapes import slice_tokens
+from tests.unit.kvstore.codecs.fused_checks import (
+    assert_damage_does_the_same,
+    assert_views_are_filled,
+    raw,
+    restored,
+)
 from tests.unit.kvstore.codecs.integer_models import (
     codec_of,
     is_fused,
@@ -23,18 +30,6 @@ from tests.unit.kvstore.codecs.samples import frozen_rows, run_of
 
 LAYOUT = layout_with((64, 64), (64, 64))
 CODEC = codec_of(LAYOUT, rope_of(64))
-
-
-def restored(codec, payload, layout, num_tokens, first_token):
-    out = layout.empty(num_tokens)
-    for array in (x for pair in out for x in pair):
-        array.fill(0)
-    codec.decode(memoryview(payload), layout, first_token, out)
-    return out
-
-
-def raw(run):
-    return [array.tobytes() for pair in run for array in pair]
 
 
 def assert_same(codec, run, layout, first_token):
@@ -87,19 +82,10 @@ def test_empty_and_tiny_rows():
 
 
 def test_views_of_any_stride_are_read_and_filled():
-    whole, out = run_of(LAYOUT, 300), LAYOUT.empty(300)
-    part = slice_tokens(whole, 100, 228)
+    part = slice_tokens(run_of(LAYOUT, 300), 100, 228)
     payload = CODEC.encode(part, LAYOUT, 100)
     assert payload == CODEC.encode([(k.copy(), v.copy()) for k, v in part], LAYOUT, 100)
-    for array in (x for pair in out for x in pair):
-        array.fill(1)
-    CODEC.decode(memoryview(b"x" + payload)[1:], LAYOUT, 100, slice_tokens(out, 100, 228))
-    expected = restored(CODEC, payload, LAYOUT, 128, 100)
-    for array, want in zip(
-        (x for pair in out for x in pair), (x for pair in expected for x in pair), strict=True
-    ):
-        assert np.array_equal(array[:, 100:228], want)
-        assert (array[:, :100] == 1).all() and (array[:, 228:] == 1).all()
+    assert_views_are_filled(CODEC, pieces_of(CODEC), LAYOUT)
 
 
 def test_rows_whose_values_lie_apart_go_through_the_pieces():
@@ -122,18 +108,7 @@ def test_what_kernels_cannot_do_stays_with_the_pieces(dims, rope):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_damage_is_found_or_gives_other_values(data):
-    num_tokens = data.draw(st.integers(1, 80))
-    payload = bytearray(CODEC.encode(run_of(LAYOUT, num_tokens), LAYOUT, 0))
-    for at in data.draw(st.lists(st.integers(0, len(payload) - 1), max_size=8)):
-        payload[at] = data.draw(st.integers(0, 255))
-    length = data.draw(st.integers(0, len(payload)) | st.just(len(payload)))
-    outcomes = []
-    for codec in (CODEC, pieces_of(CODEC)):
-        try:
-            outcomes.append(raw(restored(codec, payload[:length], LAYOUT, num_tokens, 0)))
-        except Corrupt:
-            outcomes.append(None)
-    assert outcomes[0] == outcomes[1]
+    assert_damage_does_the_same(data, CODEC, pieces_of(CODEC), LAYOUT)
 
 
 # (payload, restored), 8 bytes of blake2b each
@@ -167,3 +142,15 @@ def test_rows_that_are_no_numbers_are_kept_as_they_are(value, side):
     out = assert_same(CODEC, run, LAYOUT, 100)
     assert np.array_equal(out[0][side][0, 20], run[0][side][0, 20])
     assert not np.array_equal(out[0][side][0, 21], run[0][side][0, 21])
+
+
+def test_kernels_that_are_wrong_give_way_to_the_pieces(caplog):
+    (fused,) = CODEC.assemble(LAYOUT)
+    assert proven(fused, LAYOUT, run_of(LAYOUT, 70), "rates") is fused
+
+    def almost(planes, num_tokens, units, pairs, turns, segments):
+        fused.kernels.unpack(planes, num_tokens - 1, units, pairs, turns, segments)
+
+    wrong = dataclasses.replace(fused, kernels=dataclasses.replace(fused.kernels, unpack=almost))
+    assert proven(wrong, LAYOUT, run_of(LAYOUT, 70), "rates") is fused.pieces
+    assert "the kernels of rates are wrong on this host" in caplog.text

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.pieces.rope import Rope
 from kvstore.codecs.reader import count_bytes
-from kvstore.errors import Corrupt
-from kvstore.shapes import slice_tokens
+from tests.unit.kvstore.codecs.fused_checks import (
+    assert_damage_does_the_same,
+    assert_views_are_filled,
+    raw,
+    restored,
+)
 from tests.unit.kvstore.codecs.integer_models import layout_with, rope_of
 from tests.unit.kvstore.codecs.samples import run_of
 from tests.unit.kvstore.codecs.step_models import (
@@ -27,18 +31,6 @@ from tests.unit.kvstore.codecs.step_models import (
 LAYOUT = layout_with((64, 64), (64, 64), (64, 64))  # a group of two layers, and one of one
 PARTS = parts_of(profile_of(LAYOUT, rope_of(64), [(32.0, 0.3), (9.0, 0.5)]))
 CODEC, PIECES = codec_of(PARTS), codec_of(pieces_of(PARTS))
-
-
-def restored(codec, payload, layout, num_tokens, first_token):
-    out = layout.empty(num_tokens)
-    for array in (x for pair in out for x in pair):
-        array.fill(0)
-    codec.decode(memoryview(payload), layout, first_token, out)
-    return out
-
-
-def raw(run):
-    return [array.tobytes() for pair in run for array in pair]
 
 
 def assert_same(parts, run, layout, first_token):
@@ -139,17 +131,7 @@ def test_empty_and_tiny_rows():
 
 
 def test_views_of_any_stride_are_filled():
-    whole, out = run_of(LAYOUT, 300), LAYOUT.empty(300)
-    payload = CODEC.encode(slice_tokens(whole, 100, 228), LAYOUT, 100)
-    for array in (x for pair in out for x in pair):
-        array.fill(1)
-    CODEC.decode(memoryview(b"x" + payload)[1:], LAYOUT, 100, slice_tokens(out, 100, 228))
-    expected = restored(PIECES, payload, LAYOUT, 128, 100)
-    for array, want in zip(
-        (x for pair in out for x in pair), (x for pair in expected for x in pair), strict=True
-    ):
-        assert np.array_equal(array[:, 100:228], want)
-        assert (array[:, :100] == 1).all() and (array[:, 228:] == 1).all()
+    assert_views_are_filled(CODEC, PIECES, LAYOUT)
 
 
 def test_rows_whose_values_lie_apart_go_through_the_pieces():
@@ -191,18 +173,7 @@ def test_fp16_engines_get_the_values_of_the_pieces():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_damage_is_found_or_gives_other_values(data):
-    num_tokens = data.draw(st.integers(1, 80))
-    payload = bytearray(CODEC.encode(run_of(LAYOUT, num_tokens), LAYOUT, 0))
-    for at in data.draw(st.lists(st.integers(0, len(payload) - 1), max_size=8)):
-        payload[at] = data.draw(st.integers(0, 255))
-    length = data.draw(st.integers(0, len(payload)) | st.just(len(payload)))
-    outcomes = []
-    for codec in (CODEC, PIECES):
-        try:
-            outcomes.append(raw(restored(codec, payload[:length], LAYOUT, num_tokens, 0)))
-        except Corrupt:
-            outcomes.append(None)
-    assert outcomes[0] == outcomes[1]
+    assert_damage_does_the_same(data, CODEC, PIECES, LAYOUT)
 
 
 @pytest.mark.parametrize("codec", [CODEC, PIECES])

@@ -1,0 +1,61 @@
+"""What codecs in one pass have to share with their pieces, whichever they are."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvstore.codecs.base import Codec
+from kvstore.errors import Corrupt
+from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
+from tests.unit.kvstore.codecs.samples import run_of
+
+
+def arrays(run: KVRun) -> list[np.ndarray]:
+    return [x for pair in run for x in pair]
+
+
+def raw(run: KVRun) -> list[bytes]:
+    return [array.tobytes() for array in arrays(run)]
+
+
+def restored(
+    codec: Codec, payload: bytes, layout: KVLayout, num_tokens: int, first_token: int
+) -> list[KVPair]:
+    """Into zeros: whatever is not written is seen."""
+    out = layout.empty(num_tokens)
+    for array in arrays(out):
+        array.fill(0)
+    codec.decode(memoryview(payload), layout, first_token, out)
+    return out
+
+
+def assert_views_are_filled(codec: Codec, pieces: Codec, layout: KVLayout) -> None:
+    """And nothing beside them; from a payload at an odd address."""
+    out = layout.empty(300)
+    payload = codec.encode(slice_tokens(run_of(layout, 300), 100, 228), layout, 100)
+    for array in arrays(out):
+        array.fill(1)
+    codec.decode(memoryview(b"x" + payload)[1:], layout, 100, slice_tokens(out, 100, 228))
+    expected = restored(pieces, payload, layout, 128, 100)
+    for array, want in zip(arrays(out), arrays(expected), strict=True):
+        assert np.array_equal(array[:, 100:228], want)
+        assert (array[:, :100] == 1).all() and (array[:, 228:] == 1).all()
+
+
+def assert_damage_does_the_same(
+    data: st.DataObject, codec: Codec, pieces: Codec, layout: KVLayout
+) -> None:
+    """It is found, or gives other values: the same ones both ways."""
+    num_tokens = data.draw(st.integers(1, 80))
+    payload = bytearray(codec.encode(run_of(layout, num_tokens), layout, 0))
+    for at in data.draw(st.lists(st.integers(0, len(payload) - 1), max_size=8)):
+        payload[at] = data.draw(st.integers(0, 255))
+    length = data.draw(st.integers(0, len(payload)) | st.just(len(payload)))
+    outcomes: list[list[bytes] | None] = []
+    for one in (codec, pieces):
+        try:
+            outcomes.append(raw(restored(one, bytes(payload[:length]), layout, num_tokens, 0)))
+        except Corrupt:
+            outcomes.append(None)
+    assert outcomes[0] == outcomes[1]
