@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from launch.errors import LaunchError, UsageError
 from launch.machine import available_memory
 from launch.measured import remember
 from launch.model import find_model
+from launch.outputs import whole_file
 from launch.show import print_table
 
 log = logging.getLogger("thermocline.launch")
@@ -42,6 +42,7 @@ FIRST_CONTEXT = 1024
 FIRST_SCORED = 128
 FIRST_WINDOWS = 8
 BEHIND_CONTEXT: Final = 512  # tokens: what is scored, and a needle's question
+LOOKED_AT_BYTES: Final = 1 << 16  # of a text: does it begin like one?
 # Where its programs are. Others are served, and measured by another engine.
 _PROGRAMS = {"mlx": "engines.mlx_worker.calibrate", "vllm": "engines.vllm_plugin.calibrate"}
 # What may stand for several presets.
@@ -99,9 +100,14 @@ def program(
 
 
 def _answer(command: Sequence[str], order: Order, env: Mapping[str, str]) -> bytes:
-    """Its input stays open until it has answered: the end of it is the end of the program."""
+    """Its input stays open until it has answered: the end of it is the end of the program.
+
+    A terminal's Ctrl-C is for us alone: the program would tell where in its imports it was.
+    """
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env) as child:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, env=env, start_new_session=True
+    ) as child:
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write(msgspec.json.encode(order) + b"\n")
         child.stdin.flush()
@@ -122,8 +128,7 @@ def order_of(effective: Effective, wishes: Wishes) -> Order:
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     model.require_weights()
     for path in (*wishes.texts, *wishes.eval_texts):
-        if not path.is_file():
-            raise UsageError(f"{path} is no file that can be read")
+        _check_text(path)
     if both := {x.resolve() for x in wishes.texts} & {x.resolve() for x in wishes.eval_texts}:
         raise UsageError(f"{both.pop()} cannot be learned from and be judged by; take another")
     order = Order(
@@ -140,6 +145,21 @@ def order_of(effective: Effective, wishes: Wishes) -> Order:
         log_level=effective.settings.log_level,
     )
     return order if wishes.needles else msgspec.structs.replace(order, depths=())
+
+
+def _check_text(path: Path) -> None:
+    """Raises ``UsageError`` for what nobody can learn from, and nothing be judged by."""
+    if not path.is_file():  # a pipe would be empty when the program comes to read it
+        raise UsageError(f"{path} is no file that can be read")
+    try:
+        with path.open("rb") as file:
+            begin = file.read(LOOKED_AT_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path} is no file that can be read: {error.strerror}") from error
+    if not begin.strip():
+        raise UsageError(f"{path} is empty")
+    if b"\0" in begin:
+        raise UsageError(f"{path} is not text; give a file in UTF-8")
 
 
 def first_order(effective: Effective) -> Order:
@@ -175,7 +195,7 @@ def first_order(effective: Effective) -> Order:
 
 def presets_of(names: str | None) -> tuple[str, ...]:
     """Names, and names of groups, each preset once."""
-    wanted = [x.strip() for x in (names or "ours").split(",")]
+    wanted = [x.strip() for x in ("ours" if names is None else names).split(",")]
     each = dict.fromkeys(preset for name in wanted for preset in GROUPS.get(name, (name,)))
     for name in each:
         if name in LEARNABLE:
@@ -212,14 +232,9 @@ def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Whole or not at all: a reader never sees half a report. Raises ``LaunchError``."""
-    content = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
-    except OSError as error:
-        raise LaunchError(f"the report cannot be written: {error}") from error
+    """Raises ``LaunchError``."""
+    with whole_file(path) as file:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
 def print_report(report: Report) -> None:

@@ -174,12 +174,13 @@ def calibrate(
     """Measure what each codec costs this model. Takes minutes; a running server is left alone."""
     from launch.calibrate import Wishes, print_report, write_json
     from launch.calibrate import calibrate as run
+    from launch.outputs import check_output
     from launch.picture import check_path, draw
 
     if plot is not None:
         check_path(plot)
-    if json is not None and not json.parent.is_dir():  # before minutes are spent on measuring
-        raise UsageError(f"--json {json}: there is no folder {json.parent}")
+    if json is not None:
+        check_output("--json", json)
     wishes = Wishes(text or (), eval_text or (), presets, contexts, needles)
     report = run(options.chosen(context, os.environ), wishes, os.environ)
     print_report(report)

@@ -12,8 +12,9 @@ from engines.calibration.order import Report, WaterFilling
 from kvstore.codecs.calibrated import CALIBRATED
 from kvstore.codecs.presets import PRESETS
 from kvstore.codecs.quality import Quality
-from launch.errors import LaunchError, UsageError
+from launch.errors import UsageError
 from launch.labels import label
+from launch.outputs import check_output, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,8 +33,7 @@ def check_path(path: Path) -> None:
     """Before minutes are spent on measuring. Raises ``UsageError``."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: give a name that ends in {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}")
+    check_output("--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -55,10 +55,8 @@ def draw(report: Report, path: Path) -> None:
     _draw_errors(panels[1], first)
     if num_panels == 3:
         _draw_residuals(panels[2], residual, report.bounds)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as failure:
-        raise LaunchError(f"the picture cannot be written: {failure}") from failure
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=150)
 
 
 def _draw_quality(axes: Axes, rows: Sequence[Quality], contexts: Sequence[int]) -> None:

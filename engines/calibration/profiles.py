@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
-from kvstore.codecs.profile import Profile, load_profile
+from kvstore.codecs.profile import UNFINISHED, Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
 
 logger = logging.getLogger(__name__)
+
+LOCK: Final = "writing.lock"
 
 
 def profile_path(data: Path, fingerprint: str) -> Path:
     return data / "profiles" / f"{fingerprint}.tcpf"
 
 
+def make_folder(data: Path) -> None:
+    """For profiles. Raises ``OSError`` if none can be written: ask before minutes are spent."""
+    folder = data / "profiles"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(folder):
+        pass
+
+
 def save(profile: Profile, data: Path) -> Path:
     """Presets that this profile knows nothing of stay as an older one of the model has them: what
     was packed by them must be found again. Raises ``OSError``."""
     path = profile_path(data, profile.fingerprint)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.exists():
-        profile = _with_older(profile, path)
-    profile.save(path)
+    make_folder(data)
+    with _alone(path.parent):
+        for unfinished in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
+            unfinished.unlink(missing_ok=True)  # of writers that were killed
+        if path.exists():
+            profile = _with_older(profile, path)
+        profile.save(path)
     return path
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Else of two calibrations that end together one would lose what the other had found."""
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees the lock of the dead
+        yield
 
 
 def _with_older(profile: Profile, path: Path) -> Profile:

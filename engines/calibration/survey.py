@@ -13,7 +13,7 @@ from engines.calibration.instrument import Instrument
 from engines.calibration.learn import learn, samples_of, yardsticks
 from engines.calibration.measure import measure
 from engines.calibration.order import Order, Report, WaterFilling
-from engines.calibration.profiles import save
+from engines.calibration.profiles import make_folder, save
 from kvstore.codecs.bounds import Yardstick
 from kvstore.codecs.calibrated import LEARNABLE
 from kvstore.codecs.presets import open_codec, warm
@@ -34,6 +34,8 @@ class Survey:
 
 def survey_report(instrument: Instrument, order: Order, engine: str) -> Report:
     """``survey``, kept as the model's profile, and told. Raises what it does."""
+    if order.data_path:
+        make_folder(Path(order.data_path))
     found = survey(instrument, order)
     profile = found.profile
     return Report(

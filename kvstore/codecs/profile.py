@@ -33,6 +33,7 @@ DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 22
 MAX_BYTES: Final = 1 << 33
 ALIGNMENT: Final = 64
+UNFINISHED: Final = ".new"  # files whose writer may have been killed
 PIECE_BYTES: Final = 1 << 20  # of a file, while its digest is taken
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
@@ -92,15 +93,18 @@ class Profile:
         entries = tuple(_Entry(name, a.dtype.str, a.shape) for name, a in arrays.items())
         header = _Header(VERSION, self.fingerprint, self.layout, self.ropes, self.rows, entries)
         digest = blake2b(digest_size=DIGEST_BYTES)
-        whole = path.with_name(f"{path.name}.{os.getpid()}.new")
-        with whole.open("wb") as file:
-            for piece in _file_pieces(msgspec.json.encode(header), list(arrays.values())):
-                digest.update(piece)
-                file.write(piece)
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        whole.replace(path)
+        whole = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
+        try:
+            with whole.open("wb") as file:
+                for piece in _file_pieces(msgspec.json.encode(header), list(arrays.values())):
+                    digest.update(piece)
+                    file.write(piece)
+                file.write(digest.digest())
+                file.flush()
+                os.fsync(file.fileno())
+            whole.replace(path)
+        finally:  # of a full disk it is the largest part
+            whole.unlink(missing_ok=True)
 
 
 def load_profile(path: Path) -> Profile:

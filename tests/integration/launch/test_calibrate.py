@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -85,7 +86,9 @@ def test_a_profile_is_learned_and_kept(folder: Path) -> None:
         (("--contexts", "8000"), "this model takes 8192 tokens"),
         (("--plot", "rows.gif"), "ends in .png, .svg, .pdf"),
         (("--json", "nowhere/rows.json"), "there is no folder"),
+        (("--json", "."), "this is a folder"),
         (("--text", "nowhere.txt"), "nowhere.txt is no file"),
+        (("--presets", ""), "--presets: no codec named ''"),
     ],
 )
 def test_what_cannot_be_done(folder: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -108,6 +111,22 @@ def test_a_killed_command_leaves_no_program_behind(folder: Path) -> None:
         started.kill()
     psutil.wait_procs([child], timeout=60)
     assert not child.is_running()
+
+
+def test_ctrl_c_ends_both_without_a_word_about_our_code(folder: Path) -> None:
+    """Even while the program is still importing, which takes seconds."""
+    with subprocess.Popen(
+        command(folder),
+        env=environment(folder),
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as started:
+        child = _program(psutil.Process(started.pid))
+        os.killpg(started.pid, signal.SIGINT)  # as a terminal does
+        _, said = started.communicate(timeout=60)
+    psutil.wait_procs([child], timeout=60)
+    assert started.returncode == 130 and not child.is_running()
+    assert b"Traceback" not in said
 
 
 def _program(parent: psutil.Process) -> psutil.Process:

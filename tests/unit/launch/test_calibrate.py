@@ -31,6 +31,8 @@ def test_each_preset_is_measured_once() -> None:
 def test_a_name_that_nobody_has() -> None:
     with pytest.raises(UsageError, match="--presets: no codec named 'tq9'"):
         presets_of("ours,tq9")
+    with pytest.raises(UsageError, match="--presets: no codec named ''"):
+        presets_of("")
 
 
 def test_the_first_order_is_one_that_a_program_takes(tmp_path: Path) -> None:
@@ -67,3 +69,28 @@ def test_a_context_that_the_model_does_not_take_is_refused(tmp_path: Path) -> No
         contexts_for(tmp_path, 4096, "3585")
     with pytest.raises(UsageError, match="to measure it takes 640"):
         contexts_for(tmp_path, 600, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b" \n\t\n", "is empty"),
+        (b"\x7fELF\0\0\0", "is not text"),
+        ("in UTF-16".encode("utf-16"), "is not text; give a file in UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_neither_learned_from_nor_judged_by(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    file = tmp_path / "some.txt"
+    file.write_bytes(content)
+    flags = {"--model": str(tmp_path), "--engine": "mlx"}
+    settings = effective(layers({}, flags=flags), {"HOME": str(tmp_path)})
+    for wishes in (Wishes((file,), (), None, None, False), Wishes((), (file,), None, None, False)):
+        with pytest.raises(UsageError, match=said):
+            order_of(settings, wishes)
+    file.write_bytes("Grüße, in Latin-1".encode("latin-1"))
+    assert order_of(settings, wishes).eval_texts == (str(file),)

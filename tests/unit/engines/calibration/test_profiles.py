@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import numpy as np
+import pytest
 
-from engines.calibration.profiles import profile_path, save
+from engines.calibration.profiles import make_folder, profile_path, save
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.codecs.quality import Quality
 from tests.unit.engines.calibration.test_bound import GOOD
@@ -61,3 +63,33 @@ def test_a_damaged_file_and_one_of_another_cache_are_replaced(tmp_path: Path) ->
     other = msgspec.structs.replace(model_profile().layout, dtype="float16")
     save(dataclasses.replace(model_profile(), layout=other, rows=(row("max"),)), tmp_path)
     assert load_profile(path).rows == (row("max"),)
+
+
+def test_calibrations_that_end_together_lose_nothing(tmp_path: Path) -> None:
+    presets = [f"tq{n}" for n in range(12)]
+    savers = [Thread(target=save, args=(measured(row(x)), tmp_path)) for x in presets]
+    for saver in savers:
+        saver.start()
+    for saver in savers:
+        saver.join(20)
+    found = load_profile(profile_path(tmp_path, model_profile().fingerprint))
+    assert sorted(x.preset for x in found.rows) == sorted(presets)
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    path = save(measured(row("tq3")), tmp_path)
+    left = path.with_name(f"{path.name}.4711.new")
+    left.write_bytes(b"half a profile")
+    others = path.with_name("another-model.tcpf.4712.new")
+    others.write_bytes(b"half a profile")
+    save(measured(row("tq4")), tmp_path)
+    assert not left.exists() and others.exists()
+
+
+def test_a_folder_that_cannot_be_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file")
+    with pytest.raises(OSError, match="data"):
+        make_folder(tmp_path / "data")
+    (tmp_path / "profiles").write_text("a file")
+    with pytest.raises(OSError, match="profiles"):
+        make_folder(tmp_path)

@@ -174,3 +174,10 @@ def test_a_later_version_is_refused(tmp_path):
 def test_a_profile_of_nothing(tmp_path):
     empty = Profile("f", model_layout(), (None,) * 3, {})
     assert load_profile(file_of(tmp_path, empty)).learned == {}
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "profile").mkdir()  # in the way
+    with pytest.raises(OSError):
+        file_of(tmp_path)
+    assert [x.name for x in tmp_path.iterdir()] == ["profile"]
