@@ -26,7 +26,9 @@ from kvstore.codecs.fused_parts import (
 )
 from kvstore.codecs.pieces.class_coder import ClassCoder
 from kvstore.codecs.pieces.integer_rows import StepRows
+from kvstore.codecs.pieces.prediction import Predictors
 from kvstore.codecs.pipeline import Pipeline, StackPart
+from kvstore.codecs.products import panels_of
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks import StackShape
@@ -54,7 +56,8 @@ class Tables:
     of each unit's. counts: int32 (units, 3). wide, matrix: uint32 (units, panels, groups, columns):
     two wide or some other components side by side; begins: what their sums begin with, int32
     (units, panels, columns). rows: int8 (units, components, width). means: fp32 (units, width).
-    parts: of each segment, int64.
+    parts: of each segment, int64. factors: uint32 (units, panels, pairs, columns), of two known
+    components side by side, and finer: int32 (units, components): see ``Predictors``.
     """
 
     coded: np.ndarray
@@ -66,6 +69,8 @@ class Tables:
     rows: np.ndarray
     means: np.ndarray
     parts: np.ndarray
+    factors: np.ndarray
+    finer: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +105,8 @@ class FusedSteps:
         coded = (read.symbols, np.ascontiguousarray(read.low), read.rare, t.coded)
         units = (t.counts, t.wide, t.matrix, t.begins, t.rows, t.means, t.parts)
         by_part = np.ascontiguousarray(gains.swapaxes(1, 2), np.float32)
-        self.kernels.unpack(coded, t.first_rows, units, by_part, turns, segments)
+        told = (t.factors, t.finer)
+        self.kernels.unpack(coded, t.first_rows, units, told, by_part, turns, segments)
         self.pieces.put_kept(out, first, kept, exact, dtype)
 
 
@@ -108,11 +114,11 @@ def fused_steps(
     pieces: Pipeline,
     coder: ClassCoder,
     profile: Profile,
-    known: tuple[StepRows, np.ndarray, np.ndarray],
+    known: tuple[StepRows, np.ndarray, Predictors, np.ndarray],
 ) -> StackPart:
     """The pieces if they cannot be fused, or if this host's kernels disagree with them.
 
-    ``known``: rows and levels of ``step_design.rows_of``, and all means.
+    ``known``: rows and levels of ``step_design.rows_of``, predictors, and all means.
     """
     turns = turns_of(pieces.shape, profile.ropes)
     usable = profile.layout.dtype != "float16" and has_vectors(pieces.shape)
@@ -144,6 +150,7 @@ def _tables(
     coder: ClassCoder,
     rows: StepRows,
     levels: np.ndarray,
+    predictors: Predictors,
     means: np.ndarray,
 ) -> Tables:
     live, symbols = coder.rows
@@ -164,7 +171,15 @@ def _tables(
         rows=np.ascontiguousarray(rows.rows),
         means=aligned(means[shape.elements].astype(np.float32)),
         parts=np.searchsorted(starts, shape.starts, side="right").astype(np.int64) - 1,
+        factors=_factors(predictors, kernels.columns),
+        finer=predictors.finer.astype(np.int32),
     )
+
+
+def _factors(predictors: Predictors, columns: int) -> np.ndarray:
+    if not predictors.components:
+        return np.zeros((len(predictors.finer), 0, 0, columns), np.uint32)
+    return aligned(np.stack([panels_of(x, columns) for x in predictors.factors]))
 
 
 def _panels(shape: StackShape, columns: int, rows: np.ndarray, size: int) -> np.ndarray:

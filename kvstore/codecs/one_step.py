@@ -7,7 +7,7 @@ integers (see ``integer_rows``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,50 +21,48 @@ from kvstore.codecs.entropy.tables import (
 )
 from kvstore.codecs.fused_steps import fused_steps
 from kvstore.codecs.pieces.class_coder import ClassCoder
-from kvstore.codecs.pieces.gain import COARSE, LogGain, root_mean_squares
+from kvstore.codecs.pieces.gain import LogGain
 from kvstore.codecs.pieces.integer_rows import IntegerRows, StepRows
 from kvstore.codecs.pieces.mean import ModelMean
-from kvstore.codecs.pieces.metric import HeadMetric
+from kvstore.codecs.pieces.prediction import PredictedStep, Predictors
 from kvstore.codecs.pieces.rope import UnRope
 from kvstore.codecs.pieces.uniform import NUM_SHIFTS, UniformStep
 from kvstore.codecs.pipeline import Pipeline, StackPart
+from kvstore.codecs.prediction_design import NOISE, Reach
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.samples import Samples
-from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
-from kvstore.codecs.statistics import principal_axes, unit_rows
-from kvstore.codecs.step_design import rows_of
+from kvstore.codecs.spectrum import ROUNDING, Spectrum, codes_of
+from kvstore.codecs.stacks import Scope, stack_shapes
 from kvstore.shapes import KVLayout
 
-SAMPLED_TOKENS = 2048  # of all texts together: enough for the step and the symbol tables
-# Deviation over step below which a component's rare codes cost more than they mend.
-LIVE_RATIO = 0.3
-# Below a half: a code of one costs several bits more than a zero, and has to be worth them.
-ROUNDING = 0.4
-COMPONENTS_ROUNDED_TO = 16
 INTEGERS = ("encode", "rates", "wide", "rows", "counts", "scales")  # what ``StepRows`` is made of
+PREDICTORS = ("factors", "finer")
 
 
 @dataclass(frozen=True)
 class OneStep:
-    """``bits`` per element in calibration, gains apart."""
+    """``bits`` per element in calibration, gains apart. ``reach``: of what is predicted, if any."""
 
     scope: Scope
     bits: float
+    reach: Reach | None = None
 
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
         shapes = stack_shapes(self.scope, samples.layout)
-        spectra = [_Spectrum(samples, shape, means) for shape in shapes]
-        step = _find_step([x.components() for x in spectra], self.bits)
+        spectra = [Spectrum(samples, shape, means) for shape in shapes]
+        if self.reach is not None:
+            step = _expected_step([x.deviations for x in spectra], self.bits)
+            for spectrum in spectra:
+                spectrum.predict(self.reach, step)
+        step = _find_step(spectra, self.bits)
         learned = {"step": np.array([step], np.float32)}
         for number, spectrum in enumerate(spectra):
             spectrum.truncate(step)
             learned |= {f"{name}.{number}": x for name, x in spectrum.learned().items()}
         learned |= _learned_tables("", [x.codes(step) for x in spectra])
-        shifts = _shifts([x.misses(step) for x in spectra])
+        shifts = _shifts([_misses(x, step) for x in spectra])
         for number, spectrum in enumerate(spectra):
-            learned |= {
-                f"{name}.{number}": x for name, x in spectrum.integers(step, shifts).items()
-            }
+            learned |= _learned_integers(number, *spectrum.integers(step, shifts))
         learned |= _learned_tables("gain_", [x.gain_codes() for x in spectra])
         return learned
 
@@ -81,99 +79,27 @@ class OneStep:
             rows = StepRows(*(learned[f"{name}.{number}"] for name in INTEGERS))
             coder = ClassCoder(classes_of(deviations / step), tables)
             levels = learned[f"levels.{number}"]
+            predictors = Predictors(*(learned[f"{name}.{number}"] for name in PREDICTORS))
+            steps = UniformStep(step, levels, ROUNDING)
             pieces = Pipeline(
                 shape,
                 (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
                 LogGain(shape, learned[f"gain_centres.{number}"], gains),
                 (IntegerRows(rows),),
-                UniformStep(step, levels, ROUNDING),
+                PredictedStep(steps, predictors) if predictors.components else steps,
                 coder,
             )
-            known = (rows, levels, learned["means"])
+            known = (rows, levels, predictors, learned["means"])
             parts.append(fused_steps(pieces, coder, profile, known))
         return tuple(parts)
 
 
-class _Spectrum:
-    """Bases and components of one stack of the samples, while learning."""
-
-    def __init__(self, samples: Samples, shape: StackShape, means: np.ndarray) -> None:
-        self._samples, self._shape, self._means = samples, shape, means
-        self._metric = HeadMetric(shape, samples.roots(shape))
-        self._sampled: list[np.ndarray] = []
-        steps: list[np.ndarray] = []
-        self.deviations, self.basis = principal_axes(self._rows(steps))
-        self._gain_steps = np.rint(np.concatenate(steps, axis=1)).astype(np.int64)
-        self._gain_centres = np.rint(self._gain_steps.mean(axis=1)).astype(np.int64)
-
-    def _rows(self, steps: list[np.ndarray]) -> Iterator[np.ndarray]:
-        """All rows, once. Some are kept, for what needs less than a covariance does."""
-        most = -(-SAMPLED_TOKENS // len(self._samples.texts))
-        for stack, gains in unit_rows(self._samples, self._shape, self._means, self._sizes):
-            steps.append(COARSE * np.log2(gains))
-            rows, _ = self._metric.forward(stack, 0)
-            self._sampled.append(rows[:, :: -(-rows.shape[1] // most)].copy())
-            yield rows
-
-    def _sizes(self, stack: np.ndarray) -> np.ndarray:
-        sizes = root_mean_squares(stack, self._shape)
-        steps = np.rint(COARSE * np.log2(np.maximum(sizes, 1e-9)))
-        gains: np.ndarray = np.exp2(steps / COARSE).astype(np.float32)
-        return gains
-
-    def components(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the rows that were kept: fp32 (rows, tokens), and their deviations (rows,)."""
-        rows = np.concatenate(self._sampled, axis=1)
-        components = np.matmul(self.basis.swapaxes(1, 2), rows.swapaxes(1, 2))
-        return components.reshape(self.deviations.size, -1), self.deviations.reshape(-1)
-
-    def truncate(self, step: float) -> None:
-        """Forget components that this step leaves at zero."""
-        live = int((self.deviations > LIVE_RATIO * step).sum(axis=1).max())
-        live = min(-(-live // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO, self._shape.width)
-        self.basis = self.basis[:, :, :live]
-        self.deviations = self.deviations[:, :live].astype(np.float32)
-
-    def classes(self, step: float) -> np.ndarray:
-        return classes_of(self.deviations / step)
-
-    def integers(self, step: float, shifts: np.ndarray) -> dict[str, np.ndarray]:
-        """``shifts``: of the centroids of all classes."""
-        axes = self.basis.swapaxes(1, 2)
-        # The metric's roots are symmetric, so rows go through it as columns would.
-        encode, _ = self._metric.forward(axes, 0)
-        decode = self._metric.backward(axes, 0, None) * np.float32(step)
-        known = (self.deviations / step, shifts[self.classes(step)])
-        rows, levels = rows_of(encode, decode, *known)
-        return {"levels": levels} | {name: getattr(rows, name) for name in INTEGERS}
-
-    def learned(self) -> dict[str, np.ndarray]:
-        return {
-            "deviations": self.deviations,
-            "gain_centres": self._gain_centres.astype(np.int16),
-            "gain_classes": self._gain_classes().astype(np.uint8),
-        }
-
-    def codes(self, step: float) -> tuple[np.ndarray, np.ndarray]:
-        components, deviations = self.components()
-        return _codes(components, step), classes_of(deviations / step)
-
-    def misses(self, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sizes of codes, how far the values behind them lie above, and classes."""
-        components, deviations = self.components()
-        sizes = np.abs(_codes(components, step))
-        beyond = np.abs(components) / step - sizes
-        return np.minimum(sizes, NUM_SHIFTS - 1), beyond, classes_of(deviations / step)
-
-    def _gain_classes(self) -> np.ndarray:
-        deviations = (self._gain_steps - self._gain_centres[:, None]).std(axis=1)
-        classes: np.ndarray = np.maximum(classes_of(deviations), 1)
-        return classes
-
-    def gain_codes(self) -> tuple[np.ndarray, np.ndarray]:
-        codes = (self._gain_steps - self._gain_centres[:, None]).swapaxes(1, 2)
-        classes = self._gain_classes().reshape(-1)
-        return codes.reshape(len(classes), -1), classes
+def _learned_integers(
+    number: int, rows: StepRows, levels: np.ndarray, predictors: Predictors
+) -> dict[str, np.ndarray]:
+    learned = {"levels": levels} | {name: getattr(rows, name) for name in INTEGERS}
+    learned |= {name: getattr(predictors, name) for name in PREDICTORS}
+    return {f"{name}.{number}": x for name, x in learned.items()}
 
 
 def _learned_tables(
@@ -189,34 +115,46 @@ def _tables(learned: Mapping[str, np.ndarray], prefix: str) -> SymbolTables:
     return SymbolTables(frequencies, np.array(learned[f"{prefix}largest"]))
 
 
-def _find_step(sampled: list[tuple[np.ndarray, np.ndarray]], bits: float) -> float:
+def _expected_step(deviations: list[np.ndarray], bits: float) -> float:
+    """About what so many bits leave, by reverse water-filling."""
+    variances = np.square(np.concatenate([x.reshape(-1) for x in deviations]))
+    low, high = 0.0, float(variances.max())
+    for _ in range(40):
+        level = (low + high) / 2
+        spent = float(np.log2(np.maximum(variances / level, 1)).mean() / 2)
+        low, high = (level, high) if spent > bits else (low, level)
+    return float(np.sqrt(high / NOISE))
+
+
+def _find_step(spectra: list[Spectrum], bits: float) -> float:
     """Bisection in octaves; finer steps cost more bits."""
-    size = sum(len(deviations) for _, deviations in sampled)
-    high = float(np.log2(max(deviations.max() for _, deviations in sampled)))
+    size = sum(spectrum.left.size for spectrum in spectra)
+    high = float(np.log2(max(spectrum.deviations.max() for spectrum in spectra)))
     low = high - 20
     for _ in range(16):
         step = 2 ** ((low + high) / 2)
-        spent = sum(_entropy(x, deviations, step) for x, deviations in sampled) / size
+        spent = sum(_entropy(*spectrum.codes(step)) for spectrum in spectra) / size
         low, high = ((low + high) / 2, high) if spent > bits else (low, (low + high) / 2)
     return 2 ** ((low + high) / 2)
 
 
-def _codes(components: np.ndarray, step: float) -> np.ndarray:
-    """int64; what ``UniformStep`` makes of them."""
-    sizes = np.floor(np.abs(components) / step + ROUNDING)
-    codes: np.ndarray = (np.sign(components) * sizes).astype(np.int64)
-    return codes
+def _misses(spectrum: Spectrum, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sizes of codes, how far the values behind them lie above, and classes."""
+    components, deviations = spectrum.beyond(step)
+    sizes = np.abs(codes_of(components, step))
+    above = np.abs(components) / step - sizes
+    return np.minimum(sizes, NUM_SHIFTS - 1), above, classes_of(deviations / step)
 
 
-def _entropy(components: np.ndarray, deviations: np.ndarray, step: float) -> float:
+def _entropy(codes: np.ndarray, classes: np.ndarray) -> float:
     """Bits of one token's codes under one table for each class."""
-    classes, total = classes_of(deviations / step), 0.0
+    total = 0.0
     for number in np.unique(classes):
         low = int(plane_bits(number))
-        codes = _codes(components[classes == number], step) >> low
-        counts = np.bincount((codes - codes.min()).reshape(-1))
-        shares = counts[counts > 0] / codes.size
-        total += len(codes) * (low - float((shares * np.log2(shares)).sum()))
+        high = codes[classes == number] >> low
+        counts = np.bincount((high - high.min()).reshape(-1))
+        shares = counts[counts > 0] / high.size
+        total += len(high) * (low - float((shares * np.log2(shares)).sum()))
     return total
 
 

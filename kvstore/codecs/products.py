@@ -24,7 +24,7 @@ class WordProducts:
         self._matrix, self._panels = rows, list[np.ndarray]()
         if self._kernels is None:
             return
-        self._panels = [_panels(x, self._kernels.COLUMNS) for x in rows]
+        self._panels = [panels_of(x, self._kernels.COLUMNS) for x in rows]
         if self._agree():
             self._matrix = []  # as large as the panels, and in them
         else:
@@ -64,7 +64,7 @@ class WordProducts:
         return np.array_equal(self.sums(unit, rows)[::7], expected)
 
 
-def _panels(matrix: np.ndarray, columns: int) -> np.ndarray:
+def panels_of(matrix: np.ndarray, columns: int) -> np.ndarray:
     """Pairs of neighbouring values in 32 bits, panel by panel of components: uint32 (panels, pairs,
     columns)."""
     components, width = matrix.shape

@@ -1,7 +1,8 @@
 """Symbols of a chunk to rows in one pass, as a numba function; see ``pieces.integer_rows``.
 
-All tokens of a unit become groups of levels, which stay in the second cache. Then its columns are
-gone through panel by panel, so that every row of integers is read from memory once for a chunk.
+What units before tell is added to a unit's levels (``step_prediction``). All its tokens become
+groups of levels, which stay in the second cache. Then its columns are gone through panel by panel,
+so that every row of integers is read from memory once for a chunk.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvstore.codecs.kernels.step_levels import (
     put_narrow,
     put_words,
 )
+from kvstore.codecs.kernels.step_prediction import PREDICTORS, add_levels, expect, known_words
 from kvstore.codecs.kernels.unit_parts import LINE, NBYTES, SEGMENTS, TURNS, address_of
 from kvstore.codecs.numba_functions import array_of, compiled, tuple_of
 
@@ -29,29 +31,48 @@ TILE_COLUMNS = HOST.tile_columns
 
 
 @njit
-def _levels_of_unit(coded: Any, rows: Any, counts: Any, words: Any, narrow: Any) -> Any:
-    """Returns rare codes used so far, and (tokens + 1,) and (3, any) of what bytes cannot hold."""
+def _levels_of_unit(
+    coded: Any, rows: Any, counts: Any, expected: Any, words: Any, narrow: Any
+) -> Any:
+    """``expected``: of the first components; what they are in the end takes its place.
+
+    Returns rare codes used so far, and (tokens + 1,) and (3, any) of what bytes cannot hold.
+    """
     symbols, low, rare, known = coded
     first, last, num_rare = rows
     num_tokens = symbols.shape[1]
-    num_pairs, num_groups = (counts[0] + 1) // 2, (counts[1] + GROUP - 1) // GROUP
     levels, found = np.empty(num_tokens, np.int32), 0
     beyond = np.empty((3, 0), np.int32)
     for row in range(first, last):
         num_rare = levels_of_row(symbols[row], low[row], known[row], rare, num_rare, levels)
         place = np.int64(known[row, PLACE])
-        if place < counts[0]:
-            put_words(levels, place, num_pairs, words)
-            continue
-        place -= counts[0]
-        more = put_narrow(levels, place, num_groups, narrow)
-        if more:
-            if found + more > beyond.shape[1]:
-                larger = np.empty((3, 2 * (found + more)), np.int32)
-                larger[:, :found] = beyond[:, :found]
-                beyond = larger
-            found = note_beyond(levels, place, beyond, found)
+        if place < len(expected):
+            add_levels(levels, expected[place])
+        else:
+            beyond, found = _put(levels, place, counts, words, narrow, beyond, found)
+    for first_place in range(min(len(expected), counts[0] + counts[1])):
+        place = np.int64(first_place)
+        beyond, found = _put(expected[place], place, counts, words, narrow, beyond, found)
     return num_rare, _by_token(beyond[:, :found], num_tokens)
+
+
+@njit
+def _put(
+    levels: Any, place: Any, counts: Any, words: Any, narrow: Any, beyond: Any, found: Any
+) -> Any:
+    """Returns ``beyond``, perhaps with more room, and how many are in it."""
+    if place < counts[0]:
+        put_words(levels, place, (counts[0] + 1) // 2, words)
+        return beyond, found
+    row = np.int64(place - counts[0])
+    more = put_narrow(levels, row, (counts[1] + GROUP - 1) // GROUP, narrow)
+    if more:
+        if found + more > beyond.shape[1]:
+            larger = np.empty((3, 2 * (found + more)), np.int32)
+            larger[:, :found] = beyond[:, :found]
+            beyond = larger
+        found = note_beyond(levels, row, beyond, found)
+    return beyond, found
 
 
 @njit
@@ -87,7 +108,13 @@ def _unpack_steps_with(sources: int) -> Any:
     """``sources`` is a part of the key of numba's cache, which knows of one file only."""
 
     def unpack_steps(
-        coded: Any, first_rows: Any, units: Any, gains: Any, turns: Any, targets: Any
+        coded: Any,
+        first_rows: Any,
+        units: Any,
+        predictors: Any,
+        gains: Any,
+        turns: Any,
+        targets: Any,
     ) -> None:
         """``coded``: symbols, low bits, rare codes, what is known of coded components.
 
@@ -103,6 +130,9 @@ def _unpack_steps_with(sources: int) -> Any:
         words = np.empty(LINE + num_tiles * pairs * TILE_TOKENS * 2, np.int16)
         narrow = np.empty(LINE + num_tiles * groups * TILE_TOKENS * GROUP, NARROW)
         scratch = np.empty((TILE_TOKENS, padded), np.int32)
+        predicted = predictors[1].shape[1]
+        expected = np.empty((predicted, num_tokens), np.int32)
+        told = known_words(num_tokens, len(counts), predicted)
         sums, num_rare = address_of(scratch), 0
         for unit in range(len(counts)):
             words[:] = 0
@@ -110,7 +140,11 @@ def _unpack_steps_with(sources: int) -> Any:
             num_pairs = np.int64((counts[unit, 0] + 1) // 2)
             num_groups = np.int64((counts[unit, 1] + GROUP - 1) // GROUP)
             known = (first_rows[unit], first_rows[unit + 1], num_rare)
-            num_rare, beyond = _levels_of_unit(coded, known, counts[unit], words, narrow)
+            expect(told, predictors, unit, expected)
+            num_rare, beyond = _levels_of_unit(coded, known, counts[unit], expected, words, narrow)
+            for place in range(predicted):
+                pair = unit * predicted + place
+                put_words(expected[place], pair, len(counts) * predicted // 2, told)
             any_beyond = beyond[0][num_tokens] > 0
             for segment in range(addresses.shape[1]):
                 turn, stride = turn_of[unit, segment], strides[unit, segment]
@@ -133,7 +167,7 @@ def _unpack_steps_with(sources: int) -> Any:
                             sums + NBYTES * TILE_COLUMNS * panel,
                             NBYTES * padded,
                         )
-                        split_tile(SOURCES, args)
+                        split_tile(sources, args)
                     if any_beyond:
                         columns = (segment * dim, dim)
                         _add_beyond(beyond, token, count, rows[unit], columns, scratch)
@@ -157,7 +191,7 @@ def _unpack_steps_with(sources: int) -> Any:
                     else:
                         put_rows(SOURCES, 0, out)
         # numba frees an array behind its last use, and addresses are none
-        words[0], narrow[0], scratch[0, 0] = 0, 0, 0
+        words[0], narrow[0], scratch[0, 0], told[0] = 0, 0, 0, 0
 
     return unpack_steps
 
@@ -183,6 +217,7 @@ unpack = compiled(
     _CODED,
     array_of(types.int64, 1),
     _UNITS,
+    PREDICTORS,
     array_of(types.float32, 3),
     tuple_of(*TURNS, types.boolean),
     SEGMENTS,

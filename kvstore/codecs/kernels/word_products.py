@@ -38,7 +38,7 @@ def _products_with(sources: int) -> Any:
                     NBYTES * COLUMNS,
                     NBYTES * COLUMNS,
                 )
-                tile_of_rows(SOURCES, args)
+                tile_of_rows(sources, args)
                 for column in range(count):
                     for token in range(min(sums.shape[1] - tile * TOKENS, TOKENS)):
                         place = tile * TOKENS + token

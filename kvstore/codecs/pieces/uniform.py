@@ -13,6 +13,8 @@ import numpy as np
 NUM_SHIFTS = 4  # codes of size 0, 1, 2, and 3 or more
 LARGEST_CODE = 32767
 LARGEST_LEVEL = 32767
+# Of levels that are foretold: from anywhere within it a code reaches what there is.
+LARGEST_EXPECTED = LARGEST_LEVEL // 2
 
 
 class UniformStep:
@@ -25,26 +27,39 @@ class UniformStep:
         ``rounding`` below one half widens the cell of zero (a dead zone).
         """
         self._step = np.float32(step)
-        per_step = levels[:, None, :, 0].astype(np.int32)
-        added = levels[:, None].astype(np.int32)
-        self._per_step = per_step
-        self._added = [np.zeros_like(per_step), *(added[..., k] for k in range(1, NUM_SHIFTS))]
+        self._levels = levels.astype(np.int32)
         self._rounding = np.float32(rounding)
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
+        return self._codes(components * (1 / self._step))
+
+    def quantise_beyond(
+        self, unit: int, components: np.ndarray, expected: np.ndarray
+    ) -> np.ndarray:
+        """Of one unit, (tokens, components). ``expected``: levels of the first components."""
         scaled = components * (1 / self._step)
+        per_step = self._levels[unit, : expected.shape[1], 0]
+        scaled[:, : expected.shape[1]] -= expected / np.maximum(per_step, 1).astype(np.float32)
+        return self._codes(scaled)
+
+    def _codes(self, scaled: np.ndarray) -> np.ndarray:
         if self._rounding == 0.5:
             codes = np.rint(scaled)
         else:
             codes = np.sign(scaled) * np.floor(np.abs(scaled) + self._rounding)
-        return np.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(np.int16)
+        limited: np.ndarray = np.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(np.int16)
+        return limited
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         """int32 levels."""
+        return np.stack([self.restore_unit(unit, x) for unit, x in enumerate(codes)])
+
+    def restore_unit(self, unit: int, codes: np.ndarray) -> np.ndarray:
+        """Of one unit, (tokens, components)."""
+        per_step, *added = self._levels[unit].T
         sizes = np.abs(np.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(np.int32))
-        added = np.select(
-            [sizes == k for k in range(NUM_SHIFTS - 1)], self._added[:-1], self._added[-1]
-        )
-        levels = np.minimum(sizes * self._per_step + added, LARGEST_LEVEL)
+        sums = [np.zeros_like(per_step), *added]
+        chosen = np.select([sizes == k for k in range(NUM_SHIFTS - 1)], sums[:-1], sums[-1])
+        levels = np.minimum(sizes * per_step + chosen, LARGEST_LEVEL)
         restored: np.ndarray = np.where(codes < 0, -levels, levels)
         return restored

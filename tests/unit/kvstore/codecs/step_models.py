@@ -9,8 +9,10 @@ import numpy as np
 from kvstore.codecs.entropy.tables import classes_of, fit_tables
 from kvstore.codecs.fused_steps import FusedSteps
 from kvstore.codecs.one_step import INTEGERS, OneStep
+from kvstore.codecs.pieces.prediction import MOST_FINER
 from kvstore.codecs.pieces.rope import Rope
 from kvstore.codecs.pipeline import Pipeline, StackPart
+from kvstore.codecs.prediction_design import Reach
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stack_codec import StackCodec
 from kvstore.codecs.stacks import Scope, StackShape, stack_shapes
@@ -20,11 +22,15 @@ from kvstore.shapes import KVLayout
 SCOPE = Scope("group", 2)
 STEP = 0.25
 SHIFTS = (0.0, -0.1, -0.02, 0.08)
+ALONE = Reach(0, 0)
 USUAL = (32.0, 0.3)  # largest deviation over step, and below which one is dead
 
 
 def profile_of(
-    layout: KVLayout, rope: Rope | None, spectra: Sequence[tuple[float, float]] = (USUAL,)
+    layout: KVLayout,
+    rope: Rope | None,
+    spectra: Sequence[tuple[float, float]] = (USUAL,),
+    reach: Reach = ALONE,
 ) -> Profile:
     """``spectra``: of one unit after the other, over again."""
     elements = np.arange(layout.elements_per_token)
@@ -40,7 +46,7 @@ def profile_of(
     first = 0
     for number, shape in enumerate(stack_shapes(SCOPE, layout)):
         chosen = [spectra[(first + k) % len(spectra)] for k in range(shape.num_units)]
-        known = _stack(shape, chosen)
+        known = _stack(shape, chosen) | _predictors(shape, reach)
         learned |= {f"{name}.{number}": array for name, array in known.items()}
         first += shape.num_units
     return Profile("made up", layout, (rope,) * len(layout.layers), {"max": learned})
@@ -61,6 +67,16 @@ def _stack(shape: StackShape, spectra: list[tuple[float, float]]) -> dict[str, n
         "levels": levels,
         **{name: getattr(rows, name) for name in INTEGERS},
     }
+
+
+def _predictors(shape: StackShape, reach: Reach) -> dict[str, np.ndarray]:
+    """Factors of all sizes, most of them small, and some sums that are far too large."""
+    known = (shape.num_units, reach.components, reach.components * reach.depth)
+    numbers = np.arange(np.prod(known)).reshape(known)
+    factors = (numbers * 40503 % 65535 - 32767) >> (numbers % 17)
+    factors[: min(reach.depth, 1)] = 0
+    finer = np.arange(known[0] * known[1]).reshape(known[:2]) * 5 % (MOST_FINER + 1)
+    return {"factors": factors.astype(np.int16), "finer": finer.astype(np.int32)}
 
 
 def _reflection(width: int, unit: int) -> np.ndarray:

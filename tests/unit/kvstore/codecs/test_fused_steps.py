@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.pieces.rope import Rope
+from kvstore.codecs.prediction_design import Reach
 from kvstore.codecs.reader import count_bytes
 from tests.unit.kvstore.codecs.fused_checks import (
     assert_damage_does_the_same,
@@ -31,6 +32,14 @@ from tests.unit.kvstore.codecs.step_models import (
 LAYOUT = layout_with((64, 64), (64, 64), (64, 64))  # a group of two layers, and one of one
 PARTS = parts_of(profile_of(LAYOUT, rope_of(64), [(32.0, 0.3), (9.0, 0.5)]))
 CODEC, PIECES = codec_of(PARTS), codec_of(pieces_of(PARTS))
+
+FOUR_UNITS = layout_with(*[(32, 32)] * 8)
+TOLD = parts_of(
+    profile_of(FOUR_UNITS, rope_of(32), [(32.0, 0.3), (9.0, 0.5), (700.0, 0.01)], Reach(38, 2))
+)
+MODELS = pytest.mark.parametrize(
+    ("parts", "layout"), [(PARTS, LAYOUT), (TOLD, FOUR_UNITS)], ids=["alone", "told"]
+)
 
 
 def assert_same(parts, run, layout, first_token):
@@ -63,10 +72,20 @@ def test_kernels_give_the_rows_of_the_pieces(dims, rope, dtype):
         assert_same(parts, run_of(layout, num_tokens, seed=num_tokens), layout, 77)
 
 
+@MODELS
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7, 8, 63, 65, 127, 128])
 @pytest.mark.parametrize("first_token", [0, 3, 4096])
-def test_every_length(num_tokens, first_token):
-    assert_same(PARTS, run_of(LAYOUT, num_tokens), LAYOUT, first_token)
+def test_every_length(num_tokens, first_token, parts, layout):
+    assert is_fused(parts)
+    assert_same(parts, run_of(layout, num_tokens), layout, first_token)
+
+
+@pytest.mark.parametrize("reach", [Reach(2, 1), Reach(64, 3), Reach(66, 1), Reach(32, 7)])
+def test_units_are_told_of_any_number_of_others(reach):
+    parts = parts_of(profile_of(FOUR_UNITS, rope_of(32), [USUAL, (3.1, 3.0)], reach))
+    assert is_fused(parts)
+    for num_tokens in (6, 70):
+        assert_same(parts, run_of(FOUR_UNITS, num_tokens), FOUR_UNITS, 5)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +105,10 @@ def test_any_share_of_wide_and_live_components(spectrum):
         assert_same(parts, run_of(LAYOUT, num_tokens), LAYOUT, 5)
 
 
-def payload_of(codes, num_tokens):
+def payload_of(parts, codes, num_tokens):
     """Of any codes, (units, tokens, components) for each stack, behind the sinks."""
     pieces = []
-    for part, values in zip(pieces_of(PARTS), codes, strict=True):
+    for part, values in zip(pieces_of(parts), codes, strict=True):
         gains = np.ones((part.shape.num_units, num_tokens, len(part.shape.parts)), np.float32)
         pieces += [count_bytes(0), part.gain.write(gains), part.coder.write(values)]
     return b"".join(pieces)
@@ -98,20 +117,22 @@ def payload_of(codes, num_tokens):
 SIZES = st.sampled_from([1, 2, 3, 8, 40, 127, 128, 700, 4095, 32767, 32768, 1 << 20, 1 << 24])
 
 
+@MODELS
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_extreme_codes(data):
+@given(data=st.data())
+def test_extreme_codes(data, parts, layout):
     num_tokens = data.draw(st.integers(1, 70))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     codes = []
-    for part in pieces_of(PARTS):
+    for part in pieces_of(parts):
         shape = (part.shape.num_units, num_tokens, part.shape.width)
         sizes = np.array(data.draw(st.lists(SIZES, min_size=1, max_size=4)))
         share = data.draw(st.sampled_from([0.001, 0.05, 1.0]))
         chosen = rng.choice(sizes, shape) * (rng.random(shape) < share)
         codes.append((chosen * rng.choice([-1, 1], shape)).astype(np.int32))
-    payload = payload_of(codes, num_tokens)
-    outs = [restored(codec, payload, LAYOUT, num_tokens, 9) for codec in (CODEC, PIECES)]
+    payload = payload_of(parts, codes, num_tokens)
+    codecs = (codec_of(parts), codec_of(pieces_of(parts)))
+    outs = [restored(codec, payload, layout, num_tokens, 9) for codec in codecs]
     assert raw(outs[0]) == raw(outs[1])
 
 
@@ -170,20 +191,27 @@ def test_fp16_engines_get_the_values_of_the_pieces():
     assert np.array_equal(out[0][0][:, :4], run[0][0][:, :4])  # first tokens are exact
 
 
+@MODELS
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_damage_is_found_or_gives_other_values(data):
-    assert_damage_does_the_same(data, CODEC, PIECES, LAYOUT)
+@given(data=st.data())
+def test_damage_is_found_or_gives_other_values(data, parts, layout):
+    assert_damage_does_the_same(data, codec_of(parts), codec_of(pieces_of(parts)), layout)
 
 
-@pytest.mark.parametrize("codec", [CODEC, PIECES])
-def test_restored_values_are_frozen(codec):
+@pytest.mark.parametrize(
+    ("parts", "layout", "digest"),
+    [(PARTS, LAYOUT, "ea71890936abbf49"), (TOLD, FOUR_UNITS, "03c6823892933da0")],
+    ids=["alone", "told"],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_restored_values_are_frozen(parts, layout, digest, fused):
     """Codes and gains of a formula: whole numbers from there on, on every host alike."""
     num_tokens, codes = 70, []
-    for part in pieces_of(PARTS):
+    for part in pieces_of(parts):
         shape = (part.shape.num_units, num_tokens, part.shape.width)
         numbers = np.arange(np.prod(shape)).reshape(shape)
         sizes = numbers * 7919 % 101 // (1 + numbers % part.shape.width // 8)
         codes.append(np.where(numbers % 3 == 0, -sizes, sizes).astype(np.int32))
-    out = restored(codec, payload_of(codes, num_tokens), LAYOUT, num_tokens, 9)
-    assert hashlib.blake2b(b"".join(raw(out)), digest_size=8).hexdigest() == "ea71890936abbf49"
+    codec = codec_of(parts if fused else pieces_of(parts))
+    out = restored(codec, payload_of(parts, codes, num_tokens), layout, num_tokens, 9)
+    assert hashlib.blake2b(b"".join(raw(out)), digest_size=8).hexdigest() == digest

@@ -1,0 +1,94 @@
+"""One step for all components, and codes of what units before do not tell.
+
+Layers know much of each other: the units before a unit, which are there when it is restored, tell
+much of its first components. Packing codes the difference, and restoring adds the two up in levels.
+Both go by restored levels and by whole numbers, so that they never drift apart, whatever was cut or
+rounded and whichever host did it: differential coding in a closed loop (Cutler 1952), over layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.codecs.pieces.uniform import LARGEST_EXPECTED, LARGEST_LEVEL, UniformStep
+from kvstore.codecs.products import WordProducts
+
+MOST_FINER = 14  # bits
+
+
+@dataclass(frozen=True, eq=False)
+class Predictors:
+    """Of the units of a stack, for ``components`` of each, from ``depth`` units before.
+
+    ``factors``: int16 (units, components, depth * components), times levels of the farthest unit
+    first; ``finer``: int32 (units, components): by how many bits their sums are finer than levels.
+    A unit's place among the factors is all zeros where there is no unit so far before.
+    """
+
+    factors: np.ndarray
+    finer: np.ndarray
+
+    def __post_init__(self) -> None:
+        units, components, known = self.factors.shape
+        fits = not known % components if components else not known
+        if self.finer.shape != (units, components) or not fits or components % 2:
+            raise ValueError(f"factors of shape {self.factors.shape} for {self.finer.shape}")
+        if np.any(self.finer < 0) or np.any(self.finer > MOST_FINER):
+            raise ValueError("sums that are finer than they can be")
+
+    @classmethod
+    def none(cls, units: int) -> Predictors:
+        return cls(np.zeros((units, 0, 0), np.int16), np.zeros((units, 0), np.int32))
+
+    @property
+    def components(self) -> int:
+        return int(self.factors.shape[1])
+
+    @property
+    def depth(self) -> int:
+        return int(self.factors.shape[2]) // max(self.components, 1)
+
+
+class PredictedStep:
+    """Implements ``Quantiser``; codes are int16, and unit goes by unit."""
+
+    def __init__(self, steps: UniformStep, predictors: Predictors) -> None:
+        self._steps, self._predictors = steps, predictors
+        units, components, _ = predictors.factors.shape
+        self._products = WordProducts(predictors.factors, np.full(units, components))
+        self._half = (1 << predictors.finer) >> 1
+
+    def quantise(self, components: np.ndarray) -> np.ndarray:
+        codes = np.empty(components.shape, np.int16)
+        levels = np.empty(components.shape, np.int32)
+        for unit in range(len(components)):
+            expected = self._expected(unit, levels)
+            codes[unit] = self._steps.quantise_beyond(unit, components[unit], expected)
+            levels[unit] = self._restored(unit, codes[unit], expected)
+        return codes
+
+    def restore(self, codes: np.ndarray) -> np.ndarray:
+        """int32 levels."""
+        levels = np.empty(codes.shape, np.int32)
+        for unit in range(len(codes)):
+            levels[unit] = self._restored(unit, codes[unit], self._expected(unit, levels))
+        return levels
+
+    def _restored(self, unit: int, codes: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        levels = self._steps.restore_unit(unit, codes)
+        levels[:, : expected.shape[1]] += expected
+        return np.clip(levels, -LARGEST_LEVEL, LARGEST_LEVEL, out=levels)
+
+    def _expected(self, unit: int, levels: np.ndarray) -> np.ndarray:
+        """int32 levels (tokens, components), from those of the units before."""
+        known = self._predictors
+        first = max(known.depth - unit, 0) * known.components
+        words = np.zeros((levels.shape[1], known.factors.shape[2]), np.int16)
+        before = levels[max(unit - known.depth, 0) : unit, :, : known.components]
+        words[:, first:] = before.swapaxes(0, 1).reshape(len(words), -1)
+        sums = self._products.sums(unit, words)
+        expected = (sums + self._half[unit, :, None]) >> known.finer[unit, :, None]
+        limited: np.ndarray = np.clip(expected, -LARGEST_EXPECTED, LARGEST_EXPECTED).T
+        return limited

@@ -1,0 +1,169 @@
+"""Units are told by those before, and what restores never drifts from what packed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.floats import narrow
+from kvstore.codecs.one_step import OneStep
+from kvstore.codecs.pieces.prediction import PredictedStep, Predictors
+from kvstore.codecs.pieces.uniform import LARGEST_LEVEL, UniformStep
+from kvstore.codecs.prediction_design import Reach, band_of, expectations, predictors_of
+from kvstore.codecs.profile import Profile
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.samples import Samples
+from kvstore.codecs.stacks import Scope
+from kvstore.codecs.statistics import element_means
+from kvstore.shapes import KVLayer, KVLayout
+from tests.unit.kvstore.codecs.calibration import ropes_of, turned
+
+STEP = 0.25
+
+
+def levels_of(units, components, per_step=12):
+    levels = np.zeros((units, components, 4), np.int16)
+    levels[:, :, 0] = per_step
+    return levels
+
+
+def chain(num_units=5, width=8, back=1, tokens=4000, noise=0.1):
+    """Rows (units, tokens, width): each unit is a map of the one ``back`` units before."""
+    rng = np.random.default_rng(0)
+    units = [rng.standard_normal((tokens, width)) for _ in range(back)]
+    for _ in range(num_units - back):
+        turn = np.linalg.qr(rng.standard_normal((width, width)))[0]
+        units.append(units[-back] @ turn + noise * rng.standard_normal((tokens, width)))
+    return np.stack(units).astype(np.float32)
+
+
+@pytest.mark.parametrize(("back", "depth"), [(1, 1), (1, 3), (2, 2), (3, 4)])
+def test_what_units_before_tell_is_found(back, depth):
+    rows, reach = chain(back=back), Reach(8, depth)
+    found = expectations(band_of(iter([rows[:, :2500], rows[:, 2500:]]), reach), reach, 1e-3)
+    for unit, known in enumerate(found):
+        told = unit >= back
+        assert np.allclose(known.left, 0.11, atol=0.02) if told else (known.left > 0.9).all()
+        assert len(known.weights) == min(unit, depth) * 8
+        assert np.allclose(known.turn.T @ known.turn, np.eye(8), atol=1e-9)
+        assert not unit or (np.diff(known.deviations) <= 1e-9).all()
+
+
+def test_a_unit_too_far_before_tells_nothing():
+    rows, reach = chain(back=2), Reach(8, 1)
+    found = expectations(band_of(iter([rows]), reach), reach, 1e-3)
+    assert all((known.left > 0.9).all() for known in found)
+
+
+def test_noise_of_a_coarse_step_counts():
+    reach = Reach(8, 1)
+    fine, coarse = (
+        expectations(band_of(iter([chain()]), reach), reach, step)[1].left.mean()
+        for step in (1e-3, 1.5)
+    )
+    assert fine < 0.2 < coarse
+
+
+def test_integers_expect_what_the_regression_does():
+    rows, reach = chain(back=2), Reach(8, 2)
+    found = expectations(band_of(iter([rows]), reach), reach, 1e-3)
+    levels = levels_of(5, 8)
+    levels[:, :, 0] = 4 + np.arange(40).reshape(5, 8) % 29
+    predictors = predictors_of([known.weights for known in found], levels[:, :, 0], reach)
+    turned = np.stack([x @ known.turn for x, known in zip(rows, found, strict=True)])
+    quantiser = PredictedStep(UniformStep(STEP / 8, levels), predictors)
+    codes = quantiser.quantise(turned.astype(np.float32))
+    sizes = [np.abs(x).mean() for x in codes]
+    assert max(sizes[2:]) < min(sizes[:2]) / 5
+    restored = quantiser.restore(codes) / levels[:, None, :, 0] * STEP / 8
+    # Half a step, and what rounding to whole levels adds.
+    assert np.abs(restored - turned).max() <= STEP / 8 * (0.5 + 1 / 4 + 1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_packing_and_restoring_never_drift_apart(data):
+    """Whatever the factors: an error of one unit is not handed on to the next."""
+    units, components, depth = 4, 6, data.draw(st.integers(1, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    largest = data.draw(st.sampled_from([1, 40, 32767]))
+    factors = rng.integers(-largest, largest + 1, (units, components, depth * components))
+    finer = rng.integers(0, 15, (units, components))
+    for unit in range(depth):
+        factors[unit, :, : (depth - unit) * components] = 0
+    predictors = Predictors(factors.astype(np.int16), finer.astype(np.int32))
+    quantiser = PredictedStep(UniformStep(STEP, levels_of(units, components + 3)), predictors)
+    exact = rng.standard_normal((units, 9, components + 3)).astype(np.float32) * 3
+    restored = quantiser.restore(quantiser.quantise(exact))
+    assert np.abs(restored).max() <= LARGEST_LEVEL
+    assert np.abs(restored / 12 * STEP - exact).max() <= STEP * 0.501
+
+
+@pytest.mark.parametrize(
+    ("factors", "finer"),
+    [
+        ((3, 4, 8), (3, 5)),
+        ((3, 4, 6), (3, 4)),
+        ((3, 5, 10), (3, 5)),  # pairs of components lie side by side
+        ((3, 0, 4), (3, 0)),
+    ],
+)
+def test_predictors_of_shapes_that_do_not_fit_are_refused(factors, finer):
+    with pytest.raises(ValueError, match="factors"):
+        Predictors(np.zeros(factors, np.int16), np.zeros(finer, np.int32))
+
+
+@pytest.mark.parametrize("finer", [-1, 15, 40])
+def test_sums_that_are_finer_than_they_can_be_are_refused(finer):
+    with pytest.raises(ValueError, match="finer"):
+        Predictors(np.zeros((1, 2, 2), np.int16), np.full((1, 2), finer, np.int32))
+
+
+SIX_LAYERS = KVLayout("bfloat16", (KVLayer(2, 16, 16),) * 6)
+
+
+def told_run(num_tokens, seed):
+    """Many causes drive all layers, too many for a layer alone to be told by few numbers."""
+    model, text = np.random.default_rng(7), np.random.default_rng(seed)
+    causes, run = text.standard_normal((num_tokens, 40)), SIX_LAYERS.empty(num_tokens)
+    for array in (x for pair in run for x in pair):
+        mixing = model.standard_normal((2, 40, 16)) / 6
+        own = text.standard_normal((2, num_tokens, 16)) / 16
+        array[:] = narrow((causes @ mixing + own).astype(np.float32), "bfloat16")
+    return turned(run, SIX_LAYERS, 0)
+
+
+def learned(bits, reach):
+    texts, ropes = [told_run(400, seed=seed) for seed in range(100, 108)], ropes_of(SIX_LAYERS)
+    samples = Samples(SIX_LAYERS, ropes, texts)
+    means = element_means(samples)
+    preset = OneStep(Scope("layer"), bits, reach)
+    known = {"means": means, **preset.learn(samples, means)}
+    profile = Profile("made up", SIX_LAYERS, ropes, {"balanced": known})
+    return preset.assemble(profile, known, SIX_LAYERS)
+
+
+def cost_of(parts, run, layout):
+    """Bytes, and the mean square error of values."""
+    nbytes, out = 0, layout.empty(run[0][0].shape[1])
+    for part in parts:
+        payload = part.encode(run, 0, 0, layout.dtype)
+        part.decode(Reader(memoryview(payload)), out, 0, 0, layout.dtype)
+        nbytes += len(payload)
+    pairs = zip((x for p in out for x in p), (x for p in run for x in p), strict=True)
+    as_floats = ((x.astype(np.uint32) << 16).view(np.float32) for pair in pairs for x in pair)
+    values = list(as_floats)
+    errors = [np.square(a - b).mean() for a, b in zip(values[::2], values[1::2], strict=True)]
+    return nbytes, float(np.mean(errors))
+
+
+def test_what_layers_tell_of_each_other_saves_bytes():
+    run = told_run(400, seed=5)
+    alone, told = (learned(2.5, reach) for reach in (None, Reach(64, 2)))
+    (alone_bytes, alone_error), (told_bytes, told_error) = (
+        cost_of(parts, run, SIX_LAYERS) for parts in (alone, told)
+    )
+    assert told_error < 0.3 * alone_error
+    assert told_bytes < 1.05 * alone_bytes
