@@ -188,6 +188,8 @@ def calibrate(
         write_json(report, json)
     if plot is not None:
         draw(report, plot)
+    if not report.profile:
+        raise LaunchError("what was learned is not kept; the lines above say why")
 
 
 @keys_app.command("new")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from kvstore.codecs.calibrated import LEARNABLE
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import Profile
 
+logger = logging.getLogger(__name__)
+
 
 class CannotCalibrate(Exception):
     """What was ordered cannot be done. The message is one sentence for the operator."""
@@ -33,9 +36,16 @@ class Survey:
 
 
 def survey_report(instrument: Instrument, order: Order, engine: str) -> Report:
-    """``survey``, kept as the model's profile, and told. Raises what it does."""
-    if order.data_path:
-        make_folder(Path(order.data_path))
+    """``survey``, kept as the model's profile, and told. Raises what it does.
+
+    Where it cannot be kept after all, the log says why, and it is told.
+    """
+    try:
+        if order.data_path:
+            make_folder(Path(order.data_path))
+    except OSError as error:
+        where = f"nothing can be kept in {order.data_path}; choose another data_dir"
+        raise CannotCalibrate(f"{where}: {error.strerror}") from error
     found = survey(instrument, order)
     profile = found.profile
     return Report(
@@ -44,8 +54,18 @@ def survey_report(instrument: Instrument, order: Order, engine: str) -> Report:
         dtype=instrument.layout.dtype,
         rows=profile.rows,
         bounds=found.bounds,
-        profile=str(save(profile, Path(order.data_path))) if order.data_path else "",
+        profile=_kept(profile, order.data_path),
     )
+
+
+def _kept(profile: Profile, data_path: str) -> str:
+    """The file; "" if there is none. A disk that is full by now is no reason to tell nothing of
+    what took minutes."""
+    try:
+        return str(save(profile, Path(data_path))) if data_path else ""
+    except OSError as error:
+        logger.error("what was learned cannot be kept: %s", error)
+        return ""
 
 
 def survey(instrument: Instrument, order: Order) -> Survey:

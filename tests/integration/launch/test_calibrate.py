@@ -97,6 +97,27 @@ def test_what_cannot_be_done(folder: Path, arguments: tuple[str, ...], said: str
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_profile_that_cannot_be_kept_costs_no_figures(folder: Path) -> None:
+    out = folder / "rows.json"
+    arguments = ("--presets", "tq3", "--no-needles", "--json", str(out))
+    assert run(folder, *arguments).returncode == 0
+    profile = Path(json.loads(out.read_text())["profile"])
+    profile.unlink()
+    profile.mkdir()  # as good as a full disk
+    out.unlink()
+    done = run(folder, *arguments)
+    assert done.returncode == 1 and "what was learned is not kept" in done.stderr
+    assert "tq3" in done.stdout and json.loads(out.read_text())["rows"]
+
+
+def test_a_data_folder_that_cannot_be_is_said_before_anything_is_measured(folder: Path) -> None:
+    data = folder / "in-the-way"
+    data.write_text("a file")
+    done = run(folder, "--presets", "tq3", "--no-needles", "--set", f"data_dir={data}")
+    assert done.returncode == 1 and f"nothing can be kept in {data}" in done.stderr
+    assert "measured" not in done.stderr.partition("nothing")[0]
+
+
 def test_nothing_is_judged_by_what_it_was_learned_from(folder: Path) -> None:
     done = run(folder, "--text", str(folder / "text.txt"))
     assert done.returncode == 2 and "cannot be learned from and be judged by" in done.stderr
