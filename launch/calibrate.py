@@ -42,6 +42,7 @@ FIRST_CONTEXT = 1024
 FIRST_SCORED = 128
 FIRST_WINDOWS = 8
 BEHIND_CONTEXT: Final = 512  # tokens: what is scored, and a needle's question
+MOST_CONTEXT: Final = 1 << 20  # of an order
 LOOKED_AT_BYTES: Final = 1 << 16  # of a text: does it begin like one?
 # Where its programs are. Others are served, and measured by another engine.
 _PROGRAMS = {"mlx": "engines.mlx_worker.calibrate", "vllm": "engines.vllm_plugin.calibrate"}
@@ -137,8 +138,8 @@ def order_of(effective: Effective, wishes: Wishes) -> Order:
         vllm=effective.settings.engine.vllm,
         presets=presets_of(wishes.presets),
         contexts=_contexts(wishes.contexts, stated_context(model.config())),
-        fit_texts=tuple(str(x.resolve()) for x in wishes.texts),
-        eval_texts=tuple(str(x.resolve()) for x in wishes.eval_texts),
+        fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in wishes.texts)),
+        eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in wishes.eval_texts)),
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
         data_path=str(effective.folders.data),
         most_bytes=available_memory(),
@@ -211,9 +212,11 @@ def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
     """``longest``: that the model takes."""
     text = USUAL_CONTEXTS if wished is None else wished
     try:
-        contexts = tuple(int(x) for x in text.split(","))
+        contexts = tuple(dict.fromkeys(int(x) for x in text.split(",")))
     except ValueError:
         raise UsageError(f"--contexts {text}: write numbers of tokens, such as 2048,6144") from None
+    if max(contexts) > MOST_CONTEXT:
+        raise UsageError(f"--contexts {text}: {MOST_CONTEXT} tokens are the most")
     if min(contexts) < 128:
         raise UsageError(f"--contexts {text}: fewer than 128 tokens are never packed")
     most = max(contexts) if longest is None else longest - BEHIND_CONTEXT

@@ -69,6 +69,19 @@ def test_a_context_that_the_model_does_not_take_is_refused(tmp_path: Path) -> No
         contexts_for(tmp_path, 4096, "3585")
     with pytest.raises(UsageError, match="to measure it takes 640"):
         contexts_for(tmp_path, 600, None)
+    with pytest.raises(UsageError, match="1048576 tokens are the most"):
+        contexts_for(tmp_path, None, "99999999999")
+
+
+def test_a_context_and_a_text_are_measured_once(tmp_path: Path) -> None:
+    assert contexts_for(tmp_path, 4096, "256, 128,256") == (256, 128)
+    text = tmp_path / "some.txt"
+    text.write_text("Once.")
+    flags = {"--model": str(tmp_path), "--engine": "mlx"}
+    settings = effective(layers({}, flags=flags), {"HOME": str(tmp_path)})
+    twice = (text, tmp_path / "." / "some.txt")
+    assert order_of(settings, Wishes(twice, (), None, None, False)).fit_texts == (str(text),)
+    assert order_of(settings, Wishes((), twice, None, None, False)).eval_texts == (str(text),)
 
 
 @pytest.mark.parametrize(
