@@ -4,9 +4,8 @@ Element ``e`` of a row lies in lane ``e % 32`` as its value number ``e / 32``. S
 distance below 32 are shuffles between lanes, the others stay inside a lane; and a vote of all lanes
 on one bit of their codes *is* four bytes of a bit plane.
 
-Bytes must equal the definition's, so nothing may be fused or reordered: mlx compiles without fast
-math, squares of 16-bit floats are exact in fp32 whichever way they are added, and a level times a
-unit goes through integer bits (its sign) before it is added to anything.
+Bytes must equal the definition's, so nothing may be reordered save sums of whole numbers: mlx
+compiles without fast math, and a product that is added to anything is exact in fp32.
 """
 
 from __future__ import annotations
@@ -99,19 +98,20 @@ _BEGIN = """
 def pack_source(kind: RowKind) -> str:
     """The body of the kernel that packs; ``rows`` are bit patterns, uint16."""
     values, bits, dim = kind.dim // LANES, kind.num_bits, kind.dim
-    table = kind.format.table
-    bounds = ", ".join(_float(bound) for bound in table.bound_array)
+    bounds = [str(bound) for bound in kind.format.bounds]
     squares = ", ".join(str(x) for x in rotated_rows.squared_levels(bits))
-    root = _float(np.float32(rotated_rows.ENERGY_UNIT**0.5))
+    size, spare = rotated_rows.size_of(dim), rotated_rows.SPARE_BITS
+    fraction = _float(np.float32(kind.format.one / size))
+    root = _float(np.float32(1 / kind.format.one))
     return f"""{_BEGIN}
     const uint signs[{values}] = {{{_sign_words(dim)}}};
-    const float bounds[{len(table.bounds)}] = {{{bounds}}};
-    const int squares[{len(table.levels)}] = {{{squares}}};
+    const int bounds[{len(bounds)}] = {{{", ".join(bounds)}}};
+    const int squares[{len(bounds) + 1}] = {{{squares}}};
     float x[{values}];
     float terms[{values}];
     for (uint i = 0; i < {values}; i++) {{
         float value = {_widened(kind, f"rows[row * {dim} + i * 32 + lane]")};
-        uint word = as_type<uint>(value) ^ (((signs[i] >> lane) & 1u) << 31);
+        uint word = as_type<uint>(value);
         x[i] = (word & 0x7fffffffu) < {_word(rotated_rows.SMALLEST)} ? 0.0f : as_type<float>(word);
         float square = x[i] * x[i];
         terms[i] = square + simd_shuffle_xor(square, 1);
@@ -122,14 +122,20 @@ def pack_source(kind: RowKind) -> str:
     for (ushort distance = 16; distance > 1; distance /= 2)
         total = total + simd_shuffle_xor(total, distance);
     float norm = metal::precise::sqrt(total);
+    uint factor = as_type<uint>(float({size}) / norm) >> {spare} << {spare};
+    for (uint i = 0; i < {values}; i++) {{
+        float whole = metal::rint(x[i] * as_type<float>(factor));
+        x[i] = as_type<float>(as_type<uint>(whole) ^ (((signs[i] >> lane) & 1u) << 31));
+    }}
 {_butterflies(values, ascending=True)}
     int energy = 0;
     for (uint i = 0; i < {values}; i++) {{
-        float size = metal::abs(x[i]);
+        int place = int(metal::floor(x[i] * {fraction}));
+        int size = place < 0 ? -1 - place : place;
         uint code = 0;
-        for (uint k = 0; k < {len(table.bounds)}; k++) code += size > bounds[k] * norm ? 1u : 0u;
+        for (uint k = 0; k < {len(bounds)}; k++) code += size >= bounds[k] ? 1u : 0u;
         energy += squares[code];
-        code |= (as_type<uint>(x[i]) >> 31) << {bits - 1};
+        code |= place < 0 ? {1 << (bits - 1)}u : 0u;
         for (uint bit = 0; bit < {bits}; bit++) {{
             uint vote = uint((simd_vote::vote_t)simd_ballot(((code >> bit) & 1u) != 0));
             if (lane < 4)
@@ -151,11 +157,11 @@ def pack_source(kind: RowKind) -> str:
 def unpack_source(kind: RowKind) -> str:
     """The body of the kernel that unpacks into bit patterns, uint16."""
     values, bits, dim = kind.dim // LANES, kind.num_bits, kind.dim
-    levels = kind.format.table.level_array
-    unit = _float(rotated_rows.inverse_root(dim))
+    levels = [str(level) for level in kind.format.levels]
+    unit = _float(kind.format.unit_of(dim))
     return f"""{_BEGIN}
     const uint signs[{values}] = {{{_sign_words(dim)}}};
-    const float levels[{len(levels)}] = {{{", ".join(_float(x) for x in levels)}}};
+    const float levels[{len(levels)}] = {{{", ".join(levels)}}};
     uint scale = scales[row];
     float unit = scale == 0 ? 0.0f : as_type<float>((scale + {floats.REBIAS}u) << 13) * {unit};
     float x[{values}];
@@ -165,12 +171,12 @@ def unpack_source(kind: RowKind) -> str:
             uint plane = codes[row * {bits * dim // 8} + bit * {dim // 8} + i * 4 + lane / 8];
             code |= ((plane >> (lane % 8)) & 1u) << bit;
         }}
-        float size = levels[code & {(1 << (bits - 1)) - 1}u] * unit;
-        x[i] = as_type<float>(as_type<uint>(size) ^ ((code >> {bits - 1}) << 31));
+        float level = levels[code & {(1 << (bits - 1)) - 1}u];
+        x[i] = (code >> {bits - 1}) ? -level : level;
     }}
 {_butterflies(values, ascending=False)}
     for (uint i = 0; i < {values}; i++) {{
-        uint word = as_type<uint>(x[i]) ^ (((signs[i] >> lane) & 1u) << 31);
+        uint word = as_type<uint>(x[i] * unit) ^ (((signs[i] >> lane) & 1u) << 31);
         rows[row * {dim} + i * 32 + lane] = {_narrowed(kind)};
     }}
 """

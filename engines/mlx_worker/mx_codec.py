@@ -1,8 +1,8 @@
 """``tq3`` and ``tq4`` as mlx operations, on whatever device mlx runs.
 
-Every addition stands in the order that the definition in numpy has, so the bytes are the same. mlx
-has the butterflies as one operation; where its order of additions is another one (a device's own
-kernel may choose), ``butterflies="plain"`` spells them out.
+Every addition of squares stands in the order that the definition in numpy has, and whole numbers
+know no order, so the bytes are the same. mlx has the butterflies as one operation; where a device's
+own kernel for them is not exact, ``butterflies="plain"`` spells them out.
 """
 
 from __future__ import annotations
@@ -31,32 +31,38 @@ class MxRows(Shared):
         self.kind = kind
         self._order = order
         self._fused = butterflies == "fused"
-        table = kind.format.table
-        levels = table.level_array
-        self._bounds = [mx.array(bound) for bound in table.bound_array]
+        levels = kind.format.levels.astype(np.float32)
+        self._bounds = [mx.array(bound) for bound in kind.format.bounds.astype(np.float32)]
         self._levels = mx.array(np.concatenate([levels, -levels]))
+        self._size = rotated_rows.size_of(kind.dim)
         self._squares = mx.array(np.array(rotated_rows.squared_levels(kind.num_bits), np.int32))
         self._signs = mx.array(rotation.sign_masks(kind.dim))
         self._base = rotation.base_matrix(order.base)
-        self._reversed = mx.array(_reversed_bits(order.power))
         self._places = mx.array((1 << np.arange(_BYTE)).astype(np.uint8))
         self._shifts = mx.arange(_BYTE, dtype=mx.uint8)
         # Evaluated: another thread may use what this one made.
-        constants = [*self._bounds, self._levels, self._squares, self._signs, self._reversed]
+        constants = [*self._bounds, self._levels, self._squares, self._signs]
         mx.eval(*constants, self._places, self._shifts)
 
     # ---- pack
 
     def pack(self, rows: mx.array) -> tuple[mx.array, mx.array]:
-        x = self.flip_signs(rows.astype(mx.float32))
+        x = rows.astype(mx.float32)
         x = mx.where(mx.abs(x) < float(rotated_rows.SMALLEST), 0.0, x)
         norms = mx.sqrt(self._squared_norms(x))
-        z = self.rotate(x)
-        magnitudes = self._magnitudes(mx.abs(z), norms)
+        whole = mx.round(x * self._factors(norms)[..., None])
+        z = self.rotate(self.flip_signs(whole))
+        places = mx.floor(z * (self.kind.format.one / self._size))
+        magnitudes = self._magnitudes(places)
         scales = norms / self._lengths(magnitudes)
-        negative = (z.view(mx.uint32) >> 31).astype(mx.uint8)
+        negative = (places < 0).astype(mx.uint8)
         codes = magnitudes | (negative << (self.kind.num_bits - 1))
         return self._to_planes(codes), _round_to_normal_fp16(scales)
+
+    def _factors(self, norms: mx.array) -> mx.array:
+        bits = (float(self._size) / norms).view(mx.uint32)
+        spare = rotated_rows.SPARE_BITS
+        return ((bits >> spare) << spare).view(mx.float32)
 
     def _squared_norms(self, x: mx.array) -> mx.array:
         squares = x * x
@@ -65,15 +71,16 @@ class MxRows(Shared):
         groups = neighbours.reshape(*x.shape[:-1], -1, num_places)
         return _halving_sum(_halving_sum(groups)[..., None])[..., 0]
 
-    def _magnitudes(self, sizes: mx.array, norms: mx.array) -> mx.array:
+    def _magnitudes(self, places: mx.array) -> mx.array:
+        sizes = mx.where(places < 0, -1 - places, places)
         counts = mx.zeros(sizes.shape, mx.uint8)
         for bound in self._bounds:
-            counts = counts + (sizes > (bound * norms)[..., None]).astype(mx.uint8)
+            counts = counts + (sizes >= bound).astype(mx.uint8)
         return counts
 
     def _lengths(self, magnitudes: mx.array) -> mx.array:
         energies = mx.take(self._squares, magnitudes).sum(axis=-1).astype(mx.float32)
-        return mx.sqrt(energies) * float(np.float32(rotated_rows.ENERGY_UNIT**0.5))
+        return mx.sqrt(energies) * (1 / self.kind.format.one)
 
     def _to_planes(self, codes: mx.array) -> mx.array:
         groups = codes.reshape(*codes.shape[:-1], -1, _BYTE)
@@ -86,16 +93,13 @@ class MxRows(Shared):
     # ---- unpack
 
     def unpack(self, codes: mx.array, scales: mx.array) -> mx.array:
-        y = self.flip_signs(self.rotate_back(self.rotated(codes, scales)))
+        units = _widen_normal_fp16(scales) * float(self.kind.format.unit_of(self.kind.dim))
+        units = mx.where(scales == 0, 0.0, units)
+        z = mx.take(self._levels, self._from_planes(codes))
+        y = self.flip_signs(self.rotate_back(z) * units[..., None])
         if self.kind.stored == "float16":
             y = mx.clip(y, -float(floats.FP16_LARGEST), float(floats.FP16_LARGEST))
         return y.astype(self.kind.dtype)
-
-    def rotated(self, codes: mx.array, scales: mx.array) -> mx.array:
-        """The rows as they lie in the rotated domain, fp32 (..., dim): levels times scale."""
-        units = _widen_normal_fp16(scales) * float(rotated_rows.inverse_root(self.kind.dim))
-        units = mx.where(scales == 0, 0.0, units)
-        return mx.take(self._levels, self._from_planes(codes)) * units[..., None]
 
     def _from_planes(self, packed: mx.array) -> mx.array:
         bits = self.kind.num_bits
@@ -115,22 +119,19 @@ class MxRows(Shared):
     def rotate(self, x: mx.array) -> mx.array:
         """H x of fp32 (..., dim)."""
         groups = self._grouped(x)
-        groups = self._fused_up(groups) if self._fused else _plain(groups, ascending=True)
-        return self._multiply_base(groups, self._base).reshape(x.shape)
+        return self._multiply_base(self._butterflies(groups), self._base).reshape(x.shape)
 
     def rotate_back(self, z: mx.array) -> mx.array:
         """H^T z of fp32 (..., dim)."""
         groups = self._multiply_base(self._grouped(z), self._base.T)
-        if not self._fused:
-            return _plain(groups, ascending=False).reshape(z.shape)
-        # Largest distance first is smallest distance first on places with their bits reversed.
-        turned = self._fused_up(mx.take(groups, self._reversed, axis=-1))
-        return mx.take(turned, self._reversed, axis=-1).reshape(z.shape)
+        return self._butterflies(groups).reshape(z.shape)
 
     def _grouped(self, x: mx.array) -> mx.array:
         return x.reshape(*x.shape[:-1], self._order.base, self._order.power)
 
-    def _fused_up(self, groups: mx.array) -> mx.array:
+    def _butterflies(self, groups: mx.array) -> mx.array:
+        if not self._fused:
+            return _plain(groups)
         return groups if self._order.power == 1 else mx.hadamard_transform(groups, scale=1.0)
 
     def _multiply_base(self, groups: mx.array, matrix: np.ndarray) -> mx.array:
@@ -143,23 +144,15 @@ class MxRows(Shared):
         return total
 
 
-def _plain(groups: mx.array, ascending: bool) -> mx.array:
-    """The butterflies of the last axis, from the smallest distance up or from the largest down."""
+def _plain(groups: mx.array) -> mx.array:
+    """The butterflies of the last axis."""
     power = groups.shape[-1]
-    distances = [1 << k for k in range(power.bit_length() - 1)]
     shape = groups.shape
-    for distance in distances if ascending else reversed(distances):
+    for distance in (1 << k for k in range(power.bit_length() - 1)):
         pairs = groups.reshape(*shape[:-1], -1, 2, distance)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         groups = mx.stack([first + second, first - second], axis=-2).reshape(shape)
     return groups
-
-
-def _reversed_bits(power: int) -> np.ndarray:
-    """Where each place of a group goes when the bits of its number are reversed."""
-    width = power.bit_length() - 1
-    places = [int(f"{place:0{width}b}"[::-1], 2) if width else 0 for place in range(power)]
-    return np.array(places, np.int32)
 
 
 def _halving_sum(terms: mx.array) -> mx.array:

@@ -13,8 +13,8 @@ Habits that keep them the same in the interpreter, on a GPU and in numpy:
 
 - 16-bit values travel as integers and are widened and rounded by integer operations. Triton's
   interpreter truncates fp32 to bf16, and multiplies bit patterns.
-- Sums are trees of reshapes and splits in a fixed order. The rotation is butterflies: ``tl.dot``
-  would sum in another order.
+- Sums of squares are trees of reshapes and splits in a fixed order. The rotation is butterflies of
+  whole numbers, which are exact in fp32 in any order.
 - No multiply-add may be fused: launch with ``enable_fp_fusion=False``.
 - Stages are unrolled by hand. A loop that carries a tensor whose shape changes passes the
   interpreter and is rejected by the compiler.
@@ -53,22 +53,6 @@ def _butterflies(z, R: tl.constexpr, D: tl.constexpr):
     if D >= 256:
         z = _butterfly(z, R, D, 128)
     return z
-
-
-@triton.jit
-def _butterflies_back(z, R: tl.constexpr, D: tl.constexpr):
-    """The same stages the other way round: sums in another order are other sums."""
-    if D >= 256:
-        z = _butterfly(z, R, D, 128)
-    if D >= 128:
-        z = _butterfly(z, R, D, 64)
-    if D >= 64:
-        z = _butterfly(z, R, D, 32)
-    z = _butterfly(z, R, D, 16)
-    z = _butterfly(z, R, D, 8)
-    z = _butterfly(z, R, D, 4)
-    z = _butterfly(z, R, D, 2)
-    return _butterfly(z, R, D, 1)
 
 
 @triton.jit
@@ -122,8 +106,21 @@ def _plane(mask, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _above(size, norm, bounds, k: tl.constexpr):
-    return (size > (tl.load(bounds + k) * norm)[:, None]).to(tl.int32)
+def _nearest(x):
+    """Numbers of at most 2^22 to whole ones, halves to even, as additions round large ones."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _factors(norm, SIZE: tl.constexpr):
+    divisor = tl.where(norm > 0, norm, 1.0)  # a row of zeros is kept as it is
+    bits = tl.div_rn(tl.full(norm.shape, SIZE, tl.float32), divisor).to(tl.uint32, bitcast=True)
+    return ((bits >> 12) << 12).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _above(size, bounds, k: tl.constexpr):
+    return (size >= tl.load(bounds + k)).to(tl.int32)
 
 
 @triton.jit
@@ -144,7 +141,7 @@ def _fp16_scale(scale):
 def pack_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
     payload, payload16, places, signs, bounds, squares,
-    R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok = row < num_rows
@@ -157,16 +154,15 @@ def pack_kernel(
         x = raw.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         x = (raw.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    x = x * tl.load(signs + d)[None, :]
     x = tl.where(tl.abs(x) < 1.0842021724855044e-19, 0.0, x)  # 2^-63
     norm = _norms(x, R, D)
-    z = _butterflies(x, R, D)
-    size = tl.abs(z)
-    count = _above(size, norm, bounds, 0) + _above(size, norm, bounds, 1)
-    count += _above(size, norm, bounds, 2)
+    whole = _nearest(x * _factors(norm, SIZE)[:, None]) * tl.load(signs + d)[None, :]
+    place = tl.floor(_butterflies(whole, R, D) * (64.0 / SIZE))
+    size = tl.where(place < 0, -1 - place, place)
+    count = _above(size, bounds, 0) + _above(size, bounds, 1) + _above(size, bounds, 2)
     if BITS == 4:
-        count += _above(size, norm, bounds, 3) + _above(size, norm, bounds, 4)
-        count += _above(size, norm, bounds, 5) + _above(size, norm, bounds, 6)
+        count += _above(size, bounds, 3) + _above(size, bounds, 4)
+        count += _above(size, bounds, 5) + _above(size, bounds, 6)
     total = _energy(tl.zeros((R,), tl.int32), count, squares, 0)
     total = _energy(total, count, squares, 1)
     total = _energy(total, count, squares, 2)
@@ -176,18 +172,17 @@ def pack_kernel(
         total = _energy(total, count, squares, 5)
         total = _energy(total, count, squares, 6)
         total = _energy(total, count, squares, 7)
-    length = tl.sqrt_rn(total.to(tl.float32)) * 0.00390625  # squares are integers of 2^-16
+    length = tl.sqrt_rn(total.to(tl.float32)) * 0.015625  # levels are whole 64ths
     scale = tl.div_rn(norm, length)
     P: tl.constexpr = D // 8
     planes, scales = _places(payload, payload16, places)
     out = planes + row[:, None].to(tl.int64) * (BITS * P) + tl.arange(0, P)[None, :]
     keep = ok[:, None] & (tl.arange(0, P)[None, :] >= 0)
-    negative = z.to(tl.uint32, bitcast=True) >> 31
     tl.store(out, _plane(count & 1, R, D), mask=keep)
     tl.store(out + P, _plane((count >> 1) & 1, R, D), mask=keep)
     if BITS == 4:
         tl.store(out + 2 * P, _plane((count >> 2) & 1, R, D), mask=keep)
-    tl.store(out + (BITS - 1) * P, _plane(negative, R, D), mask=keep)
+    tl.store(out + (BITS - 1) * P, _plane((place < 0).to(tl.int32), R, D), mask=keep)
     tl.store(scales + row, _fp16_scale(scale), mask=ok)
 
 
@@ -216,9 +211,9 @@ def unpack_kernel(
     negative = _bits(source, keep, BITS - 1, P, shift)
     stored = tl.load(scales + row, mask=ok, other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
     scale = ((stored + 114688) << 13).to(tl.float32, bitcast=True) * tl.load(unit)
-    size = tl.load(levels + count) * scale[:, None]
-    z = _butterflies_back(tl.where(negative != 0, -size, size), R, D)
-    z = z * tl.load(signs + d)[None, :]
+    level = tl.load(levels + count)
+    z = _butterflies(tl.where(negative != 0, -level, level), R, D)
+    z = (z * scale[:, None]) * tl.load(signs + d)[None, :]
     if FP16:
         clipped = tl.minimum(tl.maximum(z, -65504.0), 65504.0)
         value = clipped.to(tl.float16).to(tl.int16, bitcast=True)

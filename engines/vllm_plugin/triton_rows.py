@@ -17,7 +17,7 @@ from engines.vllm_plugin.triton_kernels import (
     unpack_kernel,
 )
 from kvstore.codecs import rotation
-from kvstore.codecs.rotated_rows import RotatedRows, inverse_root, squared_levels
+from kvstore.codecs.rotated_rows import RotatedRows, size_of, squared_levels
 
 ROWS: Final = 16  # per program
 DIMS: Final = (32, 64, 128, 256)
@@ -35,9 +35,10 @@ class TritonRows:
 
     def __init__(self, rows: RotatedRows, dim: int, dtype: torch.dtype, device: torch.device):
         self._signs = _floats(np.where(rotation.sign_masks(dim) > 0, -1, 1), device)
-        self._bounds = _floats(rows.table.bound_array, device)
-        self._levels = _floats(rows.table.level_array, device)
-        self._unit = _floats(np.array([inverse_root(dim)]), device)
+        self._bounds = _floats(rows.bounds, device)
+        self._levels = _floats(rows.levels, device)
+        self._unit = _floats(np.array([rows.unit_of(dim)]), device)
+        self._size = size_of(dim)
         squares = torch.tensor(squared_levels(rows.num_bits), dtype=torch.int32)
         self._squares = squares.to(device)
         fp16 = int(dtype == torch.float16)
@@ -67,7 +68,7 @@ class TritonRows:
         pack_kernel[_grid(group, count)](
             group.views[0], group.starts, blocks, *group.sizes(first, count),
             payload, payload.view(torch.int16), places,
-            self._signs, self._bounds, self._squares, **self._constants,
+            self._signs, self._bounds, self._squares, SIZE=self._size, **self._constants,
         )  # fmt: skip
 
     def unpack(

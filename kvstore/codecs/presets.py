@@ -41,17 +41,17 @@ def lm3() -> Codec:
 
 def tq3() -> Codec:
     """Three bits, rotated: 4.92x over bf16 at 64 values per row, 5.12x at 128."""
-    return RowCodec("tq3.1", RotatedRows(3))
+    return RowCodec("tq3.2", RotatedRows(3))
 
 
 def tq4() -> Codec:
     """Four bits, rotated: 3.76x over bf16 at 64 values per row, 3.88x at 128."""
-    return RowCodec("tq4.1", RotatedRows(4))
+    return RowCodec("tq4.2", RotatedRows(4))
 
 
 def dense3() -> Codec:
     """Three bits for a model nothing is known of: the arithmetic of ``tq3``."""
-    return RowCodec("dense3.1", RotatedRows(3))
+    return RowCodec("dense3.2", RotatedRows(3))
 
 
 def open_codec(name: str, profile: Profile | None = None) -> Codec:

@@ -96,20 +96,20 @@ async def test_computed_sessions_are_packed(tmp_path: Path) -> None:
         answer = await it.turn(history + NEW, one)
         await it.settled()
         assert cached(answer).startswith("miss") and hot(it, one).lossy_tokens == 0
-        assert codecs_in(it, 0) == ["tq4.1"] * 2
+        assert codecs_in(it, 0) == ["tq4.2"] * 2
 
 
 async def test_the_disk_has_a_codec_of_its_own(tmp_path: Path) -> None:
     one = session("one")
     async with engine("llama", tmp_path, codec="tq4", disk_codec="tq3") as it:
         history = await asleep(it, one, text(1, 300))
-        assert codecs_in(it, 0) == ["tq4.1"] * 2
-        assert codecs_in(it, 1) == ["tq3.1"] * 2
+        assert codecs_in(it, 0) == ["tq4.2"] * 2
+        assert codecs_in(it, 1) == ["tq3.2"] * 2
     async with engine("llama", tmp_path, codec="tq4", disk_codec="tq3") as it:
         answer = await it.turn(history + NEW, one)
         await it.settled()
         assert cached(answer) == "cold-disk; tokens=308"
-        assert codecs_in(it, 0) == ["tq3.1"] * 2
+        assert codecs_in(it, 0) == ["tq3.2"] * 2
 
 
 async def test_another_codec_is_adopted_between_two_turns(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ async def test_another_codec_is_adopted_between_two_turns(tmp_path: Path) -> Non
         answer = await it.turn(history + text(4, 150), one)
         await it.settled()
         assert cached(answer) == "cold-ram; tokens=308" and hot(it, one).lossy_tokens == 0
-        assert codecs_in(it, 0) == ["raw.1"] * 2 + ["tq4.1"]
+        assert codecs_in(it, 0) == ["raw.1"] * 2 + ["tq4.2"]
         await it.demote_all()
         await it.turn(history + text(4, 150) + answer.tokens + NEW, one)
         await it.settled()

@@ -17,9 +17,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kvstore.codecs import floats, lloyd_max, numba_functions, rotated_rows, rotation
-from kvstore.codecs.kernels import rows
+from kvstore.codecs.kernels import pack_rows, unpack_rows
 from kvstore.codecs.kernels.emitter import Emitter
-from kvstore.codecs.kernels.rows import has_kernel as has_kernel
+from kvstore.codecs.kernels.row_shape import RowShape
+from kvstore.codecs.kernels.row_shape import has_kernel as has_kernel
 from kvstore.codecs.payload import SlotGroup
 from kvstore.codecs.pieces import integer_klt, integer_rows, octave_gain, uniform
 from kvstore.shapes import NUMPY_DTYPES, DType
@@ -28,6 +29,8 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 # fp16 travels as bit patterns: numba cannot compute with it on a CPU, and need not.
 ELEMENTS = {"float32": types.float32, "bfloat16": types.uint16, "float16": types.uint16}
 BLOCK_ROWS = 64
+SCRATCH_NBYTES = 4 * BLOCK_ROWS  # a number for each row
+LINE = 64  # bytes of the cache
 BATCH = 8  # arrays per call: entering numba and giving up the GIL cost as much as 100 rows
 SCALE_NBYTES = 2
 
@@ -50,7 +53,7 @@ def _row_intrinsic(emit: Callable[..., None]) -> Any:
     """(num_bits, dim, index of the dtype, sources: all literal; addresses) -> nothing."""
 
     def typed(context: Any, bits: Any, dim: Any, dtype: Any, sources: Any, addresses: Any) -> Any:
-        shape = rows.RowShape(bits.literal_value, dim.literal_value, DTYPES[dtype.literal_value])
+        shape = RowShape(bits.literal_value, dim.literal_value, DTYPES[dtype.literal_value])
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             emit(Emitter(builder, shape.lanes), shape, *_unpacked(builder, args[4]))
@@ -61,33 +64,54 @@ def _row_intrinsic(emit: Callable[..., None]) -> Any:
     return intrinsic(prefer_literal=True)(typed)
 
 
-def _typed_scales(context: Any, lanes: Any, sources: Any, addresses: Any) -> Any:
+def _typed_scales(context: Any, lanes: Any, bits: Any, sources: Any, addresses: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows.emit_scales(Emitter(builder, lanes.literal_value), *_unpacked(builder, args[2]))
+        e, numbers = Emitter(builder, lanes.literal_value), _unpacked(builder, args[3])
+        pack_rows.emit_scales(e, bits.literal_value, *numbers)
         return context.get_dummy_value()
 
-    return types.void(lanes, sources, addresses), generate
+    return types.void(lanes, bits, sources, addresses), generate
 
 
 def _unpacked(builder: Any, values: Any) -> list[Any]:
     return [builder.extract_value(values, k) for k in range(values.type.count)]
 
 
-_pack_row = _row_intrinsic(rows.emit_pack)
-_row_energy = _row_intrinsic(rows.emit_energy)
-_unpack_row = _row_intrinsic(rows.emit_unpack)
+_row_squares = _row_intrinsic(pack_rows.emit_squares)
+_norms = _row_intrinsic(pack_rows.emit_norms)
+_pack_row = _row_intrinsic(pack_rows.emit_pack)
+_row_energy = _row_intrinsic(pack_rows.emit_energy)
+_unpack_row = _row_intrinsic(unpack_rows.emit_unpack)
 _scales: Any = intrinsic(prefer_literal=True)(_typed_scales)
+
+
+@njit
+def _to_next_block(
+    arrays: Any, num_arrays: int, number: int, head: int, token: int, count: int
+) -> Any:
+    """From a block of ``count`` rows that ends before ``token`` to the next one, in bytes."""
+    array = arrays[number]
+    step = count * array.strides[1]
+    if token < array.shape[1]:
+        return step
+    if head + 1 < array.shape[0]:
+        return step + array.strides[0] - token * array.strides[1]
+    begin = array.ctypes.data + head * array.strides[0] + token * array.strides[1]
+    return step + arrays[min(number + 1, num_arrays - 1)].ctypes.data - begin
 
 
 def _pack_function(bits: int, dim: int, dtype: int) -> Any:
     sources, row_nbytes, value_nbytes = SOURCES, bits * dim // 8, _value_nbytes(dtype)
+    lanes = RowShape(bits, dim, DTYPES[dtype]).lanes
 
     def pack(
         payload: Any, offsets: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any
     ) -> None:
         arrays = (a, b, c, d, e, f, g, h)
-        scratch = np.empty((2, BLOCK_ROWS), np.float32)
-        norms, energies = scratch.ctypes.data, scratch[1].ctypes.data
+        scratch = np.zeros(SCRATCH_NBYTES * (3 + lanes) + LINE, np.uint8)
+        norms = (scratch.ctypes.data + LINE - 1) // LINE * LINE
+        factors, energies = norms + SCRATCH_NBYTES, norms + 2 * SCRATCH_NBYTES
+        sums = norms + 3 * SCRATCH_NBYTES
         for number in range(len(offsets)):
             array = arrays[number]
             if array.size and array.strides[2] != value_nbytes:
@@ -98,9 +122,17 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
                 row = array.ctypes.data + head * array.strides[0]
                 for first in range(0, array.shape[1], BLOCK_ROWS):
                     count = min(array.shape[1] - first, BLOCK_ROWS)
+                    ahead = _to_next_block(arrays, len(offsets), number, head, first + count, count)
+                    for i in range(count):
+                        source = row + i * array.strides[1]
+                        _row_squares(bits, dim, dtype, sources, (source, sums + 4 * lanes * i))
+                    for i in range(0, count, lanes):
+                        groups = (sums + 4 * lanes * i, norms + 4 * i, factors + 4 * i)
+                        _norms(bits, dim, dtype, sources, groups)
                     for i in range(count):
                         target = packed + i * row_nbytes
-                        _pack_row(bits, dim, dtype, sources, (row, target, norms + 4 * i))
+                        place = (row, factors + 4 * i, target, row + ahead)
+                        _pack_row(bits, dim, dtype, sources, place)
                         row += array.strides[1]
                     for i in range(count):
                         target = packed + i * row_nbytes
@@ -108,13 +140,13 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
                     whole = count - count % 16
                     for i in range(0, whole, 16):
                         target = scales + i * SCALE_NBYTES
-                        _scales(16, sources, (norms + 4 * i, energies + 4 * i, target))
+                        _scales(16, bits, sources, (norms + 4 * i, energies + 4 * i, target))
                     for i in range(whole, count):
                         target = scales + i * SCALE_NBYTES
-                        _scales(1, sources, (norms + 4 * i, energies + 4 * i, target))
+                        _scales(1, bits, sources, (norms + 4 * i, energies + 4 * i, target))
                     packed += count * row_nbytes
                     scales += count * SCALE_NBYTES
-        scratch[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
+        scratch[0] = 0  # numba frees an array behind its last use, and addresses are none
 
     return _compile(pack, _signature(dtype, payload_is_input=False))
 
@@ -134,11 +166,14 @@ def _unpack_function(bits: int, dim: int, dtype: int) -> Any:
             scale = payload.ctypes.data + offsets[number, 1]
             for head in range(array.shape[0]):
                 row = array.ctypes.data + head * array.strides[0]
-                for _ in range(array.shape[1]):
-                    _unpack_row(bits, dim, dtype, sources, (packed, scale, row))
-                    row += array.strides[1]
-                    packed += row_nbytes
-                    scale += SCALE_NBYTES
+                for first in range(0, array.shape[1], BLOCK_ROWS):
+                    count = min(array.shape[1] - first, BLOCK_ROWS)
+                    ahead = _to_next_block(arrays, len(offsets), number, head, first + count, count)
+                    for _ in range(count):
+                        _unpack_row(bits, dim, dtype, sources, (packed, scale, row, row + ahead))
+                        row += array.strides[1]
+                        packed += row_nbytes
+                        scale += SCALE_NBYTES
 
     return _compile(unpack, _signature(dtype, payload_is_input=True))
 

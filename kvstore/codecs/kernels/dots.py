@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
 from kvstore.codecs.kernels.emitter import I8, I16, I32, I64, Emitter, Value
+from kvstore.codecs.kernels.features import host_features
 
 # (emitter, sums, groups of one token in all lanes, groups of the columns) -> sums
 Dot: TypeAlias = Callable[[Emitter, Value, Value, Value], Value]
@@ -49,10 +49,7 @@ class Host:
 
 @functools.cache
 def host() -> Host:
-    try:
-        features = {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
-    except RuntimeError:  # not every system says
-        features = set()
+    features = host_features()
     if "avx512bw" in features:
         vnni = "vnni" if "avx512vnni" in features else ""
         return Host(16, 4, vnni, vnni or "madd")
@@ -130,34 +127,26 @@ def _emit_stores(e: Emitter, sums: list[list[Value]], target: Value, target_step
 
 def dot_of_bytes(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Value:
     if host().bytes_dot == "vnni":
-        return _call(e, f"llvm.x86.avx512.vpdpbusd.{32 * e.lanes}", e.words, sums, tokens, columns)
+        return e.call(f"llvm.x86.avx512.vpdpbusd.{32 * e.lanes}", e.words, sums, tokens, columns)
     name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
     quads = ir.VectorType(I8, 16)
     pair = [e.builder.bitcast(x, quads) for x in (tokens, columns)]
-    return _call(e, name, e.words, sums, *pair)
+    return e.call(name, e.words, sums, *pair)
 
 
 def dot_of_words(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Value:
     kind = host().words_dot
     if kind == "vnni":
-        return _call(e, f"llvm.x86.avx512.vpdpwssd.{32 * e.lanes}", e.words, sums, tokens, columns)
+        return e.call(f"llvm.x86.avx512.vpdpwssd.{32 * e.lanes}", e.words, sums, tokens, columns)
     if kind == "madd":
         halves = ir.VectorType(I16, 2 * e.lanes)
         name = "llvm.x86.avx512.pmaddw.d.512" if e.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
         pair = [e.builder.bitcast(x, halves) for x in (tokens, columns)]
-        return e.builder.add(sums, _call(e, name, e.words, *pair))
+        return e.builder.add(sums, e.call(name, e.words, *pair))
     b, half = e.builder, e.all_words(16)
     low = b.mul(*(b.ashr(b.shl(x, half), half) for x in (tokens, columns)))
     high = b.mul(*(b.ashr(x, half) for x in (tokens, columns)))
     return b.add(b.add(sums, low), high)
-
-
-def _call(e: Emitter, name: str, result: Value, *values: Value) -> Value:
-    declared = e.builder.module.globals.get(name)
-    if declared is None:
-        kind = ir.FunctionType(result, [value.type for value in values])
-        declared = ir.Function(e.builder.module, kind, name)
-    return e.builder.call(declared, values)
 
 
 def emit_levels(b: Any, bits: int, offset: int, args: tuple[Value, ...]) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 
-from kvstore.codecs.kernels.emitter import I16, Emitter, Value
+from kvstore.codecs.kernels.emitter import I16, BFloat, Emitter, Value
+from kvstore.codecs.kernels.features import host_features
 from kvstore.shapes import DType
 
 REBIAS = 112  # between the exponents of fp16 and fp32
@@ -21,13 +22,37 @@ UPPER_EXPONENT = 0x6000
 
 
 def load_row(e: Emitter, dtype: DType, base: Value, signs: np.ndarray) -> list[Value]:
-    """signs * row as split fp32 vectors of values that 16 bits hold; small ones are zero.
+    """signs * row as split fp32 vectors of values that 16 bits hold.
 
     ``signs``: masks for the top bit, uint32 (dim,).
     """
     load = {"bfloat16": _load_bf16, "float16": _load_fp16, "float32": _load_fp32}[dtype]
     parts = signs.reshape(-1, 2 * e.lanes)
     return [vector for i, part in enumerate(parts) for vector in load(e, base, i, part)]
+
+
+def load_squares(e: Emitter, dtype: DType, base: Value, dim: int) -> list[Value]:
+    """Sums of two neighbours' squares; small values are zero."""
+    stretches = range(dim // (2 * e.lanes))
+    if dtype != "bfloat16":
+        row = [_cut(e, x) for x in load_row(e, dtype, base, np.zeros(dim, np.uint32))]
+    elif _is_at_home_in_bf16(e, dtype):
+        return [_squares_of_bf16(e, _bf16(e, base, i)) for i in stretches]
+    else:
+        row = [x for i in stretches for x in _split_bf16(e, _cut_bf16(e, _bf16(e, base, i)))]
+    pairs = zip(row[::2], row[1::2], strict=True)
+    return [e.square_and_add(a, e.builder.fmul(b, b)) for a, b in pairs]
+
+
+def _is_at_home_in_bf16(e: Emitter, dtype: DType) -> bool:
+    return dtype == "bfloat16" and e.lanes == 16 and "avx512bf16" in host_features()
+
+
+def _squares_of_bf16(e: Emitter, halves: Value) -> Value:
+    """Squares of small values are denormal, which this instruction takes for zero."""
+    pairs = e.builder.bitcast(halves, ir.VectorType(BFloat(), 2 * e.lanes))
+    zero = ir.Constant(e.floats, None)
+    return e.call("llvm.x86.avx512bf16.dpbf16ps.512", e.floats, zero, pairs, pairs)
 
 
 def store_row(e: Emitter, dtype: DType, base: Value, signs: np.ndarray, row: list[Value]) -> None:
@@ -39,14 +64,44 @@ def store_row(e: Emitter, dtype: DType, base: Value, signs: np.ndarray, row: lis
         store(e, base, i, even, odd)
 
 
+def store_natural(
+    e: Emitter, dtype: DType, base: Value, signs: np.ndarray, row: list[Value]
+) -> None:
+    """``store_row`` for vectors in natural order."""
+    pairs = list(zip(row[::2], row[1::2], strict=True))
+    if not _is_at_home_in_bf16(e, dtype):
+        every = range(0, 2 * e.lanes, 2)
+        halves = (every, range(1, 2 * e.lanes, 2))
+        return store_row(
+            e, dtype, base, signs, [e.choose(a, b, half) for a, b in pairs for half in halves]
+        )
+    narrow = ir.VectorType(BFloat(), 2 * e.lanes)
+    flips = signs.reshape(-1, 2, e.lanes)
+    for i, (pair, flip) in enumerate(zip(pairs, flips, strict=True)):
+        low, high = (e.flip(x, e.word_list(part)) for x, part in zip(pair, flip, strict=True))
+        halves = e.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", narrow, high, low)
+        e.store(e.builder.bitcast(halves, ir.VectorType(I16, narrow.count)), base, 4 * e.lanes * i)
+
+
 def _load_bf16(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[Value, Value]:
-    halves = ir.VectorType(I16, 2 * e.lanes)
-    flips = ir.Constant(halves, [ir.Constant(I16, int(mask) >> 16) for mask in signs])
-    upper = ir.Constant(halves, [ir.Constant(I16, UPPER_EXPONENT)] * halves.count)
-    zero = ir.Constant(halves, None)
-    values = e.builder.xor(e.load(base, 4 * e.lanes * pair, halves), flips)
+    halves = _bf16(e, base, pair)
+    flips = ir.Constant(halves.type, [ir.Constant(I16, int(mask) >> 16) for mask in signs])
+    return _split_bf16(e, e.builder.xor(halves, flips))
+
+
+def _bf16(e: Emitter, base: Value, pair: int) -> Value:
+    return e.load(base, 4 * e.lanes * pair, ir.VectorType(I16, 2 * e.lanes))
+
+
+def _cut_bf16(e: Emitter, values: Value) -> Value:
+    zero = ir.Constant(values.type, None)
+    upper = ir.Constant(values.type, [ir.Constant(I16, UPPER_EXPONENT)] * values.type.count)
     large = e.builder.icmp_unsigned("!=", e.builder.and_(values, upper), zero)
-    words = e.builder.bitcast(e.builder.select(large, values, zero), e.words)
+    return e.builder.select(large, values, zero)
+
+
+def _split_bf16(e: Emitter, values: Value) -> tuple[Value, Value]:
+    words = e.builder.bitcast(values, e.words)
     even = e.builder.shl(words, e.all_words(16))
     return e.as_floats(even), e.as_floats(e.builder.and_(words, e.all_words(HIGH_HALF)))
 
@@ -58,13 +113,12 @@ def _store_bf16(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> 
 
 
 def _load_fp16(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[Value, Value]:
-    """No fp16 is as small as ``SMALLEST``, save zero, whose sign must not survive."""
     words = e.load(base, 4 * e.lanes * pair, e.words)
     even = e.builder.and_(words, e.all_words(0xFFFF))
     odd = e.builder.lshr(words, e.all_words(16))
     return (
-        _flip_and_cut(e, _widen_fp16(e, even), signs[::2]),
-        _flip_and_cut(e, _widen_fp16(e, odd), signs[1::2]),
+        e.flip(_widen_fp16(e, even), e.word_list(signs[::2])),
+        e.flip(_widen_fp16(e, odd), e.word_list(signs[1::2])),
     )
 
 
@@ -78,7 +132,7 @@ def _load_fp32(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[V
     low, high = (round_to_bf16(e, e.load(base, at + k * 4 * e.lanes, e.words)) for k in (0, 1))
     lanes = range(0, 2 * e.lanes, 2)
     even, odd = e.choose(low, high, lanes), e.choose(low, high, (k + 1 for k in lanes))
-    return _flip_and_cut(e, even, signs[::2]), _flip_and_cut(e, odd, signs[1::2])
+    return e.flip(even, e.word_list(signs[::2])), e.flip(odd, e.word_list(signs[1::2]))
 
 
 def _store_fp32(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> None:
@@ -89,8 +143,8 @@ def _store_fp32(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> 
         e.store(e.choose(values[0], values[1], lanes), base, 8 * e.lanes * pair + k * 4 * e.lanes)
 
 
-def _flip_and_cut(e: Emitter, floats: Value, signs: np.ndarray) -> Value:
-    words = e.builder.xor(e.as_words(floats), e.word_list(signs))
+def _cut(e: Emitter, floats: Value) -> Value:
+    words = e.as_words(floats)
     upper = e.builder.and_(words, e.all_words(UPPER_EXPONENT << 16))
     large = e.builder.icmp_unsigned("!=", upper, e.all_words(0))
     return e.as_floats(e.builder.select(large, words, e.all_words(0)))

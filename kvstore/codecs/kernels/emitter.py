@@ -17,9 +17,37 @@ SIGN_BIT = 1 << 31
 Value = Any  # an llvmlite value; the library carries no types
 
 
+class BFloat(ir.types.Type):  # type: ignore[misc]
+    """LLVM's bf16, which llvmlite has no name for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
 def f32(value: float | np.float32) -> Value:
     """llvmlite takes a float constant only if fp32 holds it exactly."""
     return ir.Constant(F32, float(np.float32(value)))
+
+
+def all_of(kind: Value, value: int) -> Value:
+    """A vector of equal integers."""
+    return in_turn(kind, value)
+
+
+def in_turn(kind: Value, *values: int) -> Value:
+    """A vector of these integers, again and again."""
+    numbers = values * (kind.count // len(values))
+    return ir.Constant(kind, [ir.Constant(kind.element, x) for x in numbers])
+
+
+def log2(power: int) -> int:
+    return power.bit_length() - 1
 
 
 class Emitter:
@@ -44,6 +72,14 @@ class Emitter:
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, pointer).align = 1
 
+    def prefetch(self, base: Value, nbytes: int, will_write: bool = False) -> None:
+        """Into the first cache; there need be no memory there."""
+        kind = ir.IntType(8).as_pointer()
+        flags = [ir.Constant(I32, x) for x in (int(will_write), 3, 1)]  # locality, data
+        for offset in range(0, nbytes, 64):
+            address = self.builder.inttoptr(self.builder.add(base, ir.Constant(I64, offset)), kind)
+            self.call("llvm.prefetch.p0", ir.VoidType(), address, *flags)
+
     def variable(self, kind: Value) -> Value:
         """A place that lives in a register; for what a loop changes."""
         utilities: Any = cgutils
@@ -56,6 +92,10 @@ class Emitter:
 
     def word_list(self, values: Iterable[int]) -> Value:
         return ir.Constant(self.words, [ir.Constant(I32, int(v)) for v in values])
+
+    def halves(self, value: int) -> Value:
+        """16-bit integers, all the same."""
+        return all_of(ir.VectorType(I16, self.lanes), value)
 
     def all_floats(self, value: float | np.float32) -> Value:
         return ir.Constant(self.floats, [f32(value)] * self.lanes)
@@ -99,8 +139,12 @@ class Emitter:
         return self.builder.shuffle_vector(first, second, self.word_list(lanes))
 
     def square_and_add(self, x: Value, addend: Value) -> Value:
-        """x * x + addend, fused where the host can: only for x whose square is exact."""
-        return self._call(f"llvm.fmuladd.v{self.lanes}f32", x, x, addend)
+        """x * x + addend, only for x whose square is exact."""
+        return self.multiply_exactly(x, x, addend)
+
+    def multiply_exactly(self, x: Value, y: Value, addend: Value) -> Value:
+        """x * y + addend, fused where the host can: only for products that are exact."""
+        return self._call(f"llvm.fmuladd.v{self.lanes}f32", x, y, addend)
 
     def nearest(self, floats: Value) -> Value:
         """Whole numbers, halves to even."""
@@ -118,10 +162,14 @@ class Emitter:
         return count if word.type.width == 32 else self.builder.zext(count, I32)
 
     def _call(self, name: str, *values: Value) -> Value:
-        module, kind = self.builder.module, values[0].type
-        declared = module.globals.get(name)
+        return self.call(name, values[0].type, *values)
+
+    def call(self, name: str, result: Value, *values: Value) -> Value:
+        """An intrinsic of LLVM."""
+        declared = self.builder.module.globals.get(name)
         if declared is None:
-            declared = ir.Function(module, ir.FunctionType(kind, [kind] * len(values)), name)
+            kind = ir.FunctionType(result, [value.type for value in values])
+            declared = ir.Function(self.builder.module, kind, name)
         return self.builder.call(declared, values)
 
     # ---- masks: one bit per lane

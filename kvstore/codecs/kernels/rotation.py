@@ -1,61 +1,90 @@
 """Norm, butterflies and Paley's matrix on vectors; the counterpart of ``codecs.rotation``.
 
-A row in natural order has element ``lanes * i + lane`` in lane ``lane`` of vector ``i``. A
-butterfly of distance ``2^k`` pairs elements whose numbers differ in bit ``k``. If that bit tells
-vectors apart, it is an addition and a subtraction of whole vectors. If it tells lanes apart, two
-shuffles first exchange it with the bit that tells the two vectors of a pair apart. A split row (see
-``dtypes``) begins with bit 0 there, and after the last lane bit the row is in natural order; on the
-way back everything happens in reverse. Nothing else is ever shuffled.
+Rows of whole numbers are rotated. Sums of them may wrap around on the way, and their order is free.
+
+A *stretch* is two vectors of a row, and its *layout* says where its elements are: of an element's
+number, the bit that tells the two vectors apart, then those of the lane from the highest. A
+butterfly of distance ``2^k`` pairs elements whose numbers differ in bit ``k``. If that bit stands
+first in the layout, it is an addition and a subtraction of whole vectors. So stretches go from
+layout to layout, by two shuffles each, until every bit has stood first. Bits beyond a stretch tell
+vectors apart anyway. A split row (see ``dtypes``) has bit 0 first.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from llvmlite import ir
+from collections.abc import Sequence
+from typing import TypeAlias
 
-from kvstore.codecs.kernels.emitter import I32, SIGN_BIT, Emitter, Value
+import numpy as np
+
+from kvstore.codecs.kernels.emitter import Emitter, Value, log2
 from kvstore.codecs.rotation import Order, base_matrix
 
+Layout: TypeAlias = tuple[int, ...]
 
-def rotate(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
-    """Hadamard matrix times a split row, in natural order."""
-    row = _add_and_subtract(e, row, 1)
-    for bit in range(_log2(e.lanes)):
-        row = _add_and_subtract(e, _exchange(e, row, 1 << bit), 1)
-    for bit in range(1, _log2(order.power // e.lanes)):
-        row = _add_and_subtract(e, row, 1 << bit)
+
+def natural(lanes: int) -> Layout:
+    return tuple(range(log2(lanes), -1, -1))
+
+
+def split(lanes: int) -> Layout:
+    return (0, *range(log2(lanes), 0, -1))
+
+
+def exchanged(layout: Layout, lane_bits: Sequence[int]) -> list[Layout]:
+    """``layout``, and what becomes of it as these change places with the first, one by one."""
+    layouts = [layout]
+    for bit in lane_bits:
+        swapped = list(layouts[-1])
+        swapped[0], swapped[-1 - bit] = swapped[-1 - bit], swapped[0]
+        layouts.append(tuple(swapped))
+    return layouts
+
+
+def rotate(e: Emitter, order: Order, row: list[Value], layouts: Sequence[Layout]) -> list[Value]:
+    """Hadamard matrix times a row, from the first of the layouts to the last."""
+    row = through(e, add_and_subtract(e, row, 1), layouts)
+    for bit in range(1, log2(order.power // e.lanes)):
+        row = add_and_subtract(e, row, 1 << bit)
     return _multiply_base(e, base_matrix(order.base), row)
 
 
-def rotate_back(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
-    """Transposed Hadamard matrix times a row in natural order, split."""
+def between_stretches(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
+    """What the transposed Hadamard matrix does to a row beyond its stretches."""
     row = _multiply_base(e, base_matrix(order.base).T, row)
-    for bit in reversed(range(_log2(order.power // e.lanes))):
-        row = _add_and_subtract(e, row, 1 << bit)
-    for bit in reversed(range(_log2(e.lanes))):
-        row = _add_and_subtract(e, _exchange(e, row, 1 << bit), 1)
+    for bit in reversed(range(1, log2(order.power // e.lanes))):
+        row = add_and_subtract(e, row, 1 << bit)
     return row
 
 
-def _log2(power: int) -> int:
-    return power.bit_length() - 1
+def through(e: Emitter, row: list[Value], layouts: Sequence[Layout]) -> list[Value]:
+    """Butterflies of the first bit of every layout but the first of all."""
+    for old, new in zip(layouts, layouts[1:], strict=False):
+        row = add_and_subtract(e, rearranged(e, row, old, new), 1)
+    return row
 
 
-def _add_and_subtract(e: Emitter, row: list[Value], distance: int) -> list[Value]:
+def rearranged(e: Emitter, row: list[Value], old: Layout, new: Layout) -> list[Value]:
+    places = _places(old, new)
+    halves = (places[: e.lanes], places[e.lanes :])
+    pairs = zip(row[::2], row[1::2], strict=True)
+    return [e.choose(a, b, half) for a, b in pairs for half in halves]
+
+
+def _places(old: Layout, new: Layout) -> list[int]:
+    """Where each place's element stood before."""
+    last = len(old) - 1
+    moves = [(last - new.index(bit), last - k) for k, bit in enumerate(old)]
+    return [sum((place >> n & 1) << o for n, o in moves) for place in range(2 << last)]
+
+
+def add_and_subtract(e: Emitter, row: list[Value], distance: int) -> list[Value]:
     def one(i: int) -> Value:
         if i & distance:
-            return e.builder.fsub(row[i ^ distance], row[i])
-        return e.builder.fadd(row[i], row[i | distance])
+            return e.builder.sub(row[i ^ distance], row[i])
+        return e.builder.add(row[i], row[i | distance])
 
     return [one(i) for i in range(len(row))]
-
-
-def _exchange(e: Emitter, row: list[Value], lane_bit: int) -> list[Value]:
-    """Of each pair, lanes without ``lane_bit`` in the first vector, those with in the second."""
-    without = [k & ~lane_bit | (e.lanes if k & lane_bit else 0) for k in range(e.lanes)]
-    with_bit = [k | lane_bit for k in without]
-    pairs = zip(row[::2], row[1::2], strict=True)
-    return [e.choose(a, b, lanes) for a, b in pairs for lanes in (without, with_bit)]
 
 
 def _multiply_base(e: Emitter, matrix: np.ndarray, row: list[Value]) -> list[Value]:
@@ -70,17 +99,16 @@ def _groups(row: list[Value], length: int) -> list[list[Value]]:
 
 
 def _signed_sum(e: Emitter, signs: np.ndarray, terms: tuple[Value, ...]) -> Value:
-    total = terms[0] if signs[0] > 0 else e.flip(terms[0], e.all_words(SIGN_BIT))
+    total = terms[0] if signs[0] > 0 else e.builder.neg(terms[0])
     for sign, term in zip(signs[1:], terms[1:], strict=True):
-        total = e.builder.fadd(total, term) if sign > 0 else e.builder.fsub(total, term)
+        total = e.builder.add(total, term) if sign > 0 else e.builder.sub(total, term)
     return total
 
 
-def squared_norm(e: Emitter, order: Order, row: list[Value]) -> Value:
-    """Sum of squares of a split row, a scalar; its order is that of ``codecs.rotation``."""
-    pairs = zip(row[::2], row[1::2], strict=True)
-    terms = [e.square_and_add(a, e.builder.fmul(b, b)) for a, b in pairs]
-    per_group = order.power // (2 * e.lanes)
+def partial_norm(e: Emitter, order: Order, neighbours: list[Value]) -> Value:
+    """Sums of squares of a row, one for each lane, of those of neighbours; in the order of
+    ``rotation.squared_norms``."""
+    terms, per_group = neighbours, order.power // (2 * e.lanes)
     while len(terms) // per_group % 2 == 0:
         terms = _fold(e, terms)
     first, *others = _groups(terms, per_group)
@@ -88,16 +116,26 @@ def squared_norm(e: Emitter, order: Order, row: list[Value]) -> Value:
         first = [e.builder.fadd(a, b) for a, b in zip(first, group, strict=True)]
     while len(first) > 1:
         first = _fold(e, first)
-    return _sum_lanes(e, first[0])
+    return first[0]
+
+
+def sums_of_lanes(e: Emitter, rows: list[Value]) -> Value:
+    """As many vectors as a vector has lanes to their sums: the upper half onto the lower, again
+    and again."""
+    half = len(rows) // 2
+    while half:
+        pairs = zip(rows[:half], rows[half:], strict=True)
+        rows = [e.builder.fadd(*_halves(e, a, b, half)) for a, b in pairs]
+        half //= 2
+    return rows[0]
+
+
+def _halves(e: Emitter, a: Value, b: Value, bit: int) -> tuple[Value, Value]:
+    """Lanes without ``bit`` and those with it of both; ``b``'s take the places with it."""
+    without = [k & ~bit | (e.lanes if k & bit else 0) for k in range(e.lanes)]
+    return e.choose(a, b, without), e.choose(a, b, (k | bit for k in without))
 
 
 def _fold(e: Emitter, terms: list[Value]) -> list[Value]:
     half = len(terms) // 2
     return [e.builder.fadd(a, b) for a, b in zip(terms[:half], terms[half:], strict=True)]
-
-
-def _sum_lanes(e: Emitter, total: Value) -> Value:
-    for bit in reversed(range(_log2(e.lanes))):
-        swapped = e.choose(total, total, (lane ^ 1 << bit for lane in range(e.lanes)))
-        total = e.builder.fadd(total, swapped)
-    return e.builder.extract_element(total, ir.Constant(I32, 0))

@@ -56,12 +56,12 @@ def test_cache_outcomes_by_source_and_reason() -> None:
 
 
 def test_the_codec_in_use_and_what_it_was_measured_to_cost() -> None:
-    row = msgspec.structs.replace(GOOD, codec_id="tq3.1", kl=0.004)
-    codec = CodecReport(name="tq3", id="tq3.1", tiers={"ram": "tq3.1"}, rows=(row,))
+    row = msgspec.structs.replace(GOOD, codec_id="tq3.2", kl=0.004)
+    codec = CodecReport(name="tq3", id="tq3.2", tiers={"ram": "tq3.2"}, rows=(row,))
     found = samples(Metrics(), msgspec.structs.replace(REPORT, codec=codec))
-    assert found["thermocline_codec_info{tq3.1,ram}"] == 1
-    assert found["thermocline_codec_kl{tq3.1,2048}"] == 0.004
-    assert found["thermocline_codec_bits_per_element{tq3.1,2048}"] == row.bits_per_element
+    assert found["thermocline_codec_info{tq3.2,ram}"] == 1
+    assert found["thermocline_codec_kl{tq3.2,2048}"] == 0.004
+    assert found["thermocline_codec_bits_per_element{tq3.2,2048}"] == row.bits_per_element
     assert found["thermocline_codec_unmeasured{}"] == 0
 
 

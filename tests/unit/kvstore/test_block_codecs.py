@@ -31,22 +31,22 @@ def codecs_in(store, place: int) -> list[str]:
 
 def test_slower_tiers_get_what_is_packed_for_them(tmp_path):
     store = open_store(ram_and_disk(tmp_path), codecs=CodecSet(TQ3, TQ4, RAW))
-    assert [x.id for x in store.save_codecs] == ["tq3.1", "tq4.1"]
+    assert [x.id for x in store.save_codecs] == ["tq3.2", "tq4.2"]
     fresh = {x.key: pack(store, LONG, x) for x in store.missing(LONG)}
     asked: list[str] = []
 
     def again(codec):
         asked.append(codec.id)
-        assert codecs_in(store, 0) == ["tq3.1"] * 6  # that is where it can be had already
+        assert codecs_in(store, 0) == ["tq3.2"] * 6  # that is where it can be had already
         return {x.key: pack(store, LONG, x, codec=codec) for x in store.keys.whole(LONG)}
 
     assert store.commit(ref(), LONG, fresh, again=again)
     assert store.flush(10)
-    assert asked == ["tq4.1"]
-    assert (codecs_in(store, 0), codecs_in(store, 1)) == (["tq3.1"] * 6, ["tq4.1"] * 6)
-    assert store.stats().codecs == {"ram": "tq3.1", "disk": "tq4.1"}
+    assert asked == ["tq4.2"]
+    assert (codecs_in(store, 0), codecs_in(store, 1)) == (["tq3.2"] * 6, ["tq4.2"] * 6)
+    assert store.stats().codecs == {"ram": "tq3.2", "disk": "tq4.2"}
     assert store.commit(ref(), LONG, {}, again=again)  # nothing new, nothing asked
-    assert asked == ["tq4.1"]
+    assert asked == ["tq4.2"]
     assert store.forget(ref())
     assert not any(store._stack.scan(0, b"")) and not any(store._stack.scan(1, b""))
     store.close()
@@ -56,7 +56,7 @@ def test_without_that_they_get_copies(tmp_path):
     store = open_store(ram_and_disk(tmp_path), codecs=CodecSet(TQ3, TQ4, RAW))
     save(store, ref(), LONG)
     assert store.flush(10)
-    assert codecs_in(store, 1) == ["tq3.1"] * 6
+    assert codecs_in(store, 1) == ["tq3.2"] * 6
     assert store.demote(ref(), "disk") == "disk"
     assert store.fetch(ref(), LONG, 0).end_block == 25
     store.close()
@@ -68,12 +68,12 @@ def test_another_codec_is_adopted_and_the_old_one_read(tmp_path):
     store.adopt(CodecSet.one(TQ3))
     assert [x.first_block for x in store.missing(LONGER)] == [24, 28, 32]
     save(store, ref(), LONGER)
-    assert codecs_in(store, 0) == ["raw.1"] * 6 + ["tq3.1"] * 2
+    assert codecs_in(store, 0) == ["raw.1"] * 6 + ["tq3.2"] * 2
     fetched = store.fetch(ref(), LONGER, 0)
     assert (fetched.end_block, fetched.reason) == (35, None)
     check_rows(store, LONG, store.fetch(ref(), LONG[:24], 0))
     record = store.record(ref())
-    assert record.codecs == ("tq3.1", "raw.1")
+    assert record.codecs == ("tq3.2", "raw.1")
     blobs = [store._stack.find(0, [x])[0] for x in store._index.chain(record)]
     assert record.packed_bytes == sum(map(len, blobs))
     store.close()

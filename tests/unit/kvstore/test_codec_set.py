@@ -25,11 +25,11 @@ def ids(codecs):
 @pytest.mark.parametrize(
     ("config", "wanted", "asked"),
     [
-        (StoreConfig(codec="tq3"), ["tq3.1"] * 3, ["tq3"]),
-        (StoreConfig(codec="tq3", disk_codec="tq4"), ["tq3.1", "tq4.1", "tq3.1"], ["tq3", "tq4"]),
+        (StoreConfig(codec="tq3"), ["tq3.2"] * 3, ["tq3"]),
+        (StoreConfig(codec="tq3", disk_codec="tq4"), ["tq3.2", "tq4.2", "tq3.2"], ["tq3", "tq4"]),
         (
             StoreConfig(codec="raw", disk_codec="tq4", redis_codec="tq4"),
-            ["raw.1", "tq4.1", "tq4.1"],
+            ["raw.1", "tq4.2", "tq4.2"],
             ["raw", "tq4"],
         ),
     ],
@@ -53,9 +53,9 @@ def test_what_cannot_be_opened_is_said():
 
 def test_codecs_without_repetition():
     codecs = CodecSet(TQ3, TQ4, TQ4, (RAW, TQ3))
-    assert ids(codecs.written) == ["tq3.1", "tq4.1"]
-    assert ids(codecs.known) == ["tq3.1", "tq4.1", "raw.1"]
-    assert ids(codecs.on(("disk", "redis"))) == ["tq4.1"]
+    assert ids(codecs.written) == ["tq3.2", "tq4.2"]
+    assert ids(codecs.known) == ["tq3.2", "tq4.2", "raw.1"]
+    assert ids(codecs.on(("disk", "redis"))) == ["tq4.2"]
     assert ids(as_set(RawCodec()).known) == ["raw.1"] and as_set(codecs) is codecs
 
 
@@ -64,12 +64,12 @@ def blob_in(codec: str) -> bytes:
 
 
 def test_a_blob_lies_under_the_mark_of_its_own_codec():
-    marks = Marks.among("tq3.1", ["tq3.1", "raw.1"])
+    marks = Marks.among("tq3.2", ["tq3.2", "raw.1"])
     key = CHUNK + bytes(range(32))
-    assert marks.new(key, blob_in("tq3.1")) == marks.one(key) == key + mark_of("tq3.1")
+    assert marks.new(key, blob_in("tq3.2")) == marks.one(key) == key + mark_of("tq3.2")
     assert marks.new(key, blob_in("raw.1")) == key + mark_of("raw.1")
     assert marks.new(key, blob_in("rows16.1")) == marks.one(key)  # rows have no codec
-    assert marks.all([key]) == [key + mark_of("tq3.1"), key + mark_of("raw.1")]
+    assert marks.all([key]) == [key + mark_of("tq3.2"), key + mark_of("raw.1")]
     assert marks.all([RECORD + bytes(32)]) == [RECORD + bytes(32)]
     assert Marks().all([key]) == [Marks().one(key)] == [key]
 

@@ -107,7 +107,7 @@ def test_a_later_version_or_unknown_flags_are_another_releases_blob(at, value):
     ("field", "value"),
     [
         ("key", CHUNK + bytes(32)),
-        ("codec", b"tq3.1"),
+        ("codec", b"tq3.2"),
         ("fingerprint", fingerprint_digest("other")),
         ("layout", layout_digest(KVLayout("float16", LAYOUT.layers))),
         ("first_token", 0),

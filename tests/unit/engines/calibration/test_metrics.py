@@ -36,7 +36,7 @@ def test_divergence_loss_and_top_token() -> None:
 
 
 def test_perplexity_is_that_of_all_texts_as_one() -> None:
-    tally = Tally("tq3", "tq3.1", 64)
+    tally = Tally("tq3", "tq3.2", 64)
     halved, kept = logs([0.25, 0.75], [0.5, 0.5]), logs([0.5, 0.5], [0.5, 0.5])
     tally.drifts["one"] = drift(kept, halved, [1, 0])
     tally.drifts["other"] = drift(kept, kept, [1, 0])

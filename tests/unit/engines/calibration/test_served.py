@@ -74,7 +74,7 @@ def test_a_worse_measurement_takes_a_codec_back_and_its_blobs_with_it(tmp_path: 
     write(measured(row("dense3", kl=0.5), row("tq4")), tmp_path)
     codecs.renew(store.adopt)
     ((adopted, keep),) = store.adopted
-    assert (adopted.ram.id, keep) == ("tq4.1", False)
+    assert (adopted.ram.id, keep) == ("tq4.2", False)
 
 
 def test_a_named_codec_that_is_refused_while_it_serves_gives_way(

@@ -20,7 +20,8 @@ template <class To, class From> To as_type(From from) {
 }
 
 namespace metal {
-inline float abs(float x) { return std::fabs(x); }
+inline float floor(float x) { return std::floor(x); }
+inline float rint(float x) { return std::rint(x); }
 inline float clamp(float x, float low, float high) { return std::fmin(std::fmax(x, low), high); }
 namespace precise {
 inline float sqrt(float x) { return std::sqrt(x); }

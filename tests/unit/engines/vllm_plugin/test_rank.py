@@ -158,11 +158,11 @@ def test_a_codec_is_adopted_once_it_was_measured(tmp_path: Path) -> None:
     save(rank.store, ref(), CHAIN)
     waiting = asyncio.run_coroutine_threadsafe(rank.verbs.codec(), rank.hub._loop).result(30)
     assert (waiting.name, waiting.unmeasured) == ("raw", True)
-    row = msgspec.structs.replace(GOOD, codec_id="tq3.1")
+    row = msgspec.structs.replace(GOOD, codec_id="tq3.2")
     write_profile(Profile(FINGERPRINT, LAYOUT, (), {}, (row,)), tmp_path)
     adopted = asyncio.run_coroutine_threadsafe(rank.verbs.adopt(), rank.hub._loop).result(30)
-    assert (adopted.name, adopted.id, adopted.unmeasured) == ("tq3", "tq3.1", False)
-    assert rank.store.codecs.ram.id == "tq3.1"
+    assert (adopted.name, adopted.id, adopted.unmeasured) == ("tq3", "tq3.2", False)
+    assert rank.store.codecs.ram.id == "tq3.2"
     wait(lambda: rank.hub.packed_bytes_per_token == packed_bytes_per_token(rank.store))
     save(rank.store, ref("new"), OTHER)
     records = {x.id: x.packed_bytes for x in rank.store.records()}

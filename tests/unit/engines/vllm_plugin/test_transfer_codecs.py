@@ -83,8 +83,8 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 def test_each_tier_gets_its_own_codec_from_the_same_rows(rank):
     rank.save(CHAIN, IDS, ref())
-    assert rank.codecs_in(0) == ["tq3.1"] * 6
-    assert rank.codecs_in(1) == ["tq4.1"] * 6
+    assert rank.codecs_in(0) == ["tq3.2"] * 6
+    assert rank.codecs_in(1) == ["tq4.2"] * 6
     assert rank.codecs_in(0, TAIL) == rank.codecs_in(1, TAIL) == ["rows16.1"]
     for piece in rank.store.keys.whole(CHAIN)[:6]:
         blob = rank.store._stack.find(1, [piece.key])[0]
@@ -101,7 +101,7 @@ def test_it_wakes_from_either(rank):
     assert rank.store.demote(ref(), "disk") == "disk"
     assert rank.restore(CHAIN, ELSEWHERE) == 25
     assert rank.store.flush(10)
-    assert rank.codecs_in(0) == ["tq4.1"] * 6  # as it was read
+    assert rank.codecs_in(0) == ["tq4.2"] * 6  # as it was read
 
 
 def test_under_pressure_slower_tiers_get_copies(tmp_path):
@@ -110,10 +110,10 @@ def test_under_pressure_slower_tiers_get_copies(tmp_path):
     rank.transfer._charges[99] = 2  # as if of another save
     rank.transfer._max_queued_bytes = 1 << 30
     rank.save(CHAIN[:8], IDS, ref("a"))
-    assert rank.codecs_in(1) == ["tq4.1"] * 2
+    assert rank.codecs_in(1) == ["tq4.2"] * 2
     rank.transfer._charges[99] = 1 << 29 | 1
     rank.save(CHAIN, IDS, ref())
-    assert rank.codecs_in(1) == ["tq3.1"] * 4 + ["tq4.1"] * 2
+    assert rank.codecs_in(1) == ["tq3.2"] * 4 + ["tq4.2"] * 2
     assert rank.store.counters.as_dict()["saves_copied"] == 1
     rank.transfer.close()
     rank.store.close()
@@ -143,11 +143,11 @@ def test_blocks_that_were_computed_since_are_packed(rank):
     assert rank.store.flush(10)
     rank.evict()
     rank.save(CHAIN, IDS, ref())  # the engine still has the blocks that it computed
-    assert rank.codecs_in(0) == ["tq3.1"] * 6
+    assert rank.codecs_in(0) == ["tq3.2"] * 6
     other = hashes(list(range(500, 600)))
     rank.pages.compute(other, ELSEWHERE)  # the same blocks, somebody else's now
     rank.save(other, ELSEWHERE, ref("other"))
-    assert rank.codecs_in(0) == ["tq3.1"] * 12
+    assert rank.codecs_in(0) == ["tq3.2"] * 12
 
 
 def test_a_chunk_with_some_restored_blocks_is_kept_as_rows(rank):
@@ -177,7 +177,7 @@ def test_a_codec_adopted_meanwhile_is_used_and_the_old_one_read(rank):
     rank.save(CHAIN[:12], IDS, ref())
     rank.store.adopt(CodecSet.one(TQ4))
     rank.save(CHAIN, IDS, ref())
-    assert rank.codecs_in(0) == ["tq3.1"] * 3 + ["tq4.1"] * 3
+    assert rank.codecs_in(0) == ["tq3.2"] * 3 + ["tq4.2"] * 3
     assert rank.restore(CHAIN, ELSEWHERE) == 25
 
 
@@ -222,14 +222,14 @@ def test_the_device_does_what_its_kernels_were_checked_for(tmp_path):
     blobs = [x.result() for x in blocks.pack(wanted, None)]
     assert device.packed == [x.key for i, x in enumerate(pieces) if i != 2]
     assert [codec_in(x) for x in blobs] == [
-        *[b"tq3.1"] * 2,
+        *[b"tq3.2"] * 2,
         b"restored16.1",
-        *[b"tq3.1"] * 3,
+        *[b"tq3.2"] * 3,
         b"rows16.1",
     ]
     store.adopt(CodecSet.one(TQ4))
     device.packed.clear()
-    assert codec_in(blocks.pack(wanted[:1], None)[0].result()) == b"tq4.1"
+    assert codec_in(blocks.pack(wanted[:1], None)[0].result()) == b"tq4.2"
     rows: dict = {}
     blocks.pack(wanted, None, rows)
     assert device.packed == [] and list(rows) == [x for i, x in enumerate(pieces[:6]) if i != 2]

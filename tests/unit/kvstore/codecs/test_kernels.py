@@ -32,6 +32,7 @@ RARE_SHAPES = [
     *((3, dim, "bfloat16") for dim in (32, 96, 112, 160, 192, 224)),
     *((3, dim, "float32") for dim in (16, 80, 128, 256)),
     *((4, dim, "float32") for dim in (64, 128)),
+    *((bits, dim, "bfloat16") for bits, dim in ((4, 128), (4, 256), (3, 512), (4, 1024))),
     *((4, dim, "float16") for dim in (16, 96, 128, 256)),
 ]
 
@@ -165,9 +166,9 @@ def test_random_scales_and_planes_unpack_alike():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_small_values_are_cut_at_the_same_place(dtype):
-    """Where everything else cancels out, a small value alone decides the signs."""
-    rows, payloads = RotatedRows(3), {}
+def test_small_values_count_for_nothing(dtype):
+    """Even where everything else cancels out, a small value does not decide about signs."""
+    rows, payloads = RotatedRows(3), set()
     kernel, reference = best_kernel(rows, 64, dtype), ReferenceKernel(rows, dtype)
     for small in (0x0000, 0x1FFF, 0x2000, 0x9FFF, 0xA000):  # 0x2000 is 2^-63
         stored = np.zeros((1, 1, 64), np.uint16)
@@ -175,10 +176,9 @@ def test_small_values_are_cut_at_the_same_place(dtype):
         stored[0, 0, 40] = small
         source = from_stored(stored, dtype)
         plan = plan_for(rows, 64, dtype, source)
-        payloads[small] = pack_with(kernel, source, plan).tobytes()
-        assert payloads[small] == pack_with(reference, source, plan).tobytes()
-    assert payloads[0x1FFF] == payloads[0x9FFF] == payloads[0]
-    assert len({payloads[0x2000], payloads[0xA000], payloads[0]}) == 3
+        payloads.add(pack_with(kernel, source, plan).tobytes())
+        payloads.add(pack_with(reference, source, plan).tobytes())
+    assert len(payloads) == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -186,7 +186,7 @@ def test_whole_payloads_are_the_same(dtype):
     """Rows that are kept as they are included: what the kernels left of them is cleared."""
     key = awkward(64, dtype)
     run, layout = [(key, key[::-1])], layout_of(64, dtype, num_heads=4)
-    codecs = [RowCodec("tq3.1", RotatedRows(3), b) for b in (best_kernel, reference_kernel)]
+    codecs = [RowCodec("tq3.2", RotatedRows(3), b) for b in (best_kernel, reference_kernel)]
     fast, plain = (codec.encode(run, layout, 2) for codec in codecs)
     assert fast == plain
 

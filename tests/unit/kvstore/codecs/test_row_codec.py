@@ -21,8 +21,8 @@ from kvstore.shapes import NUMPY_DTYPES, KVLayer, KVLayout
 from tests.unit.kvstore.codecs.samples import cosine, layout_of, run_of, values_of
 
 CODECS = [
-    RowCodec("tq3.1", RotatedRows(3), reference_kernel),
-    RowCodec("tq4.1", RotatedRows(4), reference_kernel),
+    RowCodec("tq3.2", RotatedRows(3), reference_kernel),
+    RowCodec("tq4.2", RotatedRows(4), reference_kernel),
     RowCodec("lm3.1", PlainRows(), reference_kernel),
 ]
 layers = st.builds(
