@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvstore.shapes import KVLayout, KVRun
+
+Payload: TypeAlias = bytes | memoryview
 
 
 @runtime_checkable
@@ -18,7 +20,7 @@ class Codec(Protocol):
 
     @property
     def id(self) -> str:
-        """Name and arithmetic version, such as ``tq3.1``: part of every key and header.
+        """Name and arithmetic version, such as ``tq3.2``: part of every key and header.
 
         A calibrated codec adds digits of its profile: ``max.1-0123456789``.
         """
@@ -36,8 +38,11 @@ class Codec(Protocol):
         An estimate where codes are entropy-coded.
         """
 
-    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
-        """``run`` holds tokens ``first_token ..`` of the session; views are read, never kept."""
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
+        """``run`` holds tokens ``first_token ..`` of the session; views are read, never kept.
+
+        The payload is the caller's alone.
+        """
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
         """Fill ``out`` (views into the caller's arrays, all tokens of the run).

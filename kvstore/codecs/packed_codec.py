@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.codecs import floats
 from kvstore.codecs.arrays import check_run
-from kvstore.codecs.base import Codec
+from kvstore.codecs.base import Codec, Payload
 from kvstore.codecs.packed_array import PackedArray, PackedLayout
 from kvstore.codecs.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, plan_payload
 from kvstore.codecs.row_codec import RowCodec
@@ -43,7 +43,7 @@ class PackedCodec:
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         return self.inner.packed_nbytes(layout, num_tokens, first_token)
 
-    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         arrays = _arrays(run)
         if all(array.is_exact for array in arrays):  # nothing of it is packed: the fast way
             return self.inner.encode(_exact_run(arrays, layout), layout, first_token)

@@ -99,6 +99,8 @@ class PayloadPlan:
 
     def split_rows(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Ascending row numbers as (slot number, row numbers in that slot), no empty slots."""
+        if not len(rows):
+            return
         starts = [slot.first_row for slot in self.slots]
         owners = np.searchsorted(starts, rows, side="right") - 1
         for number in np.unique(owners):

@@ -45,6 +45,9 @@ class PlainRows:
         rows: np.ndarray = ascending[packing.from_stream(packed)] * units[:, None]
         return rows
 
+    def are_all_packed(self, scales: np.ndarray) -> bool:
+        return bool(np.all(_is_normal(scales)))
+
     def are_scales(self, scales: np.ndarray) -> bool:
         return bool(np.all((scales == 0) | _is_normal(scales)))
 

@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.codecs import floats
 from kvstore.codecs.arrays import check_run
 from kvstore.codecs.backend import Backend, best_kernel
+from kvstore.codecs.base import Payload
 from kvstore.codecs.payload import KEPT_DTYPE, PayloadPlan, SlotGroup, plan_payload
 from kvstore.codecs.rows import RowFormat
 from kvstore.errors import Corrupt, UnknownCodec
@@ -36,7 +37,7 @@ class RowCodec:
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         return plan_payload(self.rows, layout, num_tokens, first_token).nbytes
 
-    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         plan = plan_payload(self.rows, layout, check_run(run, layout), first_token)
         payload = np.empty(plan.nbytes, np.uint8)
         arrays = _arrays(run)
@@ -47,7 +48,8 @@ class RowCodec:
         for group in plan.groups:
             kernel = self.backend(self.rows, group.dim, layout.dtype)
             kernel.pack(_behind_sinks(arrays, plan, group), payload, group)
-        return b"".join([payload.data, *_keep_rows(arrays, plan, payload, layout.dtype)])
+        kept = list(_keep_rows(arrays, plan, payload, layout.dtype))
+        return b"".join([payload.data, *kept]) if kept else payload.data
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
         plan = plan_payload(self.rows, layout, check_run(out, layout), first_token)
@@ -71,7 +73,10 @@ class RowCodec:
         """
         if len(payload) < plan.nbytes:
             raise Corrupt(f"payload of {len(payload)} bytes, at least {plan.nbytes} expected")
-        if not self.rows.are_scales(plan.scales(payload)):
+        scales = plan.scales(payload)
+        if len(payload) == plan.nbytes and self.rows.are_all_packed(scales):
+            return np.empty(0, np.intp)
+        if not self.rows.are_scales(scales):
             raise Corrupt(f"a scale is none that codec {self.id} writes")
         kept = plan.kept_rows(payload)
         nbytes = plan.nbytes + sum(

@@ -34,5 +34,11 @@ class RowFormat(Hashable, Protocol):
     def unpack(self, packed: np.ndarray, scales: np.ndarray, dim: int) -> np.ndarray:
         """The inverse, fp32 (num_rows, dim), not yet rounded to 16 bits."""
 
+    def are_all_packed(self, scales: np.ndarray) -> bool:
+        """True if every one is a scale that ``pack`` could have written, and none is zero.
+
+        The usual case, which takes one look instead of several.
+        """
+
     def are_scales(self, scales: np.ndarray) -> bool:
         """True if every one is zero or a scale that ``pack`` could have written."""
