@@ -166,14 +166,11 @@ def _unpack_function(bits: int, dim: int, dtype: int) -> Any:
             scale = payload.ctypes.data + offsets[number, 1]
             for head in range(array.shape[0]):
                 row = array.ctypes.data + head * array.strides[0]
-                for first in range(0, array.shape[1], BLOCK_ROWS):
-                    count = min(array.shape[1] - first, BLOCK_ROWS)
-                    ahead = _to_next_block(arrays, len(offsets), number, head, first + count, count)
-                    for _ in range(count):
-                        _unpack_row(bits, dim, dtype, sources, (packed, scale, row, row + ahead))
-                        row += array.strides[1]
-                        packed += row_nbytes
-                        scale += SCALE_NBYTES
+                for _ in range(array.shape[1]):
+                    _unpack_row(bits, dim, dtype, sources, (packed, scale, row))
+                    row += array.strides[1]
+                    packed += row_nbytes
+                    scale += SCALE_NBYTES
 
     return _compile(unpack, _signature(dtype, payload_is_input=True))
 

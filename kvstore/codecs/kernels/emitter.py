@@ -72,10 +72,10 @@ class Emitter:
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, pointer).align = 1
 
-    def prefetch(self, base: Value, nbytes: int, will_write: bool = False) -> None:
+    def prefetch(self, base: Value, nbytes: int) -> None:
         """Into the first cache; there need be no memory there."""
         kind = ir.IntType(8).as_pointer()
-        flags = [ir.Constant(I32, x) for x in (int(will_write), 3, 1)]  # locality, data
+        flags = [ir.Constant(I32, x) for x in (0, 3, 1)]  # to read, often, as data
         for offset in range(0, nbytes, 64):
             address = self.builder.inttoptr(self.builder.add(base, ir.Constant(I64, offset)), kind)
             self.call("llvm.prefetch.p0", ir.VoidType(), address, *flags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.codecs.kernels.features import host_features
 from kvstore.codecs.rotated_rows import RotatedRows, size_of
 from kvstore.codecs.rotation import Order, order_of
 from kvstore.shapes import NUMPY_DTYPES, DType
@@ -32,8 +33,9 @@ class RowShape:
 
     @property
     def wide_lanes(self) -> int:
-        """The same of 16 bits."""
-        return min(self.order.power // 2, 2 * MAX_LANES)
+        """The same of 16 bits. On small vectors, shuffles of more cost more than they save."""
+        most = 2 * MAX_LANES if "avx512bw" in host_features() else MAX_LANES
+        return min(self.order.power // 2, most)
 
     @property
     def row_nbytes(self) -> int:

@@ -37,11 +37,7 @@ FROM_PAIRS = [
 ]
 
 
-def emit_unpack(
-    e: Emitter, shape: RowShape, packed: Value, scale: Value, row: Value, ahead: Value
-) -> None:
-    """``ahead``: where a row of the next block goes."""
-    e.prefetch(ahead, shape.row_nbytes, will_write=True)
+def emit_unpack(e: Emitter, shape: RowShape, packed: Value, scale: Value, row: Value) -> None:
     bits = e.builder.zext(e.load(scale, 0, I16), I32)
     size = e.builder.shl(e.builder.add(bits, ir.Constant(I32, floats.REBIAS)), ir.Constant(I32, 13))
     unit = e.splat(e.builder.fmul(e.builder.bitcast(size, F32), f32(shape.rows.unit_of(shape.dim))))
