@@ -120,7 +120,7 @@ def _factors(norm, SIZE: tl.constexpr):
 
 @triton.jit
 def _above(size, bounds, k: tl.constexpr):
-    return (size >= tl.load(bounds + k)).to(tl.int32)
+    return tl.where(size >= tl.load(bounds + k), 1.0, 0.0)
 
 
 @triton.jit
@@ -154,15 +154,19 @@ def pack_kernel(
         x = raw.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         x = (raw.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    x = tl.where(tl.abs(x) < 1.0842021724855044e-19, 0.0, x)  # 2^-63
+    x = x * tl.load(signs + d)[None, :]
+    if not FP16:  # which has none as small as that
+        x = tl.where(tl.abs(x) < 1.0842021724855044e-19, 0.0, x)  # 2^-63
     norm = _norms(x, R, D)
-    whole = _nearest(x * _factors(norm, SIZE)[:, None]) * tl.load(signs + d)[None, :]
-    place = tl.floor(_butterflies(whole, R, D) * (64.0 / SIZE))
-    size = tl.where(place < 0, -1 - place, place)
+    whole = _nearest(x * _factors(norm, SIZE)[:, None])
+    place = tl.floor(_butterflies(whole, R, D) * (64.0 / SIZE)).to(tl.int32)
+    negative = (place >> 31) & 1
+    size = (place ^ (place >> 31)).to(tl.float32)
     count = _above(size, bounds, 0) + _above(size, bounds, 1) + _above(size, bounds, 2)
     if BITS == 4:
         count += _above(size, bounds, 3) + _above(size, bounds, 4)
         count += _above(size, bounds, 5) + _above(size, bounds, 6)
+    count = count.to(tl.int32)  # summed as floats: of integers LLVM makes vectors in memory
     total = _energy(tl.zeros((R,), tl.int32), count, squares, 0)
     total = _energy(total, count, squares, 1)
     total = _energy(total, count, squares, 2)
@@ -182,7 +186,7 @@ def pack_kernel(
     tl.store(out + P, _plane((count >> 1) & 1, R, D), mask=keep)
     if BITS == 4:
         tl.store(out + 2 * P, _plane((count >> 2) & 1, R, D), mask=keep)
-    tl.store(out + (BITS - 1) * P, _plane((place < 0).to(tl.int32), R, D), mask=keep)
+    tl.store(out + (BITS - 1) * P, _plane(negative, R, D), mask=keep)
     tl.store(scales + row, _fp16_scale(scale), mask=ok)
 
 

@@ -34,6 +34,7 @@ for name in ("pack_kernel", "unpack_kernel", "gather_kernel", "scatter_kernel"):
     names = kernel.arg_names
     copies = "W" in names
     constants = {"R": 16, "W": dim} if copies else {"R": 16, "D": dim, "BITS": bits, "FP16": fp16}
+    constants |= {"SIZE": 2048} if name == "pack_kernel" else {}
     kinds = {n: POINTERS.get(n, "i64" if n in STRIDES else "i32") for n in names}
     signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
     divisible = POINTERS.keys() | STRIDES | {"D"} - constants.keys()
