@@ -13,7 +13,7 @@ Unpacking: +-level[code], whole 64ths as well, the rotation back, times scale / 
 
 All sums are of whole numbers, small enough for fp32: they are exact in any order, and kernels
 compute them in 16 bits. The product in step 2 is exact too, since a row's values have at most
-eleven bits. See ``docs/decisions/0038-whole-numbers-in-rows.md``.
+eleven bits. See ``docs/decisions/0039-whole-numbers-in-rows.md``.
 
 A scale that fp16 cannot hold as a normal number (all-zero rows, rows of denormals, infinities,
 NaN) is written as zero, and the row is kept as it is. Together with the cut at 2^-63 this keeps
