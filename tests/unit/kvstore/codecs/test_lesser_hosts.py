@@ -1,4 +1,4 @@
-"""The same bytes where the processor has less than this one, by kernels, not by giving way to numpy."""
+"""A processor that has less than this one gives the same bytes, by kernels and not by numpy."""
 
 from __future__ import annotations
 
