@@ -155,8 +155,6 @@ def _tables(
 ) -> Tables:
     live, symbols = coder.rows
     units, places = np.divmod(live, levels.shape[1])
-    if np.any(places >= rows.counts[units, :2].sum(axis=1)):
-        raise ValueError("a component is coded that has no row of integers")
     known = [np.stack([units, places], axis=1), symbols, levels[units, places]]
     matrix = _panels(shape, kernels.columns, rows.rows, kernels.group)
     sums = _panels(shape, kernels.columns, rows.rows.sum(axis=1, keepdims=True, dtype=np.int32), 1)

@@ -33,10 +33,10 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.samples import Samples
 from kvstore.codecs.spectrum import ROUNDING, Spectrum, codes_of
 from kvstore.codecs.stacks import Scope, stack_shapes
+from kvstore.codecs.step_integers import ARRAYS, StepIntegers
 from kvstore.shapes import KVLayout
 
-INTEGERS = ("encode", "rates", "wide", "rows", "counts", "scales")  # what ``StepRows`` is made of
-PREDICTORS = ("factors", "finer")
+SMALLEST_STEP = 1e-12  # of a model that keeps the same for all tokens
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,23 @@ class OneStep:
         gain_tables = _tables(learned, "gain_")
         parts = []
         for number, shape in enumerate(stack_shapes(self.scope, layout)):
-            gains = ClassCoder(learned[f"gain_classes.{number}"], gain_tables)
-            deviations = learned[f"deviations.{number}"]
-            rows = StepRows(*(learned[f"{name}.{number}"] for name in INTEGERS))
-            coder = ClassCoder(classes_of(deviations / step), tables)
-            levels = learned[f"levels.{number}"]
-            predictors = Predictors(*(learned[f"{name}.{number}"] for name in PREDICTORS))
-            steps = UniformStep(step, levels, ROUNDING)
+            own = StepIntegers(shape, step, **{x: learned[f"{x}.{number}"] for x in ARRAYS})
+            coder, rows, predictors = (
+                ClassCoder(own.classes, tables),
+                own.step_rows,
+                own.predictors,
+            )
+            steps = UniformStep(step, own.levels, ROUNDING)
+            told = PredictedStep(steps, predictors, own.coded) if predictors.components else steps
             pieces = Pipeline(
                 shape,
                 (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
-                LogGain(shape, learned[f"gain_centres.{number}"], gains),
+                LogGain(shape, own.gain_centres, ClassCoder(own.gain_classes, gain_tables)),
                 (IntegerRows(rows),),
-                PredictedStep(steps, predictors) if predictors.components else steps,
+                told,
                 coder,
             )
-            known = (rows, levels, predictors, learned["means"])
+            known = (rows, own.levels, predictors, learned["means"])
             parts.append(fused_steps(pieces, coder, profile, known))
         return tuple(parts)
 
@@ -97,8 +98,7 @@ class OneStep:
 def _learned_integers(
     number: int, rows: StepRows, levels: np.ndarray, predictors: Predictors
 ) -> dict[str, np.ndarray]:
-    learned = {"levels": levels} | {name: getattr(rows, name) for name in INTEGERS}
-    learned |= {name: getattr(predictors, name) for name in PREDICTORS}
+    learned = {"levels": levels, **vars(rows), **vars(predictors)}
     return {f"{name}.{number}": x for name, x in learned.items()}
 
 
@@ -116,9 +116,12 @@ def _tables(learned: Mapping[str, np.ndarray], prefix: str) -> SymbolTables:
 
 
 def _expected_step(deviations: list[np.ndarray], bits: float) -> float:
-    """About what so many bits leave, by reverse water-filling."""
+    """About that of so many bits, by reverse water-filling.
+
+    A step leaves ``NOISE`` of its square.
+    """
     variances = np.square(np.concatenate([x.reshape(-1) for x in deviations]))
-    low, high = 0.0, float(variances.max())
+    low, high = 0.0, max(float(variances.max()), SMALLEST_STEP**2)
     for _ in range(40):
         level = (low + high) / 2
         spent = float(np.log2(np.maximum(variances / level, 1)).mean() / 2)
@@ -129,7 +132,8 @@ def _expected_step(deviations: list[np.ndarray], bits: float) -> float:
 def _find_step(spectra: list[Spectrum], bits: float) -> float:
     """Bisection in octaves; finer steps cost more bits."""
     size = sum(spectrum.left.size for spectrum in spectra)
-    high = float(np.log2(max(spectrum.deviations.max() for spectrum in spectra)))
+    largest = max(spectrum.deviations.max() for spectrum in spectra)
+    high = float(np.log2(max(largest, SMALLEST_STEP)))
     low = high - 20
     for _ in range(16):
         step = 2 ** ((low + high) / 2)

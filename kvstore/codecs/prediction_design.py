@@ -16,6 +16,7 @@ from kvstore.codecs.pieces.prediction import MOST_FINER, Predictors
 
 LARGEST_FACTOR = 32767
 RIDGE = 0.003  # of the mean variance of what is known
+LEAST_NOISE = 1e-30
 NOISE = 0.1  # of a squared step, of a component that is coded; rounding leans towards zero
 
 
@@ -96,7 +97,8 @@ def _alone(own: np.ndarray) -> Expectation:
 def _expected(own: np.ndarray, known: np.ndarray, with_own: np.ndarray, step: float) -> Expectation:
     variances = np.diag(known)
     noise = np.minimum(variances, NOISE * step**2) + RIDGE * variances.mean()
-    weights = np.linalg.solve(known + np.diag(noise), with_own)
+    # Units that are the same for all tokens tell nothing, and leave nothing to divide by.
+    weights = np.linalg.solve(known + np.diag(np.maximum(noise, LEAST_NOISE)), with_own)
     left = own - weights.T @ with_own
     _, turn = np.linalg.eigh((left + left.T) / 2)
     total = np.einsum("ik,ij,jk->k", turn, own, turn, optimize=True)

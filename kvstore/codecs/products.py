@@ -36,6 +36,8 @@ class WordProducts:
         if self._kernels is None:
             return self.reference(unit, rows)
         tokens, width = rows.shape
+        if width != self._width:  # the kernel reads as many
+            raise ValueError(f"rows of {width} values, not {self._width}")
         each = self._kernels.TOKENS
         words = np.zeros((-(-tokens // each), each, -(-width // 2) * 2), np.int16)
         words.reshape(-1, words.shape[2])[:tokens, :width] = rows

@@ -11,13 +11,20 @@ from typing import Final
 import numpy as np
 
 from kvstore.codecs.integer_design import LARGEST, NEVER
+from kvstore.codecs.learned_forms import (
+    Forms,
+    are_powers_of_two,
+    are_sizes,
+    ascends,
+    check_forms,
+    check_ranges,
+    length_of,
+)
 from kvstore.codecs.pieces.integer_klt import LARGEST_INPUT, MAX_BITS, NUM_MAGNITUDES
 from kvstore.codecs.pieces.octave_gain import CODES
 from kvstore.codecs.stacks import StackShape
 
-LARGEST_SIZE: Final = 2.0**20  # rows are of unit size, so that none comes near; squares add up
-# Of each array its dtype, and which of the sizes its axes have.
-_FORMS: Final = {
+_FORMS: Final[Forms] = {
     "encode": ("i2", ("units", "components", "width")),
     "decode": ("i1", ("units", "components", "width")),
     "scales": ("f4", ("units",)),
@@ -50,23 +57,16 @@ class RateIntegers:
     gain_steps: np.ndarray
 
     def __post_init__(self) -> None:
-        self._check_forms()
-        wrong = [name for name, good in self._ranges().items() if not good]
-        if wrong:
-            raise ValueError(f"integers out of range: {', '.join(wrong)}")
+        check_forms(vars(self), _FORMS, self._sizes())
+        check_ranges(self._ranges())
 
-    def _check_forms(self) -> None:
-        components = self.bits.shape[1] if self.bits.ndim == 2 else 0
+    def _sizes(self) -> dict[str, int]:
+        components = length_of(self.bits, 1, 2)
         if not 0 < components <= self.shape.width:
             raise ValueError(f"integers of {components} components")
         sizes = {"units": self.shape.num_units, "components": components, "codes": CODES}
         sizes |= {"width": self.shape.width, "magnitudes": NUM_MAGNITUDES}
-        for name, (dtype, axes) in _FORMS.items():
-            array: np.ndarray = getattr(self, name)
-            wanted = tuple(sizes[axis] for axis in axes)
-            if array.dtype != np.dtype(dtype) or array.shape != wanted:
-                found = f"{array.dtype} {array.shape}"
-                raise ValueError(f"integers {name} are {found}, not {np.dtype(dtype)} {wanted}")
+        return sizes
 
     def _ranges(self) -> dict[str, bool]:
         """For each array whether what is in it can have been learned."""
@@ -74,13 +74,13 @@ class RateIntegers:
         return {
             "encode": bool(norms.max() <= LARGEST_INPUT**2),
             "decode": int(self.decode.min()) >= -LARGEST,
-            "scales": _are_sizes(self.scales) and bool(np.all(np.frexp(self.scales)[0] == 0.5)),
-            "units": _are_sizes(self.units),
-            "rates": _are_sizes(self.rates),
+            "scales": are_powers_of_two(self.scales),
+            "units": are_sizes(self.units),
+            "rates": are_sizes(self.rates),
             "levels": int(self.levels.max()) <= LARGEST,
-            "bits": int(self.bits.max()) <= MAX_BITS,
+            "bits": int(self.bits.max()) <= MAX_BITS and ascends(self.bits[:, ::-1]),
             "bounds": self._bounds_end(),
-            "gain_steps": _ascends(self.gain_steps),
+            "gain_steps": ascends(self.gain_steps),
         }
 
     def _bounds_end(self) -> bool:
@@ -88,15 +88,7 @@ class RateIntegers:
         sizes = (1 << np.minimum(self.bits, MAX_BITS).astype(np.int64)) >> 1
         behind = np.arange(NUM_MAGNITUDES) >= np.maximum(sizes - 1, 0)[..., None]
         ends = bool(np.all(self.bounds[behind] == NEVER))
-        return ends and int(self.bounds.min()) >= 0 and _ascends(self.bounds)
+        return ends and int(self.bounds.min()) >= 0 and ascends(self.bounds)
 
 
 ARRAYS: Final = tuple(x.name for x in fields(RateIntegers) if x.name != "shape")
-
-
-def _are_sizes(array: np.ndarray) -> bool:
-    return bool(np.all((array >= 0) & (array <= LARGEST_SIZE)))  # a NaN is neither
-
-
-def _ascends(array: np.ndarray) -> bool:
-    return bool(np.all(array[..., 1:] >= array[..., :-1]))

@@ -89,7 +89,8 @@ class Spectrum:
     def truncate(self, step: float) -> None:
         """Forget components that this step leaves at zero."""
         live = int((self.deviations > LIVE_RATIO * step).sum(axis=1).max())
-        live = min(-(-live // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO, self._shape.width)
+        rounded = -(-max(live, 1) // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO
+        live = min(rounded, self._shape.width)
         self.basis = self.basis[:, :, :live]
         self._components = self._components[:, :live]
         self.deviations = self.deviations[:, :live].astype(np.float32)
@@ -135,7 +136,7 @@ class Spectrum:
 
     def learned(self) -> dict[str, np.ndarray]:
         return {
-            "deviations": self.left,
+            "left": self.left,
             "gain_centres": self._gain_centres.astype(np.int16),
             "gain_classes": self._gain_classes().astype(np.uint8),
         }

@@ -1,4 +1,4 @@
-"""What ``fixed_rate`` calls: emitted code as functions of numba, for the vectors of this host."""
+"""What kernels of units call: emitted code as functions of numba, for the vectors of this host."""
 
 from __future__ import annotations
 

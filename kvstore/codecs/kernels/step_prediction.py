@@ -28,10 +28,10 @@ def known_words(num_tokens: Any, num_units: Any, components: Any) -> Any:
 
 
 @njit
-def expect(known: Any, predictors: Any, unit: Any, expected: Any) -> None:
-    """``expected``: int32 (components, tokens) of the unit."""
+def expect(known: Any, num_units: Any, predictors: Any, unit: Any, expected: Any) -> None:
+    """``known``: of ``num_units``. ``expected``: int32 (components, tokens) of the unit."""
     panels, finer = predictors
-    num_units, pairs = finer.shape[0], finer.shape[1] // 2
+    pairs = finer.shape[1] // 2
     expected[:] = 0
     if not pairs:
         return

@@ -140,7 +140,7 @@ def _unpack_steps_with(sources: int) -> Any:
             num_pairs = np.int64((counts[unit, 0] + 1) // 2)
             num_groups = np.int64((counts[unit, 1] + GROUP - 1) // GROUP)
             known = (first_rows[unit], first_rows[unit + 1], num_rare)
-            expect(told, predictors, unit, expected)
+            expect(told, len(counts), predictors, unit, expected)
             num_rare, beyond = _levels_of_unit(coded, known, counts[unit], expected, words, narrow)
             for place in range(predicted):
                 pair = unit * predicted + place

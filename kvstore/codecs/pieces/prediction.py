@@ -34,7 +34,8 @@ class Predictors:
         units, components, known = self.factors.shape
         fits = not known % components if components else not known
         if self.finer.shape != (units, components) or not fits or components % 2:
-            raise ValueError(f"factors of shape {self.factors.shape} for {self.finer.shape}")
+            told = f"factors of shape {self.factors.shape} for {self.finer.shape}"
+            raise ValueError(f"{told}; components go by pairs")
         if np.any(self.finer < 0) or np.any(self.finer > MOST_FINER):
             raise ValueError("sums that are finer than they can be")
 
@@ -54,8 +55,15 @@ class Predictors:
 class PredictedStep:
     """Implements ``Quantiser``; codes are int16, and unit goes by unit."""
 
-    def __init__(self, steps: UniformStep, predictors: Predictors) -> None:
-        self._steps, self._predictors = steps, predictors
+    def __init__(self, steps: UniformStep, predictors: Predictors, coded: np.ndarray) -> None:
+        """``coded``: which components have codes at all, bool (units, components). Those of others
+        are dropped here, since whoever restores will not have them either."""
+        self._steps, self._coded = steps, coded
+        self._size, self._depth, self._finer = (
+            predictors.components,
+            predictors.depth,
+            predictors.finer,
+        )
         units, components, _ = predictors.factors.shape
         self._products = WordProducts(predictors.factors, np.full(units, components))
         self._half = (1 << predictors.finer) >> 1
@@ -65,7 +73,8 @@ class PredictedStep:
         levels = np.empty(components.shape, np.int32)
         for unit in range(len(components)):
             expected = self._expected(unit, levels)
-            codes[unit] = self._steps.quantise_beyond(unit, components[unit], expected)
+            beyond = self._steps.quantise_beyond(unit, components[unit], expected)
+            codes[unit] = beyond * self._coded[unit]
             levels[unit] = self._restored(unit, codes[unit], expected)
         return codes
 
@@ -83,12 +92,11 @@ class PredictedStep:
 
     def _expected(self, unit: int, levels: np.ndarray) -> np.ndarray:
         """int32 levels (tokens, components), from those of the units before."""
-        known = self._predictors
-        first = max(known.depth - unit, 0) * known.components
-        words = np.zeros((levels.shape[1], known.factors.shape[2]), np.int16)
-        before = levels[max(unit - known.depth, 0) : unit, :, : known.components]
+        first = max(self._depth - unit, 0) * self._size
+        words = np.zeros((levels.shape[1], self._depth * self._size), np.int16)
+        before = levels[max(unit - self._depth, 0) : unit, :, : self._size]
         words[:, first:] = before.swapaxes(0, 1).reshape(len(words), -1)
         sums = self._products.sums(unit, words)
-        expected = (sums + self._half[unit, :, None]) >> known.finer[unit, :, None]
+        expected = (sums + self._half[unit, :, None]) >> self._finer[unit, :, None]
         limited: np.ndarray = np.clip(expected, -LARGEST_EXPECTED, LARGEST_EXPECTED).T
         return limited

@@ -13,7 +13,7 @@ import numpy as np
 NUM_SHIFTS = 4  # codes of size 0, 1, 2, and 3 or more
 LARGEST_CODE = 32767
 LARGEST_LEVEL = 32767
-# Of levels that are foretold: from anywhere within it a code reaches what there is.
+# Of levels that are foretold: a code is added to it, and reaches any level half as large.
 LARGEST_EXPECTED = LARGEST_LEVEL // 2
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvstore.codecs.entropy.tables import classes_of, fit_tables
 from kvstore.codecs.fused_steps import FusedSteps
-from kvstore.codecs.one_step import INTEGERS, OneStep
+from kvstore.codecs.one_step import OneStep
 from kvstore.codecs.pieces.prediction import MOST_FINER
 from kvstore.codecs.pieces.rope import Rope
 from kvstore.codecs.pipeline import Pipeline, StackPart
@@ -31,6 +31,7 @@ def profile_of(
     rope: Rope | None,
     spectra: Sequence[tuple[float, float]] = (USUAL,),
     reach: Reach = ALONE,
+    layers: int = SCOPE.num_layers,
 ) -> Profile:
     """``spectra``: of one unit after the other, over again."""
     elements = np.arange(layout.elements_per_token)
@@ -44,7 +45,7 @@ def profile_of(
         "gain_largest": gain_tables.largest,
     }
     first = 0
-    for number, shape in enumerate(stack_shapes(SCOPE, layout)):
+    for number, shape in enumerate(stack_shapes(Scope("group", layers), layout)):
         chosen = [spectra[(first + k) % len(spectra)] for k in range(shape.num_units)]
         known = _stack(shape, chosen) | _predictors(shape, reach)
         learned |= {f"{name}.{number}": array for name, array in known.items()}
@@ -61,11 +62,11 @@ def _stack(shape: StackShape, spectra: list[tuple[float, float]]) -> dict[str, n
     rows, levels = rows_of(basis, basis * STEP, ratios, shifts)
     parts = (units, len(shape.parts))
     return {
-        "deviations": (ratios * STEP).astype(np.float32),
+        "left": (ratios * STEP).astype(np.float32),
         "gain_centres": np.full(parts, 1, np.int16),
         "gain_classes": np.full(parts, classes_of(np.array(3.0)), np.uint8),
         "levels": levels,
-        **{name: getattr(rows, name) for name in INTEGERS},
+        **vars(rows),
     }
 
 

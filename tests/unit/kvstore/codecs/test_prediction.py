@@ -73,7 +73,7 @@ def test_integers_expect_what_the_regression_does():
     levels[:, :, 0] = 4 + np.arange(40).reshape(5, 8) % 29
     predictors = predictors_of([known.weights for known in found], levels[:, :, 0], reach)
     turned = np.stack([x @ known.turn for x, known in zip(rows, found, strict=True)])
-    quantiser = PredictedStep(UniformStep(STEP / 8, levels), predictors)
+    quantiser = PredictedStep(UniformStep(STEP / 8, levels), predictors, np.ones((5, 8), bool))
     codes = quantiser.quantise(turned.astype(np.float32))
     sizes = [np.abs(x).mean() for x in codes]
     assert max(sizes[2:]) < min(sizes[:2]) / 5
@@ -85,7 +85,7 @@ def test_integers_expect_what_the_regression_does():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_packing_and_restoring_never_drift_apart(data):
-    """Whatever the factors: an error of one unit is not handed on to the next."""
+    """Whatever the factors, and with components without codes: no unit hands an error on."""
     units, components, depth = 4, 6, data.draw(st.integers(1, 3))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     largest = data.draw(st.sampled_from([1, 40, 32767]))
@@ -94,11 +94,16 @@ def test_packing_and_restoring_never_drift_apart(data):
     for unit in range(depth):
         factors[unit, :, : (depth - unit) * components] = 0
     predictors = Predictors(factors.astype(np.int16), finer.astype(np.int32))
-    quantiser = PredictedStep(UniformStep(STEP, levels_of(units, components + 3)), predictors)
+    steps = UniformStep(STEP, levels_of(units, components + 3))
+    coded = rng.random((units, components + 3)) < data.draw(st.sampled_from([0.5, 1.0]))
+    quantiser = PredictedStep(steps, predictors, coded)
     exact = rng.standard_normal((units, 9, components + 3)).astype(np.float32) * 3
-    restored = quantiser.restore(quantiser.quantise(exact))
+    codes = quantiser.quantise(exact)
+    assert not codes.swapaxes(1, 2)[~coded].any()
+    restored = quantiser.restore(codes)
     assert np.abs(restored).max() <= LARGEST_LEVEL
-    assert np.abs(restored / 12 * STEP - exact).max() <= STEP * 0.501
+    missed = np.abs(restored / 12 * STEP - exact).max(axis=1)
+    assert missed[coded].max(initial=0) <= STEP * 0.501
 
 
 @pytest.mark.parametrize(
@@ -135,14 +140,18 @@ def told_run(num_tokens, seed):
     return turned(run, SIX_LAYERS, 0)
 
 
-def learned(bits, reach):
-    texts, ropes = [told_run(400, seed=seed) for seed in range(100, 108)], ropes_of(SIX_LAYERS)
-    samples = Samples(SIX_LAYERS, ropes, texts)
+def learned(bits, reach, texts=None, layout=SIX_LAYERS, metrics=None):
+    ropes = ropes_of(layout)
+    texts = texts or [told_run(400, seed=seed) for seed in range(100, 108)]
+    samples = Samples(layout, ropes, texts, metrics)
     means = element_means(samples)
     preset = OneStep(Scope("layer"), bits, reach)
     known = {"means": means, **preset.learn(samples, means)}
-    profile = Profile("made up", SIX_LAYERS, ropes, {"balanced": known})
-    return preset.assemble(profile, known, SIX_LAYERS)
+    return preset.assemble(Profile("made up", layout, ropes, {"balanced": known}), known, layout)
+
+
+def floats(array):
+    return (array.astype(np.uint32) << 16).view(np.float32)
 
 
 def cost_of(parts, run, layout):
@@ -153,9 +162,7 @@ def cost_of(parts, run, layout):
         part.decode(Reader(memoryview(payload)), out, 0, 0, layout.dtype)
         nbytes += len(payload)
     pairs = zip((x for p in out for x in p), (x for p in run for x in p), strict=True)
-    as_floats = ((x.astype(np.uint32) << 16).view(np.float32) for pair in pairs for x in pair)
-    values = list(as_floats)
-    errors = [np.square(a - b).mean() for a, b in zip(values[::2], values[1::2], strict=True)]
+    errors = [np.square(floats(a) - floats(b)).mean() for a, b in pairs]
     return nbytes, float(np.mean(errors))
 
 
@@ -167,3 +174,30 @@ def test_what_layers_tell_of_each_other_saves_bytes():
     )
     assert told_error < 0.3 * alone_error
     assert told_bytes < 1.05 * alone_bytes
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+@pytest.mark.parametrize("layers", [(0,), (2, 3), (0, 1, 2, 3, 4, 5)])
+def test_layers_that_are_the_same_for_all_tokens(layers, value):
+    runs = [told_run(60, seed=seed) for seed in range(3)]
+    for run in runs:
+        for array in (x for layer in layers for x in run[layer]):
+            array[:] = narrow(np.full(array.shape, value, np.float32), "bfloat16")
+    parts = learned(1.5, Reach(64, 2), runs[1:])
+    out = SIX_LAYERS.empty(60)
+    for part in parts:
+        part.decode(
+            Reader(memoryview(part.encode(runs[0], 0, 0, "bfloat16"))), out, 0, 0, "bfloat16"
+        )
+    assert all(np.isfinite(floats(x)).all() for pair in out for x in pair)
+
+
+def test_layers_of_another_width_that_do_not_matter():
+    layout = KVLayout("bfloat16", (KVLayer(2, 16, 16),) * 2 + (KVLayer(2, 32, 32),) * 2)
+    rng = np.random.default_rng(0)
+    texts = [layout.empty(60) for _ in range(2)]
+    for array in (x for text in texts for pair in text for x in pair):
+        array[:] = narrow(rng.standard_normal(array.shape).astype(np.float32), "bfloat16")
+    metrics = [np.eye(16, dtype=np.float32)] * 8 + [np.eye(32, dtype=np.float32) * 1e-9] * 8
+    parts = learned(1.5, Reach(64, 2), texts, layout, metrics)
+    assert all(part.encode(texts[0], 0, 0, "bfloat16") for part in parts)

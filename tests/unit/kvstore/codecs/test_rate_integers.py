@@ -16,6 +16,7 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.rate_integers import ARRAYS, RateIntegers
 from kvstore.codecs.stacks import Scope, stack_shapes
 from kvstore.errors import UnknownCodec
+from tests.unit.kvstore.codecs.damages import SHAPES
 from tests.unit.kvstore.codecs.integer_models import layout_with, profile_of, rope_of
 from tests.unit.kvstore.codecs.samples import run_of
 
@@ -25,20 +26,10 @@ PROFILE = profile_of(LAYOUT, rope_of(64))
 KNOWN = {name: PROFILE.learned["dense3"][f"{name}.0"] for name in ARRAYS}
 LAST = (-1, -1, -1)
 
-SHAPES = {
-    "a unit too few": lambda x: x[1:],
-    "a unit too many": lambda x: np.concatenate([x, x[:1]]),
-    "the last axis is shorter": lambda x: x[..., :-1],
-    "the last axis is longer": lambda x: np.concatenate([x, x[..., :1]], axis=-1),
-    "one axis less": lambda x: x[0],
-    "one axis more": lambda x: x[None],
-    "nothing": lambda x: x[:0],
-    "other values": lambda x: x.astype(bool),
-    "twice as wide": lambda x: x.astype(f"{x.dtype.kind}{2 * x.itemsize}"),
-}
 VALUES: list[tuple[str, tuple[int, ...], Any]] = [
     ("bits", (0, 0), 7),
     ("bits", (0, 0), 255),
+    ("bits", (0, 1), 0),  # not falling
     ("levels", (0, 0, 0), 128),
     ("levels", LAST, 255),
     ("decode", (0, 0, 0), -128),
