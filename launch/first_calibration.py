@@ -86,7 +86,8 @@ class FirstCalibration:
         stamp = self._stamp(codec.fingerprint)
         if stamp is not None and stamp != self._seen:
             with suppress(EngineRefused):  # its log says why; the next file may be better
-                await self._engine.adopt()
+                adopted = await self._engine.adopt()
+                log.info("sessions are packed from now on by %s: %s", adopted.name, adopted.why)
             self._seen = stamp
         elif codec.unmeasured and self._effective.settings.store.calibrate and not self._tried:
             await self._calibrate()
