@@ -67,9 +67,9 @@ class StepIntegers:
             raise ValueError(f"a step of {self.step}")
         check_forms(vars(self), _FORMS, self._sizes())
         check_ranges(self._ranges())
-        self.step_rows, self.predictors  # noqa: B018 - they look at what is theirs
+        rows, _ = self.step_rows, self.predictors  # each looks at what is its own
         places = np.arange(self.left.shape[1])
-        if np.any(self.coded & (places >= self.step_rows.live[:, None])):
+        if np.any(self.coded & (places >= rows.live[:, None])):
             raise ValueError("a component is coded that has no row of integers")
 
     def _sizes(self) -> dict[str, int]:
