@@ -1,8 +1,8 @@
-# The targets that CI and developers share. `make check` is all of them but bench.
+# The targets that CI and developers share. `make check` is all of them but bench; `make quick` is most of it.
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install lint type imports test check bench
+.PHONY: install lint type imports test quick check bench
 
 install:
 	bash launch/install.sh test
@@ -19,6 +19,9 @@ imports: install
 
 test: install
 	$(BIN)/pytest
+
+quick:
+	bash launch/test.sh --quick
 
 check: lint type imports test
 

@@ -1,7 +1,7 @@
-"""The seam between the scheduler, the gateway and an engine, whatever it is.
+"""The protocol by which the gateway and the scheduler use an engine, whatever it is.
 
 An engine is another process. The gateway starts it, or attaches to it by URL, and knows it by this
-protocol only. ``engines.fake`` is one that ships with the product.
+protocol only. ``engines.client`` implements it for every engine that ships with the product.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from engines.headers import CacheOutcome as CacheOutcome
 from engines.wire import CodecReport as CodecReport
 from engines.wire import EngineReport as EngineReport
 from engines.wire import Notice as Notice
 from engines.wire import SessionReport as SessionReport
 from engines.wire import Welcome as Welcome
-from kvstore.records import SessionRef as SessionRef
-from kvstore.records import TierName as TierName
+from kvstore.session import SessionRef as SessionRef
+from kvstore.session import TierName as TierName
 
 
 class EngineError(Exception):
@@ -30,14 +31,16 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    pass
+    """The engine does not run, is still starting, or the connection to it broke."""
 
 
 class EngineStalled(EngineUnavailable):
-    pass
+    """The engine is there, but was silent for too long."""
 
 
 class EngineRefused(EngineError):
+    """The engine understood and said no."""
+
     def __init__(self, message: str, code: str = "") -> None:
         """``code`` is that of ``engines.wire.Refused``."""
         super().__init__(message)
@@ -45,7 +48,11 @@ class EngineRefused(EngineError):
 
 
 class Demoted(msgspec.Struct, frozen=True):
-    """``report`` is None for a session the engine does not know; ``kept`` = why it is still hot."""
+    """The outcome of a demote.
+
+    ``report`` is None for a session that the engine does not know; ``kept`` says why it is still
+    hot, "" if it is not.
+    """
 
     report: SessionReport | None
     kept: str
@@ -79,23 +86,25 @@ class Engine(Protocol):
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the engine said of itself; None while it is not ready. One object for as long as the
-        connection lasts."""
+        """The engine's account of itself; None while it is not ready.
+
+        It is the same object for as long as the connection lasts.
+        """
 
     @property
     def codec(self) -> CodecReport | None:
-        """As last heard: unlike the rest of the welcome it changes while the engine runs."""
+        """The codec as last heard; unlike the rest of the welcome it may change at any time."""
 
     @property
     def ready(self) -> bool: ...
 
     @property
     def trouble(self) -> str:
-        """Why it is not ready, in one sentence; "" while it is."""
+        """The reason why it is not ready, in one sentence; "" while it is."""
 
     @property
     def gave_up(self) -> bool:
-        """It cannot serve with its settings and never will; its log says why."""
+        """True once it is known that it can never serve with its settings; its log says why."""
 
     async def start(self) -> None:
         """Start or attach; returns at once, ``ready`` turns true later."""
@@ -104,9 +113,9 @@ class Engine(Protocol):
         """End it; running requests get ``drain_s`` seconds. Safe to call twice."""
 
     def restart(self, why: str) -> None:
-        """End its process at once; what keeps engines running starts another.
+        """End its process at once; another is started by itself.
 
-        Nothing happens to an engine that was started elsewhere.
+        Does nothing to an engine that was started elsewhere.
         """
 
     def open(
@@ -119,12 +128,18 @@ class Engine(Protocol):
         """
 
     def session_headers(self, session: SessionRef) -> dict[str, str]:
-        """How this engine is told whose turn it is."""
+        """Headers that tell the engine whose turn it is; see ``engines.headers``."""
 
     def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
-        """The client's body with engine-private fields set by us (vLLM), or as it is (mlx)."""
+        """Return the client's body, with private fields of the engine set by us if it has any."""
 
-    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted: ...
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
+        """See ``engines.wire.Demote``.
+
+        Raises, as all verbs do:
+            EngineUnavailable: no connection, or no answer in time.
+            EngineRefused: the engine said no.
+        """
 
     async def prefetch(self, session: SessionRef) -> SessionReport | None: ...
 
@@ -137,7 +152,7 @@ class Engine(Protocol):
     async def stats(self) -> EngineReport: ...
 
     async def adopt(self) -> CodecReport:
-        """Have it look again at what was measured on its model; see ``engines.wire.Adopt``."""
+        """Have it choose its codec again by what was measured; see ``engines.wire.Adopt``."""
 
     def notices(self) -> AsyncIterator[Notice | None]:
-        """Changes as they happen; None = the engine (re)connected, ask ``sessions`` again."""
+        """Yield changes as they happen; None = the engine (re)connected, ask ``sessions`` again."""

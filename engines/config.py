@@ -11,18 +11,18 @@ from kvstore.config import StoreConfig
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
-# Exit code of an engine process that cannot serve what it was told to, and has logged why in one
+# Exit code of an engine process that cannot serve with its settings, and has logged why in one
 # line: to start it again would change nothing. (EX_CONFIG of sysexits.h.)
 WRONG_SETTINGS: Final = 78
 
 
 def vllm_rank_folder(root: Path, rank: int) -> Path:
-    """Where one worker of vLLM keeps its cold sessions: each has a disk tier of its own."""
+    """Return the folder of one vLLM worker's disk tier; every rank has its own."""
     return root / f"vllm-rank-{rank}"
 
 
 class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What only vLLM needs to know. It lives in an environment of its own."""
+    """Settings of vLLM alone, which lives in an environment of its own."""
 
     python: str = ""  # interpreter of that environment; "" = the gateway's own
     # 0 = 32 on CPU, else vLLM's own.
@@ -35,7 +35,7 @@ class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which engine, which model, and how much memory its live KV may take."""
+    """Settings of any engine: its kind, its model, the memory of its live KV, its time limits."""
 
     kind: str = "auto"  # a name in engines.registry, "auto", or "module:Attr"
     model: str = ""  # local folder or hub id; "" = the sample model
@@ -57,11 +57,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that an engine process of ours is told: one line of JSON on standard input.
+    """Settings of one engine process of ours, sent to it as one line of JSON on standard input.
 
     The pipe stays open for as long as the gateway lives; its end tells the worker to save what it
-    holds and leave. Both sockets lie in ``runtime_dir`` (mode 0700):
-    ``http.sock`` and ``control.sock``.
+    holds and exit. Both sockets, ``http.sock`` and ``control.sock``, lie in ``runtime_dir`` (mode
+    0700).
     """
 
     engine: EngineConfig

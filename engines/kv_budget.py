@@ -1,7 +1,7 @@
-"""How many bytes of KV a row takes, and what a set of running batches will take.
+"""Counts the bytes of KV that a row takes, and that a set of running batches will take.
 
-Memory of a batch is rows x longest: mlx_lm pads it. Its arrays grow by ``STEP`` tokens at a time,
-from wherever they happen to be full, so up to that many tokens of room are counted in.
+A batch takes rows x longest row, since mlx_lm pads it. Its arrays grow by ``STEP`` tokens whenever
+they are full, so up to that many unused tokens per row are counted in.
 
 Pure arithmetic, without mlx: the engine admits by it, ``thermocline plan`` promises by it, and
 ``serve`` refuses a budget by it before the weights are read.
@@ -21,34 +21,38 @@ UNSTATED_CONTEXT = 32_768
 
 @dataclass(frozen=True)
 class KVCost:
-    """Bytes that one row takes in the caches of one model."""
+    """The bytes that one row takes in the caches of one model. A row is one running sequence."""
 
     per_token: int  # layers that grow with every token
     windows: tuple[tuple[int, int], ...] = ()  # rotating layers: (bytes per token, longest)
     fixed: int = 0  # recurrent layers
     num_caches: int = 1  # that the bytes are spread over
-    # Only for a moment: of each token of the batch that is computed, and of a prompt's next part.
+    # Taken only for a moment: per token of the batch, and for the part of a prompt being computed.
     passing_per_token: int = 0
     passing: int = 0
 
     def row_bytes(self, num_tokens: int) -> int:
-        """Of a running row, which has room to grow."""
+        """Count the bytes of a running row, which has room to grow."""
         return self.idle_bytes(num_tokens + STEP)
 
     def idle_bytes(self, num_tokens: int) -> int:
+        """Count the bytes of a row at rest."""
         windows = sum(nbytes * min(num_tokens, longest) for nbytes, longest in self.windows)
         return self.per_token * num_tokens + windows + self.fixed
 
 
 def batch_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
-    """``batches`` are (rows, longest row in tokens)."""
+    """Count the bytes of batches, each given as (rows, longest row in tokens)."""
     return sum(rows * cost.row_bytes(longest) for rows, longest in batches if rows)
 
 
 def passing_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
-    """What a row joining or leaving takes on top, for a moment.
+    """Count the bytes taken on top, for a moment, when a row joins or leaves a batch.
 
-    The row exists twice, in its batch and alone; and the batch is copied, one layer at a time.
+    The row then exists twice, in its batch and alone; and the batch is copied, one layer at a time.
+
+    Args:
+        batches: as for ``batch_bytes``.
     """
     alive = [(rows, longest) for rows, longest in batches if rows]
     row = max((cost.row_bytes(longest) for _, longest in alive), default=0)
@@ -58,13 +62,13 @@ def passing_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
 
 
 def alone_bytes(cost: KVCost, num_tokens: int) -> int:
-    """What a context of so many tokens needs while it runs and nothing else is there."""
+    """Count the bytes that a context of ``num_tokens`` needs while it alone runs."""
     alone = [(1, num_tokens)]
     return batch_bytes(cost, alone) + passing_bytes(cost, alone)
 
 
 def longest_context(cost: KVCost, hot_bytes: int, at_most: int) -> int:
-    """The longest context that a lone row can have inside the budget."""
+    """Find the longest context, in tokens up to ``at_most``, that a lone row can have."""
     low, high = 0, at_most
     while low < high:
         middle = (low + high + 1) // 2
@@ -73,10 +77,10 @@ def longest_context(cost: KVCost, hot_bytes: int, at_most: int) -> int:
 
 
 def too_little(cost: KVCost, hot_bytes: int, wanted: int) -> str:
-    """Why nothing can be served with this budget, in one sentence; "" if something can.
+    """Say in a sentence why this budget is too small to serve anything; "" if it is not.
 
     Args:
-        wanted: tokens, the longest context that anybody asks for.
+        wanted: the longest context that is asked for, in tokens.
     """
     smallest = min(wanted, SMALLEST_CONTEXT)
     least = alone_bytes(cost, smallest)
@@ -89,7 +93,7 @@ def too_little(cost: KVCost, hot_bytes: int, wanted: int) -> str:
 
 
 def stated_context(config: Mapping[str, Any]) -> int | None:
-    """Longest context a model was made for, prompt and answer together, in tokens.
+    """Read the longest context that a model was made for, prompt and answer together, in tokens.
 
     Args:
         config: its config.json; None is returned if that does not say.

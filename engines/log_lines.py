@@ -1,4 +1,4 @@
-"""How an engine process writes its log, and how the gateway reads it back.
+"""The log lines of an engine process: how they are written there, and read by the gateway.
 
 An engine's standard error is relayed into the gateway's log, which gives every line a time, a level
 and a name. So the engine's own lines hold nothing but a level and the words, one line per event.
@@ -20,7 +20,7 @@ _LINE = re.compile(
 
 
 class LevelAndWords(logging.Formatter):
-    """``WARNING words``; the logger's name only where it is not one of ours."""
+    """Formats a record as ``WARNING words``; the logger is named only if it is not one of ours."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -32,7 +32,7 @@ class LevelAndWords(logging.Formatter):
 
 
 def configure_logging(level: str) -> None:
-    """The root logger of an engine process; ``level`` as in ``WorkerConfig``."""
+    """Set up the root logger of an engine process; ``level`` is that of ``WorkerConfig``."""
     handler = logging.StreamHandler()
     handler.setFormatter(LevelAndWords())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
@@ -40,7 +40,7 @@ def configure_logging(level: str) -> None:
 
 
 def read_line(line: str) -> tuple[int, str]:
-    """Level and words of a line; one that states no level is worth ``INFO``."""
+    """Split a line into its level and its words; one that states no level gets ``INFO``."""
     found = _LINE.fullmatch(line)
     if found is None:
         return logging.INFO, line

@@ -1,4 +1,4 @@
-"""Engines by name. A user's own is given as ``module:Attr``."""
+"""The table of engines by name. A user's own engine is named as ``module:Attr``."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
 
 ENGINES: Mapping[str, str] = {
-    "mlx": "engines.mlx_server:MlxServer",
-    "vllm": "engines.vllm_server:VllmServer",
-    "fake": "engines.fake:FakeServer",
-    "attached": "engines.client:AttachedEngine",
+    "mlx": "engines.client.child.servers:MlxServer",
+    "vllm": "engines.client.child.servers:VllmServer",
+    "fake": "engines.client.child.servers:FakeServer",
+    "attached": "engines.client.engine_client:AttachedEngine",
 }
 
 
 class UnknownEngine(Exception):
-    pass
+    """No engine can be made from this name; the message says why."""
 
 
 class EngineFactory(Protocol):
+    """Makes an engine of its settings."""
+
     def __call__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> Engine:
-        """``env``: what a process that the engine starts gets in addition to our environment."""
+        """Make the engine; nothing is started yet.
+
+        Args:
+            env: added to our environment for a process that the engine starts.
+        """
 
 
 def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
-    """The engine of a name in ``ENGINES``, or of an import string; nothing is started yet.
+    """Make the engine of a name in ``ENGINES``, or of an import string; nothing is started yet.
 
     Raises:
         UnknownEngine: no such name, module or attribute, or what it names makes no engine.
@@ -48,7 +54,7 @@ def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> En
 
 
 def engine_factory(kind: str) -> EngineFactory:
-    """The class for a name in ``ENGINES`` or for an import string.
+    """Find the class for a name in ``ENGINES`` or for an import string.
 
     Raises:
         UnknownEngine: no such name, module or attribute.

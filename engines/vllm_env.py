@@ -1,4 +1,4 @@
-"""Whether an environment can run vLLM with our plug-in, found out without importing vLLM.
+"""Finds out whether an environment can run vLLM with our plug-in, without importing vLLM.
 
 vLLM lives in an environment of its own, and its import takes half a minute; package metadata says
 as much in a moment.
@@ -46,7 +46,7 @@ NEEDED: Final = ("msgspec", "numpy", "lmdb", "google_crc32c", "psutil", "prometh
 
 @dataclass(frozen=True)
 class VllmEnvironment:
-    """``problem`` is "" or one sentence that says what to do."""
+    """The vLLM of an environment. ``problem`` is "" or one sentence that says what to do."""
 
     version: str
     cpu: bool
@@ -54,16 +54,19 @@ class VllmEnvironment:
 
 
 def import_path(packages: Path = PACKAGES) -> str:
-    """What vLLM's environment needs on PYTHONPATH to import our plug-in.
+    """The folder that PYTHONPATH needs for vLLM's environment to import our plug-in.
 
-    "" if we are installed: our neighbours there, made for another Python, would hide vLLM's own.
-    Then the plug-in has to be installed beside vLLM, too.
+    "" if we are installed in ``site-packages``: the other packages there, made for another Python,
+    would hide vLLM's own. Then the plug-in has to be installed beside vLLM, too.
     """
     return "" if packages.name in ("site-packages", "dist-packages") else str(packages)
 
 
 def inspect_environment(python: str, extras: Sequence[str] = ()) -> VllmEnvironment:
-    """Ask another interpreter. Never raises. ``extras``: further modules that it needs."""
+    """Ask another interpreter what it has. ``extras``: further modules that it needs.
+
+    Never raises: ``problem`` says what is wrong.
+    """
     try:
         run = subprocess.run(
             [python, "-c", f"NEEDED = {(*NEEDED, *extras)}{_SCRIPT}"],
@@ -95,7 +98,11 @@ def _problem(python: str, version: str, found: dict[str, object]) -> str:
 
 
 def _other_release(python: str, theirs: str) -> str:
-    """A checkout lends its own plug-in to any environment; an installed gateway finds another."""
+    """A sentence if the plug-in there is of another release than we are, else "".
+
+    A checkout lends its own plug-in to any environment, so only an installed gateway can find
+    another release.
+    """
     ours = _installed_version()
     if import_path() or not ours or theirs == ours:
         return ""

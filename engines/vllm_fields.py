@@ -1,4 +1,4 @@
-"""How the gateway tells vLLM whose turn it is: in vLLM's own fields of a request.
+"""Names a request's tenant and session in vLLM's own fields of a request.
 
 ``cache_salt`` enters the hash of every block, so that no tenant ever hits another's prefix.
 ``kv_transfer_params`` is vLLM's field for its connector; ours names tenant and session there.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kvstore.records import SessionRef
+from kvstore.session import SessionRef
 
 PARAMS_FIELD: Final = "thermocline"
 
 
 def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:
-    """The client's body, these fields set by us whatever it held."""
+    """The client's body with tenant and session set by us, whatever it held in these fields."""
     names = {"tenant": session.tenant, "session": session.id}
     return {
         **body,

@@ -1,8 +1,8 @@
 """Control messages between the gateway and an engine process, and their framing.
 
 A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRAME_BYTES``. The
-gateway sends ``Request``; the engine answers each with one ``Reply`` of the same number and may
-send ``Notice`` at any time. KV bytes never travel here.
+gateway sends ``ControlRequest``; the engine answers each with one ``ControlReply`` of the same
+number, and may send ``Notice`` at any time. KV bytes never travel here.
 
 The same verbs serve every engine: demote, prefetch, pin, unpin, forget, sessions, stats, adopt.
 """
@@ -16,25 +16,17 @@ from typing import Literal, TypeAlias, TypeVar
 import msgspec
 
 from kvstore.codecs.quality import Quality
-from kvstore.records import SessionRef as SessionRef
-from kvstore.records import TierName as TierName
+from kvstore.session import SessionRef as SessionRef
+from kvstore.session import TierName as TierName
 
 WIRE_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
-# Of sessions in one reply. Far below a frame's limit, and decoded on an event loop.
+# Bytes of sessions in one reply: far below a frame's limit, since an event loop decodes them.
 PAGE_BYTES = 4 << 20
-
-# Request headers of the data plane that only the gateway may set.
-TENANT_HEADER = "x-thermocline-tenant"
-SESSION_HEADER = "x-thermocline-session"  # percent-encoded UTF-8
-SALT_HEADER = "x-thermocline-salt"  # hex
-# Response header of the data plane: "hot", "cold-ram", "cold-disk", "cold-redis" or "miss",
-# then "; tokens=N" and, where something was not reused, "; reason=WORD".
-CACHE_HEADER = "x-thermocline-cache"
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine knows of a session right now."""
+    """The engine's knowledge of one session at this moment."""
 
     tenant: str
     id: str
@@ -49,7 +41,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def absent(session: SessionRef) -> SessionReport:
-    """Of a session that the engine does not know, or no longer."""
+    """Make the report of a session that the engine does not hold, or no longer."""
     return SessionReport(
         tenant=session.tenant,
         id=session.id,
@@ -65,6 +57,8 @@ def absent(session: SessionRef) -> SessionReport:
 
 
 class TierReport(msgspec.Struct, frozen=True):
+    """The figures of one tier of the cold store. Counters only grow."""
+
     name: TierName
     nbytes: int
     capacity_bytes: int
@@ -75,34 +69,35 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What sessions are packed with from now on, and why."""
+    """The codecs that sessions are packed with from now on, and why these."""
 
-    name: str  # of the preset; of the fastest tier, should others have their own
-    id: str = ""  # of the codec, with the digits of its profile
-    tiers: dict[TierName, str] = {}  # id of each tier's
-    why: str = ""  # in words, with the figures
-    # What they cost this model, a row for each context length; none if exact or not measured.
+    name: str  # the preset's; that of the fastest tier where tiers differ
+    id: str = ""  # the codec's id, with the digits of its profile
+    tiers: dict[TierName, str] = {}  # the id of each tier's codec
+    why: str = ""  # the reason in words, with the figures
+    # The measured cost on this model, a row per context length; none if exact or not measured.
     rows: tuple[Quality, ...] = ()
-    # Nothing was measured of what the settings ask for; a calibration would tell.
+    # True if what the settings ask for was never measured; a calibration would do that.
     unmeasured: bool = False
-    fingerprint: str = ""  # of the model, by which its profile is named
+    fingerprint: str = ""  # the model's; its profile is named by it
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment of the engine. All counters only grow.
+    """The figures of an engine at one moment. All counters only grow.
 
-    Its store's are those of ``kvstore.stats.StoreStats``, but misses are counted per turn. Its own:
-    ``prompts``, ``prompt_tokens``, ``cached_tokens``, ``source.<where the KV came from>``,
-    ``misses.<reason>``; ``turns``, ``failed_turns``, ``generated_tokens``; ``sent_back``: rows that
-    had to make room and wait again. ``keep_failures``: sessions whose KV could not be kept after a
-    turn, or not be given to the store. ``rebuild_failures`` (mlx) and ``loads_failed`` (vLLM):
-    restored KV that was no use, and was computed again.
+    The counters of the store are those of ``kvstore.stats.StoreStats``, but misses are counted per
+    turn. The engine's own are ``prompts``, ``prompt_tokens``, ``cached_tokens``,
+    ``source.<where the KV came from>``, ``misses.<reason>``, ``turns``, ``failed_turns``,
+    ``generated_tokens``; ``sent_back``: rows that had to make room and wait again;
+    ``keep_failures``: sessions whose KV could not be kept after a turn, or not be given to the
+    store; ``rebuild_failures`` (mlx) and ``loads_failed`` (vLLM): restored KV that could not be
+    used and was computed again.
     """
 
     hot_bytes: int  # measured: idle hot sessions and running requests together
     idle_hot_bytes: int  # of these, what dropping idle sessions would free
     hot_capacity_bytes: int
-    active_bytes: int  # all memory the tensor library holds, weights included
+    active_bytes: int  # all that the tensor library holds, weights included
     num_running: int
     num_waiting: int
     save_queue_bytes: int
@@ -115,6 +110,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of every connection; shows the token."""
+
     token: str
     version: int = WIRE_VERSION
 
@@ -133,10 +130,14 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
 
 
 class Pin(msgspec.Struct, frozen=True, tag="pin"):
+    """Protect the session from being demoted or evicted."""
+
     session: SessionRef
 
 
 class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Undo ``Pin``."""
+
     session: SessionRef
 
 
@@ -147,19 +148,19 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
 
 
 class ListSessions(msgspec.Struct, frozen=True, tag="sessions"):
-    """One page of all sessions, in the order of (tenant, id), that come behind ``after``."""
+    """Ask for one page of sessions, in the order of (tenant, id), from behind ``after`` on."""
 
     after: tuple[str, str] | None = None  # tenant and id; None = from the start
 
 
 class GetStats(msgspec.Struct, frozen=True, tag="stats"):
-    pass
+    """Ask for an ``EngineReport``."""
 
 
 class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
-    """Look again at what was measured on this model, and pack with the codec that follows.
+    """Choose the codec again by what was measured on this model, and pack with it from now on.
 
-    What is stored stays readable, whatever it was packed with.
+    Stored blobs stay readable, whatever they were packed with.
     """
 
 
@@ -170,6 +171,8 @@ Verb: TypeAlias = Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSession
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
+    """The answer to ``Hello``: the engine describes itself."""
+
     engine: str  # "mlx", "vllm", "fake"
     engine_version: str
     model: str  # served name
@@ -181,41 +184,56 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """``report`` is None where the session is unknown. ``kept`` says why a demote did nothing."""
+    """The answer to a verb about one session.
+
+    ``report`` is None if the session is unknown; ``kept`` says why a demote did nothing.
+    """
 
     report: SessionReport | None
     kept: str = ""  # "busy", "pinned", "no-cold-copy", "disabled"
 
 
 class Sessions(msgspec.Struct, frozen=True, tag="session_list"):
+    """The answer to ``ListSessions``."""
+
     sessions: list[SessionReport]
-    more: bool = False  # ask again, ``after`` the last of these
+    more: bool = False  # True: ask again, with the last of these as ``after``
 
 
 class Stats(msgspec.Struct, frozen=True, tag="engine_stats"):
+    """The answer to ``GetStats``."""
+
     report: EngineReport
 
 
 class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
+    """The answer to ``Adopt``: the codec that follows."""
+
     codec: CodecReport
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The answer to any verb that failed or is not allowed."""
+
     message: str
-    code: Literal["", "pin_limit"] = ""  # of refusals that are no failure, but an answer
+    code: Literal["", "pin_limit"] = ""  # set for refusals that are no failure
 
 
-Answer: TypeAlias = Welcome | Done | Sessions | Stats | Adopted | Refused
+VerbAnswer: TypeAlias = Welcome | Done | Sessions | Stats | Adopted | Refused
 
 
-class Request(msgspec.Struct, frozen=True, tag="request"):
+class ControlRequest(msgspec.Struct, frozen=True, tag="request"):
+    """A verb with the number that its reply will carry."""
+
     number: int
     verb: Verb
 
 
-class Reply(msgspec.Struct, frozen=True, tag="reply"):
+class ControlReply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to the request of the same number."""
+
     number: int
-    answer: Answer
+    answer: VerbAnswer
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
@@ -225,18 +243,21 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
     session: SessionReport
 
 
-FromEngine: TypeAlias = Reply | Notice
+FromEngine: TypeAlias = ControlReply | Notice
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(Reply | Notice)
+_request_decoder = msgspec.msgpack.Decoder(ControlRequest)
+_from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(
+    ControlReply | Notice
+)
 
 
 class WireError(Exception):
     """The peer does not speak this protocol; the connection is of no further use."""
 
 
-def frame(message: Request | Reply | Notice) -> bytes:
+def frame(message: ControlRequest | ControlReply | Notice) -> bytes:
+    """Encode a message with its length in front. Raises ``WireError`` if it is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a control message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
@@ -244,7 +265,7 @@ def frame(message: Request | Reply | Notice) -> bytes:
 
 
 def page_of(reports: Iterable[SessionReport], after: tuple[str, str] | None) -> Sessions:
-    """The page that ``ListSessions(after)`` asks for: at most ``PAGE_BYTES``, at least one."""
+    """Cut the page that ``ListSessions(after)`` asks for: up to ``PAGE_BYTES``, one at least."""
     rest = sorted(
         (x for x in reports if after is None or (x.tenant, x.id) > after),
         key=lambda x: (x.tenant, x.id),
@@ -257,13 +278,18 @@ def page_of(reports: Iterable[SessionReport], after: tuple[str, str] | None) -> 
     return Sessions(rest)
 
 
-async def read_request(reader: asyncio.StreamReader) -> Request:
-    """Raises ``WireError`` for a broken frame, ``asyncio.IncompleteReadError`` at the end."""
+async def read_request(reader: asyncio.StreamReader) -> ControlRequest:
+    """Read one request.
+
+    Raises:
+        WireError: the frame is broken or too long.
+        asyncio.IncompleteReadError: the connection ended.
+    """
     return _decode(_request_decoder, await _read_body(reader))
 
 
 async def read_from_engine(reader: asyncio.StreamReader) -> FromEngine:
-    """Raises as ``read_request`` does."""
+    """Read one reply or notice. Raises as ``read_request`` does."""
     return _decode(_from_engine_decoder, await _read_body(reader))
 
 

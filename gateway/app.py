@@ -1,4 +1,4 @@
-"""The app: routes, error shapes, and the life of what stands behind them."""
+"""The ASGI app: its routes, its error handlers, and the start and stop of the engine behind it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from engines.base import Engine
-from gateway import chat, health, models, sessions
+from engines.headers import CACHE_HEADER, SESSION_HEADER
+from gateway import health, sessions
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, respond
-from gateway.front import Front
+from gateway.front import FrontMiddleware
 from gateway.identity import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
+from gateway.openai import chat, models
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.gateway")
@@ -33,7 +35,10 @@ def create_app(
     tenants: Tenants,
     metrics: Metrics,
 ) -> FastAPI:
-    """The app around parts that ``launch`` has made. Its lifespan starts and stops the engine."""
+    """Build the app around parts that ``launch`` has made.
+
+    Its lifespan starts and stops the engine.
+    """
     gateway = Gateway(
         config=config,
         engine=engine,
@@ -52,8 +57,8 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for room in (chat, models, sessions, health):
-        app.include_router(room.router)
+    for routes in (chat, models, sessions, health):
+        app.include_router(routes.router)
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)
     if config.allowed_origins:
@@ -62,9 +67,11 @@ def create_app(
             allow_origins=config.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-thermocline-session", "x-thermocline-cache"],
+            expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER],
         )
-    app.add_middleware(Front, config=config, metrics=metrics, open_to_all=tenants.open_to_all)
+    app.add_middleware(
+        FrontMiddleware, config=config, metrics=metrics, open_to_all=tenants.open_to_all
+    )
     return app
 
 
@@ -72,22 +79,25 @@ def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManag
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await gateway.engine.start()
-        keeping = asyncio.create_task(_keep_sessions(gateway.sessions), name="sessions")
+        housekeeping = asyncio.create_task(_keep_house(gateway.sessions), name="sessions")
         try:
             yield
         finally:
             gateway.sessions.stop_admitting()
-            keeping.cancel()
+            housekeeping.cancel()
             with suppress(asyncio.CancelledError):
-                await keeping
+                await housekeeping
             await gateway.engine.stop(0)
 
     return lifespan
 
 
-async def _keep_sessions(session_manager: SessionManager) -> None:
-    """Until cancelled. A defect in the housekeeping must not end the service: sessions then just
-    stay hot until the engine itself drops them."""
+async def _keep_house(session_manager: SessionManager) -> None:
+    """Run the sessions' housekeeping until cancelled; start it again if it fails.
+
+    A defect in it must not end the service: meanwhile sessions just stay hot until the engine
+    itself drops them.
+    """
     while True:
         try:
             await session_manager.run()

@@ -1,4 +1,4 @@
-"""Request bodies: bounded while they are read, JSON only."""
+"""Request bodies: JSON only, of bounded size, in bounded time."""
 
 from __future__ import annotations
 
@@ -6,36 +6,27 @@ import asyncio
 
 from starlette.requests import Request
 
-from engines.openai import InvalidRequest
+from engines.asgi import read_body
+from engines.openai.errors import InvalidRequest
 from gateway.config import GatewayConfig
 
 
-async def read_body(request: Request, config: GatewayConfig) -> bytes:
-    """The whole body.
+async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
+    """Read the whole body; it is not parsed here.
 
     Raises:
-        InvalidRequest: 408, 413 or 415. Nothing beyond the limit is ever held in memory.
+        InvalidRequest: it takes too long (408), is too large (413) or not declared as JSON (415).
     """
     _check_encoding(request)
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > config.max_body_bytes:
-        raise _too_large(config)
-    pieces: list[bytes] = []
-    nbytes = 0
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            async for piece in request.stream():
-                nbytes += len(piece)
-                if nbytes > config.max_body_bytes:
-                    raise _too_large(config)
-                pieces.append(piece)
+            return await read_body(request, config.max_body_bytes)
     except TimeoutError:
         raise InvalidRequest("The request's body took too long to arrive.", status=408) from None
-    return b"".join(pieces)
 
 
 def _check_encoding(request: Request) -> None:
-    """Only what a page of a foreign origin cannot send without asking first is taken."""
+    """Refuse types that a page of a foreign origin may send without asking first (no preflight)."""
     if not _has_body(request):
         return
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -48,10 +39,3 @@ def _check_encoding(request: Request) -> None:
 def _has_body(request: Request) -> bool:
     headers = request.headers
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-
-
-def _too_large(config: GatewayConfig) -> InvalidRequest:
-    limit = config.max_body_bytes
-    return InvalidRequest(
-        f"The request's body is larger than {limit} bytes.", code="body_too_large", status=413
-    )

@@ -14,21 +14,21 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the gateway listens, whom it serves, and how long it waits for whom."""
+    """The gateway's address, its callers, and the limits in bytes and seconds that it sets."""
 
     host: str = "127.0.0.1"
     port: Port = 8080  # 0 = any free one
-    # Who may come. Lines "tenant:sha256 of the key in hex"; ``thermocline keys new`` makes them.
-    # No line at all: everybody is the one tenant "local".
+    # Lines "tenant:sha256 of the key in hex"; ``thermocline keys new`` makes them. Without any line
+    # no key is needed, and every caller is the one tenant "local".
     api_keys: tuple[str, ...] = ()
     api_keys_file: str = ""
-    # Names that Host may have; () = loopback names while bound to loopback; elsewhere any where a
-    # key is needed, else addresses and names without a dot. A page in a browser can reach a server
-    # in its network under a name of the page's own (DNS rebinding).
+    # Names that the Host header may have. (): on loopback the loopback names; elsewhere any name if
+    # keys are needed, else addresses and names without a dot. Otherwise a page in a browser could
+    # reach this server under a name of the page's own (DNS rebinding).
     allowed_hosts: tuple[str, ...] = ()
-    # Web origins that may call, besides pages that this server delivers itself.
+    # Web origins whose pages may call, besides this server's own.
     allowed_origins: tuple[str, ...] = ()
-    # "auto": open on loopback or without keys, else a key is needed.
+    # "auto": open on loopback or if no key is needed anywhere, else a key is needed.
     metrics_access: Literal["auto", "open", "key"] = "auto"
     # Further names for the served model, for clients whose model name cannot be changed.
     model_aliases: tuple[str, ...] = ()
@@ -39,10 +39,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     keep_alive_s: Positive = 65
     request_timeout_s: PositiveSeconds = 3600.0  # the whole answer
     client_stall_s: PositiveSeconds = 120.0  # a reader that takes nothing for this long is cut
-    # What a request waits for an engine that died and is being started again. 0 = 503 at once.
+    # How long a request waits for an engine that died and is being started again; 0 = 503 at once.
     engine_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
-    # Chats without an id are recognised by their messages; so many per tenant are remembered.
+    # Chats without an id are recognised by their messages; this many per tenant are remembered.
     max_known_chats: Positive = 50_000
 
     @property

@@ -1,4 +1,4 @@
-"""All that a request's handler works with, in one place."""
+"""The parts that every request handler works with, and how a handler gets at them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connec
 
 @dataclass
 class Gateway:
-    """One per app, at ``app.state.gateway``. Only the last three fields ever change."""
+    """The parts of one app, at ``app.state.gateway``. Only the last three fields ever change."""
 
     config: GatewayConfig
     engine: Engine
@@ -32,46 +32,52 @@ class Gateway:
     chats: KnownChats
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-    has_served: bool = False  # the engine was there for a request
+    has_served: bool = False  # the engine was ready for some request
     num_awaiting: int = 0  # requests that wait for the engine to come back
 
     @property
     def served(self) -> Welcome:
-        """What the engine said of itself. Raises ``EngineUnavailable`` while there is none."""
+        """The engine's account of itself. Raises ``EngineUnavailable`` while it is not ready."""
         welcome = self.engine.welcome
         if welcome is None:
             raise EngineUnavailable(self.engine.trouble)
         return welcome
 
     async def served_soon(self) -> Welcome:
-        """``served``, for a request: an engine that died gets ``engine_wait_s`` to come back.
+        """Return ``served``; an engine that died first gets ``engine_wait_s`` to come back.
 
-        One that was never there yet is still reading its weights; who asks for it too early is
-        told so at once.
+        An engine that has never been ready is still reading its weights: a request that comes too
+        early is told so at once.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or not again in time.
         """
         if self.has_served and self.num_awaiting < MAX_AWAITING:
             self.num_awaiting += 1
             try:
-                await self._engine_back()
+                await self._wait_for_engine()
             finally:
                 self.num_awaiting -= 1
         served = self.served
         self.has_served = True
         return served
 
-    async def _engine_back(self) -> None:
+    async def _wait_for_engine(self) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + self.config.engine_wait_s
         while not self.engine.ready and not self.draining and loop.time() < until:
             await asyncio.sleep(ENGINE_POLL_S)
 
     def knows(self, tenant: Tenant, session_id: str) -> bool:
+        """Tell whether the tenant has a session of that id."""
         return self.sessions.get(self.session(tenant, session_id)) is not None
 
     def session(self, tenant: Tenant, session_id: str) -> SessionRef:
+        """Name a session of the tenant, known or new."""
         return SessionRef(tenant=tenant.name, id=session_id, salt=tenant.salt)
 
     async def gauges(self) -> Gauges:
+        """Gather the figures of this moment; without the engine's if it does not answer."""
         try:
             report = await self.engine.stats() if self.engine.ready else None
         except EngineError:
@@ -85,9 +91,9 @@ class Gateway:
         )
 
     async def drain(self) -> None:
-        """Take no new turns; let the running ones finish, but no longer than ``drain_s``.
+        """Take no new turns, and let the running ones finish within ``drain_s``.
 
-        Streams that are cut off end with an error event, as they do when an engine dies.
+        Streams that are cut off then end with an error event, as they do when an engine dies.
         """
         self.draining = True
         self.sessions.stop_admitting()
@@ -95,11 +101,16 @@ class Gateway:
 
 
 def gateway_of(request: Request) -> Gateway:
+    """Return the parts of the app that serves ``request``."""
     gateway = request.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway
 
 
 def caller_of(request: Request) -> Tenant:
-    """Whose request this is. Raises ``InvalidRequest`` (401)."""
+    """Authenticate a request by its API key.
+
+    Raises:
+        InvalidRequest: 401, no key or an unknown one.
+    """
     return gateway_of(request).tenants.authenticate(request.headers.get("authorization"))

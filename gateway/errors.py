@@ -1,4 +1,4 @@
-"""Every failure in OpenAI's shape, with the status and headers that a client can act on."""
+"""Turns every failure into OpenAI's shape, with a status and headers that a client can act on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
-from engines.openai import InvalidRequest, error_body, error_type
+from engines.openai.requests import InvalidRequest, error_body, error_type
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
@@ -19,7 +19,7 @@ _HINTS = {
     " and /v1/sessions.",
     405: "This path does not take that method.",
 }
-# Why a session was not put to sleep: a code for programs, and words.
+# Reasons why a session was not put to sleep: a code for programs, and words.
 _KEPT = {
     "busy": ("session_busy", "a turn of it is being served"),
     "pinned": ("session_pinned", "it is pinned; unpin it first"),
@@ -30,7 +30,7 @@ _KEPT = {
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What a client is told of a failed request."""
+    """The answer to a request that failed."""
 
     status: int
     message: str
@@ -39,14 +39,16 @@ class Failure(msgspec.Struct, frozen=True):
     retry_after_s: float | None = None
 
     def json(self) -> bytes:
+        """The body, in OpenAI's shape."""
         body = error_body(self.message, error_type(self.status), self.param, self.code)
         return msgspec.json.encode(body)
 
     def event(self) -> bytes:
-        """The end of a stream that failed after its head was sent."""
+        """The last bytes of a stream that failed after its head was sent."""
         return b"data: " + self.json() + b"\n\ndata: [DONE]\n\n"
 
     def response(self) -> Response:
+        """The whole response; with ``retry-after`` where the same request may succeed later."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
@@ -57,7 +59,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def failure_of(error: Exception) -> Failure:
-    """What to tell of an exception. Of one that nobody foresaw nothing is told but that it was."""
+    """Translate an exception. An unforeseen one becomes a 500 that tells nothing more."""
     match error:
         case InvalidRequest():
             return Failure(error.status, error.message, error.param, error.code)
@@ -93,7 +95,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 async def respond(request: Request, error: Exception) -> Response:
-    """An exception handler for all that ``failure_of`` knows by name."""
+    """Answer an exception that ``failure_of`` knows by name; an exception handler of the app."""
     return failure_of(error).response()
 
 

@@ -1,7 +1,7 @@
-"""What every request passes first and every answer last.
+"""The outermost middleware: every request passes it first, every answer last.
 
-Plain ASGI. It names the request, turns away callers that a browser was tricked into, adds the
-headers that every answer has, and is the last net below everything that nobody foresaw.
+Plain ASGI. It gives the request an id, turns away requests that a page tricked a browser into,
+adds the headers that every answer has, and answers exceptions that nobody foresaw.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engines.asgi import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.errors import Failure, failure_of
 from gateway.metrics import Metrics
-from gateway.relay import ClientGone
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -31,26 +31,29 @@ _OPERATORS_ROUTES = ("livez", "readyz", "metrics")
 
 
 # ASGI extension: ``send`` as it was before any middleware wrapped it, for the body of a stream
-# between its head and its end. Nobody up there looks at these messages, and six wrappers cost more
+# between its head and its end. No middleware looks at these messages, and six wrappers cost more
 # than the relay itself.
 BODY_SEND = "thermocline.body_send"
 
 
 def body_send_of(scope: Scope, send: Send) -> Send:
-    """The short way out, or ``send`` where there is none."""
+    """Return the server's own ``send``, past every middleware; ``send`` where there is none."""
     found: Send = scope.get("extensions", {}).get(BODY_SEND, send)
     return found
 
 
 def request_id_of(scope: Scope) -> str:
+    """Return the id that ``FrontMiddleware`` gave the request."""
     return str(scope["state"]["request_id"])
 
 
-class Front:
+class FrontMiddleware:
+    """Names, checks, logs and counts every request. See above."""
+
     def __init__(
         self, app: ASGIApp, config: GatewayConfig, metrics: Metrics, open_to_all: bool
     ) -> None:
-        """``open_to_all``: no key is asked for."""
+        """``open_to_all``: no API key is needed."""
         self._open_to_all = open_to_all
         self._app = app
         self._config = config
@@ -61,22 +64,22 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        answer = _Answer(send, _request_id(headers))
-        scope.setdefault("state", {})["request_id"] = answer.request_id
+        response = _TrackedResponse(send, _request_id(headers))
+        scope.setdefault("state", {})["request_id"] = response.request_id
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:
             refusal = self._refusal(scope["method"], headers)
             app = refusal.response() if refusal else self._app
-            await app(scope, receive, answer.send)
+            await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
-            answer.status = CLIENT_CLOSED_REQUEST
+            response.status = CLIENT_CLOSED_REQUEST
         except Exception as error:  # the edge of the process: told to the log, not to the client
-            log.exception("request %s failed", answer.request_id)
-            if answer.status:
+            log.exception("request %s failed", response.request_id)
+            if response.status:
                 raise
-            await failure_of(error).response()(scope, receive, answer.send)
+            await failure_of(error).response()(scope, receive, response.send)
         finally:
-            self._done(scope, answer)
+            self._done(scope, response)
 
     def _refusal(self, method: str, headers: Headers) -> Failure | None:
         host = headers.get("host", "")
@@ -92,10 +95,11 @@ class Front:
         return None
 
     def _host_allowed(self, name: str) -> bool:
-        """Where no key protects the server, its name must: a page that a browser has from
-        ``evil.example`` may ask for an address of ours under that name (DNS rebinding).
+        """Tell whether the server may be called by this name.
 
-        Names without a dot and addresses are nobody's to point elsewhere.
+        Without API keys the name is the only protection: a page from ``evil.example`` can make a
+        browser send requests to this machine under that name (DNS rebinding). Addresses and names
+        without a dot cannot be made to point here by anybody else.
         """
         if self._config.allowed_hosts:
             return name in self._config.allowed_hosts
@@ -106,23 +110,23 @@ class Front:
     def _known(self, origin: str, host: str) -> bool:
         return origin in self._config.allowed_origins or urlsplit(origin).netloc == host
 
-    def _done(self, scope: Scope, answer: _Answer) -> None:
+    def _done(self, scope: Scope, response: _TrackedResponse) -> None:
         route = getattr(scope.get("endpoint"), "__name__", "other")
-        self._metrics.answered(route, answer.status)
+        self._metrics.answered(route, response.status)
         path = str(scope.get("raw_path") or scope["path"].encode(), "ascii", "replace")
         log.log(
             logging.DEBUG if route in _OPERATORS_ROUTES else logging.INFO,
             "%s %s %d %.1f ms request=%s",
             scope["method"],
             path[:MAX_LOGGED_PATH],
-            answer.status,
-            answer.age_ms,
-            answer.request_id,
+            response.status,
+            response.age_ms,
+            response.request_id,
         )
 
 
-class _Answer:
-    """One answer on its way out."""
+class _TrackedResponse:
+    """Passes a response on; adds the headers that all have, and keeps its status and time."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -146,7 +150,7 @@ class _Answer:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own where it can stand in a log and a header, else a new one."""
+    """Return the client's own id if it is safe in a log and a header, else a new one."""
     given = headers.get("x-request-id", "")
     return given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
@@ -160,7 +164,7 @@ def _is_address(name: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """``Host`` without the port and without the brackets of IPv6."""
+    """Return ``Host`` without its port and without the brackets of IPv6."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower()

@@ -1,4 +1,4 @@
-"""/livez, /readyz and /metrics: for whoever operates the server."""
+"""GET /livez, /readyz and /metrics: for whoever operates the server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 @router.get("/livez")
 async def livez(request: Request) -> Response:
-    """The process answers. Says nothing of the engine, whose troubles a restart would not cure."""
+    """Answer that this process lives; a restart of it would not cure the engine's troubles."""
     return _json({"status": "alive"})
 
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
-    """200 while turns are taken, else 503 with the reason."""
+    """Answer 200 while turns are taken, else 503 with the reason."""
     gateway = gateway_of(request)
     if gateway.draining:
         return Failure(503, "This server is shutting down.", None, "draining").response()
@@ -46,6 +46,7 @@ async def readyz(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
+    """Answer with all counters and gauges in Prometheus' text format."""
     gateway = gateway_of(request)
     if _metrics_need_key(gateway):
         caller_of(request)

@@ -1,17 +1,18 @@
 """Which session a request belongs to.
 
-First match wins: the ``X-Session-ID`` header, ``session_id``, ``prompt_cache_key``,
-``conversation``, ``previous_response_id``, else the longest message prefix that is known of the
-same tenant. So a client that sends nothing but messages has sessions too.
+The first of these that is there wins: the ``X-Session-ID`` header, ``session_id``,
+``prompt_cache_key``, ``conversation``, ``previous_response_id``; else the longest message prefix
+that is known of the same tenant. So a client that sends nothing but messages has sessions too.
 
 A chat without an id is known by its *head*: the hash of all messages of its latest request, chained
-message by message under the tenant's salt. The next request of that chat starts with the very same
-messages, so its chain passes through the head, and the head moves on. The same request again finds
-its own head. An older turn that was edited passes through no head: it is a fork, and gets an id of
-its own. A wrong guess costs nothing but a prefill, since the engine compares tokens.
+message by message under the tenant's salt. The next request of that chat begins with the same
+messages, so one of its chained hashes is the head; the head then moves on to the last of them. The
+same request again finds its own head. A request that edits an older turn contains no head: it is a
+fork, and gets an id of its own. A wrong guess costs nothing but a prefill, since the engine
+compares tokens.
 
-The id of a new chat is derived from its first head, so after a restart a chat is found again by
-asking which derived ids the engine still has a session for.
+The id of a new chat is derived from its first head. So after a restart a chat is found again by
+asking which of its derived ids the engine still has a session for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 import msgspec
 
-from engines.openai import InvalidRequest, Json
+from engines.openai.requests import InvalidRequest, Json
 from gateway.keys import Tenant
 
 SESSION_ID_HEADER = "x-session-id"
@@ -36,7 +37,11 @@ _canonical = msgspec.json.Encoder(order="sorted")
 
 
 def named_session(headers: Mapping[str, str], raw: Json) -> str | None:
-    """The id that the client gave. Raises ``InvalidRequest`` where it cannot be one."""
+    """Read the id that the client gave; None if it gave none.
+
+    Raises:
+        InvalidRequest: what it gave cannot be an id.
+    """
     header = headers.get(SESSION_ID_HEADER)
     if header is not None:
         return checked_id(id_from_header(header), "X-Session-ID")
@@ -50,7 +55,11 @@ def named_session(headers: Mapping[str, str], raw: Json) -> str | None:
 
 
 def checked_id(value: object, where: str) -> str:
-    """Ids end up in headers, logs and the engine's lists: printable and short. Else 400."""
+    """Return ``value`` if it can be a session's id: ids end up in headers, logs and lists.
+
+    Raises:
+        InvalidRequest: it is no string, not printable, or too long; ``where`` names it.
+    """
     # Printable first: a lone surrogate is not, and could not be encoded.
     if isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_ID_BYTES:
         return value
@@ -61,11 +70,16 @@ def checked_id(value: object, where: str) -> str:
 
 
 def id_to_header(session_id: str) -> str:
-    """Percent-encoded UTF-8; ids of plain ASCII (without %) stand as they are."""
+    """Encode an id as percent-encoded UTF-8; plain ASCII (without %) stays as it is."""
     return quote(session_id, safe=_PLAIN)
 
 
 def id_from_header(text: str) -> str:
+    """Read what ``id_to_header`` wrote.
+
+    Raises:
+        InvalidRequest: it is not percent-encoded UTF-8.
+    """
     try:
         return unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -77,24 +91,26 @@ class KnownChats:
 
     def __init__(self, capacity_per_tenant: int) -> None:
         self._capacity = capacity_per_tenant
-        self._of: dict[str, _Heads] = {}
+        self._heads_of: dict[str, _Heads] = {}
 
     def identify(
         self, tenant: Tenant, chain: Sequence[bytes], exists: Callable[[str], bool]
     ) -> str:
-        """The session id of a chat, known or new; ``chain`` is ``message_chain`` of its messages.
+        """Find the session id of a chat, or give it a new one.
 
-        ``exists`` tells whether the tenant has a session of that id: asked for chats of before a
-        restart.
+        Args:
+            chain: ``message_chain`` of its messages.
+            exists: tells whether the tenant has a session of that id; this is how chats are found
+                that began before the gateway was restarted.
         """
-        heads = self._of.setdefault(tenant.name, _Heads(self._capacity))
+        heads = self._heads_of.setdefault(tenant.name, _Heads(self._capacity))
         session_id = heads.take(chain) or heads.inherited(chain, exists) or heads.unused(chain[-1])
         heads.put(chain[-1], session_id)
         return session_id
 
 
 class _Heads:
-    """One tenant's: head -> session id, and back."""
+    """The heads of one tenant's chats: head to session id, and back."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -102,7 +118,7 @@ class _Heads:
         self._head_of: dict[str, bytes] = {}
 
     def take(self, chain: Sequence[bytes]) -> str | None:
-        """The session whose head lies furthest down the chain; the head is removed."""
+        """Remove the head that lies furthest down the chain; return its session, if any."""
         for digest in reversed(chain):
             session_id = self._session_at.pop(digest, None)
             if session_id is not None:
@@ -111,7 +127,7 @@ class _Heads:
         return None
 
     def inherited(self, chain: Sequence[bytes], exists: Callable[[str], bool]) -> str | None:
-        """A session of before the restart. One whose head is known is somebody else's by now."""
+        """Find a session from before a restart. One whose head is known belongs to another chat."""
         for digest in reversed(chain):
             session_id = _derived(digest)
             if session_id not in self._head_of and exists(session_id):
@@ -119,13 +135,14 @@ class _Heads:
         return None
 
     def unused(self, head: bytes) -> str:
-        """Two chats may begin alike: only the first of them gets the id that can be derived."""
+        """Make an id for a new chat. Of chats that begin alike only one gets the derived id."""
         session_id = _derived(head)
         if session_id in self._head_of:
             session_id = _derived(head + secrets.token_bytes(16))
         return session_id
 
     def put(self, head: bytes, session_id: str) -> None:
+        """Note the head of a chat; the longest unused one makes room."""
         self._session_at[head] = session_id
         self._head_of[session_id] = head
         if len(self._session_at) > self._capacity:
@@ -134,7 +151,10 @@ class _Heads:
 
 
 def message_chain(salt: bytes, messages: Sequence[object]) -> list[bytes]:
-    """One digest per message, of it and all before it, under the tenant's ``salt``."""
+    """Hash every message together with all before it, under the tenant's ``salt``.
+
+    Gives one digest of 16 bytes per message.
+    """
     digests = []
     digest = b""
     for message in messages:
@@ -146,7 +166,7 @@ def message_chain(salt: bytes, messages: Sequence[object]) -> list[bytes]:
 
 
 def _without_nulls(message: object) -> object:
-    """SDKs echo an assistant's message with its empty fields, other clients without them."""
+    """Drop null fields: SDKs echo an assistant's message with them, other clients without."""
     if isinstance(message, dict):
         return {key: value for key, value in message.items() if value is not None}
     return message

@@ -1,8 +1,8 @@
-"""Who calls: API keys, tenants, and the tenants' salts.
+"""API keys, the tenants that they belong to, and the tenants' salts.
 
-A key is 32 random bytes, so one SHA-256 of it is enough at rest. What a caller shows is compared
-with every known key in constant time. A tenant's salt is derived from the server's secret: it
-enters every chunk key of that tenant, is never told to anybody, and no client can choose it.
+A key is 32 random bytes, so storing one plain SHA-256 of it is enough. What a caller sends is
+compared with every known key in constant time. A tenant's salt is derived from the server's secret:
+it enters every chunk key of that tenant, is never told to anybody, and no client can choose it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from engines.openai import InvalidRequest
+from engines.openai.requests import InvalidRequest
 
 KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
@@ -23,16 +23,18 @@ _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})")
 
 
 class BadKeyLine(Exception):
-    """A line of the key list cannot be read. Never quotes the line."""
+    """A line of the key list cannot be read. The message never quotes the line."""
 
 
 class Tenant(NamedTuple):
+    """A caller's name, and the salt that enters every key of its cold data."""
+
     name: str
     salt: bytes
 
 
 class Tenants:
-    """All who may call. Without any key there is one anonymous tenant, ``ANONYMOUS``."""
+    """All tenants that may call. Without any key there is one, ``ANONYMOUS``."""
 
     def __init__(self, secret: bytes, key_lines: Iterable[str] = ()) -> None:
         """``secret``: at least 16 random bytes that stay the same over restarts.
@@ -47,10 +49,15 @@ class Tenants:
 
     @property
     def open_to_all(self) -> bool:
+        """True if no key is needed."""
         return not self._keys
 
     def authenticate(self, authorization: str | None) -> Tenant:
-        """Whose key this ``Authorization`` header shows. Raises ``InvalidRequest`` (401)."""
+        """Find the tenant whose key an ``Authorization`` header holds.
+
+        Raises:
+            InvalidRequest: 401, no key or an unknown one.
+        """
         if self.open_to_all:
             return self._tenant(ANONYMOUS)
         scheme, _, key = (authorization or "").partition(" ")
@@ -58,7 +65,7 @@ class Tenants:
             raise _unauthorised("No API key was sent. Send it as: Authorization: Bearer KEY.")
         shown = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found: str | None = None
-        for digest, name in self._keys:  # all of them: the time tells nothing
+        for digest, name in self._keys:  # always all of them, so that the time tells nothing
             if hmac.compare_digest(digest, shown):
                 found = name
         if found is None:
@@ -66,6 +73,7 @@ class Tenants:
         return self._tenant(found)
 
     def salt_of(self, name: str) -> bytes:
+        """Derive a tenant's salt, 32 bytes, from the server's secret."""
         return hmac.digest(self._secret, b"salt" + name.encode(), "sha256")
 
     def _tenant(self, name: str) -> Tenant:
@@ -73,7 +81,11 @@ class Tenants:
 
 
 def generate_key(tenant: str) -> tuple[str, str]:
-    """A new key, to be shown once, and the line for the key list. Raises ``BadKeyLine``."""
+    """Make a new key, to be shown once, and its line for the key list.
+
+    Raises:
+        BadKeyLine: ``tenant`` cannot be a tenant's name.
+    """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     line = f"{tenant}:{hashlib.sha256(key.encode()).hexdigest()}"
     _parse([line])
@@ -81,6 +93,7 @@ def generate_key(tenant: str) -> tuple[str, str]:
 
 
 def read_key_lines(path: str) -> list[str]:
+    """Read a key list. Raises ``OSError`` or ``UnicodeDecodeError``."""
     return Path(path).read_text(encoding="utf-8").splitlines()
 
 

@@ -1,13 +1,13 @@
-"""What the gateway counts, for Prometheus.
+"""The gateway's counters, histograms and gauges, for Prometheus.
 
-Request figures follow OpenTelemetry's names for generative AI servers (``gen_ai.server.*``), ours
-begin with ``thermocline_``. Labels never hold ids, keys or anything else that a client chooses.
+Figures of requests have OpenTelemetry's names for generative AI servers (``gen_ai.server.*``), all
+others begin with ``thermocline_``. Labels never hold ids, keys or anything else that a client
+chooses.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -15,24 +15,23 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from engines.headers import CacheOutcome
 from engines.wire import CodecReport, EngineReport
 
 log = logging.getLogger("thermocline.sessions")
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.5, 41, 82)
 _EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much
-_CACHE = re.compile(
-    r"(?P<source>hot|cold-(?:ram|disk|redis)|miss)"
-    r"(?:; tokens=\d+)?(?:; reason=(?P<reason>[a-z-]+))?"
-)
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
+    """The part of ``Usage`` that says how much of the prompt was not computed."""
+
     cached_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """OpenAI's ``usage``, as far as it is counted."""
+    """The counted part of OpenAI's ``usage``."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -40,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the moment, gathered when somebody asks."""
+    """Figures of one moment, gathered when they are asked for."""
 
     ready: bool
     num_running: int
@@ -50,7 +49,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics:
-    """One registry, its own; also the scheduler's ``Observer``."""
+    """The metrics of one app, in a registry of its own; also the scheduler's ``Observer``."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -114,29 +113,37 @@ class Metrics:
     # ---- requests
 
     def answered(self, route: str, status: int) -> None:
+        """Count an answer. ``route`` is the handler's name, never a path."""
         self._http(route, str(status)).inc()
 
     def turn_ended(self, operation: str, seconds: float, error: str) -> None:
-        """``error`` is a short word, "" for a good end."""
+        """Count a turn and its duration. ``error`` is one of few words, "" for a good end."""
         self._duration(operation, error).observe(seconds)
 
-    def first_token(self, operation: str, seconds: float, cache_header: str) -> None:
-        self._first_token(operation, _source_and_reason(cache_header)[0]).observe(seconds)
+    def first_token(self, operation: str, seconds: float, cache: CacheOutcome | None) -> None:
+        """Count the time to a stream's first event.
 
-    def cache_outcome(self, cache_header: str) -> None:
-        self._outcomes(*_source_and_reason(cache_header)).inc()
+        Args:
+            cache: None if the engine's header was missing or of no known form.
+        """
+        self._first_token(operation, _source_and_reason(cache)[0]).observe(seconds)
+
+    def cache_outcome(self, cache: CacheOutcome | None) -> None:
+        """Count where a turn's KV came from; None if the engine's header had no known form."""
+        self._outcomes(*_source_and_reason(cache)).inc()
 
     def used(self, usage: Usage) -> None:
+        """Count the tokens of one answer."""
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
         self._tokens("cached").inc(cached)
         self._tokens("prefilled").inc(max(0, usage.prompt_tokens - cached))
         self._tokens("answered").inc(usage.completion_tokens)
 
     def render(self, gauges: Gauges) -> bytes:
-        """Prometheus' text format."""
-        moment = CollectorRegistry()
-        moment.register(_Moment(gauges))
-        return generate_latest(self._registry) + generate_latest(moment)
+        """Write all metrics in Prometheus' text format."""
+        now = CollectorRegistry()
+        now.register(_GaugeCollector(gauges))
+        return generate_latest(self._registry) + generate_latest(now)
 
     def _histogram(
         self, name: str, words: str, labels: tuple[str, ...]
@@ -145,12 +152,15 @@ class Metrics:
         return cache(histogram.labels) if labels else lambda: histogram
 
     def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Callable[..., Counter]:
-        """By label values. The lookup is cached: the library's own takes a lock, every time."""
+        """Make a counter, as a function of its label values.
+
+        The lookup is cached: the library's own takes a lock every time.
+        """
         return cache(Counter(name, words, labels, registry=self._registry).labels)
 
 
-class _Moment:
-    """``Gauges`` as a prometheus collector."""
+class _GaugeCollector:
+    """Shows ``Gauges`` to prometheus_client as a collector."""
 
     def __init__(self, gauges: Gauges) -> None:
         self._gauges = gauges
@@ -228,7 +238,6 @@ def _gauge(name: str, words: str, value: float) -> Metric:
     return GaugeMetricFamily(f"thermocline_{name}", words, value=float(value))
 
 
-def _source_and_reason(cache_header: str) -> tuple[str, str]:
-    """Only words of ours become labels, whatever an engine may send."""
-    found = _CACHE.fullmatch(cache_header)
-    return (found["source"], found["reason"] or "") if found else ("unknown", "")
+def _source_and_reason(cache: CacheOutcome | None) -> tuple[str, str]:
+    """Return two labels; ``CacheOutcome`` has let only plain words through."""
+    return (cache.source, cache.reason or "") if cache else ("unknown", "")

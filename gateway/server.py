@@ -1,4 +1,4 @@
-"""Serving the app: uvicorn with bounded request heads and a patient end.
+"""Serves the app: uvicorn with bounded request heads and a drain before the end.
 
 uvicorn answers SIGTERM by closing its listening socket at once. Here the first signal starts the
 drain: the server goes on answering (503 for new turns, /readyz says why) until the running turns
@@ -28,12 +28,12 @@ CLOSE_CONNECTIONS_S = 5
 
 
 def serve(app: FastAPI, config: GatewayConfig) -> None:
-    """Until SIGTERM or SIGINT. Blocks; runs its own event loop."""
+    """Serve until SIGTERM or SIGINT. Blocks; runs an event loop of its own."""
     server_of(app, config).run()
 
 
 def server_of(app: FastAPI, config: GatewayConfig) -> DrainingServer:
-    """The server, not running yet."""
+    """Make the server; nothing runs yet."""
     protocol = type("Protocol", (BoundedProtocol,), {"limits": config})
     return DrainingServer(
         uvicorn.Config(
@@ -54,6 +54,8 @@ def server_of(app: FastAPI, config: GatewayConfig) -> DrainingServer:
 
 
 class DrainingServer(uvicorn.Server):
+    """A uvicorn server that lets running turns finish before it ends. See above."""
+
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self._gateway = gateway
@@ -63,15 +65,15 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        # What is here now stays; the collector need not look at it again after every few turns.
+        # What exists now stays for good: the garbage collector need not visit it again and again.
         gc.collect()
         gc.freeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """In a signal handler: only hands the signal to the event loop.
+        """Hand a signal to the event loop; called in a signal handler.
 
         Unlike uvicorn's it does not raise the signal once more at the end, so the caller of
-        ``run`` can put things away.
+        ``run`` can still clean up.
         """
         if self._loop is None or not self.started:
             self.should_exit = True
@@ -137,8 +139,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An offer to speak WebSocket or HTTP/2 may be ignored (RFC 9110, 7.8): it is answered like
-        any request. uvicorn would advise the operator to install something."""
+        """Ignore an offer to speak WebSocket or HTTP/2, as RFC 9110 (7.8) allows.
+
+        uvicorn would advise the operator to install something.
+        """
         log.debug("an offer to upgrade the protocol was ignored")
 
     def send_400_response(self, msg: str) -> None:
@@ -157,7 +161,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _refuse(self, failure: Failure) -> None:
-        """Answer without an app, and close: what follows on this connection is not understood."""
+        """Answer without the app, and close: what follows on this connection cannot be parsed."""
         self._stop_timer()
         if self.transport.is_closing():
             return

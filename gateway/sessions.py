@@ -1,7 +1,7 @@
-"""The sessions API: what a caller has, hot and cold, and what may be done with it.
+"""The sessions API: lists a caller's sessions, hot and cold, and moves, pins or forgets them.
 
-Every route looks at the caller's own sessions only, so somebody else's session and one that never
-was are the same 404.
+Every route looks at the caller's own sessions only, so another tenant's session and one that never
+existed get the same 404.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import SessionRef, TierName
-from engines.openai import InvalidRequest
-from gateway.body import read_body
+from engines.openai.requests import InvalidRequest
+from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.identity import checked_id
 from scheduler.view import SessionView
@@ -32,7 +32,7 @@ class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @router.get("/v1/sessions")
 async def list_sessions(request: Request) -> Response:
-    """With how they are packed from now on, and what that was measured to cost this model."""
+    """List the caller's sessions, the codec in use and its measured cost on this model."""
     tenant, gateway = caller_of(request), gateway_of(request)
     sessions = gateway.sessions.list(tenant.name)
     return _json({"object": "list", "data": sessions, "codec": gateway.engine.codec})
@@ -40,8 +40,9 @@ async def list_sessions(request: Request) -> Response:
 
 @router.post(_ONE + "/demote")
 async def demote(request: Request) -> Response:
+    """Put a session to sleep now; a tier in the body also moves its cold copy down."""
     gateway, session = _addressed(request)
-    body = await read_body(request, gateway.config)
+    body = await read_json_body(request, gateway.config)
     try:
         to = msgspec.json.decode(body or b"{}", type=DemoteTo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -51,12 +52,14 @@ async def demote(request: Request) -> Response:
 
 @router.post(_ONE + "/prefetch")
 async def prefetch(request: Request) -> Response:
+    """Wake a session before its next turn comes."""
     gateway, session = await _addressed_by_post(request)
     return _one(await gateway.sessions.prefetch(session))
 
 
 @router.post(_ONE + "/pin")
 async def pin(request: Request) -> Response:
+    """Protect a session from sleep and eviction until it is unpinned."""
     gateway, session = await _addressed_by_post(request)
     return _one(await gateway.sessions.pin(session, True))
 
@@ -75,6 +78,7 @@ async def show_session(request: Request) -> Response:
 
 @router.delete(_ONE)
 async def forget(request: Request) -> Response:
+    """Remove a session from every tier, for good."""
     gateway, session = _addressed(request)
     if not await gateway.sessions.forget(session):
         raise _unknown_session()
@@ -90,7 +94,7 @@ def _addressed(request: Request) -> tuple[Gateway, SessionRef]:
 
 async def _addressed_by_post(request: Request) -> tuple[Gateway, SessionRef]:
     addressed = _addressed(request)
-    await read_body(request, addressed[0].config)
+    await read_json_body(request, addressed[0].config)
     return addressed
 
 

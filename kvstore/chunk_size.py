@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstore.codecs.calibrated import LEARNABLE
-from kvstore.codecs.fixed_rate import FixedRate
-from kvstore.codecs.presets import PRESETS
+from kvstore.codecs.names import CODECS
 from kvstore.config import AUTO, StoreConfig
 
 USUAL_TOKENS: Final = 128
@@ -34,5 +32,5 @@ def chunk_tokens(config: StoreConfig, block_tokens: int = 0) -> int:
 
 
 def _packs_tokens_alone(name: str) -> bool:
-    """Of one's own codec nothing is known."""
-    return name in ("", AUTO, *PRESETS) or isinstance(LEARNABLE.get(name), FixedRate)
+    """True if small chunks cost no density; nothing is known of a user's own codec."""
+    return name in ("", AUTO) or (name in CODECS and CODECS[name].small_chunks)

@@ -15,7 +15,7 @@ AUTO: Final = "auto"
 
 
 class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where cold sessions rest and how they are packed.
+    """Settings of the cold store: the tiers and their budgets, the codecs, the limits.
 
     A tier with a budget of zero bytes is off. Redis is used when ``redis_url`` is given.
     """

@@ -51,11 +51,11 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Hot bytes of one token in the engine's own dtype."""
+        """Bytes that one token takes while it is hot, in the engine's own dtype."""
         return self.elements_per_token * self.numpy_dtype.itemsize
 
     def empty(self, num_tokens: int) -> list[KVPair]:
-        """Fresh arrays for ``num_tokens`` tokens of every layer, uninitialised."""
+        """Allocate arrays for ``num_tokens`` tokens of every layer, uninitialised."""
         return [
             (
                 np.empty((x.num_kv_heads, num_tokens, x.head_dim), self.numpy_dtype),
@@ -65,6 +65,22 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
 
 
+class StoredModel(msgspec.Struct, frozen=True):
+    """The model whose KV a store keeps.
+
+    Args:
+        name: what clients call it; sessions are found by it.
+        fingerprint: hex digest of weights, config, dtype and the engine's KV layout.
+        needs_state: its cache cannot be cut back to an earlier token; sessions are then
+            restorable only where a snapshot was taken.
+    """
+
+    name: str
+    fingerprint: str
+    layout: KVLayout
+    needs_state: bool = False
+
+
 def slice_tokens(run: KVRun, first: int, last: int) -> list[KVPair]:
-    """Views of tokens ``first..last`` of every layer; nothing is copied."""
+    """Give views of tokens ``first..last`` of every layer; nothing is copied."""
     return [(k[:, first:last], v[:, first:last]) for k, v in run]

@@ -32,7 +32,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters:
-    """Named counters, from any thread."""
+    """Counters by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

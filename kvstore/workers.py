@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final, TypeVar
 
@@ -12,6 +13,7 @@ from kvstore.cores import usable_cores
 from kvstore.errors import StoreClosed
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 MAX_DEFAULT_THREADS: Final = 4
 # A tier that hangs occupies readers, never codec threads; with none left, restores time out.
 NUM_READERS: Final = 4
@@ -20,12 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 def default_threads() -> int:
-    """One core is left to the engine."""
+    """Number of codec threads where nobody has said one: one core is left to the engine."""
     return min(max(usable_cores() - 1, 1), MAX_DEFAULT_THREADS)
 
 
 class Workers:
-    """Thread-safe. Everything submitted after ``close`` raises ``StoreClosed``."""
+    """The threads of one store. Thread-safe; after ``close`` all raise ``StoreClosed``."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads or default_threads()
@@ -40,21 +42,40 @@ class Workers:
     def read(self, call: Callable[..., T], *args: object) -> Future[T]:
         return _submit(self._readers, call, *args)
 
+    def few_at_once(self, calls: Iterable[tuple[K, Callable[[], T]]], at_once: int) -> dict[K, T]:
+        """Run calls on the codec threads, in order, and give their results by name.
+
+        At most ``at_once`` of them are in flight, so that a restore never waits long for a thread.
+        """
+        running: deque[tuple[K, Future[T]]] = deque()
+        done: dict[K, T] = {}
+        for name, call in calls:
+            if len(running) >= at_once:
+                first, result = running.popleft()
+                done[first] = result.result()
+            running.append((name, self.codec(call)))
+        return done | {name: result.result() for name, result in running}
+
+    @property
+    def num_spare(self) -> int:
+        """Number of codec threads that work which can wait may use: one is left for restores."""
+        return max(1, self.num_threads - 1)
+
     def later(self, call: Callable[..., None], *args: object) -> None:
-        """Run it soon; nobody waits for it but ``quiet``."""
+        """Run a call soon; nobody waits for it but ``quiet``."""
         future = _submit(self._readers, call, *args)
         with self._lock:
             self._unfinished.add(future)
         future.add_done_callback(self._forget)
 
     def quiet(self, timeout_s: float) -> bool:
-        """True once everything given to ``later`` so far is done."""
+        """Wait until everything given to ``later`` so far is done; False if that took too long."""
         with self._lock:
             unfinished = set(self._unfinished)
         return not wait(unfinished, timeout_s).not_done
 
     def close(self) -> None:
-        """What was submitted still runs; waits for it."""
+        """Wait for what was submitted, and stop the threads."""
         self._readers.shutdown(wait=True)
         self._codec.shutdown(wait=True)
 

@@ -1,6 +1,6 @@
-"""Looks at everything that a server needs before it is started, and says how to cure what is wrong.
+"""Checks everything that a server needs, and says how to cure what is wrong.
 
-Nothing is started and nothing is downloaded.
+Nothing is started and nothing is downloaded. ``CHECKS`` at the end is the list.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from engines.calibration.choice import Choice
+from engines.calibration.gate.choice import Choice
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.tiers.disk_folder import left_behind
-from launch.blas import find_blas
-from launch.cache_shape import NotUnderstood
-from launch.effective import Effective, require_installed
+from kvstore.tiers.disk.folder import left_behind
+from launch.calibrate.program import MEASURABLE
 from launch.errors import LaunchError
-from launch.families import cache_shape
-from launch.machine import available_memory, free_disk
-from launch.measured import MEASURABLE, likely_choices
+from launch.machine.blas import find_blas
+from launch.machine.interpreters import require_vllm
+from launch.machine.memory import available_memory, free_disk
 from launch.model import find_model
-from launch.sample_model import find_gguf
-from launch.sample_model import folder_in as sample_folder
-from launch.serve import take_port
-from launch.settings import Settings, masked
-from launch.units import show_bytes
-from launch.vllm_home import require_vllm
+from launch.plan.cache_shape import NotUnderstood
+from launch.plan.expected_codec import expected_choices
+from launch.plan.families import cache_shape
+from launch.sample.sample_model import find_gguf
+from launch.sample.sample_model import folder_in as sample_folder
+from launch.serve.port import take_port
+from launch.settings.effective_settings import EffectiveSettings, require_installed
+from launch.settings.schema import Settings, masked
+from launch.settings.units import show_bytes
 
 DISTRIBUTION = "thermocline"
 ROOMS = ("gateway", "engines", "kvstore", "scheduler", "launch")
@@ -49,33 +50,38 @@ Verdict: TypeAlias = Literal["ok", "warning", "failure"]
 
 
 class Finding(msgspec.Struct, frozen=True):
+    """The result of one check."""
+
     about: str
     verdict: Verdict
     text: str
 
 
-Answer: TypeAlias = tuple[Verdict, str]
-Check: TypeAlias = Callable[[Effective, Mapping[str, str]], Answer]
+Result: TypeAlias = tuple[Verdict, str]
+Check: TypeAlias = Callable[[EffectiveSettings, Mapping[str, str]], Result]
 
 
-def examine(effective: Effective, environ: Mapping[str, str]) -> list[Finding]:
+def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[Finding]:
+    """Run all checks."""
     return [_finding(name, check, effective, environ) for name, check in CHECKS.items()]
 
 
-def _finding(name: str, check: Check, effective: Effective, environ: Mapping[str, str]) -> Finding:
+def _finding(
+    name: str, check: Check, effective: EffectiveSettings, environ: Mapping[str, str]
+) -> Finding:
     try:
         return Finding(name, *check(effective, environ))
     except LaunchError as error:
         return Finding(name, "failure", str(error))
 
 
-def _python(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _python(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     words = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     return ("ok" if sys.version_info >= (3, 11) else "failure"), words
 
 
-def _names(effective: Effective, environ: Mapping[str, str]) -> Answer:
-    """Five everyday names: another package, or a folder in the way, can take one of them."""
+def _names(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
+    """Check that our five packages are ours: another package or a folder can take such a name."""
     home = Path(__file__).resolve().parent.parent
     strangers = []
     for room in ROOMS:
@@ -92,7 +98,7 @@ def _names(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return "ok", f"{DISTRIBUTION} {version} in {home}"
 
 
-def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _engine(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     kind = effective.engine_kind
     if kind == "vllm":
         return _vllm(effective.settings, environ)
@@ -112,7 +118,7 @@ def _engine(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return "ok", ", ".join(f"{name} {version}" for name, version in installed.items())
 
 
-def _vllm(settings: Settings, environ: Mapping[str, str]) -> Answer:
+def _vllm(settings: Settings, environ: Mapping[str, str]) -> Result:
     python = settings.engine.vllm.python
     found = require_vllm(python, settings.store)
     if "expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
@@ -121,7 +127,7 @@ def _vllm(settings: Settings, environ: Mapping[str, str]) -> Answer:
     return "ok", f"vLLM {found.version}{' for CPUs' if found.cpu else ''}, plug-in found, {python}"
 
 
-def _attached(url: str, control: str) -> Answer:
+def _attached(url: str, control: str) -> Result:
     if not control:
         return "failure", f"{url} needs engine.control, too; a vLLM without our plug-in has none"
     try:
@@ -146,19 +152,19 @@ def _connect(address: str) -> socket.socket:
 
 
 def pinned_versions(requirements: Sequence[str]) -> dict[str, str]:
-    """``["mlx[cpu]==0.32.4; ...", "numpy>=1"]`` -> ``{"mlx": "0.32.4"}``."""
+    """Find pinned versions: ``["mlx[cpu]==0.32.4; ...", "numpy>=1"]`` -> ``{"mlx": "0.32.4"}``."""
     found = (re.match(r"([\w-]+)(?:\[[\w,]+\])?==([\w.]+)", line) for line in requirements)
     return {x[1]: x[2] for x in found if x and x[1] in PINNED}
 
 
-def _blas(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _blas(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind != "mlx":
         return "ok", "not needed"
     blas = find_blas(environ, effective.folders.cache)
     return ("ok" if blas.fast else "warning"), blas.message.removeprefix("BLAS: ")
 
 
-def _memory(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _memory(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     available = available_memory()
     settings = effective.settings
     hot_bytes = 0 if effective.hot_on_gpu else settings.engine.hot_bytes
@@ -173,7 +179,7 @@ def _memory(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return ("ok" if wanted < 0.8 * available else "warning"), words
 
 
-def _disk(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _disk(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     store = effective.settings.store
     folder = Path(store.disk_path or effective.folders.data).expanduser()
     parent = next(x for x in (folder, *folder.parents) if x.exists())
@@ -191,13 +197,13 @@ def _disk(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return ("ok" if store.disk_bytes < free else "warning"), words
 
 
-def _port(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _port(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     gateway = effective.settings.gateway
     take_port(gateway).close()
     return "ok", f"{gateway.host} port {gateway.port} is free"
 
 
-def _redis(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     url = effective.settings.store.redis_url
     if not url:
         return "ok", "not used"
@@ -216,7 +222,7 @@ def _redis(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return "ok", f"{masked('', url)}, version {info.get('redis_version')}"
 
 
-def _model(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind in ("attached", "fake"):
         return "ok", "the engine's own"
     given = effective.settings.engine.model
@@ -233,14 +239,14 @@ def _model(effective: Effective, environ: Mapping[str, str]) -> Answer:
     return "ok", f"{model.name}: {kept}{', and state' if shape.needs_state else ''}"
 
 
-def _codec(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind not in MEASURABLE:
         return "ok", "the engine's own"
     given, store = effective.settings.store.codec, effective.settings.store
     if not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists():
         return "ok", f"{given}; the sample model is not here yet"
     try:
-        choices = tuple(likely_choices(effective).values())
+        choices = tuple(expected_choices(effective).values())
     except (CodecRefused, UnknownCodec) as error:
         return "failure", str(error)
     except NotUnderstood:  # the engine looks at the real cache and decides for itself
@@ -258,7 +264,7 @@ def _in_words(choice: Choice) -> str:
     return f"{choice.name}{size} ({choice.why})"
 
 
-def _open_files(effective: Effective, environ: Mapping[str, str]) -> Answer:
+def _open_files(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < MIN_OPEN_FILES:  # negative: no limit
         return "warning", f"{limit} open files allowed; run: ulimit -n {MIN_OPEN_FILES * 16}"

@@ -1,4 +1,4 @@
-"""What can go wrong before anything runs.
+"""The errors of a command that cannot be carried out.
 
 LaunchError      one sentence that says what to do; the command line prints it, exit code 1
 +-- UsageError   the user asked for something that does not exist; exit code 2

@@ -1,4 +1,4 @@
-"""Which model is meant: the sample model, a local folder, or a hub id."""
+"""Finds the model that ``--model`` names: the sample model, a local folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import LaunchError, UsageError
-from launch.sample_model import sample_model
+from launch.sample.sample_model import sample_model
 
 _WANTED = "--model wants the folder of a model in Hugging Face's layout"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -18,7 +18,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Model:
-    """``folder`` is None for a hub id that was never downloaded; the engine will fetch it."""
+    """A model; ``folder`` is None for a hub id that was never downloaded: the engine fetches it."""
 
     path: str  # what the engine is told: a folder or the hub id
     name: str  # what clients call it, unless they are told otherwise
@@ -28,7 +28,7 @@ class Model:
         """The parsed config.json.
 
         Raises:
-            LaunchError: it is not here, or no JSON object.
+            LaunchError: the file is not here, or holds no JSON object.
         """
         if self.folder is None:
             raise LaunchError(
@@ -45,10 +45,10 @@ class Model:
         return content
 
     def require_weights(self) -> None:
-        """config.json alone is enough to plan; of a hub id the engine fetches the rest.
+        """Check that a local folder has weights; for a hub id the engine fetches them.
 
         Raises:
-            UsageError: a local folder without any.
+            UsageError: a local folder without weights, which is enough only for a plan.
         """
         if self.path != str(self.folder) or any(Path(self.path).glob("*.safetensors")):
             return
@@ -58,10 +58,10 @@ class Model:
 
 
 def find_model(given: str, cache_dir: Path, say: Callable[[str], None] | None = None) -> Model:
-    """The model for a ``--model`` value; "" is the sample model, converted if need be.
+    """The model that ``given`` names; "" is the sample model, converted if need be.
 
     Raises:
-        UsageError: neither a model folder nor a hub id.
+        UsageError: ``given`` is neither a model folder nor a hub id.
         LaunchError: the sample model cannot be made.
     """
     if not given:
@@ -85,7 +85,7 @@ def _local(folder: Path) -> Model:
 
 
 def _downloaded(hub_id: str) -> Path | None:
-    """Where the hub's client keeps it; asking it needs no network."""
+    """The folder in which the hub's client keeps the model; asking it needs no network."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:  # comes with the engines, not with the gateway

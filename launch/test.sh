@@ -3,8 +3,13 @@
 # tests that run inside vLLM's own environment; with --vllm in front they go to those:
 #
 #   bash launch/test.sh                           everything
-#   bash launch/test.sh -m "not slow"             some of it, without vLLM
+#   bash launch/test.sh --quick                   the loop while working: under four minutes
+#   bash launch/test.sh --quick -k budget         some of that
+#   bash launch/test.sh -m "not slow"             some of everything, without vLLM
 #   bash launch/test.sh --vllm -k restore         some of the tests with a real vLLM
+#
+# The quick loop is lint, types, import rules, and what is not marked slow of tests/architecture, unit,
+# contract and the store's part of faults. Whole engines and servers are left out.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,11 +26,18 @@ in_vllms_environment() {
 run_vllm_tests() {
     bash launch/install.sh vllm
     # They need the sample model, which the gateway's environment makes.
-    SAMPLE_MODEL=$("$venv/bin/python" -m launch.sample_model)
+    SAMPLE_MODEL=$("$venv/bin/python" -m launch.sample.sample_model)
     export SAMPLE_MODEL
     in_vllms_environment -o testpaths=tests/vllm "$@"
     # In a process of its own: Triton's interpreter is chosen when triton is imported.
     [ $# -gt 0 ] || in_vllms_environment tests/triton
+}
+
+run_static_checks() {
+    ruff check .
+    ruff format --check .
+    mypy
+    lint-imports
 }
 
 bash launch/install.sh test
@@ -36,11 +48,13 @@ if [ "${1:-}" = --vllm ]; then
 fi
 
 export PATH="$venv/bin:$PATH"
-ruff check .
-ruff format --check .
-mypy
+run_static_checks
+if [ "${1:-}" = --quick ]; then
+    shift
+    exec pytest -m "not slow" tests/architecture tests/unit tests/contract \
+        tests/faults/test_cold_store.py tests/faults/test_disk_tier.py "$@"
+fi
 mypy --platform darwin # a call that only Linux has would be found by the first user with a Mac
-lint-imports
 if [ $# -gt 0 ] || [ "$(uname -s)" != Linux ]; then
     exec pytest "$@"
 fi

@@ -1,7 +1,7 @@
-"""The waiting line in front of the engine: bounded, and fair between tenants.
+"""Admits turns to the engine: at most so many at once, a bounded queue, fair between tenants.
 
-Every tenant has its own first-in-first-out line; free places go round the tenants. One tenant with
-a thousand requests therefore delays another's single request by one place, not by a thousand.
+Every tenant has its own first-in-first-out queue; free slots go round the tenants. One tenant with
+a thousand requests therefore delays another's single request by one slot, not by a thousand.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 
 class Overloaded(Exception):
-    """The line is full, or a turn waited too long in it. Try again after ``retry_after_s``."""
+    """The queue is full, or a turn waited too long in it. Try again after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -24,8 +24,8 @@ class Draining(Exception):
     """The gateway is shutting down and takes no new turns."""
 
 
-class WaitingLine:
-    """``max_running`` places; up to ``max_waiting`` turns wait for one."""
+class AdmissionQueue:
+    """``max_running`` slots; up to ``max_waiting`` turns wait for one."""
 
     def __init__(self, max_running: int, max_waiting: int, max_wait_s: float) -> None:
         self._max_running = max_running
@@ -37,16 +37,21 @@ class WaitingLine:
         self.num_waiting = 0
 
     def close(self) -> None:
-        """Refuse newcomers, and send home those who wait; who runs may finish."""
+        """Refuse new turns and those that wait; turns that run may finish."""
         self._closed = True
         for line in self._lines.values():
-            for place in line:
-                if not place.done():
-                    place.set_exception(Draining("the gateway is shutting down"))
+            for slot in line:
+                if not slot.done():
+                    slot.set_exception(Draining("the gateway is shutting down"))
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a place. Raises ``Overloaded`` or ``Draining`` on entering."""
+    async def slot(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it.
+
+        Raises (on entering):
+            Overloaded: the queue is full, or no slot was free in time.
+            Draining: the gateway is shutting down.
+        """
         await self._enter(tenant)
         try:
             yield
@@ -67,47 +72,47 @@ class WaitingLine:
         await self._wait(tenant)
 
     async def _wait(self, tenant: str) -> None:
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line = self._lines.setdefault(tenant, deque())
-        line.append(place)
+        line.append(slot)
         self.num_waiting += 1
         try:
             async with asyncio.timeout(self._max_wait_s):
-                await place
+                await slot
         except BaseException as error:
-            self._leave(tenant, place)
+            self._leave(tenant, slot)
             if isinstance(error, TimeoutError):
                 raise Overloaded(
                     f"no place was free within {self._max_wait_s:g} s", self._retry_after_s()
                 ) from None
             raise
 
-    def _leave(self, tenant: str, place: asyncio.Future[None]) -> None:
-        granted = place.done() and not place.cancelled() and place.exception() is None
-        if granted:  # the place came in the same instant as the cancellation: pass it on
+    def _leave(self, tenant: str, slot: asyncio.Future[None]) -> None:
+        granted = slot.done() and not slot.cancelled() and slot.exception() is None
+        if granted:  # in the same instant as the cancellation: pass the slot on
             self.num_running -= 1
             self._call_next()
             return
         self.num_waiting -= 1
         line = self._lines.get(tenant)
-        if line is not None and place in line:
-            line.remove(place)
+        if line is not None and slot in line:
+            line.remove(slot)
             if not line:
                 del self._lines[tenant]
 
     def _call_next(self) -> None:
         while self._lines and self.num_running < self._max_running:
             tenant, line = next(iter(self._lines.items()))
-            place = line.popleft()
+            slot = line.popleft()
             if line:
                 self._lines.move_to_end(tenant)
             else:
                 del self._lines[tenant]
-            if place.done():  # cancelled; its own _leave has counted, or will count, it
+            if slot.done():  # cancelled: its own _leave counts it
                 continue
             self.num_waiting -= 1
             self.num_running += 1
-            place.set_result(None)
+            slot.set_result(None)
 
     def _retry_after_s(self) -> float:
         return min(30.0, 1.0 + self.num_waiting / self._max_running)

@@ -14,7 +14,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When sessions sleep, and how many turns may run or wait."""
+    """The limits that decide when sessions sleep and how many turns may run or wait."""
 
     idle_after_s: Seconds = 120.0  # a session this quiet hibernates
     # Above high water (a share of the engine's hot bytes) idle sessions hibernate, the least
@@ -29,9 +29,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_wait_s: PositiveSeconds = 120.0
     max_sessions: Positive = 100_000  # rows of the table; the longest idle is dropped from it first
     value_half_life_s: PositiveSeconds = 600.0  # idle time that halves a session's claim to be hot
-    # With less of the whole machine's memory available, quiet sessions leave it for the disk; with
-    # less than the second, no turn is taken; with less than the third, the engine is ended and
-    # started again. 0 = never.
+    # Marks for the memory that the whole machine has left. Below the first, quiet sessions leave
+    # memory for the disk; below the second, no turn is taken; below the third, the engine is ended
+    # and started again. 0 = never.
     memory_low_bytes: NonNegative = 0
     memory_stop_bytes: NonNegative = 0
     memory_end_bytes: NonNegative = 0
@@ -45,7 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         self._check_memory_marks()
 
     def _check_memory_marks(self) -> None:
-        """Each mark that is set lies below the one that comes before it."""
+        """Refuse a mark that is not below the one before it. Raises ``ValueError``."""
         upper, above = "memory_low_bytes", self.memory_low_bytes
         for name in ("memory_stop_bytes", "memory_end_bytes"):
             nbytes = getattr(self, name)

@@ -1,7 +1,7 @@
-"""Following the engine: what it says of its sessions goes into the table.
+"""Keeps the table true to what the engine says of its sessions.
 
-An engine that (re)connects is asked for all it holds, again and again until it has told; only then
-is the table worth believing. Changes come as notices at any time.
+An engine that (re)connects is asked for all its sessions until it has answered; only then is the
+table complete. Changes come as notices at any time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ ROWS_AT_ONCE = 500  # then turns get their share of the event loop
 
 
 class Follower:
+    """Follows one engine; see above. Runs on the event loop."""
+
     def __init__(
         self,
         engine: Engine,
@@ -32,7 +34,7 @@ class Follower:
         on_turn: Callable[[], None],
         ask_again_first_s: float = ASK_AGAIN_FIRST_S,
     ) -> None:
-        """``on_turn``: the engine holds more than before."""
+        """``on_turn`` is called when the engine holds more than before."""
         self._engine = engine
         self._table = table
         self._salt_of = salt_of
@@ -40,15 +42,15 @@ class Follower:
         self._on_turn = on_turn
         self._ask_again_first_s = ask_again_first_s
         self._to_ask = asyncio.Event()
-        self._followed: Welcome | None = None  # whose sessions the table tells
+        self._followed: Welcome | None = None  # the engine whose sessions are in the table
 
     @property
     def settled(self) -> bool:
-        """The engine that is there now has told what it holds."""
+        """True once the engine that is connected now has listed its sessions."""
         return self._followed is not None and self._followed is self._engine.welcome
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the engine until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._listen(), name="session-notices")
             group.create_task(self._ask_when_due(), name="session-list")
@@ -61,10 +63,12 @@ class Follower:
                 self.hear(notice)
 
     def hear(self, notice: Notice) -> None:
+        """Fold a notice into the table."""
         report = notice.session
         session = self._table.row(report.tenant, report.id)
         if session is not None and notice.cause == "saved" and session.state is State.COLD:
-            self._table.learn(session, report)  # the demote that waited for the save overtook it
+            # The notice was overtaken by the demote that had waited for this save.
+            self._table.learn(session, report)
         elif session is not None:
             self._table.take(session, report)
         elif report.hot or report.tier is not None:
@@ -83,7 +87,7 @@ class Follower:
                 raise
 
     async def _ask_until_told(self) -> None:
-        """Or until the engine is gone; the next one says so when it comes."""
+        """Ask, with pauses, until the engine has answered or is gone."""
         pause_s = self._ask_again_first_s
         while self._engine.welcome is not None:
             try:
@@ -95,18 +99,18 @@ class Follower:
             pause_s = min(ASK_AGAIN_CAP_S, pause_s * 2)
 
     async def ask(self) -> None:
-        """Believe what the engine has, forget what it has not. Raises ``EngineError``."""
+        """Take over all that the engine holds, drop what it does not. Raises ``EngineError``."""
         welcome, asked_at = self._engine.welcome, self._clock()
         reports = {(x.tenant, x.id): x for x in await self._engine.sessions()}
         known = list(self._table)
-        # The longest idle first: that is the table's own order, and who comes last may stay.
+        # The longest idle first, as in the table: where rows must go, the latest stay.
         for i, report in enumerate(sorted(reports.values(), key=lambda x: -x.idle_s)):
             if i % ROWS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             session = self._table.row(report.tenant, report.id)
             if session is None:
                 self._adopt(report)
-            elif session.last_used <= asked_at:  # of later turns it had not heard yet
+            elif session.last_used <= asked_at:  # the engine had not heard of later turns yet
                 self._table.take(session, report)
         for session in known:
             missing = (session.ref.tenant, session.ref.id) not in reports

@@ -1,13 +1,13 @@
-"""How much memory the machine has left, for machines where running out of it is a disaster.
+"""Watches how much memory the whole machine has left, where running out of it is a disaster.
 
-Where the GPU shares the CPU's memory (GB10), an allocation too many does not end in an error: the
-whole machine hangs. So the scheduler looks before it is too late. Below ``memory_low_bytes`` the
-longest quiet sessions leave memory for the disk; below ``memory_stop_bytes`` no turn is taken any
-more, until half of the way back to the upper mark is regained, so that one turn does not open and
-the next one close the door. Below ``memory_end_bytes`` the engine is ended, which gives back all it
-had, and started again: what its sessions have on the disk stays, the machine does not hang.
+Where the GPU shares the CPU's memory (GB10), one allocation too many does not fail: the whole
+machine hangs. So the scheduler acts before that, at three marks. Below ``memory_low_bytes`` the
+longest quiet sessions leave memory for the disk. Below ``memory_stop_bytes`` no turn is taken until
+memory is halfway back to ``memory_low_bytes``, so that single turns do not open and close the door.
+Below ``memory_end_bytes`` the engine is ended, which frees all it had, and started again; what its
+sessions have on the disk stays.
 
-What is measured is the whole machine's, so other programs count: they would hang, too.
+The figure is the whole machine's, so other programs count as well.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class MemoryScarce(Overloaded):
 
 
 class Level(enum.Enum):
+    """The state of the machine's memory; LOW: sessions leave it; SCARCE: no turn is taken."""
+
     ENOUGH = "enough"
     LOW = "low"
     SCARCE = "scarce"
 
 
 class Headroom:
-    """``available`` gives bytes, or None where it cannot be known: then nothing is ever scarce."""
+    """The machine's memory against the marks of ``SchedulerConfig``."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class Headroom:
         observer: Observer,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        """``available`` gives bytes, or None where that cannot be known: then nothing is scarce."""
         self._sleep = sleep
         self._available = available
         self._low_bytes = config.memory_low_bytes
@@ -59,18 +62,21 @@ class Headroom:
 
     @property
     def available_bytes(self) -> int | None:
-        """None: not watched, or not to be known here."""
+        """Bytes that the machine has left; None if they are not watched or cannot be known."""
         self._look()
         return self._bytes
 
     @property
     def scarce(self) -> bool:
+        """True while no turn may be taken."""
         self._look()
         return self._level is Level.SCARCE
 
     async def guard(self, restart: Callable[[str], None]) -> None:
-        """Until cancelled. A model that is being loaded takes gigabytes per second, so this looks
-        often; two looks in a row count, since a single one may be a moment's.
+        """Call ``restart`` whenever memory is below the last mark; runs until cancelled.
+
+        A model that is being loaded takes gigabytes per second, so this looks often. Only two low
+        figures in a row count: a single one may be a spike.
         """
         low = 0
         while True:
@@ -84,12 +90,12 @@ class Headroom:
                 low = 0
 
     def admit(self) -> None:
-        """Raises ``MemoryScarce``."""
+        """Refuse a turn while memory is scarce. Raises ``MemoryScarce``."""
         if self.scarce:
             raise MemoryScarce("the machine's memory is nearly used up", RETRY_S)
 
     def missing_bytes(self) -> int:
-        """What would have to be freed; 0 while there is enough."""
+        """Bytes that would have to be freed to reach the first mark; 0 while there is enough."""
         self._look()
         return 0 if self._bytes is None else max(0, self._low_bytes - self._bytes)
 

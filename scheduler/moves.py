@@ -1,6 +1,6 @@
-"""What is done to one session: put to sleep, woken, removed. The engine moves the bytes.
+"""Puts one session to sleep, wakes or removes it. The engine moves the bytes.
 
-Whatever was awaited, the row is looked at afresh afterwards: a turn may have come in between.
+After every await the row is looked at afresh: a turn may have come in between.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ KEPT_RETRY_S = 15.0  # when the engine would not let a session go, ask again aft
 
 
 class Moves:
+    """Has the engine move sessions, a bounded number at once, and keeps their rows in step."""
+
     def __init__(
         self,
         engine: Engine,
@@ -30,30 +32,36 @@ class Moves:
         self._table = table
         self._clock = clock
         self._observer = observer
-        # Two gates: what presses never waits until an engine has let others go.
-        self._at_leisure = asyncio.Semaphore(config.max_hibernations)
-        self._pressing = asyncio.Semaphore(config.max_hibernations)
+        # Two gates: urgent jobs never wait until an engine has let other sessions go.
+        self._ordinary_gate = asyncio.Semaphore(config.max_hibernations)
+        self._urgent_gate = asyncio.Semaphore(config.max_hibernations)
         self._prefetches = asyncio.Semaphore(config.max_prefetches)
 
-    async def sink(
-        self, session: Session, tier: TierName | None = None, *, pressing: bool = False
+    async def hibernate(
+        self, session: Session, tier: TierName | None = None, *, urgent: bool = False
     ) -> str:
-        """Drop the hot copy; with ``tier`` also move the cold copy down. Busy sessions stay.
+        """Drop the hot copy; with ``tier`` also move the cold copy down.
 
-        A session that was used while this waited for its place stays as well.
-        Gives why the session stayed as it was, "" if it did not. Raises ``EngineError``.
+        A session that is busy, or was used while this waited at its gate, stays as it is.
+        Returns why the session stayed, "" if it went.
+
+        Args:
+            urgent: memory is short, so this does not wait behind jobs that are not.
+
+        Raises:
+            EngineError: the engine did not do it; the session is as it was.
         """
         last_used = session.last_used
-        async with self._pressing if pressing else self._at_leisure:
+        async with self._urgent_gate if urgent else self._ordinary_gate:
             if session.last_used != last_used or session.num_turns:
                 return "busy"
             if session.state is State.IDLE:
-                return await self._hibernate(session, tier)
+                return await self._drop_hot_copy(session, tier)
             if session.state is State.COLD and tier is not None:
                 return await self._move_down(session, tier)
             return ""
 
-    async def _hibernate(self, session: Session, tier: TierName | None) -> str:
+    async def _drop_hot_copy(self, session: Session, tier: TierName | None) -> str:
         session.apply(Event.HIBERNATE)
         job = session.hibernation
         try:
@@ -66,14 +74,14 @@ class Moves:
         if outcome is Event.KEPT:
             session.keep_until = self._clock() + KEPT_RETRY_S
         if not session.complete(outcome, job):
-            # A turn has overtaken it, or somebody who forgot it.
+            # A turn has overtaken the job, or the session was forgotten meanwhile.
             return "" if session.state is State.GONE else "busy"
         if demoted.report is not None:
             self._table.learn(session, demoted.report)
         return demoted.kept
 
     async def _move_down(self, session: Session, tier: TierName) -> str:
-        session.keep_until = self._clock() + KEPT_RETRY_S  # unless it gets there
+        session.keep_until = self._clock() + KEPT_RETRY_S  # reset below if it gets there
         demoted = await self._engine.demote(session.ref, tier)
         self._table.take(session, demoted.report)
         if session.tier != tier:
@@ -82,7 +90,11 @@ class Moves:
         return ""
 
     async def wake(self, session: Session) -> None:
-        """A prefetch is a turn without tokens. Raises ``EngineError``; then all is as it was."""
+        """Make a cold session hot: a prefetch is a turn without tokens.
+
+        Raises:
+            EngineError: the engine did not do it; the session is as it was.
+        """
         async with self._prefetches:
             if session.state is not State.COLD:
                 return
@@ -97,9 +109,10 @@ class Moves:
             self._table.take(waking, report)
 
     async def remove(self, session: Session) -> None:
-        """Once more, after the last turn of a session that was forgotten while it was served.
+        """Have the engine forget a leaving session again: its last turn may have saved something.
 
-        Raises ``EngineError``; then it is for the next sweep after a while.
+        Raises:
+            EngineError: the engine did not do it; a later sweep tries again.
         """
         last_used = session.last_used
         session.keep_until = self._clock() + KEPT_RETRY_S

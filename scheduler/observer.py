@@ -1,4 +1,4 @@
-"""What the scheduler tells the outside, for logs and metrics."""
+"""The protocol by which the scheduler reports to logs and metrics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Protocol
 
 
 class Observer(Protocol):
+    """Hears of everything that the scheduler does. Called on the event loop; must not block."""
+
     def transition(self, session_id: str, before: str, event: str, after: str) -> None:
         """A session changed state; called once for every transition."""
 
@@ -20,6 +22,8 @@ class Observer(Protocol):
 
 
 class NullObserver:
+    """Ignores everything."""
+
     def transition(self, session_id: str, before: str, event: str, after: str) -> None:
         pass
 

@@ -1,7 +1,7 @@
-"""Whom to put to sleep, as pure functions of the table.
+"""Chooses sessions to put to sleep; pure functions of rows.
 
-The value of keeping a session hot is the time its return would otherwise cost, per byte it holds,
-halved for every ``half_life_s`` of silence:
+The value of keeping a session hot is the time that waking it would cost, per byte it holds, halved
+for every ``half_life_s`` of silence:
 
     value = wake_s / hot_bytes * 2 ** (-idle_s / half_life_s)
 
@@ -24,27 +24,34 @@ UNPACK_SHARE = {"ram": 0.01, "disk": 0.02, "redis": 0.05}  # of the prefill it r
 
 
 def wake_seconds(session: Session) -> float:
-    """What the next turn of this session would wait for, were it dropped now (relative units)."""
+    """Estimate how long the next turn would wait if the session were dropped now.
+
+    In relative units: only their order means anything.
+    """
     tokens = session.tokens
     prefill = tokens * (1 + tokens / PREFILL_QUADRATIC_TOKENS) * PREFILL_S_PER_TOKEN
     return prefill * UNPACK_SHARE[session.tier] if session.tier else prefill
 
 
 def value(session: Session, now: float, half_life_s: float) -> float:
+    """Weigh keeping the session hot; see above."""
     idle_s = max(0.0, now - session.last_used)
     per_byte = wake_seconds(session) / max(1, session.hot_bytes)
     return float(per_byte * 2.0 ** (-idle_s / half_life_s))
 
 
 def may_sleep(session: Session, now: float) -> bool:
+    """Tell whether the session is idle and nothing forbids to drop its hot copy."""
     return session.state is State.IDLE and not session.pinned and now >= session.keep_until
 
 
 def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> list[Session]:
-    """Those whose time is up. ``sessions``: the longest idle first.
+    """Choose the sessions that were idle for ``idle_after_s``.
 
+    The first one that is too young ends the search, so the cost does not grow with the table.
 
-    The very first that is too young ends it, so what a call costs does not depend on the table.
+    Args:
+        sessions: the longest idle first.
     """
     old = takewhile(lambda x: now - x.last_used >= idle_after_s, sessions)
     return [x for x in old if may_sleep(x, now)]
@@ -57,10 +64,10 @@ def victims(
     half_life_s: float,
     idle_after_s: float = math.inf,
 ) -> list[Session]:
-    """Idle sessions that together free ``need_bytes``, pinned never.
+    """Choose idle sessions that together free ``need_bytes``; never pinned ones.
 
     Those that are idle for ``idle_after_s`` would go anyway, so they go first; then the least
-    valuable.
+    valuable ones.
     """
     if need_bytes <= 0:
         return []
@@ -70,27 +77,29 @@ def victims(
 
 
 def may_leave_memory(session: Session, now: float) -> bool:
+    """Tell whether the session is quiet and holds memory, hot or packed, that it may give up."""
     in_ram = session.state is State.COLD and session.tier == "ram" and not session.pinned
     return may_sleep(session, now) or (in_ram and now >= session.keep_until)
 
 
-def leaving(sessions: Iterable[Session], need_bytes: int, now: float) -> list[Session]:
-    """Quiet sessions, hot ones and ones packed in memory, that together hold ``need_bytes``.
+def leaving_memory(sessions: Iterable[Session], need_bytes: int, now: float) -> list[Session]:
+    """Choose quiet sessions, hot or packed in memory, that together hold ``need_bytes``.
 
-    ``sessions``: the longest quiet first; what they hold is worth the least.
+    Args:
+        sessions: the longest quiet first; those are worth the least.
     """
     return _enough((x for x in sessions if may_leave_memory(x, now)), need_bytes, bytes_in_memory)
 
 
 def bytes_in_memory(session: Session) -> int:
-    """What the machine gets back when a session leaves for the disk."""
+    """Count the bytes that the machine gets back when a session leaves for the disk."""
     return (session.hot_bytes if session.hot else 0) + session.cold_bytes
 
 
 def _enough(
     sessions: Iterable[Session], need_bytes: int, size: Callable[[Session], int]
 ) -> list[Session]:
-    """As many of them, from the first on, as it takes."""
+    """Take sessions from the first on until they hold ``need_bytes``."""
     chosen: list[Session] = []
     for session in sessions:
         if need_bytes <= 0:
@@ -101,7 +110,7 @@ def _enough(
 
 
 def bytes_over(hot_bytes: int, capacity_bytes: int, high_water: float, low_water: float) -> int:
-    """How much must go: 0 below high water, else all above low water."""
+    """Count the bytes that must go: 0 up to high water, else all above low water."""
     if hot_bytes <= capacity_bytes * high_water:
         return 0
     return int(hot_bytes - capacity_bytes * low_water)

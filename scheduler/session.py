@@ -28,6 +28,8 @@ from engines.base import SessionRef, SessionReport, TierName
 
 
 class State(enum.Enum):
+    """The states of a session; the essay above says what each means."""
+
     ACTIVE = "active"
     IDLE = "idle"
     HIBERNATING = "hibernating"
@@ -38,6 +40,8 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
+    """Everything that can change a session's state."""
+
     TURN = "turn"  # a request arrived
     QUIET = "quiet"  # the last running turn ended
     HIBERNATE = "hibernate"  # a job starts to drop the hot copy
@@ -88,18 +92,18 @@ Listener = Callable[["Session", State, Event], None]  # the row, the state befor
 
 
 class IllegalTransition(Exception):
-    """A defect of ours: the event makes no sense in this state. Names both."""
+    """The event makes no sense in this state, which is a defect of ours. Names both."""
 
 
 @dataclass(slots=True)
 class Session:
-    """One row. Times are readings of the scheduler's clock, in seconds."""
+    """A row of the table. Times are readings of the scheduler's clock, in seconds."""
 
     ref: SessionRef
     state: State
     last_used: float
     listener: Listener = field(repr=False)
-    number: int = 0  # no two rows of a table have the same
+    number: int = 0  # unique within a table
     hibernation: int = 0  # number of the newest hibernation job
     num_turns: int = 0  # being served right now
     known: bool = False  # the engine has answered a turn of it, or reported it
@@ -112,13 +116,19 @@ class Session:
 
     @property
     def hot(self) -> bool:
+        """True while the engine holds its live KV."""
         return self.state in (S.ACTIVE, S.IDLE, S.HIBERNATING)
 
     def can(self, event: Event) -> bool:
+        """Tell whether the event is legal in this state."""
         return event in TRANSITIONS[self.state]
 
     def apply(self, event: Event) -> State:
-        """Raises ``IllegalTransition``."""
+        """Change the state, tell the listener, and return the new state.
+
+        Raises:
+            IllegalTransition: the table has no entry for this event in this state.
+        """
         before, after = self.state, TRANSITIONS[self.state].get(event)
         if after is None:
             raise IllegalTransition(f"{self.ref.id!r}: {event.value} while {before.value}")
@@ -129,7 +139,7 @@ class Session:
         return after
 
     def complete(self, event: Event, hibernation: int) -> bool:
-        """Apply the end of a hibernation job; False if a later turn made the job obsolete."""
+        """Apply the end of a hibernation job; return False if a later turn made it obsolete."""
         if self.state is not S.HIBERNATING or hibernation != self.hibernation:
             return False
         self.apply(event)

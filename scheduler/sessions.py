@@ -1,8 +1,9 @@
-"""The sessions of one engine: turns come and go, the quiet ones sleep.
+"""Manages the sessions of one engine: turns come and go, quiet sessions are put to sleep.
 
-``SessionManager`` is what the gateway sees. Behind it stand the table of all sessions, a follower
-that keeps the table true to what the engine says, sweeps that decide who is to sleep, and the moves
-that are made then. Everything runs on one event loop, so a row changes only between two awaits.
+``SessionManager`` is all that the gateway sees. Behind it stand the table of all sessions, a
+follower that keeps the table true to what the engine says, sweeps that decide which sessions are to
+sleep, and moves that put them there. Everything runs on one event loop, so a row changes only where
+something awaits.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from engines.base import Engine, SessionRef, TierName
+from engines.base import CacheOutcome, Engine, SessionRef, TierName
+from scheduler.admission import AdmissionQueue
 from scheduler.admission import Draining as Draining
 from scheduler.admission import Overloaded as Overloaded
-from scheduler.admission import WaitingLine
 from scheduler.config import SchedulerConfig
 from scheduler.follower import Follower
 from scheduler.headroom import Headroom
@@ -29,8 +30,10 @@ from scheduler.view import SessionView, view_of
 
 
 class SessionKept(Exception):
-    """A session was not put to sleep. ``reason``: "busy", "pinned", "no-cold-copy", "disabled", or
-    "no-room" in the tier."""
+    """A session was not put to sleep.
+
+    ``reason``: "busy", "pinned", "no-cold-copy", "disabled", or "no-room" in the tier.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -43,22 +46,27 @@ class Turn:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def engine_answered(self, cache_header: str) -> None:
-        """The engine has taken the turn, and its response head is there: was KV restored, or lost?
+    def engine_answered(self, cache: CacheOutcome | None) -> None:
+        """Note that the engine has taken the turn, and whether it restored KV for it.
 
         Not to be called for an engine's refusal, which changes nothing.
+
+        Args:
+            cache: of the response head; None if that does not say.
         """
         self._session.known = True
         if self._session.state is State.WAKING:
-            lost = cache_header.startswith("miss") or not cache_header
+            lost = cache is None or cache.source == "miss"
             self._session.apply(Event.LOST if lost else Event.RESTORED)
 
     def used(self, num_tokens: int) -> None:
-        """Prompt and answer together: so long the session is, until the engine says it itself."""
+        """Note the tokens of prompt and answer: the session's length until the engine tells."""
         self._session.tokens = max(self._session.tokens, num_tokens)
 
 
 class SessionManager:
+    """Admits turns and manages the sessions behind them; see above."""
+
     def __init__(
         self,
         engine: Engine,
@@ -69,13 +77,19 @@ class SessionManager:
         observer: Observer | None = None,
         memory: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """``memory`` gives the bytes that the machine has left, or None where nobody knows."""
+        """Make a manager; nothing runs before ``run``.
+
+        Args:
+            salt_of: gives the salt of a tenant by its name.
+            clock: in seconds; only differences count.
+            memory: gives the bytes that the machine has left, or None where that is unknown.
+        """
         observer = observer or NullObserver()
         self._engine = engine
         self._config = config
         self._clock = clock
         self._observer = observer
-        self._line = WaitingLine(config.max_running, config.max_waiting, config.max_wait_s)
+        self._admission = AdmissionQueue(config.max_running, config.max_waiting, config.max_wait_s)
         self.headroom = Headroom(memory, config, clock=clock, observer=observer)
         self.table = SessionTable(config.max_sessions, clock, observer)
         self._moves = Moves(engine, self.table, config, clock, observer)
@@ -107,7 +121,7 @@ class SessionManager:
         came = self._clock()
         try:
             self.headroom.admit()
-            async with self._line.place(ref.tenant):
+            async with self._admission.slot(ref.tenant):
                 self.headroom.admit()
                 self._observer.turn_waited(self._clock() - came)
                 session = self.table.begin(ref)
@@ -122,51 +136,61 @@ class SessionManager:
             raise
 
     def stop_admitting(self) -> None:
-        self._line.close()
+        """Refuse new turns from now on; running ones go on."""
+        self._admission.close()
 
     @property
     def settled(self) -> bool:
-        """The engine that is there now has told what it holds."""
+        """True once the engine that is connected now has listed its sessions."""
         return self.follower.settled
 
     @property
     def num_running(self) -> int:
-        return self._line.num_running
+        """Turns that hold a slot."""
+        return self._admission.num_running
 
     @property
     def num_waiting(self) -> int:
-        return self._line.num_waiting
+        """Turns that wait for a slot."""
+        return self._admission.num_waiting
 
     # ---- the sessions API
 
     def list(self, tenant: str) -> list[SessionView]:
-        """Most recently used first."""
+        """List a tenant's sessions, the most recently used first."""
         mine = [x for x in self.table.of(tenant) if x.state is not State.LEAVING]
         mine.sort(key=lambda x: -x.last_used)
         return [self._view(x) for x in mine]
 
     def get(self, ref: SessionRef) -> SessionView | None:
+        """Show one session; None if it is unknown."""
         session = self._known(ref)
         return self._view(session) if session else None
 
     async def demote(self, ref: SessionRef, tier: TierName | None = None) -> SessionView | None:
-        """Put to sleep now; ``tier`` also moves the cold copy down.
+        """Put a session to sleep now; ``tier`` also moves the cold copy down.
+
+        Returns None if the session is unknown.
 
         Raises:
             SessionKept: it stayed as it was.
+            EngineError: the engine did not do it.
         """
         session = self._known(ref)
         if session is None:
             return None
-        if kept := await self._moves.sink(session, tier):
+        if kept := await self._moves.hibernate(session, tier):
             raise SessionKept(kept)
         return self.get(ref)
 
     async def prefetch(self, ref: SessionRef) -> SessionView | None:
-        """Wake before the next turn comes. Nothing to do for a session that is hot.
+        """Wake a session before its next turn comes; one that is hot stays as it is.
+
+        Returns None if the session is unknown.
 
         Raises:
-            MemoryScarce: a waking session would need what the machine has not.
+            MemoryScarce: the machine has too little memory left for it.
+            EngineError: the engine did not do it.
         """
         session = self._known(ref)
         if session is None:
@@ -177,6 +201,11 @@ class SessionManager:
         return self.get(ref)
 
     async def pin(self, ref: SessionRef, pinned: bool) -> SessionView | None:
+        """Protect a session from sleep and eviction, or no longer; None if it is unknown.
+
+        Raises:
+            EngineError: the engine did not do it; ``EngineRefused`` at its limit of pins.
+        """
         session = self._known(ref)
         if session is None:
             return None
@@ -184,7 +213,13 @@ class SessionManager:
         return self.get(ref)
 
     async def forget(self, ref: SessionRef) -> bool:
-        """Remove from every tier. A running turn may finish; what it saves is removed as well."""
+        """Remove a session from every tier; return False if it is unknown.
+
+        A running turn may finish; what it saves is removed as well.
+
+        Raises:
+            EngineError: the engine did not do it.
+        """
         session = self._known(ref)
         if session is None:
             return False

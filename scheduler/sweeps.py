@@ -1,7 +1,8 @@
-"""The loop that puts sessions to sleep: a look at the table, and jobs for what it found.
+"""The loop that puts sessions to sleep: it looks at the table, and starts jobs for what it finds.
 
-A look only starts jobs. So an engine that takes a minute to let a session go delays no look at the
-machine's memory, and what presses goes through a gate of its own (``scheduler.moves``).
+A look only starts jobs. So an engine that takes a minute to let a session go does not delay the
+next look at the machine's memory. Jobs that are to free memory are urgent: they have a gate of
+their own (``scheduler.moves``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.headroom import Headroom
 from scheduler.moves import Moves
 from scheduler.observer import Observer
-from scheduler.policy import bytes_in_memory, bytes_over, leaving, long_idle, victims
+from scheduler.policy import bytes_in_memory, bytes_over, leaving_memory, long_idle, victims
 from scheduler.session import Session
 from scheduler.table import Queue, SessionTable
 
@@ -24,6 +25,8 @@ MIN_SWEEP_GAP_S = 0.05  # turns that end in a burst share a sweep
 
 
 class Sweeps:
+    """Looks for sessions to put to sleep, now and then and after every turn."""
+
     def __init__(
         self,
         engine: Engine,
@@ -42,15 +45,15 @@ class Sweeps:
         self._clock = clock
         self._observer = observer
         self._wanted = asyncio.Event()
-        self._pressing: dict[int, Session] = {}  # leaving already, by the number of the row
-        self._moving: set[int] = set()  # these and all others that have a job
+        self._urgent: dict[int, Session] = {}  # have an urgent job; by number of the row
+        self._with_job: set[int] = set()  # have any job; numbers of rows
 
     def hurry(self) -> None:
-        """Look again before it is time."""
+        """Have the next look happen at once."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Sweep until cancelled."""
         async with asyncio.TaskGroup() as jobs:
             while True:
                 with suppress(TimeoutError):
@@ -62,12 +65,15 @@ class Sweeps:
                 await asyncio.sleep(MIN_SWEEP_GAP_S)
 
     async def sweep(self) -> None:
-        """One look, and all that comes of it."""
+        """Look once, and wait for all jobs that this starts."""
         async with asyncio.TaskGroup() as jobs:
             await self.look(jobs)
 
     async def look(self, jobs: asyncio.TaskGroup) -> None:
-        """What presses comes first: the machine's memory, then the engine's, then long silence."""
+        """Look once, and start jobs.
+
+        The machine's memory comes first, then the engine's, then sessions that were long silent.
+        """
         welcome = self._engine.welcome
         if welcome is None:
             return
@@ -81,20 +87,22 @@ class Sweeps:
 
     def _remove_forgotten(self, jobs: asyncio.TaskGroup) -> None:
         now = self._clock()
-        for session in list(self._resting(Queue.LEAVING)):
+        for session in list(self._without_job(Queue.LEAVING)):
             if now >= session.keep_until:
-                self._start(jobs, session, self._removed(session))
+                self._start(jobs, session, self._remove(session))
 
     def _relieve_machine(self, jobs: asyncio.TaskGroup) -> None:
         missing = self._headroom.missing_bytes()
-        missing -= sum(bytes_in_memory(x) for x in self._pressing.values())
+        missing -= sum(bytes_in_memory(x) for x in self._urgent.values())
         if missing > 0:
             quiet = heapq.merge(
-                self._unpressed(Queue.HOT),
-                self._unpressed(Queue.PACKED),
+                self._without_urgent_job(Queue.HOT),
+                self._without_urgent_job(Queue.PACKED),
                 key=lambda x: x.last_used,
             )
-            self._press(jobs, leaving(quiet, missing, self._clock()), "hibernate-memory", "disk")
+            self._start_urgent(
+                jobs, leaving_memory(quiet, missing, self._clock()), "hibernate-memory", "disk"
+            )
 
     def _relieve_engine(self, jobs: asyncio.TaskGroup, report: EngineReport) -> None:
         config = self._config
@@ -102,43 +110,43 @@ class Sweeps:
             report.hot_bytes, report.hot_capacity_bytes, config.high_water, config.low_water
         )
         need = min(over, report.idle_hot_bytes)
-        need -= sum(x.hot_bytes for x in self._pressing.values() if x.hot)
+        need -= sum(x.hot_bytes for x in self._urgent.values() if x.hot)
         chosen = victims(
-            self._unpressed(Queue.HOT),
+            self._without_urgent_job(Queue.HOT),
             need,
             self._clock(),
             config.value_half_life_s,
             config.idle_after_s,
         )
-        self._press(jobs, chosen, "hibernate-pressure", None)
+        self._start_urgent(jobs, chosen, "hibernate-pressure", None)
 
     def _let_sleep(self, jobs: asyncio.TaskGroup) -> None:
-        resting = self._resting(Queue.HOT)
-        for session in long_idle(resting, self._clock(), self._config.idle_after_s):
+        hot = self._without_job(Queue.HOT)
+        for session in long_idle(hot, self._clock(), self._config.idle_after_s):
             self._observer.decision("hibernate-idle")
-            self._start(jobs, session, self._sunk(session, None, pressing=False))
+            self._start(jobs, session, self._hibernate(session, None, urgent=False))
 
-    def _resting(self, queue: Queue) -> Iterator[Session]:
-        """Those for whom nothing is under way."""
-        return (x for x in self._table.queue(queue) if x.number not in self._moving)
+    def _without_job(self, queue: Queue) -> Iterator[Session]:
+        """Sessions of a queue that have no job."""
+        return (x for x in self._table.queue(queue) if x.number not in self._with_job)
 
-    def _unpressed(self, queue: Queue) -> Iterator[Session]:
-        """Also those whose turn to go at leisure has not come: what presses overtakes them."""
-        return (x for x in self._table.queue(queue) if x.number not in self._pressing)
+    def _without_urgent_job(self, queue: Queue) -> Iterator[Session]:
+        """Sessions of a queue without an urgent job, which would overtake one that is not."""
+        return (x for x in self._table.queue(queue) if x.number not in self._urgent)
 
     # ---- jobs
 
-    def _press(
+    def _start_urgent(
         self, jobs: asyncio.TaskGroup, sessions: Iterable[Session], why: str, tier: TierName | None
     ) -> None:
         for session in sessions:
             self._observer.decision(why)
-            self._pressing[session.number] = session
-            job = self._sunk(session, tier, pressing=True)
-            self._start(jobs, session, job, self._pressed)
+            self._urgent[session.number] = session
+            job = self._hibernate(session, tier, urgent=True)
+            self._start(jobs, session, job, self._urgent_job_ended)
 
-    def _pressed(self, session: Session) -> None:
-        self._pressing.pop(session.number, None)
+    def _urgent_job_ended(self, session: Session) -> None:
+        self._urgent.pop(session.number, None)
 
     def _start(
         self,
@@ -148,16 +156,16 @@ class Sweeps:
         after: Callable[[Session], None] = lambda _: None,
     ) -> None:
         def ended(_: asyncio.Task[None]) -> None:
-            self._moving.discard(session.number)
+            self._with_job.discard(session.number)
             after(session)
 
-        self._moving.add(session.number)
+        self._with_job.add(session.number)
         jobs.create_task(job, name="session-job").add_done_callback(ended)
 
-    async def _sunk(self, session: Session, tier: TierName | None, *, pressing: bool) -> None:
+    async def _hibernate(self, session: Session, tier: TierName | None, *, urgent: bool) -> None:
         with suppress(EngineError):
-            await self._moves.sink(session, tier, pressing=pressing)
+            await self._moves.hibernate(session, tier, urgent=urgent)
 
-    async def _removed(self, session: Session) -> None:
+    async def _remove(self, session: Session) -> None:
         with suppress(EngineError):
             await self._moves.remove(session)

@@ -1,7 +1,7 @@
-"""All sessions of one engine as rows: found by name, and the quiet ones by how long they are quiet.
+"""All sessions of one engine as rows: found by name, the quiet ones also in order of last use.
 
 The table is what the gateway believes; the engine's blocks are the truth. It is bounded: a row that
-has to make room costs its session nothing but that nobody here puts it to sleep.
+is dropped to make room costs its session nothing, except that nobody here puts it to sleep.
 
 Quiet rows stand in queues, one for each thing that can be done with them, in the order of their
 last use. A sweep looks at the heads of queues, so sessions that are not due cost it nothing,
@@ -24,7 +24,7 @@ LATE_REPORT_S = 10.0
 
 
 class Queue(enum.Enum):
-    """In the order in which rows make room for new ones."""
+    """The queues of quiet rows, in the order in which rows are dropped to make room."""
 
     STORED = "cold, below memory"
     PACKED = "cold, in memory"
@@ -34,7 +34,7 @@ class Queue(enum.Enum):
 
 
 class ByLastUse:
-    """Rows, the longest unused first. ``last_used`` of a row must not change while it is here."""
+    """Rows, the longest unused first. A row's ``last_used`` must not change while it is in here."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, int, Session]] = []
@@ -52,7 +52,7 @@ class ByLastUse:
 
 
 class SessionTable:
-    """Rows by tenant and id. Their states change by ``Session.apply`` only, which is heard here."""
+    """Rows by tenant and id. Listens to ``Session.apply``, the only thing that changes a state."""
 
     def __init__(self, max_rows: int, clock: Callable[[], float], observer: Observer) -> None:
         self._max_rows = max_rows
@@ -69,17 +69,19 @@ class SessionTable:
         return self._num_rows
 
     def __iter__(self) -> Iterator[Session]:
-        """Every row. The only look at the table that costs as much as it is long."""
+        """Go over every row; nothing else here costs as much as the table is long."""
         return (session for rows in self._rows.values() for session in rows.values())
 
     def row(self, tenant: str, id: str) -> Session | None:
+        """Find a row by name."""
         return self._rows.get(tenant, {}).get(id)
 
     def of(self, tenant: str) -> list[Session]:
+        """List a tenant's rows."""
         return list(self._rows.get(tenant, {}).values())
 
     def queue(self, queue: Queue) -> Iterator[Session]:
-        """The longest unused first. Nothing may be changed between two steps."""
+        """Go over a queue, the longest unused first. No row may change between two steps."""
         return iter(self._queues[queue])
 
     # ---- what happens to rows
@@ -91,7 +93,7 @@ class SessionTable:
         last_used: float,
         report: SessionReport | None = None,
     ) -> Session:
-        """``report`` is what the engine says of it already."""
+        """Add a row; ``report`` is what the engine has said of it already."""
         if self._num_rows >= self._max_rows:
             self._make_room()
         self._numbers += 1
@@ -110,7 +112,7 @@ class SessionTable:
         return session
 
     def begin(self, ref: SessionRef) -> Session:
-        """A turn has come."""
+        """Start a turn of a session, known or new."""
         session = self.row(ref.tenant, ref.id)
         if session is None:
             session = self.add(ref, State.ACTIVE, self._clock())
@@ -122,23 +124,27 @@ class SessionTable:
         return session
 
     def end(self, session: Session) -> None:
-        """A turn is over, whatever came of it."""
+        """End a turn, whatever came of it."""
         session.num_turns -= 1
         session.last_used = self._clock()
         if session.num_turns > 0:
             return
-        # Still waking: the engine has told nothing of what became of the packed copy.
+        # Still waking: the engine has not said what became of the packed copy.
         session.apply(Event.REFUSED if session.state is State.WAKING else Event.QUIET)
         if not session.known and session.can(Event.LOST):  # refused turns leave no row
             session.apply(Event.LOST)
 
     def learn(self, session: Session, report: SessionReport) -> None:
-        """Sizes and places only."""
+        """Take over sizes and tier from a report, but not the state."""
         session.learn(report)
         self._file(session)
 
     def take(self, session: Session, report: SessionReport | None) -> None:
-        """Fold a report into the row; a quiet session follows what the engine really holds."""
+        """Fold a report into the row; a quiet session's state follows what the engine holds.
+
+        Args:
+            report: None if the engine does not know the session.
+        """
         if report is not None:
             self.learn(session, report)
         if session.state not in (State.IDLE, State.COLD):
@@ -154,7 +160,7 @@ class SessionTable:
 
     @contextmanager
     def forgetting(self, ref: SessionRef) -> Iterator[None]:
-        """It is being removed on request: until a while later no report brings it back."""
+        """Let no report bring the session back, during this and ``LATE_REPORT_S`` afterwards."""
         self._remember_forgotten(ref)
         try:
             yield
@@ -162,6 +168,7 @@ class SessionTable:
             self._remember_forgotten(ref)
 
     def was_forgotten(self, tenant: str, id: str) -> bool:
+        """Tell whether the session was deleted so recently that a report of it is stale."""
         return self._clock() < self._forgotten.get((tenant, id), 0.0)
 
     def _remember_forgotten(self, ref: SessionRef) -> None:
@@ -171,7 +178,7 @@ class SessionTable:
         while (oldest := next(iter(self._forgotten))) and self._forgotten[oldest] < now:
             del self._forgotten[oldest]
 
-    # ---- where they stand
+    # ---- queues
 
     def _changed(self, session: Session, before: State, event: Event) -> None:
         after = session.state

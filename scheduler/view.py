@@ -1,4 +1,4 @@
-"""One session as its owner may see it."""
+"""One session as its owner sees it in the sessions API."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from scheduler.session import Session
 
 
 class SessionView(msgspec.Struct, frozen=True):
+    """A row without anything private."""
+
     id: str
     state: str
     tier: TierName | None  # fastest tier that holds a cold copy
@@ -19,6 +21,7 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 def view_of(session: Session, now: float) -> SessionView:
+    """Show a row; ``now`` is a reading of the scheduler's clock."""
     return SessionView(
         id=session.ref.id,
         state=session.state.value,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.chain import KEY_BYTES
-from kvstore.marks import mark_of, marked
+from kvstore.blobs.chain import KEY_BYTES
+from kvstore.blobs.codec_tags import tag_of, tagged
 
 RAW = "raw.1"
 
 
 def named(key: bytes, codec_id: str = RAW) -> bytes:
-    return marked(key, mark_of(codec_id))
+    return tagged(key, tag_of(codec_id))
 
 
 def all_named(keys: Sequence[bytes], codec_id: str = RAW) -> list[bytes]:

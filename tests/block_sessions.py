@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.calibration.served import ServedCodecs
-from kvstore.block_keys import BlockKeys, Piece
-from kvstore.block_store import BlockStore, Fetched
-from kvstore.codec_set import CodecSet
+from engines.calibration.gate.served_codecs import ServedCodecs
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.packer import Packer
+from kvstore.by_blocks.names import BlobSpan, BlockKeys
+from kvstore.by_blocks.store import BlockStore, Fetched
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
-from kvstore.packer import Packer
-from kvstore.records import SessionRef
+from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 
 LAYOUT = KVLayout("float32", (KVLayer(2, 64, 64),) * 2)
@@ -90,8 +90,8 @@ def rows_behind(chain: Sequence[bytes], part: Sequence[int]) -> list[KVPair]:
 
 def save(
     store: BlockStore, session: SessionRef, chain: Sequence[bytes], part: Sequence[int] = ()
-) -> list[Piece]:
-    """What a worker does at the end of a turn; the pieces that were new."""
+) -> list[BlobSpan]:
+    """What a worker does at the end of a turn; the spans that were new."""
     missing = store.missing(chain, part=part)
     fresh = {x.key: pack(store, chain, x, part) for x in missing}
     store.commit(session, chain, fresh, part=part)
@@ -101,27 +101,27 @@ def save(
 def pack(
     store: BlockStore,
     chain: Sequence[bytes],
-    piece: Piece,
+    span: BlobSpan,
     part: Sequence[int] = (),
     codec: Codec | None = None,
 ) -> bytes:
-    first = piece.first_block * BLOCK
-    if piece.is_part:
-        return store.packer.pack_tail(piece.key, rows_behind(chain, part), first)
-    run = rows_of(chain, piece.first_block, piece.num_blocks)
-    if piece.is_tail:
-        return store.packer.pack_tail(piece.key, run, first)
-    return store.packer.pack_chunk(piece.key, run, first, codec)
+    first = span.first_block * BLOCK
+    if span.is_part:
+        return store.packer.pack_tail(span.key, rows_behind(chain, part), first)
+    run = rows_of(chain, span.first_block, span.num_blocks)
+    if span.is_tail:
+        return store.packer.pack_tail(span.key, run, first)
+    return store.packer.pack_chunk(span.key, run, first, codec)
 
 
 def check_rows(store: BlockStore, chain: Sequence[bytes], fetched: Fetched) -> None:
     """Every fetched blob holds exactly what belongs to the prompt's own hashes, as far as used."""
-    for piece, blob in fetched.pieces:
-        run = LAYOUT.empty(piece.num_blocks * BLOCK)
-        decode = store.packer.unpack_tail if piece.is_tail else store.packer.unpack_chunk
-        decode(blob, piece.key, piece.first_block * BLOCK, piece.num_blocks * BLOCK, run)
-        used = min(piece.end_block, fetched.end_block) - piece.first_block
-        wanted = rows_of(chain, piece.first_block, used)
+    for span, blob in fetched.spans:
+        run = LAYOUT.empty(span.num_blocks * BLOCK)
+        decode = store.packer.unpack_tail if span.is_tail else store.packer.unpack_chunk
+        decode(blob, span.key, span.first_block * BLOCK, span.num_blocks * BLOCK, run)
+        used = min(span.end_block, fetched.end_block) - span.first_block
+        wanted = rows_of(chain, span.first_block, used)
         for got, want in zip(run, wanted, strict=True):
             for a, b in zip(got, want, strict=True):
                 assert np.array_equal(a[:, : used * BLOCK], b)

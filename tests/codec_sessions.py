@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.chain import CHUNK as CHUNK_KIND
-from kvstore.chain import TAIL
-from kvstore.codec_set import CodecSet
-from kvstore.format import codec_in
-from kvstore.records import SessionRef
+from kvstore.blobs.chain import CHUNK as CHUNK_KIND
+from kvstore.blobs.chain import TAIL
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.format import codec_in
+from kvstore.by_tokens.store import ColdStore, Restored
+from kvstore.session import SessionRef
 from kvstore.shapes import KVPair
-from kvstore.store import ColdStore, Restored
 from kvstore.tiers.base import Tier
 from tests.kv_sessions import (
     CHUNK,
@@ -56,5 +56,7 @@ def turn(store: ColdStore, session: SessionRef, prompt: Sequence[int]) -> Restor
 
 
 def evict(store: ColdStore, place: int) -> None:
-    names = [name for name, _ in store._stack.scan(place, b"") if name[:1] in (CHUNK_KIND, TAIL)]
-    store._stack._tiers[place].delete_many(names)
+    names = [
+        name for name, _ in store.ledger.stack.scan(place, b"") if name[:1] in (CHUNK_KIND, TAIL)
+    ]
+    store.ledger.stack.tiers[place].delete_many(names)

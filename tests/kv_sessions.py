@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.codec_set import CodecSet
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.by_tokens.store import ColdStore, Match, Restored, Snapshot, StateArray, StateTree
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
-from kvstore.records import SessionRef
-from kvstore.shapes import KVLayer, KVLayout, KVPair
-from kvstore.store import ColdStore, Match, Restored, Snapshot, StateArray, StateTree
+from kvstore.session import SessionRef
+from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 
 CHUNK = 16
@@ -99,16 +99,8 @@ def open_store(
     **config: Any,
 ) -> ColdStore:
     settings = StoreConfig(codec=codec, chunk_tokens=CHUNK, num_threads=2, **config)
-    return ColdStore(
-        settings,
-        layout,
-        fingerprint,
-        "model",
-        codecs or codec_by_name(codec),
-        tiers,
-        needs_state=needs_state,
-        clock=clock,
-    )
+    model = StoredModel("model", fingerprint, layout, needs_state)
+    return ColdStore(settings, model, codecs or codec_by_name(codec), tiers, clock=clock)
 
 
 class Clock:

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from engines.headers import CacheOutcome
 from engines.mlx_worker.generation import (
-    Admitted,
-    CacheOutcome,
     Event,
     Failed,
     Finished,
     FinishReason,
     Generation,
     ModelFacts,
-    Overloaded,
-    Prefill,
+    PrefillProgress,
+    PromptAdmitted,
+    QueueFull,
     Token,
 )
 
@@ -54,7 +54,7 @@ class ToyOwner:
 
     def submit(self, generation: Generation) -> ToyStream:
         if self.overloaded:
-            raise Overloaded("the waiting line is full")
+            raise QueueFull("the waiting line is full")
         self.submitted.append(generation)
         self.streams.append(ToyStream(self, generation))
         return self.streams[-1]
@@ -64,29 +64,29 @@ class ToyStream:
     def __init__(self, owner: ToyOwner, generation: Generation) -> None:
         self._owner = owner
         self._generation = generation
-        self._live = dict.fromkeys(range(len(generation.rows)), True)
+        self._live = dict.fromkeys(range(len(generation.sampling)), True)
         self.cancelled = asyncio.Event()
-        self.stopped_rows: list[int] = []
+        self.stopped: list[int] = []
 
-    def stop_row(self, row: int) -> None:
-        self.stopped_rows.append(row)
+    def stop(self, index: int) -> None:
+        self.stopped.append(index)
 
     def cancel(self) -> None:
         self.cancelled.set()
 
     async def events(self) -> AsyncIterator[Event]:
-        generated: list[list[int]] = [[] for _ in self._generation.rows]
+        generated: list[list[int]] = [[] for _ in self._generation.sampling]
         open_rows = set(range(len(generated)))
-        yield Admitted(self._owner.outcome)
+        yield PromptAdmitted(self._owner.outcome)
         await asyncio.sleep(self._owner.prefill_s)
-        yield Prefill(len(self._generation.prompt), len(self._generation.prompt))
+        yield PrefillProgress(len(self._generation.prompt), len(self._generation.prompt))
         while open_rows:
             await asyncio.sleep(self._owner.step_s)
             for row in sorted(open_rows):
                 if len(generated[row]) == self._owner.fail_after:
                     yield Failed("MemoryError: no room")
                     return
-                if self.cancelled.is_set() or row in self.stopped_rows:
+                if self.cancelled.is_set() or row in self.stopped:
                     open_rows.discard(row)
                     yield Finished(row, "cancelled")
                     continue
@@ -110,10 +110,10 @@ class ToyStream:
             noise[0, wanted] += 30
         logits = mx.array(noise.astype(np.float32))
         tokens = mx.array(context)
-        for processor in self._generation.rows[row].logits_processors:
+        for processor in self._generation.sampling[row].logits_processors:
             logits = processor(tokens, logits)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        sampler = self._generation.rows[row].sampler
+        sampler = self._generation.sampling[row].sampler
         chosen = int((sampler or (lambda x: mx.argmax(x, axis=-1)))(logprobs).item())
         top = self._generation.top_logprobs
         if top is None:

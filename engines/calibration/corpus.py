@@ -1,9 +1,9 @@
-"""Text to learn from and text to be judged by, on every machine without a download.
+"""Texts to learn from and texts to judge by, present on every machine without a download.
 
 Code and documentation come from Python's own library, which is installed wherever this runs; prose,
-chat and other languages were written for this purpose and lie in ``texts``. What is learned from is
-never judged by: the two sets share no file, nor a passage (``pdb`` holds the manual's "debugger").
-Those that are judged by are as long as the longest of the usual contexts takes, of every kind.
+chat and other languages were written for this purpose and lie in ``texts``. The two sets share no
+file and no passage (so ``pdb``, which repeats the manual's "debugger", is in neither). Among the
+held-out texts of each kind are some long enough for the longest of the usual contexts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIT_MODULES = (
     *("calendar", "socket"),
 )
 _HELD_OUT_MODULES = ("unittest.mock", "typing", "pickle")
-# Of the reference manual, as the interactive help carries it.
+# Chapters of the reference manual, as Python's interactive help has them.
 _FIT_TOPICS = (
     ("specialnames", "types", "formatstrings", "compound", "typesseq"),
     ("assignment", "class", "exceptions", "operator-summary", "numbers", "strings", "with"),
@@ -38,11 +38,13 @@ class Text:
 
 
 def fit_texts() -> list[Text]:
+    """The texts to learn from."""
     manual = [_topics(f"manual {n}", topics) for n, topics in enumerate(_FIT_TOPICS, 1)]
     return [*_written("fit"), *_modules(_FIT_MODULES), *manual]
 
 
 def held_out_texts() -> list[Text]:
+    """The texts to judge by."""
     return [
         *_written("held_out"),
         *_modules(_HELD_OUT_MODULES),
@@ -51,7 +53,7 @@ def held_out_texts() -> list[Text]:
 
 
 def texts_of(paths: Iterable[Path]) -> list[Text]:
-    """The user's own.
+    """The user's own texts.
 
     Raises:
         OSError: a file cannot be read.
@@ -66,7 +68,7 @@ def _written(folder: str) -> Iterator[Text]:
 
 
 def _modules(names: Iterable[str]) -> Iterator[Text]:
-    """A module may be missing, or be there without its source: then there is less to go by."""
+    """The sources of modules; one that is missing or has no source is left out."""
     for name in names:
         spec = find_spec(name)
         if spec is not None and spec.origin and spec.origin.endswith(".py"):
@@ -74,6 +76,6 @@ def _modules(names: Iterable[str]) -> Iterator[Text]:
 
 
 def _topics(name: str, wanted: Iterable[str]) -> Text:
-    from pydoc_data.topics import topics  # half a megabyte: only who calibrates shall load it
+    from pydoc_data.topics import topics  # half a megabyte: loaded only to calibrate
 
     return Text(name, "\n\n".join(topics[x] for x in wanted if x in topics))

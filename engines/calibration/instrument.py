@@ -1,4 +1,4 @@
-"""The seam between calibration and an engine."""
+"""What calibration needs from an engine: a model whose cache can be taken out and put back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvstore.codecs.pieces.rope import Rope
+from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
 
@@ -15,32 +15,36 @@ class Instrument(Protocol):
     """A model whose cache can be taken out and put back."""
 
     @property
-    def layout(self) -> KVLayout: ...
+    def layout(self) -> KVLayout:
+        """Layers, shapes and dtype of the growing cache."""
 
     @property
     def fingerprint(self) -> str:
-        """The same that the engine gives its cold store."""
+        """The model's fingerprint, the same that the engine gives its cold store."""
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
-        """How each layer turns its keys; None where it does not.
+        """The rotary embedding of each layer; None where a layer has none.
 
         Raises:
-            ValueError: it does so in a way that is not understood.
+            ValueError: a layer turns its keys in a way that is not understood.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, without a chat template, with the model's own first token if it
-        wants one."""
+        """The token ids of plain text, without a chat template.
+
+        The first is the model's own first token (BOS) if it wants one.
+        """
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        """KV of ``tokens`` at positions 0.., in arrays of the caller's own.
+        """Compute the KV of ``tokens`` at positions 0..; the caller owns the arrays.
 
-        ``past``: KV of the first of them, which is not computed again; not of all.
+        Args:
+            past: KV of the first tokens, but not of all, which is not computed again.
         """
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        """What the model says after each of ``tokens``, which follow those of ``run``.
+        """Log-probabilities of the next token after each of ``tokens``, which follow ``run``.
 
         fp32 (len(tokens), vocabulary), natural logarithm. ``run`` is not changed.
         """
@@ -52,17 +56,17 @@ class NotDifferentiable(Exception):
 
 @runtime_checkable
 class Differentiable(Protocol):
-    """An instrument that can also say what later tokens look at in its cache."""
+    """An instrument that can also compute gradients of the loss by the cache."""
 
     def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
-        """Of the loss after each of ``tokens``, which follow those of ``run``, by K and V of it.
+        """Gradients of the loss after ``tokens``, which follow ``run``, by each K and V of ``run``.
 
         The loss is that of tokens which the model itself draws, so that its output is measured and
-        not the text. fp32, shapes as in ``run``, which is not changed.
+        not the text. fp32, in the shapes of ``run``, which is not changed.
 
         Raises:
             NotDifferentiable: this model has no gradients.
         """
 
     def gradients_done(self) -> None:
-        """No more are wanted for now: whatever they needed may go."""
+        """Free what gradients needed; no more of them are wanted for now."""

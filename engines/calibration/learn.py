@@ -1,4 +1,4 @@
-"""A profile of a model, learned from the KV of some texts."""
+"""Learns a profile of a model from the KV of some texts."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Final
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import Differentiable, Instrument, NotDifferentiable
-from engines.calibration.measure import ANY
-from engines.calibration.turning import check_turning
-from kvstore.codecs.bounds import Yardstick
-from kvstore.codecs.calibrated import LEARNABLE
-from kvstore.codecs.fit import fit_profile
+from engines.calibration.measuring.measure import ANY
+from engines.calibration.rope_probe import check_turning
+from kvstore.codecs.calibrated import calibrated_preset, learn_profile
+from kvstore.codecs.learning.bounds import RateDistortionBound
+from kvstore.codecs.learning.samples import Samples
+from kvstore.codecs.learning.sensitivity import head_metrics
+from kvstore.codecs.learning.statistics import element_means
+from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.samples import Samples
-from kvstore.codecs.sensitivity import head_metrics
-from kvstore.codecs.stacks import Scope
-from kvstore.codecs.statistics import element_means
+from kvstore.codecs.stacks.stack_shape import Scope
 from kvstore.shapes import KVRun, slice_tokens
 
 logger = logging.getLogger(__name__)
 
 LAYER: Final = Scope("layer")
-PROBED_FROM: Final = 0.75  # of a window: what is behind shows which errors before it matter
+PROBED_FROM: Final = 0.75  # of a window: the gradients of its end say which errors before it matter
 LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is cut there
 
 
 def samples_of(
     instrument: Instrument, texts: Sequence[Text], num_windows: int, window_tokens: int
 ) -> Samples:
-    """KV of ``num_windows`` windows dealt out over ``texts``, and what of it matters.
+    """Prefill ``num_windows`` windows of ``texts``, with gradients where the engine has them.
 
     Raises:
-        ValueError: no text, or a model that turns its keys in a way that is not understood.
+        ValueError: no text is long enough, or the model turns its keys in a way that is not
+            understood.
     """
     windows = list(deal(texts, instrument, num_windows, window_tokens))
     if not windows:
@@ -52,8 +53,8 @@ def samples_of(
 
 
 def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile:
-    """What ``presets`` have to know."""
-    profile = fit_profile(samples, fingerprint, presets)
+    """Fit the parameters of each preset to the samples."""
+    profile = learn_profile(samples, fingerprint, presets)
     logger.info("learned %s", ", ".join(f"{name} ({id})" for name, id in profile.ids.items()))
     return profile
 
@@ -74,21 +75,22 @@ def _with_metrics(
 def _gradients(
     instrument: Differentiable, runs: Sequence[KVRun], windows: Sequence[Sequence[int]]
 ) -> Iterator[KVRun]:
-    """Of the end of each window by the KV before it."""
+    """Gradients of the loss at the end of each window by the KV before it."""
     for number, (run, window) in enumerate(zip(runs, windows, strict=True), 1):
         first = int(len(window) * PROBED_FROM)
         yield instrument.gradients(slice_tokens(run, 0, first), window[first:])
         logger.info("looked back from the end of %d of %d windows", number, len(windows))
 
 
-def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, Yardstick]:
-    """One for each preset that works in a scope of its own, and a layer's for all others."""
-    scopes = {name: getattr(LEARNABLE.get(name), "scope", None) for name in presets}
-    of_scope: dict[Scope, Yardstick] = {}
+def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, RateDistortionBound]:
+    """A bound for each preset with a scope of its own; a layer's (``ANY``) for all others."""
+    learned = {name: calibrated_preset(name) for name in presets if name in LEARNABLE}
+    scopes = {name: getattr(learned.get(name), "scope", None) for name in presets}
+    of_scope: dict[Scope, RateDistortionBound] = {}
     means = element_means(samples)
     for scope in (LAYER, *scopes.values()):
         if scope is not None and scope not in of_scope:
-            of_scope[scope] = Yardstick(samples, scope, means)
+            of_scope[scope] = RateDistortionBound(samples, scope, means)
             logger.info("found the bounds of a transform over %s", scope)
     found = {name: of_scope[scope] for name, scope in scopes.items() if scope is not None}
     return {**found, ANY: of_scope[LAYER]}
@@ -97,8 +99,10 @@ def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, Yardstick]
 def deal(
     texts: Sequence[Text], instrument: Instrument, num_windows: int, window_tokens: int
 ) -> Iterator[list[int]]:
-    """The first window of every text, then the second of every text, and so on: many kinds of
-    text teach more than much of one."""
+    """Yield the first window of every text, then the second of every text, and so on.
+
+    Many kinds of text teach more than much of one.
+    """
     tokens = [instrument.encode(text.content) for text in texts]
     longest = max(map(len, tokens), default=0)
     dealt = 0

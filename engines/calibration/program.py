@@ -1,4 +1,4 @@
-"""The frame of a calibrating process: an order on standard input, a report on the output.
+"""The frame of a calibration program: an order on standard input, a report on standard output.
 
 A process of its own, so that measuring never competes with serving for one interpreter.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from engines.calibration.order import Order, Report
+from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.calibration.survey import CannotCalibrate
 from engines.config import WRONG_SETTINGS
 from engines.log_lines import configure_logging
@@ -22,13 +22,17 @@ from kvstore.errors import UnknownCodec
 logger = logging.getLogger(__name__)
 
 
-def run(calibrate: Callable[[Order], Report]) -> None:
-    """Ends with ``WRONG_SETTINGS`` and a line in the log for what another try would not change."""
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+def run(calibrate: Callable[[CalibrationOrder], CalibrationReport]) -> None:
+    """Read the order, call ``calibrate`` and write its report.
+
+    Exits with ``WRONG_SETTINGS`` and a line in the log after an error that another try would not
+    change.
+    """
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=CalibrationOrder)
     threading.Thread(target=_leave_with_parent, name="lifeline", daemon=True).start()
     configure_logging(order.log_level)
-    # Whatever an engine prints goes where logs go: the output is the report's alone.
-    # It is left open: its end tells the parent that this process has ended, too.
+    # Whatever an engine prints goes to the log: standard output is for the report alone. It is
+    # left open: when it closes, the parent knows that this process has ended.
     output = os.fdopen(os.dup(1), "wb", closefd=False)
     os.dup2(2, 1)
     try:
@@ -41,7 +45,7 @@ def run(calibrate: Callable[[Order], Report]) -> None:
 
 
 def _leave_with_parent() -> None:
-    """Whoever ordered this is gone, however it went: nobody waits for the report."""
+    """End this process when its input ends: the parent is gone, and nobody waits for the report."""
     while os.read(0, 1 << 12):  # not by sys.stdin, whose lock would be missed at the end
         pass
     os._exit(1)

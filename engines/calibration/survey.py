@@ -1,4 +1,4 @@
-"""One whole calibration of one model: cases from texts, a row for each preset and context."""
+"""One whole calibration of a model: learn a profile, then measure each preset and context."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.calibration.cases import Case, needle_cases, text_cases
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
+from engines.calibration.gate.profiles import make_folder, save
 from engines.calibration.instrument import Instrument
 from engines.calibration.learn import learn, samples_of, yardsticks
-from engines.calibration.measure import measure
-from engines.calibration.order import Order, Report, WaterFilling
-from engines.calibration.profiles import make_folder, save
-from kvstore.codecs.bounds import Yardstick
-from kvstore.codecs.calibrated import LEARNABLE
+from engines.calibration.measuring.cases import Case, needle_cases, text_cases
+from engines.calibration.measuring.measure import measure
+from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
+from kvstore.codecs.learning.bounds import RateDistortionBound
+from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import Profile
 
@@ -24,21 +24,23 @@ logger = logging.getLogger(__name__)
 
 
 class CannotCalibrate(Exception):
-    """What was ordered cannot be done. The message is one sentence for the operator."""
+    """The order cannot be carried out. The message is one sentence for the operator."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What was measured, and what was learned for the presets that have to know the model."""
+    """The result of a calibration: the profile with its rows, and the bounds of theory."""
 
     profile: Profile
     bounds: tuple[WaterFilling, ...]
 
 
-def survey_report(instrument: Instrument, order: Order, engine: str) -> Report:
-    """``survey``, kept as the model's profile, and told. Raises what it does.
+def survey_report(
+    instrument: Instrument, order: CalibrationOrder, engine: str
+) -> CalibrationReport:
+    """Run ``survey``, save the profile and return the report. Raises what ``survey`` raises.
 
-    Where it cannot be kept after all, the log says why, and it is told.
+    If the profile cannot be saved after all, the log says why, and the report is returned.
     """
     try:
         if order.data_path:
@@ -48,7 +50,7 @@ def survey_report(instrument: Instrument, order: Order, engine: str) -> Report:
         raise CannotCalibrate(f"{where}: {error.strerror}") from error
     found = survey(instrument, order)
     profile = found.profile
-    return Report(
+    return CalibrationReport(
         fingerprint=instrument.fingerprint,
         engine=engine,
         dtype=instrument.layout.dtype,
@@ -59,8 +61,10 @@ def survey_report(instrument: Instrument, order: Order, engine: str) -> Report:
 
 
 def _kept(profile: Profile, data_path: str) -> str:
-    """The file; "" if there is none. A disk that is full by now is no reason to tell nothing of
-    what took minutes."""
+    """Save the profile; returns its file, or "" if that failed.
+
+    A full disk is no reason to lose the report of a measurement that took minutes.
+    """
     try:
         return str(save(profile, Path(data_path))) if data_path else ""
     except OSError as error:
@@ -68,12 +72,12 @@ def _kept(profile: Profile, data_path: str) -> str:
         return ""
 
 
-def survey(instrument: Instrument, order: Order) -> Survey:
-    """One whole calibration.
+def survey(instrument: Instrument, order: CalibrationOrder) -> Survey:
+    """Learn and measure what ``order`` asks for.
 
     Raises:
         CannotCalibrate: no text is long enough.
-        UnknownCodec: a preset that does not exist, or that cannot pack this model's cache.
+        UnknownCodec: a preset does not exist, or cannot pack this model's cache.
         ValueError: the model turns its keys in a way that is not understood.
         OSError: a text cannot be read.
     """
@@ -93,8 +97,10 @@ def survey(instrument: Instrument, order: Order) -> Survey:
     return Survey(replace(profile, rows=tuple(rows)), tuple(bounds))
 
 
-def _learned(instrument: Instrument, order: Order) -> tuple[Profile, dict[str, Yardstick]]:
-    """Nothing, without a prefill, if no preset has to know the model."""
+def _learned(
+    instrument: Instrument, order: CalibrationOrder
+) -> tuple[Profile, dict[str, RateDistortionBound]]:
+    """The profile and the bounds; both empty, without a prefill, if no preset has to learn."""
     presets = [name for name in order.presets if name in LEARNABLE]
     if not presets:
         return Profile(instrument.fingerprint, instrument.layout, (), {}), {}
@@ -104,12 +110,12 @@ def _learned(instrument: Instrument, order: Order) -> tuple[Profile, dict[str, Y
     return learn(samples, instrument.fingerprint, presets), sticks
 
 
-def _water_filling(stick: Yardstick, most_bits: float) -> WaterFilling:
+def _water_filling(stick: RateDistortionBound, most_bits: float) -> WaterFilling:
     bits, errors = zip(*stick.curve(most_bits), strict=True)
     return WaterFilling(scope=str(stick.scope), bits=bits, residual_errors=errors)
 
 
-def _cases(instrument: Instrument, order: Order) -> Iterator[Case]:
+def _cases(instrument: Instrument, order: CalibrationOrder) -> Iterator[Case]:
     texts = texts_of(map(Path, order.eval_texts)) if order.eval_texts else held_out_texts()
     encode = functools.cache(instrument.encode)  # a long text takes a second
     for context in order.contexts:

@@ -1,1 +1,1 @@
-"""The process of the fake engine: an engine's two sockets and its manners, without a model."""
+"""The fake engine's process: an engine's two sockets and its behaviour, without a model."""

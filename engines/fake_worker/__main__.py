@@ -6,10 +6,10 @@ import asyncio
 import logging
 
 from engines.config import WorkerConfig
-from engines.control_server import ControlServer
+from engines.fake_worker.fake_sessions import CODEC, FakeSessions
 from engines.fake_worker.server import DataServer
-from engines.fake_worker.shelf import CODEC, Shelf
-from engines.lifeline import read_settings, runtime_folder, stop_event
+from engines.host.control_server import ControlServer
+from engines.host.lifeline import read_settings, runtime_folder, stop_event
 from engines.wire import Welcome
 
 logger = logging.getLogger("engines.fake_worker")
@@ -37,10 +37,10 @@ async def serve(config: WorkerConfig) -> None:
     async def welcomed() -> Welcome:
         return welcome
 
-    shelf = Shelf(config.engine.hot_bytes)
-    control = ControlServer(config.token, welcomed, shelf)
-    shelf.listen(control.publish)
-    data = DataServer(config.token, config.served_model_name, max_context, shelf)
+    sessions = FakeSessions(config.engine.hot_bytes)
+    control = ControlServer(config.token, welcomed, sessions)
+    sessions.listen(control.publish)
+    data = DataServer(config.token, config.served_model_name, max_context, sessions)
     runner = await data.serve(f"{folder}/http.sock")
     server = await control.serve(f"unix:{folder}/control.sock")
     logger.info("the fake engine serves %s", config.served_model_name)

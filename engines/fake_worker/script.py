@@ -1,4 +1,4 @@
-"""What a request can make the fake engine do: its speed, its length and its faults.
+"""The script of a request to the fake engine: the answer's speed, length and faults.
 
 A request says so in OpenAI's own ``metadata`` field, as words of the form ``key=value``:
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from engines.openai import InvalidRequest
+from engines.openai.requests import InvalidRequest
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -30,7 +30,9 @@ Fault: TypeAlias = Literal[
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    chunks: Count | None = None  # pieces of text in the answer; None = one per word
+    """The wishes of one request."""
+
+    chunks: Count | None = None  # words in the answer; None = as many as the echo has
     head_s: Seconds = 0.0  # before the response head
     delay_s: Seconds = 0.0  # before every chunk
     after: Count = 0  # chunks that are sent before the fault
@@ -38,7 +40,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_script(raw: dict[str, Any]) -> Script:
-    """The script of a request body. Raises ``InvalidRequest`` for a misspelt one."""
+    """Read the script in a request's body. Raises ``InvalidRequest`` for a misspelt one."""
     metadata = raw.get("metadata")
     words = metadata.get("fake", "") if isinstance(metadata, dict) else ""
     pairs = dict(word.partition("=")[::2] for word in str(words).split())

@@ -7,15 +7,16 @@ import os
 import signal
 from collections.abc import Callable
 from hmac import compare_digest
-from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
 
-from engines.fake_worker.answers import Answer
+from engines.fake_worker.echo_answer import EchoAnswer
+from engines.fake_worker.fake_sessions import FakeSessions
 from engines.fake_worker.script import Script, read_script
-from engines.fake_worker.shelf import Shelf
-from engines.openai import (
+from engines.headers import CACHE_HEADER, CacheOutcome, session_from
+from engines.openai.errors import context_too_long
+from engines.openai.requests import (
     ChatRequest,
     CompletionRequest,
     InvalidRequest,
@@ -24,21 +25,24 @@ from engines.openai import (
     validate_chat,
     validate_completion,
 )
-from engines.openai_errors import context_too_long
-from engines.wire import CACHE_HEADER, SALT_HEADER, SESSION_HEADER, TENANT_HEADER, SessionRef
+from engines.wire import SessionRef
 
 MAX_BODY_BYTES = 64 << 20
+NOBODYS = SessionRef(tenant="", id="", salt=b"")  # the session of requests that name none
 Validate = Callable[[Json], ChatRequest | CompletionRequest]
 
 
 class DataServer:
-    def __init__(self, token: str, model: str, max_context: int, shelf: Shelf) -> None:
+    """Serves chat and text completions on a unix socket, to callers that know the token."""
+
+    def __init__(self, token: str, model: str, max_context: int, sessions: FakeSessions) -> None:
         self._bearer = f"Bearer {token}".encode()
         self._model = model
         self._max_context = max_context
-        self._shelf = shelf
+        self._sessions = sessions
 
     async def serve(self, path: str) -> web.AppRunner:
+        """Listen at a unix socket; returns at once."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
@@ -60,7 +64,7 @@ class DataServer:
         try:
             raw = parse_json(await request.read())
             script, asked = read_script(raw), validate(raw)
-            answer = Answer(asked, script, self._model)
+            answer = EchoAnswer(asked, script, self._model)
             if len(answer.prompt) >= self._max_context:
                 raise context_too_long(self._max_context, len(answer.prompt), "messages")
         except InvalidRequest as error:
@@ -73,27 +77,27 @@ class DataServer:
         return await self._turn(request, answer, script, bool(asked.stream))
 
     async def _turn(
-        self, request: web.Request, answer: Answer, script: Script, stream: bool
+        self, request: web.Request, answer: EchoAnswer, script: Script, stream: bool
     ) -> web.StreamResponse:
-        ref = _session(request)
-        cached, cache = self._shelf.begin(ref, answer.prompt)
+        ref = session_from(request.headers) or NOBODYS
+        cache = self._sessions.begin(ref, answer.prompt)
         try:
             if stream:
-                return await self._stream(request, answer, script, cached, cache)
+                return await self._stream(request, answer, script, cache)
             if script.fault:
                 await _misbehave(script, request)
-            await asyncio.sleep(script.delay_s * len(answer.pieces()))
-            return _json(answer.whole(cached), 200, {CACHE_HEADER: cache})
+            await asyncio.sleep(script.delay_s * len(answer.answer_words()))
+            return _json(answer.whole(cache.cached_tokens), 200, {CACHE_HEADER: cache.header()})
         finally:
-            self._shelf.end(ref, answer.words())
+            self._sessions.end(ref, answer.all_words())
 
     async def _stream(
-        self, request: web.Request, answer: Answer, script: Script, cached: int, cache: str
+        self, request: web.Request, answer: EchoAnswer, script: Script, cache: CacheOutcome
     ) -> web.StreamResponse:
-        headers = {"content-type": "text/event-stream", CACHE_HEADER: cache}
+        headers = {"content-type": "text/event-stream", CACHE_HEADER: cache.header()}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        events = answer.events(cached)
+        events = answer.events(cache.cached_tokens)
         if script.fault == "bytes":
             events = (bytes([x]) for event in events for x in event)
         for i, event in enumerate(events):
@@ -101,7 +105,7 @@ class DataServer:
                 last = await _misbehave(script, request, response, event)
                 if last:
                     break
-            await asyncio.sleep(script.delay_s)  # also with 0: others have their turn
+            await asyncio.sleep(script.delay_s)  # also with 0: other tasks get a turn
             await response.write(event)
         await response.write_eof()
         return response
@@ -113,7 +117,7 @@ async def _misbehave(
     response: web.StreamResponse | None = None,
     event: bytes = b"",
 ) -> bool:
-    """Commit the fault. Returns whether the answer ends here."""
+    """Commit the fault of the script. Returns True if the answer ends here."""
     if script.fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if script.fault == "hang":
@@ -128,15 +132,6 @@ async def _misbehave(
     if response is not None and script.fault == "error-event":
         await response.write(b'data: {"error":{"message":"out of memory"}}\n\ndata: [DONE]\n\n')
     return script.fault in ("cut", "no-done", "error-event")
-
-
-def _session(request: web.Request) -> SessionRef:
-    headers = request.headers
-    return SessionRef(
-        tenant=headers.get(TENANT_HEADER, ""),
-        id=unquote(headers.get(SESSION_HEADER, "")),
-        salt=bytes.fromhex(headers.get(SALT_HEADER, "")),
-    )
 
 
 def _json(

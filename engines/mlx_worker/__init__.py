@@ -1,5 +1,16 @@
 """The mlx_lm engine: a process of its own, ``python -m engines.mlx_worker``.
 
 Imported by nobody. One owner thread touches mlx; an asyncio side speaks HTTP and the control
-protocol; codec threads see numpy only.
+protocol; codec threads see numpy only. A chat's walk:
+
+1. ``http.py`` checks the request; the gateway has named its session.
+2. ``prompt/request_plan.py`` plans it, off the event loop: token ids, sampling, grammar, readers.
+3. ``owner.py`` takes the plan's generations over to the owner thread.
+4. ``batch/admission.py`` lets the prompt in once ``batch/memory_budget.py`` has room for it.
+5. ``batch/prefix_reuse.py`` finds KV to start from: a hot session's, or from the cold store.
+6. ``batch/prefill.py`` feeds the rest of the prompt, chunk by chunk.
+7. ``batch/batches.py`` decodes, one token per sequence and step.
+8. ``event_queue.py`` carries the tokens back to the event loop.
+9. ``answer/reply.py`` and ``answer/reply_format.py`` make text, tool calls and chunks of them.
+10. ``sessions/hot_cache.py`` keeps the turn's KV hot at its end and saves it in the cold store.
 """

@@ -1,4 +1,7 @@
-"""``python -m engines.mlx_worker``: settings on standard input, two sockets, until input ends."""
+"""``python -m engines.mlx_worker``: the engine's process.
+
+It reads its settings from standard input, serves on two sockets, and leaves when its input ends.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ from typing import Final
 import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
-from engines.control_server import ControlServer
-from engines.lifeline import read_settings, runtime_folder, stop_event
+from engines.host.control_server import ControlServer
+from engines.host.lifeline import read_settings, runtime_folder, stop_event
+from engines.mlx_worker.cache.layout import CannotServe
+from engines.mlx_worker.control.notices import Notifier
+from engines.mlx_worker.control.reports import SessionReports
+from engines.mlx_worker.control.verbs import MlxVerbs
 from engines.mlx_worker.http import create_app
-from engines.mlx_worker.layout import CannotServe
-from engines.mlx_worker.loading import LoadedModel, describe_device, load_model
-from engines.mlx_worker.notices import Notifier
-from engines.mlx_worker.opening import store_opener
+from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_model
 from engines.mlx_worker.owner import Owner
-from engines.mlx_worker.reports import Reports
-from engines.mlx_worker.verbs import Verbs
+from engines.mlx_worker.sessions.store_opening import store_opener
 from engines.wire import Welcome
 
 logger = logging.getLogger("engines.mlx_worker")
 
-# What is left of the gateway's patience after its input ended: save, sync, leave.
+# The gateway waits so long after it ended our input: time to save, sync and leave.
 FLUSH_S: Final = 20.0
-# What this machine may have again in a moment: files, room, memory. To start again can help.
+# The machine may have these again in a moment: files, room, memory. To start again can help.
 _PASSING: Final = frozenset(
     {
         errno.EMFILE,
@@ -60,7 +63,12 @@ def main() -> None:
 
 
 async def start(owner: Owner) -> None:
-    """Raises ``CannotServe`` for what stays until somebody changes it, ``OSError`` for the rest."""
+    """Start the owner.
+
+    Raises:
+        CannotServe: something is wrong that stays until somebody changes it.
+        OSError: something is missing that may come back.
+    """
     try:
         await owner.start()
     except (OSError, ValueError) as error:
@@ -73,8 +81,13 @@ def _passes(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
-def _load(config: WorkerConfig) -> LoadedModel:
-    """Raises ``CannotServe`` with what can be done about it, or an ``OSError`` that may pass."""
+def load(config: WorkerConfig) -> LoadedModel:
+    """Load the model.
+
+    Raises:
+        CannotServe: it cannot be loaded; says what can be done about it.
+        OSError: something is missing that may come back.
+    """
     path = config.model_path
     try:
         return load_model(path, config.engine.dtype)
@@ -97,11 +110,11 @@ def _one_line(error: Exception) -> str:
 
 
 async def serve(config: WorkerConfig) -> None:
-    """Until standard input ends or SIGTERM comes; then everything that is hot is saved."""
+    """Serve until standard input ends or SIGTERM comes; then save everything that is hot."""
     stop = stop_event()
     folder = runtime_folder(config)
     owner = Owner(
-        lambda: _load(config),
+        lambda: load(config),
         config.engine,
         config.served_model_name,
         store_opener(config.store, config.served_model_name, config.data_path),
@@ -121,8 +134,8 @@ async def serve(config: WorkerConfig) -> None:
 async def _serve_until(
     stop: asyncio.Event, owner: Owner, config: WorkerConfig, folder: Path
 ) -> None:
-    reports = Reports(owner)
-    verbs = Verbs(owner, reports)
+    reports = SessionReports(owner)
+    verbs = MlxVerbs(owner, reports)
     control = ControlServer(config.token, partial(_welcome, owner, reports, config), verbs)
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
     owner.listen(notifier.hear)
@@ -134,7 +147,7 @@ async def _serve_until(
     notifying = asyncio.create_task(notifier.run(), name="notices")
     # Last: once the gateway gets a welcome, everything else is there.
     control_socket = await control.serve(f"unix:{folder}/control.sock")
-    _say_ready(owner)
+    _log_ready(owner)
     await _first(stop, owner.ended)
     died = owner.ended.is_set()
     control_socket.close()
@@ -150,7 +163,7 @@ async def _serve_until(
 
 
 async def _first(*events: asyncio.Event) -> None:
-    """Until one of them is set."""
+    """Wait until one of them is set."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -158,7 +171,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 class _HttpServer(uvicorn.Server):
-    """Without uvicorn's own signal handlers: see ``lifeline``."""
+    """uvicorn without its own signal handlers: see ``lifeline``."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
@@ -176,7 +189,7 @@ def _http_config(owner: Owner, config: WorkerConfig) -> uvicorn.Config:
 
 
 def _listener(path: Path) -> socket.socket:
-    """Ours, because uvicorn would open its socket to everybody."""
+    """A unix socket of our own: uvicorn would open its socket to everybody."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(1024)
@@ -184,7 +197,7 @@ def _listener(path: Path) -> socket.socket:
     return listener
 
 
-async def _welcome(owner: Owner, reports: Reports, config: WorkerConfig) -> Welcome:
+async def _welcome(owner: Owner, reports: SessionReports, config: WorkerConfig) -> Welcome:
     facts = owner.facts
     return Welcome(
         engine="mlx",
@@ -197,7 +210,7 @@ async def _welcome(owner: Owner, reports: Reports, config: WorkerConfig) -> Welc
     )
 
 
-def _say_ready(owner: Owner) -> None:
+def _log_ready(owner: Owner) -> None:
     facts = owner.facts
     logger.info("serving %s, context %d tokens", facts.name, facts.max_context)
     if not facts.hibernation:

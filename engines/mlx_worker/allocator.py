@@ -25,7 +25,7 @@ _M_MMAP_MAX: Final = -4
 
 
 def return_large_blocks() -> bool:
-    """For the whole process, from now on. False where the C library is not glibc."""
+    """Make glibc return large freed blocks to the system; False if the C library is another."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return False

@@ -7,72 +7,81 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.config import EngineConfig
-from engines.mlx_worker.arrivals import Arrivals
-from engines.mlx_worker.batching import Batches
-from engines.mlx_worker.cold import Cold
-from engines.mlx_worker.hot import HotSessions
-from engines.mlx_worker.keeping import Keeper, Tell
-from engines.mlx_worker.layout import CachePlan
-from engines.mlx_worker.prefill import Feeder
-from engines.mlx_worker.room import Room
-from engines.mlx_worker.serving import Serving
-from engines.mlx_worker.stream import Outbox
-from engines.mlx_worker.turn import Prompt
-from engines.mlx_worker.waiting import Places
+from engines.mlx_worker.batch.admission import Admission
+from engines.mlx_worker.batch.batch_loop import BatchLoop
+from engines.mlx_worker.batch.batches import Batches
+from engines.mlx_worker.batch.fair_queue import QueueLimit
+from engines.mlx_worker.batch.memory_budget import MemoryBudget
+from engines.mlx_worker.batch.prefetch import Prefetches
+from engines.mlx_worker.batch.prefill import Prefiller
+from engines.mlx_worker.batch.prefix_reuse import Post, PrefixReuse
+from engines.mlx_worker.batch.running_requests import RunningRequests
+from engines.mlx_worker.cache.layout import CachePlan
+from engines.mlx_worker.event_queue import EventBuffer
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions
+from engines.mlx_worker.sessions.hot_cache import HotCache, Tell
+from engines.mlx_worker.sessions.hot_sessions import HotSessions
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What the parts need of the thread they live on."""
+class ThreadContext:
+    """The owner thread's ways in and out, for the parts that live on it."""
 
-    outbox: Outbox
-    places: Places
-    post: Callable[[Callable[[], None]], None]
+    events: EventBuffer
+    limit: QueueLimit
+    post: Post
     tell: Tell
     clock: Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Parts:
-    arrivals: Arrivals
-    serving: Serving
-    keeper: Keeper
+class EngineParts:
+    """The parts that others than the owner thread's loop ask for something."""
+
+    loop: BatchLoop
+    admission: Admission
+    requests: RunningRequests
+    prefiller: Prefiller
     batches: Batches
-    admitted: dict[Prompt, None]  # prompts on their way into a batch
-    cold: Cold | None
+    hot_cache: HotCache
+    cold: ColdSessions | None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """All counts since the start. Any thread."""
+        cold = dict(self.cold.counters) if self.cold else {}
+        return {
+            **dict(self.admission.counters),
+            **cold,
+            **dict(self.requests.counters),
+            **dict(self.loop.counters),
+            **dict(self.hot_cache.counters),
+        }
 
 
 def assemble(
-    model: Any, plan: CachePlan, cold: Cold | None, config: EngineConfig, around: Surroundings
-) -> Parts:
-    admitted: dict[Prompt, None] = {}
-    hot = HotSessions(around.clock)
-    keeper = Keeper(hot, cold, around.tell, nudge=lambda: around.post(lambda: None))
-    feeder = Feeder(model, config.prefill_step)
+    model: Any,
+    plan: CachePlan,
+    cold: ColdSessions | None,
+    config: EngineConfig,
+    thread: ThreadContext,
+) -> EngineParts:
+    """Make the parts for one model. Call it on the owner thread."""
+    hot = HotSessions(thread.clock)
+    hot_cache = HotCache(hot, cold, thread.tell, nudge=lambda: thread.post(lambda: None))
+    prefiller = Prefiller(model, config.prefill_step, takes_snapshots=plan.needs_state)
     batches = Batches(model, config.max_batch)
-    room = Room(config.hot_bytes, config.max_batch, plan.cost, batches, hot, admitted)
-    arrivals = Arrivals(
-        model=model,
-        plan=plan,
-        cold=cold,
-        keeper=keeper,
-        room=room,
-        feeder=feeder,
-        admitted=admitted,
-        places=around.places,
-        outbox=around.outbox,
-        post=around.post,
-        tell=around.tell,
-        clock=around.clock,
+    budget = MemoryBudget(config.hot_bytes, config.max_batch, plan.cost, batches, prefiller, hot)
+    admission = Admission(
+        prefixes=PrefixReuse(hot_cache, cold, thread.post),
+        prefetches=Prefetches(hot_cache, cold, budget, thread.post),
+        prefiller=prefiller,
+        budget=budget,
+        hot_cache=hot_cache,
+        limit=thread.limit,
+        events=thread.events,
+        clock=thread.clock,
     )
-    serving = Serving(
-        arrivals=arrivals,
-        feeder=feeder,
-        batches=batches,
-        admitted=admitted,
-        room=room,
-        keeper=keeper,
-        outbox=around.outbox,
-        tell=around.tell,
-    )
-    return Parts(arrivals, serving, keeper, batches, admitted, cold)
+    requests = RunningRequests(hot_cache, thread.events, thread.tell)
+    loop = BatchLoop(admission, prefiller, batches, budget, hot_cache, requests)
+    return EngineParts(loop, admission, requests, prefiller, batches, hot_cache, cold)

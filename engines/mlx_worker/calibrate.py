@@ -5,15 +5,15 @@ from __future__ import annotations
 from importlib.metadata import version
 from pathlib import Path
 
-from engines.calibration.order import Order, Report
+from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.calibration.program import run
 from engines.calibration.survey import CannotCalibrate, survey_report
-from engines.mlx_worker.instrument import MlxInstrument
-from engines.mlx_worker.layout import CannotServe, probe
-from engines.mlx_worker.loading import load_model
+from engines.mlx_worker.cache.layout import CannotServe, probe
+from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.model.loading import load_model
 
 
-def calibrate(order: Order) -> Report:
+def calibrate(order: CalibrationOrder) -> CalibrationReport:
     try:
         loaded = load_model(order.model_path, order.dtype)
         plan = probe(loaded.model)

@@ -1,8 +1,8 @@
-"""What the HTTP side asks of the owner thread, and what comes back.
+"""What the HTTP side asks of the owner thread, and the events that come back.
 
-The HTTP side turns a request into a ``Generation`` and reads ``Event``s from the ``Stream`` that
-``Owner.submit`` returns. Nothing here imports mlx: samplers and logits processors are opaque
-callables that the owner thread calls.
+The HTTP side turns a request into a ``Generation`` and reads ``Event``s from the
+``GenerationStream`` that ``Owner.submit`` returns. Nothing here imports mlx: samplers and logits
+processors are opaque callables that the owner thread calls.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from kvstore.records import MissReason, SessionRef
+from engines.headers import CacheOutcome
+from kvstore.session import SessionRef
 
 # (1, vocab) log-probabilities -> (1,) token. Called on the owner thread only.
 Sampler: TypeAlias = Callable[[Any], Any]
@@ -21,8 +22,11 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One of the ``n`` answers to a prompt. Never share a sampler between rows: it has state."""
+class SequenceSampling:
+    """The way one of the ``n`` answers chooses its tokens.
+
+    Never share a sampler or a processor between answers: they have state.
+    """
 
     sampler: Sampler | None = None  # None = greedy
     logits_processors: Sequence[LogitsProcessor] = ()
@@ -30,10 +34,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Generation:
+    """A prompt, and how to answer it."""
+
     prompt: list[int]  # at least one token
-    rows: Sequence[Row]
+    sampling: Sequence[SequenceSampling]  # one for each answer
     max_tokens: int
-    # Token sequences that end a row; the tokens that end it are delivered too.
+    # Token sequences that end an answer; the tokens that end it are delivered too.
     stop_sequences: Sequence[tuple[int, ...]]
     session: SessionRef | None = None
     # Positions in ``prompt`` where a later turn may come back to (end of the system prompt, end of
@@ -44,86 +50,79 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class CacheOutcome:
-    """Where the reused part of the prompt came from."""
-
-    source: Literal["hot", "cold-ram", "cold-disk", "cold-redis", "miss"]
-    cached_tokens: int
-    reason: MissReason | None = None
-
-    def header(self) -> str:
-        text = f"{self.source}; tokens={self.cached_tokens}"
-        return f"{text}; reason={self.reason}" if self.reason else text
-
-
-@dataclass(frozen=True)
-class Admitted:
+class PromptAdmitted:
     """Always the first event: the prompt has its place in a batch."""
 
     cache: CacheOutcome
 
 
 @dataclass(frozen=True)
-class Prefill:
+class PrefillProgress:
+    """``done`` of the prompt's ``total`` tokens are in the cache."""
+
     done: int
     total: int
 
 
 @dataclass(frozen=True)
 class Token:
-    row: int
+    """One more token of answer number ``index``."""
+
+    index: int
     id: int
     logprob: float | None = None
-    top: Sequence[tuple[int, float]] = ()
+    top: Sequence[tuple[int, float]] = ()  # (token, log-probability), the likeliest first
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One per row, its last event. ``cancelled`` after ``Stream.stop_row``."""
+    """The last event of answer number ``index``. ``cancelled`` after ``stop_sequence``."""
 
-    row: int
+    index: int
     reason: FinishReason
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The generation died (a defect in a processor, out of memory); the last event of all rows."""
+    """The last event of all answers: the generation died (a defect in a processor, no memory)."""
 
     message: str
 
 
-Event: TypeAlias = Admitted | Prefill | Token | Finished | Failed
+Event: TypeAlias = PromptAdmitted | PrefillProgress | Token | Finished | Failed
 
 
-class Stream(Protocol):
+class GenerationStream(Protocol):
+    """The events of one generation, read on the event loop."""
+
     def events(self) -> AsyncIterator[Event]:
-        """Ends after the last row finished, or after ``Failed``."""
+        """Yield events as they come; ends after the last answer's, or after ``Failed``."""
 
-    def stop_row(self, row: int) -> None:
-        """End a row early (a stop string was seen). Its slot is free before the next step."""
+    def stop(self, index: int) -> None:
+        """End one answer early (a stop string was seen); its slot is free before the next step."""
 
     def cancel(self) -> None:
-        """End all rows at once (the client went away); what was computed is still saved."""
+        """End all answers at once (the client went away); what was computed is still saved."""
 
 
 class ContextTooLong(Exception):
     """The prompt leaves no room for an answer. Says both numbers."""
 
 
-class Overloaded(Exception):
-    """The waiting line is full."""
+class QueueFull(Exception):
+    """Too many requests wait already."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the HTTP side needs to know of the loaded model."""
+    """The properties of the loaded model that the HTTP side needs."""
 
     name: str
-    max_context: int
-    vocab_size: int
-    trimmable: bool
+    max_context: int  # tokens, prompt and answer together
+    vocab_size: int  # width of the logits
+    trimmable: bool  # its caches can be cut back to an earlier token
     hibernation: bool
-    hibernation_reason: str = ""
+    hibernation_reason: str = ""  # why not
     notes: Sequence[str] = field(default=())
 
 
@@ -133,5 +132,10 @@ class Generator(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
-    def submit(self, generation: Generation) -> Stream:
-        """Called on the event loop. Raises ``ContextTooLong`` or ``Overloaded``."""
+    def submit(self, generation: Generation) -> GenerationStream:
+        """Start a generation. Called on the event loop.
+
+        Raises:
+            ContextTooLong: the prompt fills the context.
+            QueueFull: too many requests wait already.
+        """

@@ -1,9 +1,9 @@
-"""The engine's HTTP face, for the gateway: chat and text completions, models, health.
+"""Serves HTTP to the gateway: chat and text completions, models, health.
 
-It stands on a unix socket and answers only who knows the token. A request is checked and written
-out as a ``Job`` on a thread of its own, handed to the owner thread, and answered as its events
-arrive; the response's head is sent when the prompt has its place in a batch, since only then it is
-known how much of it was in the cache.
+It stands on a unix socket and answers only who knows the token. A request is checked and planned
+on a thread of its own, handed to the owner thread, and answered as its events arrive; the
+response's head is sent when the prompt has its place in a batch, since only then it is known how
+much of it was in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 import msgspec
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -30,14 +29,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engines.asgi import ClientGone, read_body, while_client_stays
 from engines.config import WorkerConfig
-from engines.mlx_worker.faces import ChatFace, Face, Served, TextFace, chunks, collected
-from engines.mlx_worker.generation import ContextTooLong, Generator, Overloaded
-from engines.mlx_worker.jobs import Job, JobWriter
-from engines.mlx_worker.reply import GenerationFailed, Reply
-from engines.mlx_worker.sse import KEEPALIVE_S, ClientGone, SseResponse, unless_gone
-from engines.mlx_worker.vocabulary import Vocabulary
-from engines.openai import (
+from engines.headers import CACHE_HEADER, session_from
+from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream
+from engines.mlx_worker.answer.reply_format import (
+    ChatFormat,
+    CompletionFormat,
+    ReplyFormat,
+    ServedModel,
+    chunks,
+    collected,
+)
+from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
+from engines.mlx_worker.generation import ContextTooLong, Generator, QueueFull
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.request_plan import RequestPlan, RequestPlanner
+from engines.openai.errors import unknown_model
+from engines.openai.requests import (
     Body,
     CompletionRequest,
     InvalidRequest,
@@ -46,9 +55,6 @@ from engines.openai import (
     parse_chat,
     parse_completion,
 )
-from engines.openai_errors import unknown_model
-from engines.wire import CACHE_HEADER, SALT_HEADER, SESSION_HEADER, TENANT_HEADER
-from kvstore.records import SessionRef
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,7 +69,7 @@ _CLIENT_CLOSED = 499
 _ANSWERED = (
     InvalidRequest,
     ContextTooLong,
-    Overloaded,
+    QueueFull,
     GenerationFailed,
     ClientGone,
     ClientDisconnect,
@@ -78,19 +84,19 @@ def create_app(
     config: WorkerConfig,
     keepalive_s: float = KEEPALIVE_S,
 ) -> Starlette:
-    """``owner`` must have started. The app's lifespan ends with the owner still running."""
-    face = Worker(owner, tokenizer, config, keepalive_s)
+    """Make the app. ``owner`` must have started; it still runs when the app's lifespan ends."""
+    endpoints = Endpoints(owner, tokenizer, config, keepalive_s)
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", face.chat, methods=["POST"]),
-            Route("/v1/completions", face.text, methods=["POST"]),
-            Route("/v1/models", face.models),
-            Route("/v1/models/{name:path}", face.model),
-            Route("/health", face.health),
+            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/completions", endpoints.text, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{name:path}", endpoints.model),
+            Route("/health", endpoints.health),
         ],
         middleware=[Middleware(BearerGate, token=config.token, open_paths=("/health",))],
         exception_handlers=dict.fromkeys(_ANSWERED, _on_error),
-        lifespan=face.lifespan,
+        lifespan=endpoints.lifespan,
     )
 
 
@@ -112,8 +118,8 @@ class BearerGate:
         await self._app(scope, receive, send)
 
 
-class Worker:
-    """The endpoints, and what they share."""
+class Endpoints:
+    """The endpoints, and the two threads on which they read and plan requests."""
 
     def __init__(
         self,
@@ -126,40 +132,40 @@ class Worker:
         self._keepalive_s = keepalive_s
         self._created = int(time.time())
         self._vocabulary = Vocabulary(tokenizer, owner.facts.vocab_size)
-        self._jobs = JobWriter(self._vocabulary, owner.facts)
-        self._served = Served(owner.facts.name, _fingerprint(config), self._vocabulary)
+        self._planner = RequestPlanner(self._vocabulary, owner.facts)
+        self._served = ServedModel(owner.facts.name, _fingerprint(config), self._vocabulary)
         # One thread: templates hold the GIL anyway, and tokenizers are not fully thread-safe.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+        self._planning = ThreadPoolExecutor(1, thread_name_prefix="prompt")
         # Another one: who sends a large body waits for no grammar.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="body")
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         # First in the line of the prompts' thread: nobody waits for it on the event loop later.
-        self._writer.submit(lambda: self._vocabulary.grammar)
+        self._planning.submit(lambda: self._vocabulary.grammar)
         try:
             yield
         finally:
-            for pool in (self._writer, self._reader):
+            for pool in (self._planning, self._reader):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     async def chat(self, request: Request) -> Response:
-        asked = await self._parsed(parse_chat, await _body(request))
+        asked = await self._parsed(parse_chat, await read_body(request, MAX_BODY_BYTES))
         self._check_model(asked)
-        session = _session(request)
-        job = await self._write(lambda: self._jobs.chat(asked, session))
-        face = ChatFace(self._served, asked)
-        return await self._answer(request, asked, job, face)
+        session = session_from(request.headers)
+        plan = await self._planned(lambda: self._planner.chat(asked, session))
+        form = ChatFormat(self._served, asked)
+        return await self._answer(request, asked, plan, form)
 
     async def text(self, request: Request) -> Response:
-        asked = await self._parsed(parse_completion, await _body(request))
+        asked = await self._parsed(parse_completion, await read_body(request, MAX_BODY_BYTES))
         self._check_model(asked)
-        session = _session(request)
-        job, echoed = await self._write(
-            lambda: (self._jobs.text(asked, session), self._echo(asked))
+        session = session_from(request.headers)
+        plan, echoed = await self._planned(
+            lambda: (self._planner.text(asked, session), self._echo(asked))
         )
-        face = TextFace(self._served, asked, echoed)
-        return await self._answer(request, asked, job, face)
+        form = CompletionFormat(self._served, asked, echoed)
+        return await self._answer(request, asked, plan, form)
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})
@@ -173,27 +179,28 @@ class Worker:
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok", "model": self._served.model})
 
-    async def _answer(self, request: Request, asked: Body, job: Job, face: Face) -> Response:
+    async def _answer(
+        self, request: Request, asked: Body, plan: RequestPlan, form: ReplyFormat
+    ) -> Response:
         async with AsyncExitStack() as stack:
-            reply = await stack.enter_async_context(Reply(self._owner, job))
-            outcome = await unless_gone(request.receive, reply.admitted())
+            reply = await stack.enter_async_context(ReplyStream(self._owner, plan))
+            outcome = await while_client_stays(request.receive, reply.admitted)
             headers = {CACHE_HEADER: outcome.header()}
             if asked.stream:
                 return SseResponse(
-                    chunks(face, reply), headers, stack.pop_all(), _error_event, self._keepalive_s
+                    chunks(form, reply), headers, stack.pop_all(), _error_event, self._keepalive_s
                 )
-            return _json(
-                await unless_gone(request.receive, collected(face, reply)), headers=headers
-            )
+            whole = await while_client_stays(request.receive, lambda: collected(form, reply))
+            return _json(whole, headers=headers)
 
-    async def _write(self, work: Callable[[], T]) -> T:
+    async def _planned(self, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+            return await asyncio.get_running_loop().run_in_executor(self._planning, work)
         except RecursionError as error:  # a schema just shallow enough to have been parsed
             raise InvalidRequest("The JSON body is nested too deeply.") from error
 
     async def _parsed(self, parse: Callable[[bytes], T], body: bytes) -> T:
-        """A large body takes long to check; on the event loop all streams would stall meanwhile."""
+        """Parse and check a body; a large one on a thread, or all streams would stall meanwhile."""
         if len(body) <= LARGE_BODY_BYTES:
             return parse(body)
         return await asyncio.get_running_loop().run_in_executor(self._reader, parse, body)
@@ -218,30 +225,11 @@ class Worker:
         }
 
 
-async def _body(request: Request) -> bytes:
-    """Raises ``InvalidRequest`` for one that is too large, without keeping it."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequest(f"The body is over {MAX_BODY_BYTES} bytes.", status=413)
-    return bytes(body)
-
-
-def _session(request: Request) -> SessionRef | None:
-    """Whose turn it is, as the gateway tells; None for a request that belongs to no session."""
-    session = unquote(request.headers.get(SESSION_HEADER, ""))
-    if not session:
-        return None
-    try:
-        salt = bytes.fromhex(request.headers.get(SALT_HEADER, ""))
-    except ValueError as error:
-        raise InvalidRequest(f"The header {SALT_HEADER} is not hexadecimal.") from error
-    return SessionRef(request.headers.get(TENANT_HEADER, ""), session, salt)
-
-
 def _fingerprint(config: WorkerConfig) -> str:
-    """Changes when the same seed may give another answer: other weights, dtype or library."""
+    """A string that changes when the same seed may give another answer.
+
+    That is with other weights, another dtype or another version of the library.
+    """
     parts = (config.model_path, config.engine.dtype, version("mlx"), version("mlx-lm"))
     return f"fp_{hashlib.blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
 
@@ -260,7 +248,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _error_event(error: Exception) -> dict[str, Any]:
-    """What a stream that has begun ends with."""
+    """The last event of a stream that had begun before it failed."""
     body, status = _refusal(error)
     if status >= 500:
         logger.error("a stream failed", exc_info=error)
@@ -268,14 +256,14 @@ def _error_event(error: Exception) -> dict[str, Any]:
 
 
 def _refusal(error: Exception) -> tuple[dict[str, Any], int]:
-    """The one place where exceptions become statuses."""
+    """Turn an exception into a body and a status; the one place where that is done."""
     match error:
         case InvalidRequest():
             return error.body(), error.status
         case ContextTooLong():
             code = "context_length_exceeded"
             return error_body(str(error), error_type(400), None, code), 400
-        case Overloaded():
+        case QueueFull():
             return error_body(str(error), error_type(429), None, "engine_overloaded"), 429
         case GenerationFailed():
             message = f"The engine failed during this request: {error}"

@@ -2,7 +2,7 @@
 
 mlx evaluates a lazy array only on the thread whose stream made it, so this thread loads the model,
 feeds prompts, steps the batches and turns KV into numpy. Everybody else hands it commands, and gets
-events, numbers or numpy views back.
+events, numbers or numpy views back. Between commands it runs ``batch.batch_loop``.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ import mlx.core as mx
 from engines.config import EngineConfig
 from engines.kv_budget import longest_context, too_little
 from engines.mlx_worker.allocator import return_large_blocks
-from engines.mlx_worker.assembly import Parts, Surroundings, assemble
-from engines.mlx_worker.cold import Cold
-from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts, Overloaded
-from engines.mlx_worker.keeping import Cause
-from engines.mlx_worker.layout import CachePlan, probe
-from engines.mlx_worker.live_model import live_packed
-from engines.mlx_worker.loading import LoadedModel
-from engines.mlx_worker.opening import Opened
-from engines.mlx_worker.stream import EventStream, Outbox
-from engines.mlx_worker.turn import Turn, split_turn
-from engines.mlx_worker.waiting import Places
-from kvstore.records import SessionRef
-from kvstore.store import ColdStore
+from engines.mlx_worker.assembly import EngineParts, ThreadContext, assemble
+from engines.mlx_worker.batch.fair_queue import QueueLimit
+from engines.mlx_worker.batch.request import Request, split_request
+from engines.mlx_worker.cache.layout import CachePlan, probe
+from engines.mlx_worker.cache.packed.model import with_packed_caches
+from engines.mlx_worker.event_queue import EventBuffer, EventQueue
+from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts, QueueFull
+from engines.mlx_worker.model.loading import LoadedModel
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions
+from engines.mlx_worker.sessions.hot_cache import Cause
+from engines.mlx_worker.sessions.store_opening import OpenedStore
+from kvstore.by_tokens.store import ColdStore
+from kvstore.session import SessionRef
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Called on the owner thread once the model is loaded: the store for its KV, or one sentence that
-# says why there is none.
-OpenStore: TypeAlias = Callable[[LoadedModel, CachePlan], Opened | str]
+# Called on the owner thread once the model is loaded. Returns the store for its KV, or one sentence
+# that says why there is none.
+OpenStore: TypeAlias = Callable[[LoadedModel, CachePlan], OpenedStore | str]
 Listener: TypeAlias = Callable[[Cause, SessionRef], None]
 
-# The line may hold so many requests per slot of the batch.
+# So many requests may wait for each slot of the batch.
 WAITING_PER_SLOT = 16
 # While a prompt waits for room and nothing runs, look again after this long.
 LOOK_AGAIN_S = 0.25
@@ -57,7 +57,7 @@ def _no_store(model: LoadedModel, plan: CachePlan) -> str:
 
 
 class Owner:
-    """``Generator`` of the HTTP side. Its public methods are called on the event loop."""
+    """The owner thread; a ``Generator``. Its public methods are called on the event loop."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Owner:
         self._open_store = open_store
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._places = Places(WAITING_PER_SLOT * config.max_batch)
+        self._limit = QueueLimit(WAITING_PER_SLOT * config.max_batch)
         self._listeners: list[Listener] = []
         self._closing = False  # nothing new is accepted
         self._leaving = False  # the thread ends after this round
@@ -84,71 +84,82 @@ class Owner:
         self._thread = threading.Thread(target=self._run, name="mlx-owner", daemon=True)
 
     async def start(self) -> None:
-        """Load the model; returns when it can generate.
+        """Load the model; return when it can generate.
 
         Raises:
             CannotServe, OSError, ValueError: what is wrong with the model or the settings.
         """
         self._loop = asyncio.get_running_loop()
-        self._outbox = Outbox(self._loop)
+        self._events = EventBuffer(self._loop)
         self._thread.start()
         await asyncio.wrap_future(self._started)
 
     @property
     def facts(self) -> ModelFacts:
+        """The properties of the loaded model."""
         return self._facts
 
     @property
     def loaded(self) -> LoadedModel:
-        """The tokenizer is anybody's, the model the owner thread's."""
+        """The loaded model; its tokenizer is anybody's, the rest the owner thread's."""
         return self._loaded
 
     @property
     def store(self) -> ColdStore | None:
+        """The cold store; None if sessions of this model do not hibernate."""
         return self.parts.cold.store if self.parts.cold else None
 
-    def row_bytes(self, num_tokens: int) -> int:
-        """What a running row of so many tokens may take."""
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """The bytes that a running sequence of ``num_tokens`` tokens may take."""
         return self._plan.cost.row_bytes(num_tokens)
 
     @property
     def num_waiting(self) -> int:
-        """Turns in line."""
-        return self._places.num_taken
+        """Requests that wait for a slot or for memory."""
+        return self._limit.num_waiting
 
     @property
     def hot_capacity_bytes(self) -> int:
+        """Bytes of live KV that are allowed."""
         return self._config.hot_bytes
 
-    def submit(self, generation: Generation) -> EventStream:
+    def submit(self, generation: Generation) -> EventQueue:
+        """Start a generation; its events can be read at once.
+
+        Raises:
+            ContextTooLong: the prompt fills the context.
+            QueueFull: too many requests wait already, or the engine is shutting down.
+        """
         if self._closing:
-            raise Overloaded("the engine is shutting down")
+            raise QueueFull("the engine is shutting down")
         room = self._facts.max_context - len(generation.prompt)
         if room < 1:
             raise ContextTooLong(
                 f"the prompt has {len(generation.prompt)} tokens, which leaves no room for an "
                 f"answer in a context of {self._facts.max_context} tokens"
             )
-        self._places.take(generation.session.tenant if generation.session else "")
-        stream = EventStream(
-            len(generation.rows), lambda row: self.post(lambda: self.parts.serving.stop(turn, row))
+        self._limit.enter(generation.session.tenant if generation.session else "")
+        events = EventQueue(
+            len(generation.sampling),
+            lambda index: self.post(lambda: self.parts.loop.stop(request, index)),
         )
-        turn = Turn(generation, stream)
-        prompts = split_turn(turn, min(generation.max_tokens, room), self._rows_at_once(generation))
-        self.post(lambda: self.parts.serving.arrive(turn, prompts))
-        return stream
+        request = Request(generation, events)
+        max_tokens = min(generation.max_tokens, room)
+        tasks = split_request(request, max_tokens, self._num_at_once(generation))
+        self.post(lambda: self.parts.loop.arrive(request, tasks))
+        return events
 
-    def _rows_at_once(self, generation: Generation) -> int:
-        """How many answers to this prompt fit into the budget together."""
-        row = self.row_bytes(len(generation.prompt))
-        return max(1, min(self._config.max_batch, self._config.hot_bytes // row // 2))
+    def _num_at_once(self, generation: Generation) -> int:
+        """The number of answers to this prompt that fit into the budget together."""
+        each = self.sequence_bytes(len(generation.prompt))
+        return max(1, min(self._config.max_batch, self._config.hot_bytes // each // 2))
 
     def listen(self, listener: Listener) -> None:
         """Have ``listener`` called on the event loop whenever a session changes."""
         self._listeners.append(listener)
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the owner thread, between two steps."""
+        """Run ``work`` on the owner thread, between two rounds, and return what it returns."""
         done: Future[T] = Future()
 
         def command() -> None:
@@ -161,7 +172,7 @@ class Owner:
         return await asyncio.wrap_future(done)
 
     async def close(self) -> None:
-        """End all requests, keep what they computed, end the thread. The store stays open."""
+        """End all requests, keep what they computed, and end the thread. The store stays open."""
         self._closing = True
         if self._thread.is_alive():
             self.post(self._leave)
@@ -170,9 +181,11 @@ class Owner:
     # ---- any thread
 
     def post(self, command: Callable[[], None]) -> None:
+        """Have ``command`` run on the owner thread, between two rounds."""
         self._commands.put(command)
 
     def tell(self, cause: Cause, session: SessionRef) -> None:
+        """Have the listeners called."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._notify, cause, session)
 
@@ -201,24 +214,18 @@ class Owner:
 
     def _round(self) -> None:
         try:
-            self._obey()
-            self._work()
+            self._run_commands()
+            self.parts.loop.step()
         except Exception as error:  # a defect of ours: fail what runs, stay alive
             logger.exception("a round of the engine failed")
-            self.parts.serving.fail_all(error)
-        self._outbox.send()
+            self.parts.loop.fail_all(error)
+        self._events.flush()
 
-    def _work(self) -> None:
-        """One round: at most one token per running row and one chunk of one prompt."""
-        self.parts.arrivals.admit()
-        self.parts.serving.decode()
-        self.parts.serving.feed()
-
-    def _obey(self) -> None:
-        """Run the commands that came in; waits for one when there is nothing to compute."""
-        timeout = LOOK_AGAIN_S if len(self.parts.arrivals) else None
+    def _run_commands(self) -> None:
+        """Run the commands that came in; wait for one when there is nothing to compute."""
+        timeout = LOOK_AGAIN_S if self.parts.loop.is_waiting else None
         try:
-            command = self._commands.get(not self.parts.serving.is_working, timeout)
+            command = self._commands.get(not self.parts.loop.is_working, timeout)
             while True:
                 command()
                 command = self._commands.get_nowait()
@@ -227,7 +234,7 @@ class Owner:
 
     def _leave(self) -> None:
         self._leaving = True  # whatever happens next
-        self.parts.serving.stop_all()
+        self.parts.loop.stop_all()
 
     def _close(self) -> None:
         if self.parts.cold is not None:
@@ -242,12 +249,12 @@ class Owner:
         model = self._loaded.model
         self._plan = probe(model)
         if self._config.hot_codec:
-            model, self._plan = live_packed(model, self._plan, self._config)
+            model, self._plan = with_packed_caches(model, self._plan, self._config)
             self._loaded = replace(self._loaded, model=model)
         max_context = self._affordable_context()
         mx.set_cache_limit(min(MLX_POOL_BYTES, self._config.hot_bytes // 4))
         opened = self._open_store(self._loaded, self._plan)
-        cold = None if isinstance(opened, str) else Cold(opened.store, model, self._plan)
+        cold = None if isinstance(opened, str) else ColdSessions(opened.store, model, self._plan)
         self.codecs = None if isinstance(opened, str) else opened.codecs
         self._facts = ModelFacts(
             name=self._name,
@@ -257,8 +264,8 @@ class Owner:
             hibernation=cold is not None,
             hibernation_reason=opened if isinstance(opened, str) else "",
         )
-        around = Surroundings(self._outbox, self._places, self.post, self.tell, self._clock)
-        self.parts: Parts = assemble(model, self._plan, cold, self._config, around)
+        thread = ThreadContext(self._events, self._limit, self.post, self.tell, self._clock)
+        self.parts: EngineParts = assemble(model, self._plan, cold, self._config, thread)
         mx.clear_cache()
         self.weight_bytes = mx.get_active_memory()
 

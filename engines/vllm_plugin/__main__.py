@@ -1,5 +1,6 @@
-"""Starts vLLM with the plug-in, and ends it: ``python -m engines.vllm_plugin`` in vLLM's own
-environment.
+"""Starts vLLM with the plug-in, and ends it.
+
+    python -m engines.vllm_plugin      in vLLM's own environment
 
 The settings come as one line on standard input. The pipe's end means that the gateway is gone, or
 wants vLLM to go: vLLM is then asked to end, which saves what waits, and is killed if it takes too
@@ -20,17 +21,17 @@ from typing import Final
 import msgspec
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
-from engines.vllm_plugin.command import (
-    adjustable,
+from engines.vllm_plugin.config import write_settings
+from engines.vllm_plugin.process.command import (
     command,
+    default_environment,
     environment,
-    on_cpu,
+    is_cpu_build,
     plugin_settings,
     refusal,
 )
-from engines.vllm_plugin.config import write_settings
-from engines.vllm_plugin.family import end_family
-from engines.vllm_plugin.orphans import adopt_orphans, die_with_parent
+from engines.vllm_plugin.process.parent_death import adopt_orphans, die_with_parent
+from engines.vllm_plugin.process.process_tree import end_descendants
 from kvstore.cores import usable_cores
 
 END_S: Final = 25.0  # below the gateway's own patience
@@ -42,18 +43,18 @@ WORKER_END_S: Final = 15
 
 def main() -> int:
     worker = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    if refused := refusal(worker, cpu=on_cpu()):
+    if refused := refusal(worker, cpu=is_cpu_build()):
         print(f"ERROR vLLM cannot serve with these settings: {refused}", file=sys.stderr)
         return WRONG_SETTINGS
     settings = write_settings(plugin_settings(worker))
     _remove_sockets(Path(worker.runtime_dir))
     env = {
-        **adjustable(worker, cores=usable_cores()),
+        **default_environment(worker, cores=usable_cores()),
         **os.environ,
         **environment(worker, os.environ.get("PYTHONPATH", "")),
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_END_S),
     }
-    argv = command(worker, settings, cpu=on_cpu())
+    argv = command(worker, settings, cpu=is_cpu_build())
     argv += ["--shutdown-timeout", str(ENGINE_END_S)]
     adopt_orphans()
     with subprocess.Popen(
@@ -62,12 +63,12 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
         code = server.wait()
-    end_family()
-    return code if code >= 0 else 128 - code  # as a shell tells of signals
+    end_descendants()
+    return code if code >= 0 else 128 - code  # the code that a shell gives for a signal
 
 
 def _remove_sockets(folder: Path) -> None:
-    """Those of an engine that was killed, vLLM's own among them."""
+    """Remove the sockets that a killed engine left behind, vLLM's own among them."""
     for path in folder.iterdir():
         if path.is_socket():
             path.unlink()

@@ -1,5 +1,6 @@
-"""``python -m engines.vllm_plugin.calibrate`` in vLLM's environment: see
-``engines.calibration.program``.
+"""Calibrates codecs on vLLM, as ``engines.calibration.program`` says.
+
+    python -m engines.vllm_plugin.calibrate      in vLLM's own environment
 
 vLLM runs in this one process: the instrument hands it arrays, and nothing is left over when the
 process ends.
@@ -10,12 +11,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from engines.calibration.order import Order, Report
+from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.calibration.program import run
 from engines.calibration.survey import CannotCalibrate, survey_report
 
 
-def calibrate(order: Order) -> Report:
+def calibrate(order: CalibrationOrder) -> CalibrationReport:
+    """Measure the ordered codecs on the ordered model.
+
+    Raises ``CannotCalibrate``: the order asks for several ranks.
+    """
     if order.vllm.tensor_parallel > 1:
         raise CannotCalibrate(
             "each of several ranks has heads of its own, which one process cannot measure;"
@@ -23,8 +28,8 @@ def calibrate(order: Order) -> Report:
         )
     os.environ.update(_environment(order))
     # vLLM reads its environment when it is imported.
-    from engines.vllm_plugin.calibration_engine import open_engine, version
-    from engines.vllm_plugin.instrument import VllmInstrument
+    from engines.vllm_plugin.calibration.calibration_engine import open_engine, version
+    from engines.vllm_plugin.calibration.instrument import VllmInstrument
 
     engine = open_engine(order)
     remembered = Path(order.data_path) if order.data_path else None
@@ -34,13 +39,13 @@ def calibrate(order: Order) -> Report:
     return report
 
 
-def _environment(order: Order) -> dict[str, str]:
+def _environment(order: CalibrationOrder) -> dict[str, str]:
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "DEBUG" if order.log_level == "debug" else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers' own, too: they would be lines of a log
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # each would be a line of the log
     }
     if Path(order.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"

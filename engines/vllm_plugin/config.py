@@ -19,11 +19,15 @@ SETTINGS_FILE = "plugin.json"
 
 
 class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``runtime_dir`` (mode 0700) holds the sockets; ``disk_path`` the disk tier, per rank.
+    """Settings of one engine, the same in all of its processes.
 
-    ``data_path``: the folder that profiles of models lie in; "" = beside the disk tier.
-    ``control``: where the gateway's control connection is served, ``unix:/path`` or
-    ``tcp://host:port``; "" = ``control.sock`` in ``runtime_dir``.
+    Attributes:
+        runtime_dir: the folder (mode 0700) of the sockets.
+        disk_path: the folder of the disk tier; each rank has a folder of its own in it.
+        token: the secret that the gateway's control connection begins with.
+        control: the address of that connection, ``unix:/path`` or ``tcp://host:port``;
+            "" = ``control.sock`` in ``runtime_dir``.
+        data_path: the folder of the models' profiles; "" = beside the disk tier.
     """
 
     store: StoreConfig
@@ -33,8 +37,9 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     served_model_name: str = ""
     control: str = ""
     data_path: str = ""
-    die_with_parent: bool = False  # set by who starts vLLM as a child and never reparents it
-    # Answer the gateway only once vLLM's HTTP server (with our middleware) can take requests.
+    # vLLM's processes end with their parent: for a parent that stays the same for all their life.
+    die_with_parent: bool = False
+    # The gateway is answered only once vLLM's HTTP server (with our middleware) takes requests.
     wait_for_front: bool = False
 
     @property
@@ -47,11 +52,14 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class BadSettings(ValueError):
-    """Says what is wrong with the plug-in's settings and how to mend it."""
+    """The plug-in's settings are wrong; the message says what to do."""
 
 
 def settings_from(extra: Mapping[str, object]) -> PluginSettings:
-    """Raises ``BadSettings``."""
+    """Read the settings file that ``kv_connector_extra_config`` names.
+
+    Raises ``BadSettings``: none is named, or it cannot be read or decoded.
+    """
     path = extra.get("settings")
     if not isinstance(path, str):
         raise BadSettings(
@@ -67,7 +75,7 @@ def settings_from(extra: Mapping[str, object]) -> PluginSettings:
 
 
 def write_settings(settings: PluginSettings) -> Path:
-    """Into the runtime folder, readable by this user only."""
+    """Write the settings into the runtime folder, readable by this user only; return the path."""
     path = Path(settings.runtime_dir) / SETTINGS_FILE
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)

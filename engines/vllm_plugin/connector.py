@@ -1,16 +1,17 @@
-"""The plug-in as vLLM loads it: only wiring.
+"""The plug-in as vLLM loads it: passes vLLM's calls on to the two sides, and nothing else.
 
     --kv-transfer-config '{"kv_connector": "ThermoclineConnector",
         "kv_connector_module_path": "engines.vllm_plugin.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"settings": "/path/plugin.json"}}'
 
-vLLM makes one instance beside its scheduler and one in every worker.
+vLLM makes one instance in EngineCore, for its scheduler, and one in every worker.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,109 +22,138 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
-from engines.vllm_plugin.arrangement import UnknownLayout
 from engines.vllm_plugin.config import BadSettings, settings_from
-from engines.vllm_plugin.metadata import SaveAcks, StepPlan
-from engines.vllm_plugin.orphans import die_with_parent
-from engines.vllm_plugin.plan import Step
-from engines.vllm_plugin.refusal import given_folder, told_in
-from engines.vllm_plugin.scheduling import Scheduling
+from engines.vllm_plugin.plan import StepWork
+from engines.vllm_plugin.process.parent_death import die_with_parent
+from engines.vllm_plugin.process.refusal import record_refusal, runtime_folder
+from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
 from engines.vllm_plugin.support import Unsupported, check, check_version
-from engines.vllm_plugin.worker import Worker
+from engines.vllm_plugin.worker.block_layout import UnknownLayout
+from engines.vllm_plugin.worker.worker_side import WorkerSide, open_worker_side
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 
 logger = logging.getLogger("thermocline.vllm")
 
 
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    """A step's work on its way to the workers. vLLM pickles it between its own processes."""
+
+    step: StepWork = field(default_factory=StepWork)
+
+
+@dataclass
+class BlockAcks(KVConnectorWorkerMetadata):
+    """The number of ranks that need a save's blocks no longer, by job.
+
+    ``skipped``: the jobs among them that some rank did not begin.
+    """
+
+    ranks: dict[int, int] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> BlockAcks:
+        """Add the counts of another rank."""
+        assert isinstance(other, BlockAcks)
+        for job, count in other.ranks.items():
+            self.ranks[job] = self.ranks.get(job, 0) + count
+        self.skipped |= other.skipped
+        return self
+
+
 class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
-    """Raises ``Unsupported`` or ``BadSettings`` at start, with one sentence, and never later."""
+    """vLLM's interface to cold sessions.
+
+    Raises ``Unsupported`` or ``BadSettings`` at start, with one sentence, and never later.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        with told_in(given_folder(), BadSettings):
+        with record_refusal(runtime_folder(), BadSettings):
             self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
         self._folder = Path(self._settings.runtime_dir)
-        with told_in(self._folder, Unsupported):
+        with record_refusal(self._folder, Unsupported):
             check_version(vllm.__version__)
             self._groups = check(vllm_config, kv_cache_config)
         if self._settings.die_with_parent:
             die_with_parent()
-        self._scheduling: Scheduling | None = None
+        self._scheduler_side: SchedulerSide | None = None
         self._stats: StatsFeed | None = None
-        self._worker: Worker | None = None
+        self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            with told_in(self._folder, OSError, ValueError):  # sockets that cannot be opened
-                self._scheduling = Scheduling(
+            with record_refusal(self._folder, OSError, ValueError):  # sockets that cannot be opened
+                self._scheduler_side = SchedulerSide(
                     self._settings, vllm_config, self._groups, vllm.__version__
                 )
-            self._stats = StatsFeed(self._scheduling.report, self._scheduling.spawn)
+            self._stats = StatsFeed(self._scheduler_side.report, self._scheduler_side.spawn)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a save that was dropped is a later miss, nothing more
+        return False  # a save that was dropped costs a later miss, nothing more
 
-    # ---- beside the scheduler
+    # ---- in EngineCore: vLLM's scheduler calls
 
     @property
-    def _half(self) -> Scheduling:
-        assert self._scheduling is not None, "a method of the other role"
-        return self._scheduling
+    def _scheduler(self) -> SchedulerSide:
+        assert self._scheduler_side is not None, "a method of the other role"
+        return self._scheduler_side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._half.bind(gpu_block_pool)
+        self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        self._half.lookup.add(request)
+        self._scheduler.tracker.add(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._half.lookup.match(request, num_computed_tokens)
+        return self._scheduler.tracker.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._half.lookup.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.tracker.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
         if not num_external_tokens:
             return {}
-        return {source_of(self._half.lookup.tier_of(request)): num_external_tokens}
+        return {source_of(self._scheduler.tracker.tier_of(request)): num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         new = scheduler_output.scheduled_new_reqs
         admitted = [(x.req_id, x.num_computed_tokens) for x in new]
-        return StepPlan(self._half.lookup.take_step(admitted))
+        return StepPlan(self._scheduler.tracker.take_step(admitted))
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        self._half.lookup.absorb(
+        self._scheduler.tracker.absorb(
             connector_output.invalid_block_ids or set(),
             connector_output.finished_recving or (),
-            meta.ranks if isinstance(meta, SaveAcks) else {},
+            meta.ranks if isinstance(meta, BlockAcks) else {},
             connector_output.failed_recving,
-            meta.skipped if isinstance(meta, SaveAcks) else (),
+            meta.skipped if isinstance(meta, BlockAcks) else (),
         )
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._half.lookup.finished(request, block_ids)
+        return False, self._scheduler.tracker.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self._half.lookup.has_work
+        return self._scheduler.tracker.has_work
 
     def reset_cache(self) -> bool:
-        """Asked for when weights were replaced. What is stored stays, so it must not be "done"."""
+        """Refuse to drop what is stored; vLLM asks when weights were replaced."""
         logger.warning("cold sessions are not dropped by a reset of vLLM's caches")
         return False
 
     def get_kv_connector_stats(self) -> ColdStats | None:
-        """Workers have none of their own: they tell this half."""
+        """The engine's newest report. Workers have none of their own: they tell EngineCore."""
         return self._stats.take() if self._stats else None
 
     # ---- in vLLM's HTTP server
@@ -147,8 +177,10 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = int(self._vllm_config.parallel_config.rank)
         foreseen = (UnknownLayout, CodecRefused, UnknownCodec, TierInUse, ValueError, ImportError)
-        with told_in(self._folder, *foreseen):
-            self._worker = Worker(self._settings, self._vllm_config, rank, kv_caches, self._groups)
+        with record_refusal(self._folder, *foreseen):
+            self._worker = open_worker_side(
+                self._settings, self._vllm_config, rank, kv_caches, self._groups
+            )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -159,7 +191,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_saves(self._step)
 
     @property
-    def _step(self) -> Step:
+    def _step(self) -> StepWork:
         plan = self._get_connector_metadata()
         assert isinstance(plan, StepPlan)
         return plan.step
@@ -186,15 +218,15 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         bad = self._worker.take_bad_blocks() if self._worker else set()
         return set() if self._groups.states else bad
 
-    def build_connector_worker_meta(self) -> SaveAcks | None:
+    def build_connector_worker_meta(self) -> BlockAcks | None:
         acks, skipped = self._worker.take_acks() if self._worker else ({}, set())
-        return SaveAcks(acks, skipped) if acks else None
+        return BlockAcks(acks, skipped) if acks else None
 
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._scheduling is not None:
-            self._scheduling.close()
+        if self._scheduler_side is not None:
+            self._scheduler_side.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

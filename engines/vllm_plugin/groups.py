@@ -1,11 +1,15 @@
-"""The groups that vLLM sorts a model's layers into, and what each of them must have at a boundary.
+"""The groups that vLLM sorts a model's layers into, and what a restore needs of each group.
 
-Layers with full attention keep all tokens; their blocks are what the rest of the plug-in is about.
-Other layers keep less: a recurrent one its state, in one block; one with a sliding window the
-blocks that the window still reaches. What they hold behind a block is called the *state* there. A
-restore needs the blocks of the first kind up to some boundary, and the state at just that one.
+Layers with full attention keep all tokens; the rest of the plug-in is about their blocks. Other
+layers keep less: a recurrent layer keeps its state, in one block; a layer with a sliding window
+keeps the blocks that the window still reaches. What such layers hold behind a given number of
+blocks is called the *state* at this *boundary*. A restore needs the blocks of the first kind up to
+some boundary, and the state at exactly this boundary.
 
-vLLM keeps one table of blocks per group, and the numbers of all tables are of one pool.
+vLLM keeps one table of block ids per group; the ids of all tables belong to one pool.
+
+The ``repr`` of these classes enters the fingerprint of models with states: do not rename them or
+their fields.
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-# In tables of groups that do not keep all tokens: there is no block. vLLM's ``null_block``.
+# Stands for "no block" in tables of groups that do not keep all tokens. vLLM's ``null_block``.
 NULL_BLOCK: Final = 0
-# In a list of a state's blocks: this one is held already, and others may be reading it.
+# Stands, in a list of a state's blocks, for one that is filled already and may be read by others.
 IN_USE: Final = -1
 
 
 class CachedBlocks(Protocol):
-    """As much of ``vllm.v1.core.block_pool.BlockPool`` as is needed to find blocks by hash."""
+    """The method of ``vllm.v1.core.block_pool.BlockPool`` that finds blocks by hash."""
 
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any: ...
 
@@ -30,7 +34,8 @@ class CachedBlocks(Protocol):
 class StateGroup:
     """A group whose layers keep the last ``num_blocks`` blocks and no more.
 
-    ``form``: of a recurrent layer's bytes. States are exchanged only where it is the same.
+    ``form`` describes the shapes and dtypes of a recurrent layer's state. Engines exchange states
+    only where it is the same.
     """
 
     id: int
@@ -40,13 +45,16 @@ class StateGroup:
     form: str = ""
 
     def reach(self, boundary: int) -> range:
-        """Which blocks are the state behind ``boundary`` blocks."""
+        """The numbers of the blocks that are the state at ``boundary``."""
         return range(max(0, boundary - self.num_blocks), boundary)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """``full``: id of the group that keeps all tokens."""
+    """The group that keeps all tokens, and those that do not.
+
+    ``full``: id of the group that keeps all tokens; ``layers``: the names of its layers.
+    """
 
     full: int
     layers: tuple[str, ...]
@@ -54,14 +62,15 @@ class Groups:
 
     @property
     def ids(self) -> list[int]:
+        """Ids of all groups."""
         return [self.full, *(x.id for x in self.states)]
 
     def state_blocks(
         self, tables: Sequence[Sequence[int]], boundary: int, first_block: int
     ) -> list[int]:
-        """Where the state behind ``boundary`` goes, for a request with these tables of blocks.
+        """Ids of the blocks to load the state at ``boundary`` into, of all state groups in a row.
 
-        Blocks before ``first_block`` are ``IN_USE``.
+        ``tables``: the request's block ids, by group. Blocks before ``first_block`` are ``IN_USE``.
         """
         return [
             tables[group.id][i] if i >= first_block else IN_USE
@@ -72,7 +81,10 @@ class Groups:
     def held_states(
         self, pool: CachedBlocks, hashes: Sequence[bytes], boundaries: Iterable[int]
     ) -> dict[int, list[int]]:
-        """Behind the first of each of ``boundaries`` that vLLM still has: its blocks."""
+        """The first of ``boundaries`` whose whole state vLLM still has, with the state's block ids.
+
+        {} if vLLM has none of them. ``hashes``: of the session's blocks, from its beginning.
+        """
         for boundary in boundaries:
             blocks = self._held(pool, hashes, boundary)
             if blocks is not None:
@@ -82,7 +94,11 @@ class Groups:
     def states_to_keep(
         self, pool: CachedBlocks, hashes: Sequence[bytes], num_prompt_blocks: int
     ) -> dict[int, list[int]]:
-        """The newest, and the last before the answer: templates may change what was answered."""
+        """The newest state, and the newest within the prompt, by boundary.
+
+        A chat template may change the answer in the next turn's prompt, which then goes on from
+        the second one.
+        """
         newest, before = (
             self.held_states(pool, hashes, range(n, 0, -1))
             for n in (len(hashes), num_prompt_blocks)

@@ -1,8 +1,8 @@
-"""Whose turn a request of vLLM's is.
+"""Reads from vLLM's request which session it belongs to, and its answer id.
 
 The gateway puts tenant and session into the request's ``kv_transfer_params``, vLLM's own field for
-its connector, and the tenant's salt into ``cache_salt``, which vLLM hashes into every block. Of a
-request without them vLLM's ``session_id`` is taken, for people who use the plug-in without the
+its connector, and the tenant's salt into ``cache_salt``, which vLLM hashes into every block. A
+request without them is named by vLLM's ``session_id``, for people who use the plug-in without the
 gateway. A request that names no session may be restored by content, but is not saved.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from engines.vllm_fields import PARAMS_FIELD
-from kvstore.records import SessionRef
+from kvstore.session import SessionRef
 
-# A mark in the request id tells the HTTP side which answer a report belongs to.
-MARK_PREFIX: Final = "tcm"
-_MARK: Final = re.compile(MARK_PREFIX + r"[0-9a-f]{24}")
+# The answer id within a request's id tells the HTTP server which answer a report belongs to.
+ANSWER_ID_PREFIX: Final = "tcm"
+_MARK: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}")
 
 
 class IncomingRequest(Protocol):
-    """As much of ``vllm.v1.request.Request`` as is needed here."""
+    """The fields of ``vllm.v1.request.Request`` that are read here."""
 
     request_id: str
     session_id: str | None
@@ -31,7 +31,7 @@ class IncomingRequest(Protocol):
 
 
 def session_of(request: IncomingRequest) -> SessionRef | None:
-    """None: it names none, or must not be kept.
+    """The session that the request names; None if it names none, or its KV must not be stored.
 
     vLLM's hash knows an adapter by its name only, so KV computed with adapters is never stored.
     """
@@ -47,6 +47,7 @@ def session_of(request: IncomingRequest) -> SessionRef | None:
     return SessionRef("", request.session_id, salt) if request.session_id else None
 
 
-def mark_of(request_id: str) -> str | None:
+def answer_id_of(request_id: str) -> str | None:
+    """The answer id that the middleware has put into the request's id; None if it has not."""
     found = _MARK.search(request_id)
     return found.group() if found else None

@@ -1,22 +1,22 @@
-"""What the plug-in's parts say to each other, over the hub's socket in the runtime folder.
+"""The messages between the plug-in's processes, over the hub's socket in the runtime folder.
 
-vLLM's scheduler and its workers are separate processes, and the HTTP server is a third. The hub
-lives beside vLLM's scheduler; workers ("ranks") and the HTTP server ("front") connect to it. Frames
-are those of ``engines.wire``. This socket works while the engine sleeps, which vLLM's own channel
-between scheduler and workers does not; transfers of KV still go through that channel, because only
-there they are in order with the model's steps.
+EngineCore with vLLM's scheduler, the workers and the HTTP server are separate processes. The hub
+is in EngineCore; workers ("ranks") and the HTTP server ("front") connect to it. Frames are those of
+``engines.wire``. This socket works while the engine sleeps, which vLLM's own channel between
+scheduler and workers does not. Transfers of KV still go through vLLM's channel, because only there
+they are in order with the model's steps.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, Verb, WireError
-from kvstore.records import MissReason, SessionRef, TierName
+from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
 
 
@@ -36,9 +36,10 @@ class RankSession(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """Read and verify what is stored of these blocks, and keep it for a load or a release.
+    """Order to read and verify what is stored of these blocks, and keep it for a load or release.
 
-    ``hashes`` are joined, from the prompt's first block on.
+    ``hashes``: of the prompt's blocks from the first on, joined. ``first_block``: the first that
+    is wanted.
     """
 
     ticket: int
@@ -47,10 +48,10 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
     hashes: bytes
 
 
-class Peek(msgspec.Struct, frozen=True, tag="peek"):
-    """How much of these blocks seems to be stored; nothing is read. As ``Stage`` otherwise.
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Question how much of these blocks seems to be stored; nothing is read.
 
-    ``Staged`` is the answer, though nothing is staged.
+    The fields are those of ``Stage``. ``Staged`` is the answer, though nothing is staged.
     """
 
     ticket: int
@@ -60,17 +61,21 @@ class Peek(msgspec.Struct, frozen=True, tag="peek"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Order to drop what is staged under a ticket: nobody will load it."""
+
     ticket: int
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """What is stored of one session; changes nothing. ``settled``: after the saves under way."""
+    """Question what is stored of one session. ``settled``: once the saves under way have ended."""
 
     session: SessionRef
     settled: bool = False
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """A control verb to carry out; ``RankAnswer`` with the same number is the answer."""
+
     number: int
     verb: Verb | Look
 
@@ -79,34 +84,41 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class RankHello(msgspec.Struct, frozen=True, tag="rank"):
+    """The first message of a rank; sent again when its codec changes."""
+
     rank: int
     codec: str  # id
-    bytes_per_token: int  # hot, on this rank
-    packed_bytes_per_token: int  # cold; about, and without what states take
+    bytes_per_token: int  # in vLLM's blocks, on this rank
+    packed_bytes_per_token: int  # in a blob; an estimate that leaves states out
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
-    """Blocks ``.. end_block`` can be loaded, and as many rows behind them as follow ``part``."""
+    """The answer to ``Stage``: the blocks before ``end_block`` can be loaded.
+
+    ``part``: ids of the tokens behind them whose rows can be loaded, too.
+    """
 
     ticket: int
     end_block: int
     tier: TierName | None
     reason: MissReason | None
-    part: tuple[int, ...] = ()  # token ids
+    part: tuple[int, ...] = ()
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    """The answer to ``Ask``; a long list of sessions comes in several of them."""
+
     number: int
     sessions: list[RankSession]
     stats: StoreStats | None = None
-    codec: CodecReport | None = None  # of who was asked for figures, or to adopt another
+    codec: CodecReport | None = None  # in answers to ``GetStats`` and ``Adopt``
     error: str = ""
-    pin_limit: str = ""  # why a pin was refused
-    more: bool = False  # of the sessions; the rest comes next
+    pin_limit: str = ""  # the reason why a pin was refused
+    more: bool = False  # more sessions come in the next message
 
 
 class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
-    """A save has ended here. Every rank says so of every save, in the same order."""
+    """News that a save has ended on this rank. Every rank tells of every save, in one order."""
 
     job: int
     session: SessionRef
@@ -114,7 +126,7 @@ class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class RankLost(msgspec.Struct, frozen=True, tag="lost"):
-    """What was stored of a session is gone, by ttl or eviction."""
+    """News that what was stored of a session is gone, by ttl or eviction."""
 
     session: SessionRef
 
@@ -123,29 +135,29 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
 
 
 class FrontHello(msgspec.Struct, frozen=True, tag="front"):
-    pass
+    """The first message of an HTTP server: it takes requests now."""
 
 
-class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """A request begins to run; ``cache`` is the value of the cache header."""
+class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """News that a request begins to run; ``cache`` is the value of its cache header."""
 
-    mark: str
+    answer_id: str
     cache: str
 
 
-ToRank: TypeAlias = Stage | Peek | Release | Ask
+ToRank: TypeAlias = Stage | Probe | Release | Ask
 RankNews: TypeAlias = RankSaved | RankLost
 FromPeer: TypeAlias = RankHello | Staged | RankAnswer | RankNews | FrontHello
-Message: TypeAlias = ToRank | FromPeer | Admitted
-Role: TypeAlias = Literal["rank", "front"]
+Message: TypeAlias = ToRank | FromPeer | RequestAdmitted
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_peer: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)
-_admitted: msgspec.msgpack.Decoder[Admitted] = msgspec.msgpack.Decoder(Admitted)
+_admitted: msgspec.msgpack.Decoder[RequestAdmitted] = msgspec.msgpack.Decoder(RequestAdmitted)
 
 
 def frame(message: Message) -> bytes:
+    """The message as bytes, with its length before it. Raises ``WireError``: it is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
@@ -153,7 +165,7 @@ def frame(message: Message) -> bytes:
 
 
 def pages(answer: RankAnswer) -> Iterator[RankAnswer]:
-    """The same answer in pieces, each far below a frame's limit."""
+    """The same answer as several messages, each far below a frame's limit."""
     first = nbytes = 0
     for i, session in enumerate(answer.sessions):
         size = len(_encoder.encode(session))
@@ -172,12 +184,17 @@ def decode_from_peer(body: bytes) -> FromPeer:
     return _from_peer.decode(body)
 
 
-def decode_admitted(body: bytes) -> Admitted:
+def decode_request_admitted(body: bytes) -> RequestAdmitted:
     return _admitted.decode(body)
 
 
 def receive(connection: socket.socket) -> bytes:
-    """One frame's body, blocking. Raises ``EOFError`` at the end of the connection."""
+    """Wait for one frame and return its body.
+
+    Raises:
+        EOFError: the connection ended.
+        WireError: the frame is too long.
+    """
     length = int.from_bytes(_exactly(connection, 4), "big")
     if length > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {length} bytes is over {MAX_FRAME_BYTES}")

@@ -1,23 +1,28 @@
-"""What the half beside vLLM's scheduler wants done in the workers, step by step.
+"""The saves and loads that the scheduler side orders from the workers, step by step.
 
-Free of vLLM, so that both halves can be tried without it; ``metadata`` makes it travel.
+Nothing here imports vLLM, so that both sides can be tested without it; the connector makes it
+travel (``connector.StepPlan``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.records import SessionRef
+from kvstore.session import SessionRef
 
 
 @dataclass(frozen=True)
 class Save:
-    """At the end of a turn. All blocks are held for the workers until every one of them acks.
+    """The save of a session at the end of its turn.
 
-    ``states``: after how many blocks a state is held, and in which blocks (``groups``).
-    ``part``: ids of the tokens behind the last full block; ``block_ids`` then has one block more,
-    of which these rows alone are the session's.
-    ``waits``: it is not skipped, however much waits already.
+    All its blocks are held until every worker has acknowledged it.
+
+    Attributes:
+        hashes: of the session's full blocks, from its beginning.
+        states: the ids of each held state's blocks, by the number of blocks before it (``groups``).
+        part: ids of the tokens behind the last full block. ``block_ids`` then has one block more,
+            of which only these rows are the session's.
+        waits: it is not skipped, however much waits already.
     """
 
     job: int
@@ -30,7 +35,7 @@ class Save:
 
     @property
     def held_ids(self) -> list[int]:
-        """A state stands behind the blocks that it is of no use without."""
+        """Ids of all blocks that are held; a state follows the blocks that it needs."""
         ids = []
         for end, block_id in enumerate(self.block_ids, 1):
             ids += [block_id, *self.states.get(end, ())]
@@ -39,10 +44,12 @@ class Save:
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks ``first_block ..`` of the prompt, out of what is staged under ``ticket``.
+    """The load of a prompt's blocks from ``first_block`` on, out of what ``ticket`` has staged.
 
-    ``state_ids``: where the state behind the last of them goes (``groups``).
-    ``part_tokens``: of one block more, the last of ``block_ids``, so many rows.
+    Attributes:
+        block_ids: the blocks of vLLM's to fill.
+        state_ids: the blocks to fill with the state behind them (``groups``).
+        part_tokens: the number of rows to fill of one block more, the last of ``block_ids``.
     """
 
     ticket: int
@@ -54,12 +61,14 @@ class Load:
 
     @property
     def end_block(self) -> int:
-        """Behind the last full one."""
+        """The number of the block behind the last full one."""
         return self.first_block + len(self.block_ids) - bool(self.part_tokens)
 
 
 @dataclass
-class Step:
+class StepWork:
+    """The work of all ranks in one step of vLLM's."""
+
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     patience_s: float = 0.0  # how long workers may wait for news, if the model has nothing to do

@@ -1,8 +1,8 @@
-"""The engine report as vLLM's own metrics: for who scrapes vLLM and not the gateway.
+"""Publishes the engine's report among vLLM's own metrics, for those who scrape vLLM itself.
 
 The report is the one that the gateway gets, so both show the same figures. It is fetched when vLLM
-makes a step, at most once a second: between turns vLLM publishes nothing, so its figures are those
-of the last step, while the gateway asks whenever it is asked.
+makes a step, at most once a second. Between turns vLLM publishes nothing, so its figures are those
+of the last step; the gateway fetches a report whenever it is scraped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engines.wire import EngineReport
-from kvstore.records import TierName
+from kvstore.session import TierName
 
 logger = logging.getLogger("thermocline.vllm")
 
 EVERY_S: Final = 1.0
-# What vLLM's log says, beside its throughput.
+# The counters that vLLM writes into its log, beside its throughput.
 LOGGED: Final = ("restores", "restored_tokens", "saves", "saves_skipped", "loads_failed")
 # vLLM has no word for a store on another machine.
 SOURCES: Final[dict[TierName | None, CacheHitSource]] = {
@@ -36,11 +36,15 @@ SOURCES: Final[dict[TierName | None, CacheHitSource]] = {
 
 
 def source_of(tier: TierName | None) -> CacheHitSource:
+    """vLLM's name for the place that the tokens came from."""
     return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
 class ColdStats(KVConnectorStats):
-    """``data`` is an ``EngineReport`` in builtins. Its counters are totals: the newest counts."""
+    """An ``EngineReport`` on its way through vLLM, in ``data``, as builtins.
+
+    Its counters are totals since the start, so the newest report replaces older ones.
+    """
 
     data: dict[str, Any]
 
@@ -59,7 +63,7 @@ class ColdStats(KVConnectorStats):
 
 
 class StatsFeed:
-    """``take`` on vLLM's thread."""
+    """Fetches the report now and then, and hands it to vLLM. ``take`` runs on vLLM's thread."""
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class StatsFeed:
         spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``spawn`` runs what it gets elsewhere, and lets nobody wait."""
+        """``spawn`` runs what it gets on another thread, without waiting for it."""
         self._report = report
         self._spawn = spawn
         self._monotonic = monotonic
@@ -76,7 +80,7 @@ class StatsFeed:
         self._warned = False
 
     def take(self) -> ColdStats | None:
-        """What has come since the last call."""
+        """The report that has come since the last call, if one has; asks for the next one."""
         now = self._monotonic()
         if now - self._asked_at >= EVERY_S:
             self._asked_at = now
@@ -97,7 +101,7 @@ class StatsFeed:
 
 
 class ColdMetrics(KVConnectorPromMetrics):
-    """In vLLM's API server. Names begin with ``vllm:thermocline_``."""
+    """The report as Prometheus metrics named ``vllm:thermocline_*``, in vLLM's API server."""
 
     def __init__(
         self,
@@ -125,6 +129,7 @@ class ColdMetrics(KVConnectorPromMetrics):
         self._counted: dict[tuple[int, str], int] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Set the metrics to a report, given as in ``ColdStats.data``."""
         labels = self.per_engine_labelvalues[engine_idx]
         for event, total in transfer_stats_data["counters"].items():
             before = self._counted.get((engine_idx, event), 0)

@@ -1,4 +1,4 @@
-"""What the plug-in can serve, decided at start and said in one sentence."""
+"""Decides at start whether the plug-in can serve an engine, and says in one sentence why not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from engines.vllm_env import SUPPORTED
 from engines.vllm_plugin.groups import Groups, StateGroup
-from engines.vllm_plugin.paging import DTYPES
+from engines.vllm_plugin.worker.paging import DTYPES
 
 _ALL_KEEP_ALL: Final = (
     "start vLLM with --disable-hybrid-kv-cache-manager, and layers with windows keep all tokens too"
@@ -27,10 +27,11 @@ _ALL_KEEP_ALL: Final = (
 
 
 class Unsupported(ValueError):
-    """Why this engine cannot have cold sessions, and what to do."""
+    """This engine cannot have cold sessions; the message says why, and what to do."""
 
 
 def check_version(version: str) -> None:
+    """Raises ``Unsupported`` for a release of vLLM that the plug-in was not made for."""
     if not version.startswith(SUPPORTED):
         raise Unsupported(
             f"thermocline's plug-in is made for vLLM {SUPPORTED}*, this is {version}: its interface"
@@ -39,21 +40,24 @@ def check_version(version: str) -> None:
 
 
 def check(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Groups:
-    """Raises ``Unsupported`` for anything that would be, or might be, silently wrong."""
+    """The groups of layers of an engine that can be served.
+
+    Raises ``Unsupported``: something would be, or might be, silently wrong.
+    """
     for reason in _reasons(vllm_config, kv_cache_config):
         raise Unsupported(f"cold sessions are not possible here: {reason}")
     return groups_of(kv_cache_config)
 
 
 def groups_of(config: KVCacheConfig) -> Groups:
-    """Of a configuration that ``check`` has found good."""
+    """The groups of layers in a configuration that ``check`` accepts."""
     full, states = 0, []
     for i, group in enumerate(config.kv_cache_groups):
         spec, layers = _layer_specs(group.kv_cache_spec)[0], tuple(group.layer_names)
         if isinstance(spec, MambaSpec):
             states.append(StateGroup(i, layers, 1, True, f"{spec.shapes} {spec.dtypes}"))
         elif isinstance(spec, SlidingWindowSpec):
-            # A token sees itself and so many before it.
+            # A token attends to itself and to ``sliding_window - 1`` tokens before it.
             num_blocks = -(-(spec.sliding_window - 1) // spec.block_size)
             states.append(StateGroup(i, layers, num_blocks, False))
         else:
@@ -112,7 +116,10 @@ def _group_reasons(config: KVCacheConfig, sizes: set[int]) -> Iterator[str]:
 
 
 def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
-    """By exact type: what a subclass adds is a way to keep fewer tokens, or other bytes."""
+    """Reasons against a kind of layer, by its exact type.
+
+    A subclass adds a way to keep fewer tokens, or other bytes, so it is not taken for its base.
+    """
     if isinstance(spec, MLAAttentionSpec):
         yield "the model keeps one latent vector per token (MLA), which has no heads to pack"
     elif type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec):

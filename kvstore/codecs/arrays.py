@@ -1,4 +1,4 @@
-"""Does a run of arrays look the way its layout says?"""
+"""Checks that a run of arrays looks the way its layout says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Shape = tuple[int, ...]
 
 
 def check_run(run: KVRun, layout: KVLayout) -> int:
-    """Number of tokens in ``run``.
+    """Returns the number of tokens in ``run``.
 
     Raises:
-        ValueError: a defect in the caller: shapes or dtype are not the layout's.
+        ValueError: shapes or dtype are not the layout's; a defect in the caller.
     """
     num_tokens: int = run[0][0].shape[1] if run else 0
     # Whole lists at once: there may be a hundred arrays to a chunk of a millisecond.

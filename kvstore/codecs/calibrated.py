@@ -1,53 +1,78 @@
-"""The table of calibrated presets, and codecs of them for a profile."""
+"""Presets that learn a model: what they learn becomes a profile, and codecs are made of that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvstore.codecs.fixed_rate import FixedRate
-from kvstore.codecs.learned_seeds import LEARNED_SEEDS
-from kvstore.codecs.one_step import OneStep
-from kvstore.codecs.pipeline import StackPart
-from kvstore.codecs.prediction_design import Reach
+from kvstore.codecs.learning.statistics import element_means
+from kvstore.codecs.names import CALIBRATED, CODECS
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.samples import Samples
-from kvstore.codecs.stack_codec import StackCodec
-from kvstore.codecs.stacks import Scope
+from kvstore.codecs.stacks.pipeline import StackPacker
+from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout
 
+if TYPE_CHECKING:
+    from kvstore.codecs.learning.samples import Samples
 
-class Preset(Protocol):
-    """What a method learns of a model, and the pipelines that it makes of that."""
-
-    def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]: ...
-
-    def assemble(
-        self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
-    ) -> Sequence[StackPart]: ...
-
-
-CALIBRATED: dict[str, Preset] = {
-    "dense3": FixedRate(Scope("head"), 3.155),  # 3.25 at 64 values per head, all counted
-    "balanced": OneStep(Scope("layer"), 1.35, Reach(384, 2)),
-    "max": OneStep(Scope("group", 10), 0.70, Reach(768, 2)),
-    "safe": OneStep(Scope("layer"), 5.2, Reach(384, 2)),
-}
-# With those of the literature, which are learned only where they are asked for.
-LEARNABLE: dict[str, Preset] = {**CALIBRATED, **LEARNED_SEEDS}
 ARITHMETIC = 4  # raise it when a calibrated preset's bytes change
 
 
+class CalibratedPreset(Protocol):
+    """A method that learns a model, and makes codecs of what it learned."""
+
+    def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the arrays to be kept in the profile, by name.
+
+        ``means``: fp32 (elements of a token,), keys without RoPE.
+        """
+
+    def assemble(
+        self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
+    ) -> Sequence[StackPacker]:
+        """Makes one packer for each stack of ``layout`` from the arrays that were learned.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError: this release learns other arrays.
+        """
+
+
+def calibrated_preset(name: str) -> CalibratedPreset:
+    """Imports the preset of that name, one of ``names.LEARNABLE``."""
+    module_name, _, attribute = CODECS[name].learn.partition(":")
+    preset: CalibratedPreset = getattr(importlib.import_module(module_name), attribute)
+    return preset
+
+
+def learn_profile(
+    samples: Samples, fingerprint: str, presets: Iterable[str] = CALIBRATED
+) -> Profile:
+    """Makes a profile of what ``presets`` learn of a model; numpy only.
+
+    Takes seconds for presets of a layer, minutes for those across layers.
+    """
+    means = element_means(samples)
+    learned = {
+        name: {"means": means, **calibrated_preset(name).learn(samples, means)} for name in presets
+    }
+    return Profile(fingerprint, samples.layout, samples.ropes, learned)
+
+
 def calibrated_codec(name: str, profile: Profile) -> StackCodec:
-    """Raises ``UnknownCodec`` for a preset that the profile has learned nothing for."""
+    """Makes the codec of a preset that learned the model of ``profile``.
+
+    Raises:
+        UnknownCodec: the profile knows nothing of this preset, or another release wrote it.
+    """
     if name not in profile.learned:
         raise UnknownCodec(f"the profile knows no preset {name!r}; calibrate the model again")
     codec_id = f"{name}.{ARITHMETIC}-{profile.ids[name]}"
     try:
-        return StackCodec(codec_id, _Assembled(LEARNABLE[name], name, profile))
+        return StackCodec(codec_id, _Assembled(calibrated_preset(name), name, profile))
     except (
         KeyError,
         TypeError,
@@ -60,25 +85,25 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
 
 
 class _Assembled:
-    """The pipelines of one layout: a profile is of one model, so there is no other.
+    """Returns the packers of one layout: a profile is of one model, so there is no other.
 
-    Of the profile no more is kept than they need.
+    No more of the profile is kept than they need.
     """
 
-    def __init__(self, preset: Preset, name: str, profile: Profile) -> None:
+    def __init__(self, preset: CalibratedPreset, name: str, profile: Profile) -> None:
         learned = profile.learned[name]
         _check_model(profile, learned)
         self._name, self._layers = name, profile.layout.layers
         self.pipelines = preset.assemble(profile, learned, profile.layout)
 
-    def __call__(self, layout: KVLayout) -> Sequence[StackPart]:
+    def __call__(self, layout: KVLayout) -> Sequence[StackPacker]:
         if layout.layers != self._layers:
             raise UnknownCodec(f"codec {self._name} was calibrated for a model of other layers")
         return self.pipelines
 
 
 def _check_model(profile: Profile, learned: Mapping[str, np.ndarray]) -> None:
-    """Kernels read means and turn channels without looking. Raises ``ValueError``."""
+    """Checks means and turns, which kernels use without looking. Raises ``ValueError``."""
     layers, ropes = profile.layout.layers, profile.ropes
     if len(ropes) != len(layers):
         raise ValueError(f"turns of {len(ropes)} layers, not {len(layers)}")

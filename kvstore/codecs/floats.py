@@ -19,9 +19,10 @@ FP16_INFINITY = 31 << 10
 
 
 def to_stored(values: np.ndarray, dtype: DType) -> np.ndarray:
-    """Bit patterns (uint16) in which rows are kept: bf16, or fp16 for an fp16 cache.
+    """Returns the bit patterns in which rows are kept: bf16, or fp16 for an fp16 cache.
 
-    Any shape and strides; ``values`` has the numpy dtype of ``dtype``.
+    ``values``: any shape and strides, in the numpy dtype of ``dtype``. Returns uint16 of that
+    shape.
     """
     if dtype == "float32":
         return round_to_bf16(values)
@@ -29,21 +30,23 @@ def to_stored(values: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def widen(stored: np.ndarray, dtype: DType) -> np.ndarray:
-    """The fp32 values of ``to_stored``'s bit patterns."""
+    """Returns the fp32 values of uint16 bit patterns made by ``to_stored``; any shape."""
     if dtype == "float16":
         return stored.view(np.float16).astype(np.float32)
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
 def from_stored(stored: np.ndarray, dtype: DType) -> np.ndarray:
-    """Bit patterns of ``to_stored`` back in the engine's dtype."""
+    """Returns uint16 bit patterns of ``to_stored`` in the engine's dtype; any shape."""
     if dtype == "float32":
         return widen(stored, dtype)
     return stored.view(np.float16) if dtype == "float16" else stored
 
 
 def narrow(values: np.ndarray, dtype: DType) -> np.ndarray:
-    """Finite fp32 results in the engine's dtype, rounded to the precision rows are kept in.
+    """Rounds finite fp32 values to the precision rows are kept in, in the engine's dtype.
+
+    Arrays have any shape, which is kept.
 
     fp16 saturates: an infinity that was not there before would turn attention into NaN.
     """
@@ -54,7 +57,7 @@ def narrow(values: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def round_to_bf16(values: np.ndarray) -> np.ndarray:
-    """fp32 to bf16 bit patterns, to nearest even; a NaN stays a NaN."""
+    """Rounds fp32 values to uint16 bit patterns of bf16, to nearest even; a NaN stays a NaN."""
     bits: np.ndarray = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -63,7 +66,10 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def round_to_normal_fp16(values: np.ndarray) -> np.ndarray:
-    """Positive fp32 to fp16 bit patterns, to nearest even; zero for what is no normal fp16."""
+    """Rounds positive fp32 values to uint16 bit patterns of fp16, to nearest even.
+
+    What is no normal fp16 becomes zero.
+    """
     bits = values.view(np.uint32)
     # uint32 arithmetic wraps, so whatever lies below the range ends far above it.
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - np.uint32(REBIAS)
@@ -72,9 +78,13 @@ def round_to_normal_fp16(values: np.ndarray) -> np.ndarray:
 
 
 def widen_normal_fp16(bits: np.ndarray) -> np.ndarray:
-    """The inverse of ``round_to_normal_fp16`` for what it did not turn into zero."""
+    """Returns the fp32 values of uint16 patterns of ``round_to_normal_fp16`` other than zero."""
     return ((bits.astype(np.uint32) + np.uint32(REBIAS)) << 13).view(np.float32)
 
 
 def is_normal_fp16(bits: np.ndarray) -> np.ndarray:
+    """Says for each uint16 bit pattern whether it is a positive normal fp16.
+
+    Returns bool of the same shape.
+    """
     return (bits >= FP16_SMALLEST_NORMAL) & (bits < FP16_INFINITY)

@@ -1,68 +1,35 @@
-"""The table of codecs by name.
+"""Codecs by name: imports what was chosen, and nothing else.
 
 Some presets have to know the model: they are opened with its profile (see ``calibrated``), and
-``dense3`` knows how to do without. A name outside the table may be the import string of one's own,
-``module:Attr``: a codec, or something that returns one when called.
+``dense3`` knows how to do without. A name outside the table of ``names`` may be the import string
+of one's own, ``module:Attr``: a codec, or something that returns one when called.
 """
 
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.calibrated import LEARNABLE, calibrated_codec
-from kvstore.codecs.plain_rows import PlainRows
-from kvstore.codecs.profile import Profile
-from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.rotated_rows import RotatedRows
-from kvstore.codecs.row_codec import RowCodec
-from kvstore.codecs.seeds import SEEDS
+from kvstore.codecs.names import CODECS, LEARNABLE
 from kvstore.errors import UnknownCodec
-from kvstore.shapes import KVLayout
 
-PRESETS = {
-    "raw": "kvstore.codecs.presets:raw",
-    "lm3": "kvstore.codecs.presets:lm3",
-    "tq3": "kvstore.codecs.presets:tq3",
-    "tq4": "kvstore.codecs.presets:tq4",
-    "dense3": "kvstore.codecs.presets:dense3",
-}
-
-
-def raw() -> Codec:
-    """As the engine has it: 1x."""
-    return RawCodec()
-
-
-def lm3() -> Codec:
-    """Three bits without rotation, the control: 5.12x over bf16 at 256 values per row."""
-    return RowCodec("lm3.1", PlainRows())
-
-
-def tq3() -> Codec:
-    """Three bits, rotated: 4.92x over bf16 at 64 values per row, 5.12x at 128."""
-    return RowCodec("tq3.2", RotatedRows(3))
-
-
-def tq4() -> Codec:
-    """Four bits, rotated: 3.76x over bf16 at 64 values per row, 3.88x at 128."""
-    return RowCodec("tq4.2", RotatedRows(4))
-
-
-def dense3() -> Codec:
-    """Three bits for a model nothing is known of: the arithmetic of ``tq3``."""
-    return RowCodec("dense3.2", RotatedRows(3))
+if TYPE_CHECKING:
+    from kvstore.codecs.profile import Profile
+    from kvstore.shapes import KVLayout
 
 
 def open_codec(name: str, profile: Profile | None = None) -> Codec:
-    """The calibrated preset of that name if ``profile`` has one, else what needs no profile.
+    """Returns the calibrated preset of that name if ``profile`` has one, else what needs none.
 
     Raises:
         UnknownCodec: no such name, or it needs a profile that there is none of; says what to do.
     """
     if profile is not None and name in profile.learned and name in LEARNABLE:
+        from kvstore.codecs.calibrated import calibrated_codec
+
         return calibrated_codec(name, profile)
-    if name in LEARNABLE and name not in PRESETS:
+    if name in LEARNABLE and not CODECS[name].make:
         raise UnknownCodec(
             f"codec {name!r} needs a profile of the model: run thermocline calibrate"
         )
@@ -70,17 +37,15 @@ def open_codec(name: str, profile: Profile | None = None) -> Codec:
 
 
 def codec_by_name(name: str) -> Codec:
-    """A preset, or whatever an import string names.
+    """Returns a preset that needs no profile, or the codec that an import string names.
 
     Raises:
         UnknownCodec: no such name, or what it names is no codec; says which names there are.
     """
-    known = PRESETS | SEEDS
-    target = known.get(name, name)
+    target = CODECS[name].make or name if name in CODECS else name
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        names = ", ".join(dict.fromkeys([*PRESETS, *LEARNABLE, *SEEDS]))
-        raise UnknownCodec(f"no codec named {name!r}; there are {names}")
+        raise UnknownCodec(f"no codec named {name!r}; there are {', '.join(CODECS)}")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
@@ -94,8 +59,23 @@ def codec_by_name(name: str) -> Codec:
     return codec
 
 
+def check_name(name: str) -> None:
+    """Raise ``UnknownCodec`` if no codec has this name, with or without a profile."""
+    if name not in CODECS:
+        codec_by_name(name)
+
+
+def is_exact(name: str) -> bool:
+    """Says whether the codec of that name loses nothing, on any model.
+
+    Raises:
+        UnknownCodec: there is none.
+    """
+    return CODECS[name].exact if name in CODECS else codec_by_name(name).exact
+
+
 def warm(codec: Codec, layout: KVLayout) -> None:
-    """Compile what ``layout`` needs, ahead of the first request. Takes seconds once."""
+    """Compiles what ``layout`` needs, ahead of the first request. Takes seconds once."""
     run = layout.empty(1)
     for key, value in run:
         key.fill(1)

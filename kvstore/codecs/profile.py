@@ -1,8 +1,8 @@
-"""What was learned of one model: one immutable file, named by the model's fingerprint.
+"""The profile of one model, learned once: an immutable file, named by the model's fingerprint.
 
     "TCPF" | u32 length of the header | header, JSON | arrays | BLAKE2b-256 of all before it
 
-The header names dtype, shape and place of every array; nothing in the file is ever executed. A
+The header names dtype, shape and order of every array; nothing in the file is ever executed. A
 codec's id carries a digest of what *that* codec learned, so a blob never meets another profile than
 the one that it was written with, and measuring quality again changes no id.
 """
@@ -22,8 +22,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvstore.codecs.pieces.rope import Rope
 from kvstore.codecs.quality import Quality
+from kvstore.codecs.rope import Rope
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
 
@@ -34,31 +34,36 @@ MAX_HEADER_BYTES: Final = 1 << 22
 MAX_BYTES: Final = 1 << 33
 ALIGNMENT: Final = 64
 UNFINISHED: Final = ".new"  # files whose writer may have been killed
-PIECE_BYTES: Final = 1 << 20  # of a file, while its digest is taken
+BLOCK_BYTES: Final = 1 << 20  # of a file, while its digest is taken
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One array of the file: its name ``preset/array``, dtype and shape."""
+
     name: str  # preset/array
     dtype: str
     shape: tuple[int, ...]
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of the file but the arrays, as JSON."""
+
     version: int
     fingerprint: str
     layout: KVLayout
     ropes: tuple[Rope | None, ...]
     rows: tuple[Quality, ...]
-    arrays: tuple[_Entry, ...]
+    arrays: tuple[_ArrayEntry, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """``learned``: for each preset its arrays by name, as ``fit`` made them.
+    """All that was learned of one model, and the figures of codecs that were measured on it.
 
-    ``rows``: what was measured, of presets that had nothing to learn, too.
+    ``learned``: for each preset its arrays by name, as ``calibrated.learn_profile`` made them.
+    ``rows``: the figures, also of presets that had nothing to learn.
     """
 
     fingerprint: str
@@ -70,11 +75,11 @@ class Profile:
 
     @functools.cached_property
     def ids(self) -> dict[str, str]:
-        """For each preset the digits that stand for what it learned."""
+        """The digits in a codec's id that stand for what it learned, by preset."""
         return {preset: self._digest(preset) for preset in self.learned}
 
     def only(self, preset: str) -> Profile:
-        """Without what the others learned, whose memory is then nobody's."""
+        """Returns a profile without what other presets learned, whose memory can then be freed."""
         rows = tuple(x for x in self.rows if x.preset == preset)
         learned = {k: x for k, x in self.learned.items() if k == preset}
         return replace(self, learned=learned, rows=rows)
@@ -88,17 +93,21 @@ class Profile:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Written whole under another name first."""
+        """Writes the file, whole under another name first.
+
+        Raises:
+            OSError: it cannot be written; nothing is left behind.
+        """
         arrays = {f"{p}/{n}": a for p, known in self.learned.items() for n, a in known.items()}
-        entries = tuple(_Entry(name, a.dtype.str, a.shape) for name, a in arrays.items())
+        entries = tuple(_ArrayEntry(name, a.dtype.str, a.shape) for name, a in arrays.items())
         header = _Header(VERSION, self.fingerprint, self.layout, self.ropes, self.rows, entries)
         digest = blake2b(digest_size=DIGEST_BYTES)
         whole = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
         try:
             with whole.open("wb") as file:
-                for piece in _file_pieces(msgspec.json.encode(header), list(arrays.values())):
-                    digest.update(piece)
-                    file.write(piece)
+                for block in _file_blocks(msgspec.json.encode(header), list(arrays.values())):
+                    digest.update(block)
+                    file.write(block)
                 file.write(digest.digest())
                 file.flush()
                 os.fsync(file.fileno())
@@ -108,7 +117,7 @@ class Profile:
 
 
 def load_profile(path: Path) -> Profile:
-    """Arrays are read-only, each in memory of its own.
+    """Reads a profile. Its arrays are read-only, each in memory of its own.
 
     Raises:
         OSError: the file cannot be read.
@@ -135,11 +144,11 @@ def load_profile(path: Path) -> Profile:
 
 
 def _is_whole(file: BufferedReader, end: int) -> bool:
-    """Piece by piece: a profile may be as large as what is free."""
-    digest, piece = blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(PIECE_BYTES))
+    """Says whether the digest fits, block by block: a profile may be as large as what is free."""
+    digest, block = blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(BLOCK_BYTES))
     file.seek(0)
-    for at in range(0, end, PIECE_BYTES):
-        part = piece[: min(PIECE_BYTES, end - at)]
+    for at in range(0, end, BLOCK_BYTES):
+        part = block[: min(BLOCK_BYTES, end - at)]
         if file.readinto(part) != len(part):
             return False
         digest.update(part)
@@ -157,11 +166,11 @@ def _header(text: bytes, path: Path) -> _Header:
 
 
 def _arrays(
-    file: BufferedReader, place: tuple[int, int], entries: tuple[_Entry, ...], path: Path
+    file: BufferedReader, span: tuple[int, int], entries: tuple[_ArrayEntry, ...], path: Path
 ) -> dict[str, dict[str, np.ndarray]]:
-    """``place``: where in the file they begin and end."""
+    """Reads the arrays, which lie in the file from ``span[0]`` to ``span[1]``."""
     learned: dict[str, dict[str, np.ndarray]] = {}
-    at, last = place
+    at, last = span
     end = last if not entries else at
     for entry in entries:
         preset, _, name = entry.name.partition("/")
@@ -183,14 +192,14 @@ def _arrays(
     return learned
 
 
-def _file_pieces(header: bytes, arrays: list[np.ndarray]) -> list[bytes | memoryview]:
-    pieces: list[bytes | memoryview] = [MAGIC, len(header).to_bytes(4, "little"), header]
+def _file_blocks(header: bytes, arrays: list[np.ndarray]) -> list[bytes | memoryview]:
+    blocks: list[bytes | memoryview] = [MAGIC, len(header).to_bytes(4, "little"), header]
     at = 8 + len(header)
     for array in arrays:
-        pieces.append(bytes(_aligned(at) - at))
-        pieces.append(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+        blocks.append(bytes(_aligned(at) - at))
+        blocks.append(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
         at = _aligned(at) + array.nbytes
-    return pieces
+    return blocks
 
 
 def _aligned(at: int) -> int:

@@ -1,4 +1,4 @@
-"""What a preset costs a model, measured: a row of the table, and of the model's profile."""
+"""The measured cost of a preset on a model: a row of the table, and of the model's profile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class TextQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One text of a row, to see whether a kind of text suffers more than the others."""
+    """The cost of a preset on one text, to see whether a kind of text suffers more than others."""
 
     text: str
     kl: float
@@ -15,7 +15,10 @@ class TextQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One preset at one context length. All figures are finite: JSON knows no others."""
+    """The cost of one preset at one context length.
+
+    All figures are finite: JSON knows no others.
+    """
 
     preset: str
     codec_id: str = ""  # of the codec that was measured; "" = not said
@@ -33,7 +36,8 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     # Of K and V together, above what these bits leave of a white Gaussian source. Below 0: the
     # codec knows more of the source than that. None: nothing is lost.
     gaussian_gap_db: float | None = None
-    # As ``bounds.Yardstick`` sees it, of the codec's own scope or of a layer's. None: not measured.
+    # As ``bounds.RateDistortionBound`` sees it, of the codec's own scope or of a layer's. None: not
+    # measured.
     residual_error: float | None = None
     # Of a codec that has a scope: more than the water-filling bound of the same residual error.
     above_bound_bits: float | None = None

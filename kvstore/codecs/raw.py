@@ -13,13 +13,13 @@ from kvstore.shapes import KVLayout, KVRun
 
 @dataclass(frozen=True)
 class RawCodec:
-    """K then V of each layer, each (num_kv_heads, num_tokens, dim), one after the other."""
+    """Keeps K, then V of each layer, each (num_kv_heads, num_tokens, dim), one after the other."""
 
     id: str = "raw.1"
     exact: bool = True
 
     def check(self, layout: KVLayout) -> None:
-        """Any layout will do."""
+        """Accepts any layout."""
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         return layout.bytes_per_token * num_tokens

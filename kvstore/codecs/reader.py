@@ -10,14 +10,16 @@ from kvstore.errors import Corrupt
 
 
 class Reader:
-    """Over one payload, used by one thread."""
+    """A position in one payload; used by one thread."""
 
     def __init__(self, payload: memoryview) -> None:
         self._bytes: np.ndarray = np.frombuffer(payload, np.uint8)
         self._at = 0
 
     def take(self, dtype: str, *shape: int) -> np.ndarray:
-        """The next array, a read-only view. ``dtype`` states the byte order.
+        """Returns the next array of that dtype and shape, a read-only view.
+
+        ``dtype`` states the byte order.
 
         Raises:
             Corrupt: the payload is shorter.
@@ -31,10 +33,10 @@ class Reader:
         return view.view(kind).reshape(shape)
 
     def count(self, most: int) -> int:
-        """The next number, which says how many of something follow.
+        """Returns the next number, which says how many of something follow.
 
         Raises:
-            Corrupt: more than there can be.
+            Corrupt: it is larger than ``most``.
         """
         number = int(self.take("<u4", 1)[0])
         if number > most:
@@ -42,10 +44,11 @@ class Reader:
         return number
 
     def expect_end(self) -> None:
+        """Checks that nothing is left. Raises ``Corrupt`` if something is."""
         if self._at != len(self._bytes):
             raise Corrupt(f"payload of {len(self._bytes)} bytes, {self._at} expected")
 
 
 def count_bytes(number: int) -> bytes:
-    """What ``Reader.count`` reads."""
+    """Returns the bytes that ``Reader.count`` reads as this number."""
     return number.to_bytes(4, "little")

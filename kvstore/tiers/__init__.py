@@ -1,1 +1,20 @@
-"""Where packed blobs rest: RAM, disk, Redis. One protocol, one shared test suite."""
+"""Where packed blobs rest: RAM, disk, Redis; one protocol (``base.Tier``), one contract suite.
+
+The store calls a tier from its own threads, and a tier may fail at any time:
+
+1. ``registry.open_usable_tiers`` opens the tiers that are enabled, fastest first.
+2. ``put_many`` and ``replace`` write; a blob that does not fit is refused, which is no error.
+3. ``get_many`` reads; an absent blob is ``None``. The store verifies the others by checksum.
+4. ``touch``, ``pin`` and ``unpin`` tell what is in use; each tier evicts by itself (``lru``).
+5. ``delete_many`` overwrites or removes what was forgotten, as far as the medium allows.
+
+Whatever the medium raises becomes ``kvstore.errors.TierUnavailable``, or ``TierInUse`` for a
+folder that another process owns, and never costs more than a prefill.
+
+A new tier is a module here, or a sub-package where it needs several. It implements ``Tier``, keeps
+its budget with ``lru.RecencyIndex``, is opened in ``registry.py``, and joins ``KINDS`` of
+``tests/contract/tier_rig.py``, so that ``test_tiers.py`` and ``test_tier_model.py`` run over it.
+Its name goes into ``kvstore.session.TierName``; what each tier has of its own (budget and codec in
+``StoreConfig`` and ``CodecSet``, the cache header's word, the share of a prefill that a wake
+costs) stands where ``git grep '"redis"'`` finds it.
+"""

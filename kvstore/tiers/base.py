@@ -6,7 +6,8 @@ most recently used. Plain least-recently-used eviction then takes a session's ta
 head, and a prefix that many sessions share last.
 
 Methods are synchronous and thread-safe; the store calls them from its own threads. Everything
-here may fail, and every failure is a miss.
+here may fail, and every failure is a miss. A blob that is handed in is copied before the call
+returns; one that is handed out must not be changed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ Blob = bytes | bytearray | memoryview
 
 
 class TierStats(msgspec.Struct, frozen=True):
+    """The numbers of one tier at one moment, for metrics and the doctor."""
+
     name: str
     nbytes: int  # keys, blobs and what the tier itself needs per blob
     capacity_bytes: int
@@ -30,62 +33,89 @@ class TierStats(msgspec.Struct, frozen=True):
 
 
 class Tier(Protocol):
+    """Immutable blobs by key inside a byte budget; every method may be called on any thread."""
+
     @property
     def name(self) -> str:
-        """``ram``, ``disk`` or ``redis``."""
+        """The kind of tier: ``ram``, ``disk`` or ``redis``."""
 
     @property
     def persistent(self) -> bool:
-        """True if blobs survive the end of this process."""
+        """Tell whether blobs survive the end of this process."""
 
     @property
     def overhead_bytes(self) -> int:
-        """Of the budget: what a blob takes besides its own bytes, key included; at most."""
+        """The most bytes of the budget that a blob takes besides its own, key included."""
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
-        """One entry per key, ``None`` for a miss. Does not touch.
+        """Return one blob per key, ``None`` for a miss. Does not touch.
 
         Raises:
             TierUnavailable: nothing could be read (not for a plain miss).
         """
 
     def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
-        """Keep these blobs of one chain, evicting others; how many of their keys are now held.
+        """Keep these blobs of one chain, evicting others; return how many of the keys are now held.
 
-        Blobs of an existing key are left as they are. All or nothing per blob. All keys become
-        recent, the first one most. A blob that cannot fit beside what is pinned and what the same
-        call brought before is refused. Never raises for want of room.
+        A key that exists keeps its blob. Each blob is written whole or not at all. All keys become
+        recent, the first one most. A blob that cannot fit beside the pinned ones and those written
+        before it in the same call is refused. Never raises for want of room.
 
         Raises:
             TierUnavailable: nothing could be written.
         """
 
     def replace(self, key: bytes, blob: Blob) -> bool:
-        """Like ``put_many`` for one blob, but a newer value wins (records and tails).
+        """Keep a blob in place of the key's older one (records and tails); False if refused.
 
-        False: refused; an older value may still be there, as the next to be evicted.
+        After a refusal the older blob may still be there, as the next to be evicted.
+
+        Raises:
+            TierUnavailable: nothing could be written.
         """
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """A hint: a blob may vanish right after."""
+        """Return for each key whether it is held now; a hint, a blob may vanish right after.
+
+        Raises:
+            TierUnavailable: a server did not answer.
+        """
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used; ``keys[0]`` becomes the most recent of all."""
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Exempt from eviction until ``unpin``. Counted per key; unknown keys are remembered."""
+        """Exempt keys from eviction until ``unpin``.
 
-    def unpin(self, keys: Iterable[bytes]) -> None: ...
+        Pins are counted per key. A key without a blob is remembered, for a blob that comes later.
+        """
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Take one pin off each key; the last one makes it recent. A key without pins is left."""
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
-        """Remove for good (content too, as far as the medium allows); how many were there."""
+        """Remove blobs, their content too as far as the medium allows; return how many there were.
+
+        Raises:
+            TierUnavailable: they may still be there.
+        """
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
-        """All blobs whose key starts with ``prefix``, in key order; for session records only."""
+        """Yield keys that start with ``prefix`` and their blobs, in key order; for records only.
 
-    def stats(self) -> TierStats: ...
+        Raises:
+            TierUnavailable: the rest cannot be listed or read.
+        """
+
+    def stats(self) -> TierStats:
+        """Return the numbers of this moment. Never raises, never waits for the medium."""
 
     def flush(self) -> None:
-        """Return when everything accepted so far is as safe as it will get."""
+        """Return when everything accepted so far is as safe as it will get.
 
-    def close(self) -> None: ...
+        Raises:
+            TierUnavailable: it could not be made so.
+        """
+
+    def close(self) -> None:
+        """Let go of the medium; later calls may raise ``TierUnavailable``."""

@@ -1,14 +1,14 @@
-"""Who goes next when a tier is full: one recency order inside a byte budget.
+"""The eviction order of a tier: least recently used keys first, inside a byte budget.
 
-The three tiers share this index; where the blobs themselves lie is theirs to know. Every step
-costs O(1) per key. Three rules make plain least-recently-used eviction right for chains, where a
-blob is useless once one before it is gone:
+The three tiers share this index of keys and sizes; each stores the blobs itself. Every step costs
+O(1) per key. Three rules make plain least-recently-used eviction right for chains, where a blob is
+useless once one before it is gone:
 
-* Wherever keys come in chain order (``admit``, ``touch``, ``unpin``), the *first* ends up as the
-  most recent of all, so a chain is eaten from its tail.
-* A batch never evicts its own blobs. What does not fit is refused, and the first ones are served
-  first: a long chain keeps its head instead of its end.
-* Pinned keys are out of the order altogether; the last ``unpin`` brings them back as just used.
+* Wherever keys come in chain order (``add``, ``touch``, ``unpin``), the *first* becomes the most
+  recent of all, so a chain is evicted from its tail.
+* A chain never evicts its own blobs. They are admitted in order and what does not fit is refused: a
+  long chain keeps its head instead of its end.
+* Pinned keys are out of the order; the last ``unpin`` brings them back as just used.
 
 Not thread-safe: the owning tier calls it under its own lock.
 """
@@ -20,151 +20,179 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Entry(NamedTuple):
+class RecencyEntry(NamedTuple):
+    """A key's size, and its place in the eviction order."""
+
     nbytes: int
-    stamp: int  # grows with every use; the order in numbers, for tiers that persist it
+    stamp: int  # grows with every use; a tier may persist it to restore the order
 
 
-class Admission(NamedTuple):
-    """What ``admit`` decided. A key may be in both lists: evicted, then admitted afresh."""
+class IndexUpdate(NamedTuple):
+    """The changes that ``add`` made and the tier has to follow.
 
-    new: list[bytes]  # now in the index, blobs still to be written
-    victims: list[tuple[bytes, Entry]]  # no longer in the index, blobs still to be removed
+    A key may be in both lists: evicted, then added afresh.
+    """
+
+    added: list[bytes]  # now in the index, blobs still to be written
+    evicted: list[tuple[bytes, RecencyEntry]]  # no longer in the index, blobs still to be removed
 
 
 class RecencyIndex:
+    """Keys with their sizes, pins and order of use.
+
+    Args:
+        capacity_bytes: the budget that ``add`` and ``shrink`` keep.
+    """
+
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self._loose: OrderedDict[bytes, Entry] = OrderedDict()  # evictable, least recent first
-        self._held: dict[bytes, Entry] = {}  # present and pinned
-        self._pins: dict[bytes, int] = {}  # how often; of keys that are not present, too
-        self._loose_bytes = 0
-        self._held_bytes = 0
+        self._evictable: OrderedDict[bytes, RecencyEntry] = OrderedDict()  # least recent first
+        self._pinned: dict[bytes, RecencyEntry] = {}  # present, but exempt
+        self._num_pins: dict[bytes, int] = {}  # of absent keys, too
+        self._evictable_bytes = 0
+        self._pinned_bytes = 0
         self._last_stamp = 0
 
     def __len__(self) -> int:
-        return len(self._loose) + len(self._held)
+        return len(self._evictable) + len(self._pinned)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._loose or key in self._held
+        return key in self._evictable or key in self._pinned
 
     @property
     def nbytes(self) -> int:
-        return self._loose_bytes + self._held_bytes
+        """The sizes of all keys together."""
+        return self._evictable_bytes + self._pinned_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The sizes of all pinned keys together."""
+        return self._pinned_bytes
+
+    @property
+    def pins(self) -> dict[bytes, int]:
+        """Pin count of each key, also of keys that are absent."""
+        return dict(self._num_pins)
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._loose
-        yield from self._held
+        yield from self._evictable
+        yield from self._pinned
 
-    def entry(self, key: bytes) -> Entry | None:
-        return self._loose.get(key) or self._held.get(key)
+    def entry(self, key: bytes) -> RecencyEntry | None:
+        """Return the entry of a key, None if it is absent."""
+        return self._evictable.get(key) or self._pinned.get(key)
 
-    def admit(self, sizes: Mapping[bytes, int]) -> Admission:
-        """Make room for a chain of ``key -> nbytes`` and enter what fits; all become recent.
+    def add(self, sizes: Mapping[bytes, int]) -> IndexUpdate:
+        """Add the keys of a chain (``key -> nbytes``) that fit, evicting others; all become recent.
 
-        Keys already present count as admitted but are in neither list.
+        A key that is present keeps its size and is in neither list of the update.
         """
-        new: list[bytes] = []
-        victims: list[tuple[bytes, Entry]] = []
-        spared = 0  # evictable bytes of this very batch; they stand at the recent end
+        added: list[bytes] = []
+        evicted: list[tuple[bytes, RecencyEntry]] = []
+        own = 0  # evictable bytes of this very chain; they stand at the recent end
         for key, nbytes in sizes.items():
             if key not in self:
-                if self._held_bytes + spared + nbytes > self.capacity_bytes:
+                if self._pinned_bytes + own + nbytes > self.capacity_bytes:
                     continue
-                victims.extend(self._victims(nbytes))
+                evicted.extend(self._make_room(nbytes))
                 self.insert(key, nbytes)
-                new.append(key)
-            elif key in self._loose:
-                self._loose.move_to_end(key)
-            if key in self._loose:
-                spared += self._loose[key].nbytes
+                added.append(key)
+            elif key in self._evictable:
+                self._evictable.move_to_end(key)
+            if key in self._evictable:
+                own += self._evictable[key].nbytes
         self.touch(list(sizes))
-        return Admission(new, victims)
+        return IndexUpdate(added, evicted)
 
-    def shrink(self) -> list[tuple[bytes, Entry]]:
-        """Evict until the budget holds, as far as pins allow."""
-        return list(self._victims(0))
+    def shrink(self) -> list[tuple[bytes, RecencyEntry]]:
+        """Evict until the budget holds, as far as pins allow; return what was evicted."""
+        return list(self._make_room(0))
 
-    def evict(self, nbytes: int, spare: Container[bytes]) -> list[tuple[bytes, Entry]]:
-        """Take the least recent ones out, ``nbytes`` or more, whatever the budget says.
+    def evict(self, nbytes: int, spare: Container[bytes]) -> list[tuple[bytes, RecencyEntry]]:
+        """Evict the least recent keys, ``nbytes`` or more, even if the budget holds.
 
-        Fewer if one of ``spare`` would be next.
+        Stops early where the next one is in ``spare``. Returns what was evicted.
         """
-        victims: list[tuple[bytes, Entry]] = []
-        while nbytes > 0 and self._loose and next(iter(self._loose)) not in spare:
-            key, entry = self._loose.popitem(last=False)
-            self._loose_bytes -= entry.nbytes
-            victims.append((key, entry))
+        evicted: list[tuple[bytes, RecencyEntry]] = []
+        while nbytes > 0 and self._evictable and next(iter(self._evictable)) not in spare:
+            key, entry = self._evictable.popitem(last=False)
+            self._evictable_bytes -= entry.nbytes
+            evicted.append((key, entry))
             nbytes -= entry.nbytes
-        return victims
+        return evicted
 
-    def _victims(self, nbytes: int) -> Iterator[tuple[bytes, Entry]]:
-        """Take the least recent ones out until ``nbytes`` more would fit."""
-        while self._loose and self.nbytes + nbytes > self.capacity_bytes:
-            key, entry = self._loose.popitem(last=False)
-            self._loose_bytes -= entry.nbytes
+    def _make_room(self, nbytes: int) -> Iterator[tuple[bytes, RecencyEntry]]:
+        """Evict the least recent keys until ``nbytes`` more would fit; yield each."""
+        while self._evictable and self.nbytes + nbytes > self.capacity_bytes:
+            key, entry = self._evictable.popitem(last=False)
+            self._evictable_bytes -= entry.nbytes
             yield key, entry
 
     def insert(self, key: bytes, nbytes: int, stamp: int | None = None) -> None:
-        """Enter an absent key as the most recent, whatever the budget says.
+        """Enter an absent key as the most recent, even beyond the budget.
 
-        ``stamp``: one that was persisted; such keys are entered in the order of their stamps.
+        Args:
+            stamp: one that was persisted; such keys must be entered in the order of their stamps.
         """
         if stamp is not None:
             self._last_stamp = stamp - 1
-        entry = Entry(nbytes, self._next_stamp())
-        if key in self._pins:
-            self._held[key] = entry
-            self._held_bytes += nbytes
+        entry = RecencyEntry(nbytes, self._next_stamp())
+        if key in self._num_pins:
+            self._pinned[key] = entry
+            self._pinned_bytes += nbytes
         else:
-            self._loose[key] = entry
-            self._loose_bytes += nbytes
+            self._evictable[key] = entry
+            self._evictable_bytes += nbytes
 
-    def retract(self, admission: Admission) -> None:
-        """Undo an ``admit``: its new keys are out, its victims back as the least recent."""
-        for key in admission.new:
+    def undo(self, update: IndexUpdate) -> None:
+        """Take an ``add`` back: remove its keys, return the evicted ones as the least recent."""
+        for key in update.added:
             self.remove(key)
-        for key, entry in reversed(admission.victims):
+        for key, entry in reversed(update.evicted):
             self.insert(key, entry.nbytes)
-            if key in self._loose:
-                self._loose[key] = entry
-                self._loose.move_to_end(key, last=False)
+            if key in self._evictable:
+                self._evictable[key] = entry
+                self._evictable.move_to_end(key, last=False)
 
-    def remove(self, key: bytes) -> Entry | None:
-        """Forget a key. Its pins stay: they hold for the next blob of that key as well."""
-        entry = self._loose.pop(key, None)
+    def remove(self, key: bytes) -> RecencyEntry | None:
+        """Remove a key and return its entry, None if it was absent.
+
+        Its pins stay: they hold for the next blob of that key as well.
+        """
+        entry = self._evictable.pop(key, None)
         if entry is not None:
-            self._loose_bytes -= entry.nbytes
+            self._evictable_bytes -= entry.nbytes
             return entry
-        entry = self._held.pop(key, None)
+        entry = self._pinned.pop(key, None)
         if entry is not None:
-            self._held_bytes -= entry.nbytes
+            self._pinned_bytes -= entry.nbytes
         return entry
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used; ``keys[0]`` becomes the most recent of all."""
         for key in reversed(keys):
-            if key in self._loose:
-                self._loose[key] = Entry(self._loose[key].nbytes, self._next_stamp())
-                self._loose.move_to_end(key)
+            if key in self._evictable:
+                self._evictable[key] = RecencyEntry(self._evictable[key].nbytes, self._next_stamp())
+                self._evictable.move_to_end(key)
 
     def pin(self, keys: Iterable[bytes]) -> None:
+        """Exempt keys from eviction, present or not; counted per key."""
         for key in keys:
-            self._pins[key] = self._pins.get(key, 0) + 1
-            entry = self._loose.pop(key, None)
+            self._num_pins[key] = self._num_pins.get(key, 0) + 1
+            entry = self._evictable.pop(key, None)
             if entry is not None:
-                self._held[key] = entry
-                self._loose_bytes -= entry.nbytes
-                self._held_bytes += entry.nbytes
+                self._pinned[key] = entry
+                self._evictable_bytes -= entry.nbytes
+                self._pinned_bytes += entry.nbytes
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Take one pin off each key; a key without pins is left alone."""
         for key in reversed(list(keys)):
-            count = self._pins.pop(key, 0) - 1
+            count = self._num_pins.pop(key, 0) - 1
             if count > 0:
-                self._pins[key] = count
+                self._num_pins[key] = count
                 continue
-            entry = self._held.get(key)
+            entry = self._pinned.get(key)
             if entry is not None:
                 self.remove(key)
                 self.insert(key, entry.nbytes)

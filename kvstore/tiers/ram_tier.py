@@ -1,7 +1,7 @@
-"""The fastest tier: packed blobs in this process's own memory.
+"""The RAM tier: packed blobs in this process's own memory.
 
 Every method is a few dictionary steps per key under one lock; blobs are copied before the lock
-is taken, so a slow caller never holds up the others. A forgotten blob is handed back to the
+is taken, so a large copy never holds up other threads. A forgotten blob is handed back to the
 allocator; Python offers no way to overwrite it first.
 """
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.lru import Admission, RecencyIndex
+from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 
 # What CPython keeps per blob besides the bytes of key and blob: object headers, an entry in two
 # dictionaries, the links of the order (about 300 bytes measured with 20,000 blobs).
@@ -20,10 +20,10 @@ MAX_KEY_BYTES = 64  # of the store's keys
 
 
 class RamTier:
-    """Blobs in a dictionary, bounded in bytes.
+    """Implements ``base.Tier`` with a dictionary.
 
     Args:
-        capacity_bytes: keys, blobs and the index entries together never exceed it.
+        capacity_bytes: keys, blobs and index entries together never exceed it.
     """
 
     name = "ram"
@@ -46,28 +46,29 @@ class RamTier:
     def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
         blobs = {key: bytes(blob) for key, blob in items}
         with self._lock:
-            self._settle(self._index.admit(_sizes(blobs)), blobs)
+            self._apply(self._index.add(_sizes(blobs)), blobs)
             return sum(key in self._blobs for key in blobs)
 
     def replace(self, key: bytes, blob: Blob) -> bool:
         blobs = {key: bytes(blob)}
         with self._lock:
             old = self._index.remove(key)
-            admission = self._index.admit(_sizes(blobs))
+            update = self._index.add(_sizes(blobs))
             if old is not None:
-                admission.victims.append((key, old))
-            if not admission.new:
-                self._index.retract(admission)
+                update.evicted.append((key, old))
+            if not update.added:
+                self._index.undo(update)
                 return False
-            self._settle(admission, blobs)
+            self._apply(update, blobs)
             return True
 
-    def _settle(self, admission: Admission, blobs: dict[bytes, bytes]) -> None:
-        for key, _ in admission.victims:
+    def _apply(self, update: IndexUpdate, blobs: dict[bytes, bytes]) -> None:
+        """Let the blobs follow what the index decided. The caller holds the lock."""
+        for key, _ in update.evicted:
             del self._blobs[key]
-        for key in admission.new:
+        for key in update.added:
             self._blobs[key] = blobs[key]
-        self._num_evictions += sum(key not in self._blobs for key, _ in admission.victims)
+        self._num_evictions += sum(key not in self._blobs for key, _ in update.evicted)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -96,6 +97,18 @@ class RamTier:
         with self._lock:
             found = sorted(item for item in self._blobs.items() if item[0].startswith(prefix))
         yield from found
+
+    @property
+    def pins(self) -> dict[bytes, int]:
+        """Pin count of each blob by name, also of blobs that are not here."""
+        with self._lock:
+            return self._index.pins
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that cannot be evicted."""
+        with self._lock:
+            return self._index.pinned_bytes
 
     def stats(self) -> TierStats:
         with self._lock:

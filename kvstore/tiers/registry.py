@@ -1,26 +1,32 @@
-"""Which tiers a configuration asks for."""
+"""Opens the tiers that a configuration enables."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 
+import msgspec
+
 from kvstore.config import StoreConfig
+from kvstore.errors import TierInUse, TierUnavailable
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk_budget import capacity_within
-from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk.budget import capacity_within
+from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
+
+_log = logging.getLogger(__name__)
 
 
 def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
-    """The enabled tiers, fastest first; the caller closes them.
+    """Open the enabled tiers, fastest first; the caller closes them.
 
     A budget of zero bytes turns a tier off; redis needs ``redis_url``. The disk tier lives in
     ``disk_path / "cold"``, which becomes private to this process.
 
     Raises:
-        TierUnavailable: the folder cannot be used, another process uses it, or ``disk_bytes`` is
-            too little.
+        TierUnavailable: the folder cannot be used, or ``disk_bytes`` is too little.
+        TierInUse: another process uses the folder.
         ValueError: ``redis_url`` is not a URL of a Redis server.
         ImportError: redis is asked for and redis-py not installed.
     """
@@ -34,8 +40,24 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     return tiers
 
 
+def open_usable_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
+    """Open the enabled tiers, without the disk if that cannot be used; it may be full, say.
+
+    Raises:
+        TierInUse: another engine has the folder, which is a mistake of whoever started both.
+        ValueError, ImportError: see ``open_tiers``.
+    """
+    try:
+        return open_tiers(config, disk_path)
+    except TierInUse:
+        raise
+    except TierUnavailable as error:
+        _log.warning("cold sessions are not kept on disk: %s", error)
+    return open_tiers(msgspec.structs.replace(config, disk_bytes=0), disk_path)
+
+
 def _redis(config: StoreConfig) -> Tier:
-    from kvstore.tiers.redis_tier import RedisTier  # redis-py is an extra
+    from kvstore.tiers.redis_server.redis_tier import RedisTier  # redis-py is an extra
 
     tier = RedisTier(
         config.redis_url,

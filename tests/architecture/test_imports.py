@@ -11,6 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# What may be known of codecs where none is used: names, seams, and what profiles are made of.
+LIGHT_CODECS = {
+    f"kvstore.codecs{name}"
+    for name in (
+        "",
+        *(".base", ".floats", ".names", ".presets", ".profile", ".quality", ".rope"),
+        *(".rows", ".rows.packed_layout"),
+    )
+}
 HEAVY = ("mlx", "mlx_lm", "vllm", "torch", "transformers", "numba", "huggingface_hub", "gguf")
 
 
@@ -22,14 +31,33 @@ def test_imports_go_one_way():
 
 
 @pytest.mark.parametrize(
-    "module", ["launch.cli", "launch.serve", "launch.plan_view", "launch.doctor", "gateway.app"]
+    "module",
+    [
+        "launch.cli.main",
+        "launch.serve.run",
+        "launch.cli.plan_table",
+        "launch.doctor",
+        "gateway.app",
+    ],
 )
 def test_the_control_plane_stays_light(module):
     assert not loaded_by(module) & {*HEAVY}
 
 
 def test_help_needs_neither_the_server_nor_the_http_client():
-    assert not loaded_by("launch.cli") & {"fastapi", "aiohttp", "numpy"}
+    assert not loaded_by("launch.cli.main") & {"fastapi", "aiohttp", "numpy"}
+
+
+def test_the_gateway_process_imports_no_codec_before_one_is_chosen():
+    loaded = {name for name in loaded_by("launch.serve.run") if name.startswith("kvstore.codecs")}
+    assert loaded <= LIGHT_CODECS
+
+
+def test_the_table_of_codec_names_imports_nothing():
+    loaded = loaded_by("kvstore.codecs.names")
+    ours = {name for name in loaded if name.startswith(("kvstore", "engines", "launch"))}
+    assert ours == {"kvstore", "kvstore.codecs", "kvstore.codecs.names"}
+    assert not loaded & {"numpy", "msgspec"}
 
 
 def loaded_by(module: str) -> set[str]:

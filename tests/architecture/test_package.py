@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from engines.registry import ENGINES, engine_factory
-from kvstore.codecs.presets import PRESETS, codec_by_name
+from kvstore.codecs.names import READY
+from kvstore.codecs.presets import codec_by_name
 
 ROOT = Path(__file__).parents[2]
 ROOMS = {"gateway", "engines", "kvstore", "scheduler", "launch"}
@@ -47,7 +48,7 @@ def test_the_wheel_holds_every_source_file_and_profile(wheel):
 
 def test_the_command_exists():
     (command,) = entry_points(group="console_scripts", name="thermocline")
-    assert command.value == "launch.cli:main"
+    assert command.value == "launch.cli.main:main"
     assert callable(command.load())
 
 
@@ -56,7 +57,7 @@ def test_every_engine_in_the_table_can_be_loaded(name):
     assert callable(engine_factory(name))
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(READY))
 def test_every_codec_in_the_table_can_be_loaded(name):
     assert codec_by_name(name).id.partition(".")[0] == name
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.codecs.calibrated import LEARNABLE
+from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import codec_by_name, open_codec, warm
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import slice_tokens
-from tests.unit.kvstore.codecs.calibration import model_layout, model_profile, model_run
+from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 from tests.unit.kvstore.codecs.samples import layout_of, values_of
 
 # Squared error over squared size, on texts that calibration never saw.
@@ -47,6 +47,7 @@ def error(before, after, dtype="bfloat16"):
     return float(np.sum((x - y) ** 2) / np.sum((x - x.mean()) ** 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_what_comes_back_resembles_what_went_in(name, dtype):
     codec, layout = open_codec(name, model_profile(dtype)), model_layout(dtype)

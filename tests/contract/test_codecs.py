@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvstore.codecs.presets import PRESETS, codec_by_name
-from kvstore.codecs.seeds import SEEDS
+from kvstore.codecs.names import LITERATURE, READY
+from kvstore.codecs.presets import codec_by_name
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayer, KVLayout, slice_tokens
 from tests.unit.kvstore.codecs.samples import cosine, layout_of, run_of, values_of
@@ -42,14 +42,15 @@ COSINES = {
 }
 
 
-SEEDS_LAYOUTS = ("float16", "K and V differ")  # what they are made of has tests of its own
+# Of methods of the literature; what they are made of has tests of its own.
+FEW_LAYOUTS = ("float16", "K and V differ")
 
 
 def pytest_generate_tests(metafunc):
-    """Our own presets meet every layout, the seeds' a few."""
-    names = [*PRESETS, *SEEDS]
+    """Our own presets meet every layout, those of the literature a few."""
+    names = [*READY, *(name for name, entry in LITERATURE.items() if entry.make)]
     if "codec" in metafunc.fixturenames and "layout" in metafunc.fixturenames:
-        pairs = [(n, x) for n in names for x in (LAYOUTS if n in PRESETS else SEEDS_LAYOUTS)]
+        pairs = [(n, x) for n in names for x in (LAYOUTS if n in READY else FEW_LAYOUTS)]
         cases = [(codec_by_name(name), LAYOUTS[layout]) for name, layout in pairs]
         metafunc.parametrize(("codec", "layout"), cases, ids=["-".join(pair) for pair in pairs])
     elif "codec" in metafunc.fixturenames:
@@ -197,6 +198,7 @@ def test_payloads_may_lie_anywhere_in_memory(codec):
         assert all(map(np.array_equal, got, expected))
 
 
+@pytest.mark.slow
 def test_threads_do_not_disturb_each_other(codec):
     layout = layout_of(64, "float32")
     runs = [run_of(layout, 128, seed=seed) for seed in range(4)]

@@ -11,7 +11,7 @@ from kvstore.codecs import floats
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import open_codec
 from kvstore.shapes import DType, KVPair
-from tests.unit.kvstore.codecs.calibration import model_layout, model_profile, model_run
+from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 
 PRESETS = ("raw", "tq3", "tq4", "lm3", "dense3", "balanced", "max", "safe")
 DTYPES: tuple[DType, ...] = ("bfloat16", "float16", "float32")

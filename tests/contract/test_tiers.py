@@ -10,7 +10,7 @@ import pytest
 from tests.contract.tier_rig import KINDS, TierRig, blob_of, key, rig
 from tests.redis_server import RedisServer, find_binary
 
-SMALL, LARGE = 100, 700_000  # within one piece; several pieces on disk and in redis
+SMALL, LARGE = 100, 700_000  # within one fragment; several fragments on disk and in redis
 
 
 @pytest.fixture(scope="module")

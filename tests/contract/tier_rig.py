@@ -12,9 +12,9 @@ from pathlib import Path
 import redis
 
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from kvstore.tiers.redis_tier import RedisTier
+from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.redis_server import RedisServer
 
 KINDS = ("ram", "disk", "redis")
@@ -46,7 +46,7 @@ class TierRig:
         return tier
 
     def cost(self, length: int) -> int:
-        """What a blob of this length under a ``key()`` takes of the budget."""
+        """Measure how much of the budget a blob of this length under a ``key()`` takes."""
         if length not in self._costs:
             tier = self.open()
             tier.put_many([(key(0), blob_of(0, length))])

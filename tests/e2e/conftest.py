@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from benchmarks.stacks.product_stack import MIB, Stack
 from engines.vllm_env import inspect_environment
-from launch.vllm_home import find_python
-from stack import MIB, Stack
+from launch.machine.interpreters import find_python
 
 SETTINGS = {
     "engine": {"hot_bytes": 1024 * MIB},

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from stack import Stack, client_of, prose
+from benchmarks.stacks.product_stack import Stack, client_of, prose
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from stack import Stack, prose
+from benchmarks.stacks.product_stack import Stack, prose
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 

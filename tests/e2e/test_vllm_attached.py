@@ -24,11 +24,11 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.stacks.product_stack import MIB, Stack, free_port, prose
 from engines.vllm_env import import_path, inspect_environment
-from launch.paths import default_cache_dir
-from launch.sample_model import sample_model
-from launch.vllm_home import find_python
-from stack import MIB, Stack, free_port, prose
+from launch.machine.folders import default_cache_dir
+from launch.machine.interpreters import find_python
+from launch.sample.sample_model import sample_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from engines.vllm_env import inspect_environment
 from kvstore.codecs.profile import load_profile
-from launch.vllm_home import find_python
+from launch.machine.interpreters import find_python
 from tests.integration.tiny_models import write_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ import openai
 import psutil
 import pytest
 
-from stack import Client, Stack, client_of, prose
+from benchmarks.stacks.product_stack import Client, Stack, client_of, prose
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -21,7 +21,7 @@ AWAY_S = 600.0  # what a busy machine may take to start vLLM
 VICTIMS = {
     "worker": "VLLM::Worker",
     "engine core": "VLLM::EngineCore",
-    "HTTP server": "engines.vllm_plugin.server",
+    "HTTP server": "engines.vllm_plugin.process.server",
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from engines.vllm_env import inspect_environment
-from launch.vllm_home import find_python
+from launch.machine.interpreters import find_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import redis
 
-from kvstore.tiers.redis_tier import RedisTier
+from kvstore.tiers.redis_server.redis_tier import RedisTier
 
 AMPLE = 1 << 30
 DEADLINE_S = 0.5

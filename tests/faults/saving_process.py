@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from kvstore.codec_set import CodecSet
+from kvstore.blobs.codec_set import CodecSet
 from tests.kv_sessions import disk, kv_of, open_store, ram, ref, tokens
 from tests.worn_codec import WornCodec
 

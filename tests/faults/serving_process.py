@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from kvstore.tiers.base import TierStats
-from tests.integration.mlx_harness import Engine, engine, session, text
+from tests.integration.mlx_owner.harness import Engine, engine, session, text
 
 NUM_WHILE = 6
 NEW = [5, 6, 7, 8]

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.chain import CHUNK as CHUNK_KIND
-from kvstore.chain import RECORD, TAIL
+from kvstore.blobs.chain import CHUNK as CHUNK_KIND
+from kvstore.blobs.chain import RECORD, TAIL
+from kvstore.blobs.format import HEADER_BYTES
+from kvstore.by_tokens.store import ColdStore
 from kvstore.errors import PinLimit
-from kvstore.format import HEADER_BYTES
-from kvstore.store import ColdStore
 from tests.blob_names import all_named
 from tests.faults.saving_process import BOTH
 from tests.faulty_tier import FaultyTier
@@ -75,6 +75,7 @@ def calls_of_one_life(broken: int) -> int:
     return len(tiers[broken].calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [0, 1], ids=["ram", "disk"])
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "from then on"])
 def test_the_kth_call_fails(broken, for_good):
@@ -137,7 +138,7 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_the_blob_goes():
     tier = ram()
     store = open_store([tier])
     save(store, ref(), HISTORY)
-    keys = all_named(store._keys.listed(store.record(ref())))
+    keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     choose = random.Random(7)
     for place in [*range(HEADER_BYTES), *(None for _ in range(300))]:
         which = choose.randrange(len(keys))
@@ -162,7 +163,7 @@ def test_blobs_cut_at_every_length(kind):
     (key, good), *_ = tier.scan(kind)
     for length in range(0, len(good), 37):
         tier.replace(key, good[:length])
-        store._index.drop(store._keys.space.record_key("t", "s"))
+        store.ledger.index.remove(store.keys.space.record_key("t", "s"))
         come_back(store, ref(), HISTORY[:20])
         tier.replace(key, good)
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 20
@@ -173,7 +174,7 @@ def test_a_bad_copy_is_replaced_by_the_good_one_below(tmp_path):
     near, far = ram(), disk(tmp_path)
     store = open_store([near, far])
     save(store, ref(), HISTORY)
-    keys = all_named(store._keys.listed(store.record(ref())))
+    keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     near.replace(keys[3], b"noise")
     _, restored = come_back(store, ref(), HISTORY)
     assert (restored.num_tokens, restored.tier, restored.reason) == (200, "disk", None)
@@ -189,7 +190,9 @@ def test_a_blob_under_another_blobs_name_is_refused():
     theirs = ref("x", tenant="other", salt=b"other")
     save(store, ref(), HISTORY)
     save(store, theirs, HISTORY)  # the same tokens, so the same bytes in all but the key
-    mine, other = (all_named(store._keys.listed(store.record(x))) for x in (ref(), theirs))
+    mine, other = (
+        all_named(store.ledger.index.blob_keys(store.record(x))) for x in (ref(), theirs)
+    )
     for a, b in [(mine[2], other[2]), (mine[3], mine[4]), (mine[-1], other[-1])]:
         (good,) = tier.get_many([a])
         tier.replace(a, tier.get_many([b])[0])
@@ -205,7 +208,7 @@ def test_a_record_under_another_sessions_name_is_refused():
     store = open_store([tier])
     save(store, ref("a"), HISTORY)
     (key, blob) = next(iter(tier.scan(RECORD)))
-    stolen = store._keys.space.record_key("other", "b")
+    stolen = store.keys.space.record_key("other", "b")
     tier.put_many([(stolen, blob)])
     assert store.match(ref("b", tenant="other"), b"other", HISTORY, 200).num_tokens == 0
     assert store.record(ref("b", tenant="other")) is None
@@ -217,7 +220,7 @@ def test_what_is_evicted_between_match_and_load_costs_the_rest():
     store = open_store([tier])
     save(store, ref(), HISTORY)
     match = store.match(ref(), ref().salt, HISTORY, 200)
-    tier.delete_many(all_named([match.pieces[5].key, match.pieces[9].key]))
+    tier.delete_many(all_named([match.reads[5].key, match.reads[9].key]))
     restored = store.load(match)
     assert (restored.num_tokens, restored.reason) == (5 * CHUNK, "evicted")
     store.close()
@@ -230,7 +233,7 @@ def test_a_tier_that_hangs_costs_the_deadline_and_no_more():
     near, far = faulty_pair()
     store = open_store([near, far])
     save(store, ref(), HISTORY)
-    keys = all_named(store._keys.listed(store.record(ref())))
+    keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     near.delete_many(keys[8:])
     far.go_on.clear()
     match = store.match(ref(), ref().salt, HISTORY, 200)
@@ -247,7 +250,7 @@ def test_a_late_answer_does_not_touch_what_was_handed_out():
     near, far = faulty_pair()
     store = open_store([near, far], codec="raw")
     save(store, ref(), HISTORY)
-    keys = all_named(store._keys.listed(store.record(ref())))
+    keys = all_named(store.ledger.index.blob_keys(store.record(ref())))
     near.delete_many(keys[8:])
     far.go_on.clear()
     restored = store.load(store.match(ref(), ref().salt, HISTORY, 200), deadline_s=0.1)
@@ -367,10 +370,12 @@ def test_saving_restoring_moving_and_forgetting_at_once(tmp_path):
         store.pin(ref(str(i)), False)
         store.forget(ref(str(i)))
     assert store.flush(20)
-    assert not any(store._stack.scan(0, b"")) or left_by_eviction(store)
+    assert not any(store.ledger.stack.scan(0, b"")) or left_by_eviction(store)
     store.close()
 
 
 def left_by_eviction(store: ColdStore) -> bool:
     """Records may be evicted before their chunks; only such orphans may be left."""
-    return not any(store._stack.scan(0, RECORD)) and not any(store._stack.scan(1, RECORD))
+    return not any(store.ledger.stack.scan(0, RECORD)) and not any(
+        store.ledger.stack.scan(1, RECORD)
+    )

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.faults.serving_process import NEW, NUM_WHILE, history
-from tests.integration.mlx_harness import engine, session
+from tests.integration.mlx_owner.harness import engine, session
 
 pytestmark = pytest.mark.mlx
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["full", "read-only"])
 async def test_an_engine_goes_on_and_leaves_nothing_half_written(
     tmp_path: Path, fault: str

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk_budget import file_bytes_limit
-from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk.budget import file_bytes_limit
+from kvstore.tiers.disk.disk_tier import DiskTier
 from tests.faults.disk_writer import BATCH, batch_keys, content, record
 
 MB = 1 << 20
@@ -151,7 +151,7 @@ def test_closing_waits_for_those_inside(folder: Path) -> None:
 
 FULL_DISK = """
 import pathlib, resource, sys
-from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk.disk_tier import DiskTier
 tier = DiskTier(pathlib.Path(sys.argv[1]), 64 << 20)
 blobs = [(b"c%032d" % i, bytes([i]) * 200_000) for i in range(60)]
 assert tier.put_many(blobs[:4]) == 4
@@ -174,14 +174,14 @@ tier.close()
 
 @pytest.mark.parametrize("limit", [1_000_000, 1_500_001, 4_000_000])
 def test_a_file_that_may_not_grow_refuses_blobs_and_serves_on(folder: Path, limit: int) -> None:
-    run_child(FULL_DISK, str(folder), str(limit))
+    run_in_background(FULL_DISK, str(folder), str(limit))
     assert nothing_left(folder)
     tier = DiskTier(folder, 64 * MB)
     assert tier.stats().num_blobs == 60
     tier.close()
 
 
-def run_child(code: str, *arguments: str) -> None:
+def run_in_background(code: str, *arguments: str) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
@@ -261,7 +261,7 @@ def test_a_damaged_reader_table_or_mark_does_not_matter(folder: Path) -> None:
 
 FLIPS = """
 import pathlib, random, shutil, sys
-from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk.disk_tier import DiskTier
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = (source / "data.mdb").read_bytes()
 tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
@@ -285,7 +285,7 @@ for seed in range(150):
 
 def test_flipped_bits_never_end_the_process(folder: Path, tmp_path: Path) -> None:
     fill(folder, length=70_000)
-    run_child(FLIPS, str(folder), str(tmp_path / "flipped"))
+    run_in_background(FLIPS, str(folder), str(tmp_path / "flipped"))
 
 
 def flip_in_file(folder: Path, name: bytes, offset: int) -> None:
@@ -310,7 +310,7 @@ def test_a_damaged_index_entry_is_noticed_at_the_start(folder: Path) -> None:
 def test_damage_under_an_open_tier_makes_it_unavailable_until_the_next_start(folder: Path) -> None:
     blobs = fill(folder)
     tier = DiskTier(folder, 64 * MB)
-    flip_in_file(folder, b"c%032d\0\0" % 5, offset=30)  # the name of a piece
+    flip_in_file(folder, b"c%032d\0\0" % 5, offset=30)  # the name of a fragment
     with pytest.raises(TierUnavailable):
         tier.get_many(list(blobs))
     with pytest.raises(TierUnavailable, match="next start"):

@@ -13,7 +13,7 @@ import aiohttp
 import psutil
 import pytest
 
-from fake_stack import MODEL, FakeStack
+from benchmarks.stacks.fake_stack import MODEL, FakeStack
 
 CHAT = "/v1/chat/completions"
 STALL_S = 3.0  # more than a busy machine makes a healthy engine wait
@@ -106,6 +106,7 @@ async def test_kill_9_while_a_whole_answer_is_awaited(
     assert (await status_and_code(http, asked(stream=False)))[0] == 200
 
 
+@pytest.mark.slow
 async def test_an_engine_that_kills_itself_three_times(http: aiohttp.ClientSession) -> None:
     for _ in range(3):
         async with asyncio.timeout(60):  # a client that tries again gets there

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.client.child.servers import FakeServer
 from engines.config import EngineConfig, WorkerConfig
-from engines.fake import FakeServer
 from engines.wire import SessionRef
 from kvstore.config import StoreConfig
 from scheduler.config import SchedulerConfig

@@ -9,9 +9,9 @@ import time
 import pytest
 import redis
 
-from kvstore.tiers.redis_blobs import UNFINISHED_S
-from kvstore.tiers.redis_pieces import PIECE_BYTES, head_name
-from kvstore.tiers.redis_tier import RedisTier
+from kvstore.tiers.redis_server.blobs import UNFINISHED_S
+from kvstore.tiers.redis_server.fragments import FRAGMENT_BYTES, manifest_name
+from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.faults.redis_tiers import blobs, names, tier_at
 from tests.redis_server import RedisServer, find_binary
 
@@ -21,30 +21,30 @@ pytestmark = [
 ]
 
 
-def test_a_blob_without_a_head_is_invisible_and_expires(server: RedisServer) -> None:
-    """What a writer leaves that dies between the pieces and the head."""
+def test_a_blob_without_a_manifest_is_invisible_and_expires(server: RedisServer) -> None:
+    """What a writer leaves that dies between the fragments and the manifest."""
     stored = blobs(1)
     (key,) = stored
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
         tier.put_many(list(stored.items()))
         assert {client.ttl(name) for name in names(client)} == {-1}
-        pieces = {name: client.get(name) for name in names(client) if name != head_name(key)}
+        fragments = {name: client.get(name) for name in names(client) if name != manifest_name(key)}
         client.flushall()
-        for name, piece in pieces.items():
-            client.set(name, piece, ex=UNFINISHED_S)
+        for name, fragment in fragments.items():
+            client.set(name, fragment, ex=UNFINISHED_S)
         assert tier.contains_many([key]) == [False]
         assert tier.get_many([key]) == [None]
         assert tier.put_many(list(stored.items())) == 1
-        assert {name for name in names(client) if client.ttl(name) > 0} == set(pieces)
+        assert {name for name in names(client) if client.ttl(name) > 0} == set(fragments)
 
 
-def test_a_blob_with_an_evicted_piece_is_a_miss_and_can_be_stored_again(
+def test_a_blob_with_an_evicted_fragment_is_a_miss_and_can_be_stored_again(
     server: RedisServer,
 ) -> None:
     stored = blobs(3)
     with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
         tier.put_many(list(stored.items()))
-        victim = [x for x in names(client) if x.startswith(head_name(b"c%032d" % 1))][2]
+        victim = [x for x in names(client) if x.startswith(manifest_name(b"c%032d" % 1))][2]
         client.delete(victim)
         first, middle, last = tier.get_many(list(stored))
         assert (first, middle, last) == (stored[b"c%032d" % 0], None, stored[b"c%032d" % 2])
@@ -70,7 +70,7 @@ def test_tampered_entries_are_misses(server: RedisServer, length: int) -> None:
             client.flushall()
             assert tier.put_many(list(stored.items())) == 1
             assert tier.get_many([key]) == list(stored.values())
-        assert tier.stats().errors >= 30  # a head that leads nowhere looks like an eviction
+        assert tier.stats().errors >= 30  # a manifest that leads nowhere looks like an eviction
 
 
 def test_a_full_server_that_evicts_gives_back_whole_blobs_only() -> None:
@@ -139,7 +139,7 @@ def test_entries_expire_unless_touched(server: RedisServer) -> None:
 
 
 def test_of_two_writers_the_last_wins_with_a_whole_blob(server: RedisServer) -> None:
-    values = [random.Random(i).randbytes(3 * PIECE_BYTES + i) for i in range(2)]
+    values = [random.Random(i).randbytes(3 * FRAGMENT_BYTES + i) for i in range(2)]
     with (
         tier_at(server.url, deadline_s=20.0) as (one, _),
         tier_at(server.url, deadline_s=20.0) as (other, _),
@@ -159,6 +159,6 @@ def test_of_two_writers_the_last_wins_with_a_whole_blob(server: RedisServer) -> 
         assert set(seen) <= {None, *values}
         (last,) = other.get_many([b"r"])
         assert last in values
-        pieces = -(-len(last) // PIECE_BYTES)  # three or four: which of the two was last
+        fragments = -(-len(last) // FRAGMENT_BYTES)  # three or four: which of the two was last
         with redis.Redis.from_url(server.url) as client:
-            assert len(names(client)) == 1 + pieces  # and its head: the loser's are gone
+            assert len(names(client)) == 1 + fragments  # and its manifest: the loser's are gone

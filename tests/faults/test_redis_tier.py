@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.breaker import FIRST_WAIT_S, THRESHOLD
+from kvstore.tiers.redis_server.breaker import FIRST_WAIT_S, THRESHOLD
 from kvstore.tiers.registry import open_tiers
 from tests.faults.redis_tiers import LONGEST_S, SlowLine, blobs, tier_at
 from tests.redis_server import RedisServer, find_binary

@@ -16,21 +16,21 @@ import msgspec
 import pytest
 
 from engines.base import EngineUnavailable
+from engines.client.child.servers import MlxServer
 from engines.config import WRONG_SETTINGS, EngineConfig, WorkerConfig
-from engines.mlx_server import MlxServer
+from engines.headers import CACHE_HEADER
 from engines.wire import (
-    CACHE_HEADER,
+    ControlRequest,
     GetStats,
     Hello,
     Notice,
     Refused,
-    Request,
     SessionRef,
     frame,
     read_from_engine,
 )
 from kvstore.config import StoreConfig
-from tests.integration.mlx_harness import session
+from tests.integration.mlx_owner.harness import session
 from tests.integration.tiny_models import write_model
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
@@ -186,7 +186,7 @@ async def test_control_speaks_only_to_who_knows_the_token(model: Path, tmp_path:
         for first in (GetStats(), Hello(token="guess")):
             reader, writer = await asyncio.open_unix_connection(path)
             for number, verb in enumerate((first, GetStats())):
-                writer.write(frame(Request(number, verb)))
+                writer.write(frame(ControlRequest(number, verb)))
                 reply = await read_from_engine(reader)
                 assert not isinstance(reply, Notice) and reply.number == number
                 assert isinstance(reply.answer, Refused)
@@ -208,7 +208,7 @@ async def test_a_model_that_is_not_there_ends_the_process_with_a_sentence(
 async def test_too_little_hot_memory_ends_the_process_with_a_sentence(
     tmp_path: Path, model: Path
 ) -> None:
-    """After the weights were read: mlx's thread must not abort the process on its way out."""
+    """It ends after the weights were read, and mlx's thread must not abort on its way out."""
     config = settings(model, tmp_path)
     small = msgspec.structs.replace(config.engine, hot_bytes=1 << 10)
     err = await refusal_of(msgspec.structs.replace(config, engine=small))

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from engines.mlx_worker.loading import LoadedModel
+from engines.mlx_worker.model.loading import LoadedModel
 from tests.tiny_tokenizer import tiny_tokenizer
 
 VOCAB = 500

@@ -20,10 +20,10 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engines.vllm_plugin import triton_kernels
+from engines.vllm_plugin.device import triton_kernels
 
 POINTERS = {"cache": "*i16", "sides": "*i64", "blocks": "*i64", "payload": "*u8",
-            "payload16": "*i16", "places": "*i64", "signs": "*fp32", "bounds": "*fp32",
+            "payload16": "*i16", "offsets": "*i64", "signs": "*fp32", "bounds": "*fp32",
             "levels": "*fp32", "unit": "*fp32", "squares": "*i32", "out": "*i16",
             "source": "*i16"}
 STRIDES = {"s_block", "s_head", "s_token"}

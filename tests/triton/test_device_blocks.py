@@ -15,23 +15,24 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from engines.vllm_plugin.arrangement import SplitContent  # noqa: E402
-from engines.vllm_plugin.checked_blocks import CheckedBlocks  # noqa: E402
-from engines.vllm_plugin.device_blocks import DeviceBlocks  # noqa: E402
-from engines.vllm_plugin.device_check import agree, blocks_for  # noqa: E402
-from engines.vllm_plugin.device_sides import side_groups  # noqa: E402
-from engines.vllm_plugin.host_blocks import HostBlocks  # noqa: E402
-from engines.vllm_plugin.paging import PagedCache, paged_cache  # noqa: E402
+from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
+from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts  # noqa: E402
+from engines.vllm_plugin.device.device_check import blocks_for, kernels_agree  # noqa: E402
+from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
+from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
+from engines.vllm_plugin.device.staging_layout import StagingLayout  # noqa: E402
+from engines.vllm_plugin.device.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
-from engines.vllm_plugin.rank import StagingArea  # noqa: E402
-from engines.vllm_plugin.streams import SideStream  # noqa: E402
-from engines.vllm_plugin.transfer import Filling, Packing, Transfer  # noqa: E402
-from engines.vllm_plugin.triton_rows import TritonRows  # noqa: E402
-from kvstore.block_keys import BlockKeys, Piece  # noqa: E402
-from kvstore.block_store import BlockStore  # noqa: E402
+from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
+from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
+from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E402
+from engines.vllm_plugin.worker.rank import StagingArea  # noqa: E402
+from engines.vllm_plugin.worker.transfer import Filling, Packing, Transfer  # noqa: E402
+from kvstore.blobs.packer import Packer  # noqa: E402
+from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
+from kvstore.by_blocks.store import BlockStore  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.config import StoreConfig  # noqa: E402
-from kvstore.packer import Packer  # noqa: E402
 from kvstore.tiers.ram_tier import RamTier  # noqa: E402
 from tests.block_sessions import FINGERPRINT, hashes, ref  # noqa: E402
 
@@ -58,6 +59,7 @@ class Rig:
 
     shape: Shape
     caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_broken: bool = False  # behind the first blob
 
     def __post_init__(self) -> None:
         layers = [fused(self.shape, i) for i in range(self.shape.layers)]
@@ -70,18 +72,24 @@ class Rig:
         packer = Packer(codec, self.cache.layout, FINGERPRINT)
         config = StoreConfig(chunk_tokens=self.shape.block * PER_CHUNK, num_threads=1)
         self.store = BlockStore(config, packer, keys, FINGERPRINT, [RamTier(1 << 26)])
-        groups = side_groups(self.cache)
+        groups = view_groups(self.cache)
         assert groups is not None
-        self.device = DeviceBlocks(self.cache, groups, self.store, staging_bytes=1)
+        self.layouts = StagingLayouts(groups, packer, self.shape.block, self.cache.dtype)
+        self.device = DeviceBlocks(self.cache, self.layout_of, self.store, staging_bytes=1)
         self.host = HostBlocks(self.cache, self.store, SideStream(DEVICE))
 
-    def pieces(self, num_blocks: int = 5) -> list[Piece]:
+    def layout_of(self, span: BlobSpan) -> StagingLayout:
+        if self.is_broken and span.first_block:
+            raise RuntimeError("the device is gone")
+        return self.layouts.of(span)
+
+    def spans(self, num_blocks: int = 5) -> list[BlobSpan]:
         """Two chunks, the first with the sinks, and a tail."""
         return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
 
     def packing(self, ids: list[int]) -> list[Packing]:
-        pieces = self.pieces(len(ids))
-        return [Packing(x, ids[x.first_block : x.end_block]) for x in pieces]
+        spans = self.spans(len(ids))
+        return [Packing(x, ids[x.first_block : x.end_block]) for x in spans]
 
     def blobs(self, blocks: DeviceBlocks | HostBlocks, ids: list[int]) -> list[bytes]:
         return [x.result() for x in blocks.pack(self.packing(ids), blocks.mark())]
@@ -89,7 +97,7 @@ class Rig:
     def filled(
         self, blocks: DeviceBlocks | HostBlocks, wanted: list[Filling]
     ) -> tuple[set[int], list[torch.Tensor]]:
-        """What is filled, and the whole cache afterwards, bit for bit."""
+        """Fill blocks; return which were filled, and the whole cache afterwards, bit for bit."""
         for cache in self.caches.values():
             cache.fill_(EMPTY)
         done = blocks.fill(wanted, blocks.mark())
@@ -157,7 +165,7 @@ def test_the_host_and_the_device_make_and_read_the_same_blobs(rigs, shape):
     target = [3, 9, 0, 6, 8]
     wanted = [
         Filling(x, blob, 0, target[x.first_block : x.end_block])
-        for x, blob in zip(rig.pieces(), blobs, strict=True)
+        for x, blob in zip(rig.spans(), blobs, strict=True)
     ]
     done, found = rig.filled(rig.device, wanted)
     assert done == set(target)
@@ -171,7 +179,7 @@ def test_the_host_and_the_device_make_and_read_the_same_blobs(rigs, shape):
 @pytest.mark.parametrize("codec", ["tq3", "raw"])
 def test_only_the_blocks_that_are_asked_for_are_written(rigs, codec):
     rig = opened(rigs, codec=codec)
-    first, second, tail = rig.pieces()
+    first, second, tail = rig.spans()
     blobs = rig.blobs(rig.device, [7, 2, 10, 4, 5])
     wanted = [Filling(first, blobs[0], 1, [9]), Filling(second, blobs[1], 0, [1])]
     done, found = rig.filled(rig.device, wanted)
@@ -193,8 +201,8 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
     before = [bits(x)[ids] for x in rig.caches.values()]
     blobs = rig.blobs(rig.device, ids)
     assert blobs == rig.blobs(rig.host, ids)
-    pieces = rig.pieces(4)
-    wanted = [Filling(pieces[0], blobs[0], 0, target[:2]), Filling(pieces[1], blobs[1], 1, [6])]
+    spans = rig.spans(4)
+    wanted = [Filling(spans[0], blobs[0], 0, target[:2]), Filling(spans[1], blobs[1], 1, [6])]
     _, found = rig.filled(rig.device, wanted)
     _, expected = rig.filled(rig.host, wanted)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -205,63 +213,55 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
 def test_a_blob_that_is_damaged_fills_nothing_and_is_never_offered_again(rigs):
     rig = opened(rigs)
     ids = [7, 2, 10, 4]
-    pieces, blobs = rig.pieces(4), rig.blobs(rig.device, ids)
-    keys = [x.key for x in pieces]
+    spans, blobs = rig.spans(4), rig.blobs(rig.device, ids)
+    keys = [x.key for x in spans]
     rig.store.commit(ref(), hashes(list(range(16))), dict(zip(keys, blobs, strict=True)))
     broken = bytearray(blobs[0])
     broken[-1] ^= 1
     wanted = [
-        Filling(pieces[0], bytes(broken), 0, [3, 9]),
-        Filling(pieces[1], blobs[1], 0, [0, 6]),
+        Filling(spans[0], bytes(broken), 0, [3, 9]),
+        Filling(spans[1], blobs[1], 0, [0, 6]),
     ]
     done, found = rig.filled(rig.device, wanted)
     assert done == {0, 6}
     empty = bits(torch.full((1,), EMPTY, dtype=rig.cache.dtype))
     assert all(bool((x[[3, 9]] == empty).all()) for x in found)
-    assert [x.key for x in rig.store.missing(hashes(list(range(16))))] == [pieces[0].key]
+    assert [x.key for x in rig.store.missing(hashes(list(range(16))))] == [spans[0].key]
 
 
 def test_a_payload_that_lies_about_its_rows_is_refused(rigs):
     """Sealed and of the right length, but with a scale that no kernel may be given."""
     rig = opened(rigs)
-    piece, blob = rig.pieces(4)[1], rig.blobs(rig.device, [7, 2, 10, 4])[1]
+    span, blob = rig.spans(4)[1], rig.blobs(rig.device, [7, 2, 10, 4])[1]
     packer = rig.store.packer
     payload = np.frombuffer(
-        packer.open_chunk(blob, piece.key, 16, 16, packer.codec), np.uint8
+        packer.open_chunk(blob, span.key, 16, 16, packer.codec), np.uint8
     ).copy()
     payload[:2] = 0xFF
-    forged = packer.seal_chunk(piece.key, payload.data, 16, 16)
-    assert rig.filled(rig.device, [Filling(piece, forged, 0, [0, 6])])[0] == set()
+    forged = packer.seal_chunk(span.key, payload.data, 16, 16)
+    assert rig.filled(rig.device, [Filling(span, forged, 0, [0, 6])])[0] == set()
 
 
-def test_a_fault_in_the_middle_leaves_the_ring_whole(rigs, monkeypatch):
+def test_a_fault_in_the_middle_leaves_the_ring_whole(rigs):
     rig = opened(rigs, codec="raw")
     ids = [7, 2, 10, 4]
     blobs = rig.blobs(rig.device, ids)
-    lane = rig.device._saving
-
-    def broken(piece):
-        if piece.first_block:
-            raise RuntimeError("the device is gone")
-        return form_of(piece)
-
-    form_of = lane.form_of
-    object.__setattr__(lane, "form_of", broken)
+    rig.is_broken = True
     with pytest.raises(RuntimeError, match="gone"):
         rig.device.pack(rig.packing(ids), None)
-    object.__setattr__(lane, "form_of", form_of)
+    rig.is_broken = False
     assert rig.blobs(rig.device, ids) == blobs
 
 
 def test_saves_and_loads_at_the_same_time(rigs):
-    """More pieces than the rings have room for, on three threads."""
+    """More spans than the rings have room for, on three threads."""
     rig = opened(rigs, codec="raw", layers=1)
     ids = [x % NUM_BLOCKS for x in range(21)]
     blobs = rig.blobs(rig.device, ids)
-    pieces = rig.pieces(len(ids))
+    spans = rig.spans(len(ids))
     wanted = [
         Filling(x, blob, 0, ids[x.first_block : x.end_block])
-        for x, blob in zip(pieces, blobs, strict=True)
+        for x, blob in zip(spans, blobs, strict=True)
     ]
     results: list[object] = []
 
@@ -305,9 +305,9 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
 @pytest.mark.parametrize("codec", ["tq3", "raw"])
 def test_the_kernels_prove_themselves_before_they_are_trusted(rigs, codec, monkeypatch):
     rig = opened(rigs, codec=codec, layers=1)
-    assert agree(rig.cache, rig.store)
+    assert kernels_agree(rig.cache, rig.store)
     monkeypatch.setattr(TritonRows, "pack", lambda *args: None)
-    assert agree(rig.cache, rig.store) == (codec == "raw")
+    assert kernels_agree(rig.cache, rig.store) == (codec == "raw")
 
 
 def test_memory_of_the_host_is_the_hosts_business(rigs):
@@ -326,4 +326,4 @@ def test_sides_that_kernels_cannot_address_are_left_to_the_host():
     permuted = torch.zeros(4, 2, 8, 128, dtype=torch.bfloat16)
     shifted = torch.zeros(4, 2, 8, 132, dtype=torch.bfloat16)[..., 4:]
     for cache in (permuted[..., ::2], shifted):
-        assert side_groups(paged_cache({"layer": cache}, SplitContent())) is None
+        assert view_groups(paged_cache({"layer": cache}, SplitContent())) is None

@@ -10,14 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from engines.vllm_plugin.device_staging import STEP, Region, Staging  # noqa: E402
+from engines.vllm_plugin.device.staging import STEP, Region, StagingRing  # noqa: E402
 
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def ring(num_steps: int) -> Staging:
-    return Staging(num_steps * STEP, DEVICE, mirrored=True)
+def ring(num_steps: int) -> StagingRing:
+    return StagingRing(num_steps * STEP, DEVICE, mirrored=True)
 
 
 def test_regions_of_any_size_in_any_order_never_overlap():

@@ -16,10 +16,10 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from engines.vllm_plugin.device_sides import SideGroup  # noqa: E402
-from engines.vllm_plugin.triton_rows import TritonRows  # noqa: E402
+from engines.vllm_plugin.device.kv_views import KVViewGroup  # noqa: E402
+from engines.vllm_plugin.device.triton_rows import TritonRows  # noqa: E402
 from kvstore.codecs import floats  # noqa: E402
-from kvstore.codecs.rotated_rows import RotatedRows  # noqa: E402
+from kvstore.codecs.rows.rotated_rows import RotatedRows  # noqa: E402
 
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -44,10 +44,10 @@ def rows_of(cache: torch.Tensor, blocks: torch.Tensor, first: int, count: int) -
     return flat.view(torch.int16).cpu().numpy().view(np.uint16)
 
 
-def group_of(cache: torch.Tensor) -> SideGroup:
+def group_of(cache: torch.Tensor) -> KVViewGroup:
     """The cache as the only side there is."""
     starts = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    return SideGroup((0,), (cache.view(torch.int16),), starts)
+    return KVViewGroup((0,), (cache.view(torch.int16),), starts)
 
 
 class Packed:
@@ -57,7 +57,7 @@ class Packed:
         self._nbytes = HEADS * count * rows.packed_nbytes(dim)
         size = self._nbytes + 2 * HEADS * count
         self.payload = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
-        self.places = torch.tensor([[0, self._nbytes // 2]], device=DEVICE)
+        self.offsets = torch.tensor([[0, self._nbytes // 2]], device=DEVICE)
 
     def rows(self) -> np.ndarray:
         return self.payload[: self._nbytes].cpu().numpy().reshape(HEADS * COUNT, -1)
@@ -76,7 +76,7 @@ def test_same_bytes_as_the_definition(bits, token_major, dim, dtype):
     cache = paged(dim, dtype, token_major)
     blocks = torch.tensor([7, 2, 5], device=DEVICE)
     packed = Packed(rows, dim, COUNT)
-    kernels.pack(group_of(cache), blocks, 4, COUNT, packed.payload, packed.places)
+    kernels.pack(group_of(cache), blocks, 4, COUNT, packed.payload, packed.offsets)
 
     stored = rows_of(cache, blocks, 4, COUNT)
     expected, expected_scales = rows.pack(floats.widen(stored, name))
@@ -84,7 +84,7 @@ def test_same_bytes_as_the_definition(bits, token_major, dim, dtype):
     assert np.array_equal(packed.scales(), expected_scales)
 
     back = torch.zeros_like(cache)
-    kernels.unpack(group_of(back), blocks, 4, COUNT, packed.payload, packed.places)
+    kernels.unpack(group_of(back), blocks, 4, COUNT, packed.payload, packed.offsets)
     wanted = floats.narrow(rows.unpack(expected, expected_scales, dim), name).view(np.uint16)
     assert np.array_equal(rows_of(back, blocks, 4, COUNT), wanted)
     assert int((back != 0).any(3).sum()) == HEADS * COUNT  # no other row was touched

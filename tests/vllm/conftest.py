@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import StoreConfig
-from tests.vllm.engine import RealEngine
-from tests.vllm.faulty_codec import Faults
-from tests.vllm.tiny_model import VOCAB, write_tiny_model
+from tests.vllm.rig.engine import RealEngine
+from tests.vllm.rig.faulty_codec import Faults
+from tests.vllm.rig.tiny_model import VOCAB, write_tiny_model
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 MODEL_VARIABLE = "SAMPLE_MODEL"
 NUM_TOKENS = 600
-FAULTY_RAW = "tests.vllm.faulty_codec:FaultyRaw"
+FAULTY_RAW = "tests.vllm.rig.faulty_codec:FaultyRaw"
 DEAF_CONNECTOR = {  # ours, until a test deafens it
     "kv_connector": "DeafConnector",
-    "kv_connector_module_path": "tests.vllm.deaf_connector",
+    "kv_connector_module_path": "tests.vllm.rig.deaf_connector",
 }
 
 
@@ -53,7 +53,7 @@ def shared_engine(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def engine(shared_engine: RealEngine, faults: Faults) -> Iterator[RealEngine]:
-    """With an empty prefix cache before, and with nothing held by anybody after."""
+    """The shared engine, with an empty prefix cache; no block may be held after the test."""
     assert shared_engine.forget_local()
     yield shared_engine
     faults.clear()

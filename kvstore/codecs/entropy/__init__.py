@@ -1,1 +1,1 @@
-"""Integers to bytes in about as many bits as they are surprising: tables, rANS, and deflate."""
+"""Entropy coding: integers as about the bits that they carry, by static tables, rANS or deflate."""

@@ -5,7 +5,7 @@ A lane's state is a number of 32 bits. Coding a symbol of frequency f (of 4096) 
 other's latency: symbol ``t`` of a row belongs to lane ``t % 8``, and the words of all lanes share
 one stream, in the order in which the decoder asks for them.
 
-This is the definition, in numpy; ``compiled`` gives the same bytes a hundred times faster. The
+This is the definition, in numpy; ``compiled_rans`` gives the same bytes a hundred times faster. The
 stream is the eight final states (u32) and then the words (u16), little-endian.
 """
 
@@ -33,7 +33,10 @@ Decoder: TypeAlias = Callable[..., int]
 
 
 def encode(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> bytes:
-    """``symbols``: uint8 (rows, tokens), none above the escape of its row's class."""
+    """Codes ``symbols``, uint8 (rows, tokens), none above the escape of its row's class.
+
+    ``classes``: int64 (rows,).
+    """
     compiled = compiled_module()
     if compiled is None:
         return encode_reference(symbols, classes, tables)
@@ -52,7 +55,9 @@ def decode(
     tables: SymbolTables,
     run: Decoder | None = None,
 ) -> np.ndarray:
-    """uint8 (rows, num_tokens) from a whole stream, uint8; by the fastest decoder unless named.
+    """Returns uint8 (rows, num_tokens) of a whole stream, uint8 (nbytes,).
+
+    ``run``: the decoder; the fastest unless named.
 
     Raises:
         Corrupt: the stream is not one that ``encode`` wrote for as many symbols.
@@ -70,6 +75,7 @@ def decode(
 
 
 def encode_reference(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> bytes:
+    """Codes ``symbols`` as ``encode`` does, with numpy."""
     states = np.full(LANES, LOWEST, np.uint64)
     words: list[np.ndarray] = []
     for row in range(len(symbols) - 1, -1, -1):
@@ -96,7 +102,10 @@ def decode_reference(
     states: np.ndarray,
     symbols: np.ndarray,
 ) -> int:
-    """Fills ``symbols``; leaves the final states. The number of words used, -1 for too few."""
+    """Fills ``symbols`` and leaves the final states.
+
+    Returns how many words it used, -1 for too few.
+    """
     used = 0
     for row, number in enumerate(classes):
         for at in range(0, symbols.shape[1], LANES):
@@ -119,15 +128,19 @@ REFERENCE: Decoder = decode_reference
 
 
 def decoder() -> Decoder:
+    """Returns the fastest decoder on this host."""
     compiled = compiled_module()
     return REFERENCE if compiled is None else compiled.decode
 
 
 @functools.cache
 def compiled_module() -> ModuleType | None:
-    """Importing numba takes most of a second: only who codes shall pay for it."""
+    """Import the compiled module on first use, since numba takes most of a second.
+
+    Importing numba takes most of a second: only who codes shall pay for it.
+    """
     try:
-        from kvstore.codecs.entropy import compiled
+        from kvstore.codecs.entropy import compiled_rans as compiled
     except ImportError as error:
         logger.info("entropy coding without numba: %s (install thermocline[fast])", error)
         return None

@@ -30,7 +30,7 @@ PRIOR_WEIGHT = 20.0
 
 
 def classes_of(ratios: np.ndarray) -> np.ndarray:
-    """int64 class numbers of deviations over steps."""
+    """Returns the int64 class numbers of deviations over steps, floats of any shape."""
     with np.errstate(divide="ignore"):
         octaves = np.log2(np.maximum(ratios, 1e-30))
     numbers = np.rint(CLASSES_PER_OCTAVE * octaves).astype(np.int64) - LOWEST_CLASS
@@ -39,12 +39,13 @@ def classes_of(ratios: np.ndarray) -> np.ndarray:
 
 
 def ratio_of(classes: np.ndarray) -> np.ndarray:
+    """Returns the deviation over step in the middle of each class, fp64 of the same shape."""
     ratios: np.ndarray = np.exp2((classes + LOWEST_CLASS) / CLASSES_PER_OCTAVE)
     return ratios
 
 
 def plane_bits(classes: np.ndarray) -> np.ndarray:
-    """How many of the lowest bits of a code go into planes, int64."""
+    """Returns the number of lowest bits of a code that go into planes, int64, for each class."""
     whole_octaves = (classes + LOWEST_CLASS) // CLASSES_PER_OCTAVE
     bits: np.ndarray = np.maximum(whole_octaves - CODED_BITS, 0)
     return bits
@@ -52,9 +53,10 @@ def plane_bits(classes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SymbolTables:
-    """``frequencies``: uint16 (NUM_CLASSES, NUM_SYMBOLS), each row adds up to ``TOTAL``.
+    """One table of symbol frequencies for each class.
 
-    ``largest``: uint8 (NUM_CLASSES,).
+    ``frequencies``: uint16 (NUM_CLASSES, NUM_SYMBOLS), each row adds up to ``TOTAL``. ``largest``:
+    uint8 (NUM_CLASSES,). Raises ``ValueError`` if they do not fit together.
     """
 
     frequencies: np.ndarray
@@ -72,23 +74,23 @@ class SymbolTables:
 
     @functools.cached_property
     def escapes(self) -> np.ndarray:
-        """The last symbol of every class, int64."""
+        """The last symbol of every class, int64 (NUM_CLASSES,)."""
         return 2 * self.largest.astype(np.int64) + 1
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """Sum of the frequencies before each symbol, uint32 (NUM_CLASSES, NUM_SYMBOLS)."""
+        """The sum of the frequencies before each symbol, uint32 (NUM_CLASSES, NUM_SYMBOLS)."""
         counts = self.frequencies.astype(np.uint32)
         return np.cumsum(counts, axis=1, dtype=np.uint32) - counts
 
     @functools.cached_property
     def symbols(self) -> np.ndarray:
-        """Which symbol each slot of the total belongs to, uint8 (NUM_CLASSES, TOTAL)."""
+        """The symbol that each slot of the total belongs to, uint8 (NUM_CLASSES, TOTAL)."""
         numbers = np.arange(NUM_SYMBOLS, dtype=np.uint8)
         return np.stack([np.repeat(numbers, row) for row in self.frequencies.astype(np.int64)])
 
     def bits(self) -> np.ndarray:
-        """Mean length of a code of each class, with its planes, float64 (NUM_CLASSES,)."""
+        """Returns the mean length of a code of each class, with its planes, fp64 (NUM_CLASSES,)."""
         shares = self.frequencies / TOTAL
         lengths = -np.log2(np.where(shares > 0, shares, 1))
         means: np.ndarray = (shares * lengths).sum(axis=1) + plane_bits(np.arange(NUM_CLASSES))
@@ -96,7 +98,10 @@ class SymbolTables:
 
 
 def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables:
-    """From codes (rows, tokens) and the classes of their rows (rows,)."""
+    """Learns tables from codes and the classes of their rows.
+
+    ``samples``: pairs of integers (rows, tokens) and int64 (rows,).
+    """
     counts = np.zeros((NUM_CLASSES, NUM_SYMBOLS - 1))
     for codes, classes in samples:
         high = codes.astype(np.int64) >> plane_bits(classes)[:, None]
@@ -113,7 +118,7 @@ def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables
 
 
 def _prior() -> np.ndarray:
-    """Laplace-shaped, for symbols that calibration never saw."""
+    """Returns Laplace-shaped shares, for symbols that calibration never saw."""
     classes = np.arange(NUM_CLASSES)
     ratios = ratio_of(classes) / 2.0 ** plane_bits(classes)
     sizes = np.abs(np.arange(NUM_SYMBOLS - 1) - MAX_LARGEST)
@@ -123,14 +128,14 @@ def _prior() -> np.ndarray:
 
 
 def _row(shares: np.ndarray) -> tuple[np.ndarray, int]:
-    """Integer frequencies of one class and its ``largest``."""
+    """Returns the integer frequencies of one class, and its ``largest``."""
     sizes = np.abs(np.arange(len(shares)) - MAX_LARGEST)
     tails = [shares[sizes > largest].sum() for largest in range(MAX_LARGEST)]
     largest = next((k for k, tail in enumerate(tails) if tail < RARE), MAX_LARGEST)
     kept = shares[sizes <= largest]
     exact = np.append(kept, max(1 - kept.sum(), 0.0)) * TOTAL
     counts = np.maximum(np.rint(exact), 1)
-    while counts.sum() != TOTAL:  # by those that notice least
+    while counts.sum() != TOTAL:  # changes the symbols whose cost changes least
         excess = int(np.sign(counts.sum() - TOTAL))
         costs = exact * np.abs(np.log2(np.maximum(counts - excess, 0.5) / counts))
         costs[counts <= excess] = np.inf

@@ -1,8 +1,12 @@
-"""The rotated row format at memory speed: numba functions whose bodies are LLVM IR written here.
+"""Codecs at memory speed: numba functions, most of whose bodies are LLVM IR written here.
 
 numba's own loops reach a tenth of memory speed on this job: LLVM does not see that comparing 16
 values *is* two bytes of a bit plane. Written as IR that is plain to see, and the just-in-time
 compiler still picks the best instructions of the host, be it AVX-512, AVX2 or NEON.
 
-Nothing here is imported unless numba is installed and a codec is used; see ``codecs.backend``.
+``emit`` has the operations on vectors; ``rows`` has the kernels of the row codecs (``tq3``,
+``tq4``), ``units`` those of the calibrated presets (``fixed_rate``, ``one_step``). numpy defines
+what they compute; each kernel is compared with that definition before it is used.
+
+Nothing here is imported unless numba is installed and a codec is used; see ``rows.backend``.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.families import FAMILIES, cache_shape
+from launch.plan.families import FAMILIES, cache_shape
 
 pytestmark = pytest.mark.mlx
 
@@ -122,7 +122,7 @@ def test_bytes_are_those_that_mlx_lm_holds(kind: str, dtype: str) -> None:
     mx = pytest.importorskip("mlx.core")
     from mlx_lm.models.cache import make_prompt_cache
 
-    from engines.mlx_worker.layout import probe
+    from engines.mlx_worker.cache.layout import probe
 
     config = config_of(kind)
     module = importlib.import_module(f"mlx_lm.models.{MODULES.get(kind, kind)}")

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.calibrate import FIRST_PRESETS
+from launch.calibrate.orders import FIRST_PRESETS
 from tests.integration.launch.test_serve import PROGRAM, Server
 from tests.integration.tiny_models import write_model
 

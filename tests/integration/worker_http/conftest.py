@@ -1,4 +1,4 @@
-"""A stage for every test of the worker's HTTP face."""
+"""A stage for every test of the worker's HTTP side."""
 
 from __future__ import annotations
 

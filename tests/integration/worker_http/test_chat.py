@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.mlx_worker.generation import CacheOutcome
-from engines.wire import CACHE_HEADER
+from engines.headers import CACHE_HEADER, CacheOutcome
 from tests.integration.worker_http.stage import HELLO, Open
 from tests.tiny_tokenizer import THINKING
 
@@ -38,7 +37,7 @@ async def test_length_and_stop(toy: Open) -> None:
     assert short.usage.completion_tokens == 3
     assert [x.message.content for x in stopped.choices] == ["one two"] * 2
     assert [x.finish_reason for x in stopped.choices] == ["stop"] * 2
-    assert stage.owner.streams[-1].stopped_rows == [0, 1]
+    assert stage.owner.streams[-1].stopped == [0, 1]
 
 
 async def test_zero_tokens_reads_the_prompt_only(toy: Open) -> None:

@@ -1,4 +1,4 @@
-"""The same face before the real owner thread and a real (random) model."""
+"""The same endpoints before the real owner thread and a real (random) model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path, stream: bool)
                 asking.cancel()
                 reply = await stage.chat(max_tokens=4)
             assert reply.usage.completion_tokens <= 4
-            assert (len(owner.parts.batches), len(owner.parts.admitted), owner.num_waiting) == (
+            assert (
+                len(owner.parts.batches),
+                owner.parts.prefiller.num_admitted,
+                owner.num_waiting,
+            ) == (
                 0,
                 0,
                 0,

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engines.mlx_worker import http
-from engines.openai import ChatRequest, parse_chat
+from engines.openai.requests import ChatRequest, parse_chat
 from tests.integration.worker_http.stage import HELLO, Open, post
 
 pytestmark = pytest.mark.mlx

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from engines.client import EngineClient
+from engines.client.engine_client import EngineClient
 from engines.config import EngineConfig, WorkerConfig
-from engines.control_server import ControlServer
+from engines.fake_worker.fake_sessions import CODEC, FakeSessions
 from engines.fake_worker.server import DataServer
-from engines.fake_worker.shelf import CODEC, Shelf
+from engines.host.control_server import ControlServer
 from engines.wire import Welcome
 from kvstore.config import StoreConfig
 
@@ -32,10 +32,10 @@ class FakeProcess:
 
     def __init__(self, folder: Path, token: str = "right") -> None:
         self._folder = folder
-        self.shelf = Shelf(1 << 30)
-        self._control = ControlServer(token, welcomed, self.shelf)
-        self.shelf.listen(self._control.publish)
-        self._data = DataServer(token, "m", WELCOME.max_context, self.shelf)
+        self.sessions = FakeSessions(1 << 30)
+        self._control = ControlServer(token, welcomed, self.sessions)
+        self.sessions.listen(self._control.publish)
+        self._data = DataServer(token, "m", WELCOME.max_context, self.sessions)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 

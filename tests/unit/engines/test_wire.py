@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from engines.wire import (
     MAX_FRAME_BYTES,
     PAGE_BYTES,
+    ControlReply,
+    ControlRequest,
     Demote,
     Forget,
     GetStats,
@@ -19,8 +21,6 @@ from engines.wire import (
     Pin,
     Prefetch,
     Refused,
-    Reply,
-    Request,
     SessionRef,
     SessionReport,
     Sessions,
@@ -52,8 +52,8 @@ def fed(data: bytes) -> asyncio.StreamReader:
     return reader
 
 
-@given(st.builds(Request, number=st.integers(0, 2**63 - 1), verb=verbs))
-def test_requests_come_back_as_they_were(request: Request) -> None:
+@given(st.builds(ControlRequest, number=st.integers(0, 2**63 - 1), verb=verbs))
+def test_requests_come_back_as_they_were(request: ControlRequest) -> None:
     async def check() -> None:
         assert await read_request(fed(frame(request))) == request
 
@@ -74,11 +74,11 @@ async def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
     with pytest.raises(WireError, match="over"):
         await read_request(fed((MAX_FRAME_BYTES + 1).to_bytes(4, "big")))
     with pytest.raises(WireError, match="over"):
-        frame(Reply(1, Refused("x" * MAX_FRAME_BYTES)))
+        frame(ControlReply(1, Refused("x" * MAX_FRAME_BYTES)))
 
 
 async def test_a_torn_frame_is_an_end() -> None:
-    whole = frame(Request(1, GetStats()))
+    whole = frame(ControlRequest(1, GetStats()))
     with pytest.raises(asyncio.IncompleteReadError):
         await read_request(fed(whole[:-1]))
 
@@ -107,10 +107,10 @@ def pages_of(everything: list[SessionReport]) -> list[Sessions]:
 def test_a_list_of_sessions_too_long_for_a_frame_comes_in_pages() -> None:
     everything = reports([f"{i:05d}" + "\U0001f9ca" * 251 for i in range(16_000)])
     with pytest.raises(WireError):
-        frame(Reply(1, Sessions(everything)))
+        frame(ControlReply(1, Sessions(everything)))
     pages = pages_of(list(reversed(everything)))
     assert len(pages) > 3
-    assert all(len(frame(Reply(1, x))) < PAGE_BYTES + 1000 for x in pages)
+    assert all(len(frame(ControlReply(1, x))) < PAGE_BYTES + 1000 for x in pages)
     assert [x for page in pages for x in page.sessions] == everything
 
 

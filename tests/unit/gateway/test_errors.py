@@ -8,9 +8,9 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
-from engines.openai import InvalidRequest
+from engines.openai.requests import InvalidRequest
 from gateway.errors import Failure, failure_of
-from gateway.relay import engine_failure
+from gateway.relay.passthrough import engine_failure
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 KEYS = {"message", "type", "param", "code"}

@@ -1,4 +1,4 @@
-"""What every request passes: names, guards, limits and the shapes of refusals."""
+"""The outermost middleware: ids, guards, limits and the shapes of refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which session a request belongs to."""
+"""A request finds the session that it belongs to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.openai import InvalidRequest
+from engines.openai.requests import InvalidRequest
 from gateway.identity import (
     KnownChats,
     checked_id,

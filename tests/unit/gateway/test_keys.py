@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.openai import InvalidRequest
+from engines.openai.requests import InvalidRequest
 from gateway.keys import ANONYMOUS, BadKeyLine, Tenants, generate_key, read_key_lines
 
 SECRET = b"sixteen bytes or more"

@@ -1,4 +1,4 @@
-"""What is counted, and that no client can make labels."""
+"""The right things are counted, and no client can make labels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engines.headers import CacheOutcome
 from engines.wire import CodecReport, EngineReport, TierReport
 from gateway.metrics import Gauges, Metrics, PromptDetails, Usage
-from tests.unit.engines.calibration.test_bound import GOOD
+from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 REPORT = EngineReport(
     hot_bytes=10,
@@ -46,10 +47,10 @@ def test_usage_is_split_into_cached_and_prefilled() -> None:
 
 def test_cache_outcomes_by_source_and_reason() -> None:
     metrics = Metrics()
-    metrics.cache_outcome("cold-disk; tokens=5; reason=diverged")
-    metrics.cache_outcome("hot; tokens=5")
-    metrics.cache_outcome("miss; tokens=0; reason=never-stored")
-    metrics.cache_outcome('evil"; tokens=1')
+    metrics.cache_outcome(CacheOutcome("cold-disk", 5, "diverged"))
+    metrics.cache_outcome(CacheOutcome("hot", 5))
+    metrics.cache_outcome(CacheOutcome("miss", 0, "never-stored"))
+    metrics.cache_outcome(CacheOutcome.parse('evil"; tokens=1'))
     found = samples(metrics)
     for labels in ("diverged,cold-disk", ",hot", "never-stored,miss", ",unknown"):
         assert found[f"thermocline_cache_outcomes_total{{{labels}}}"] == 1

@@ -12,7 +12,7 @@ from typer import BadParameter
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from launch.cli import app
+from launch.cli.main import app
 
 # What the command line raises; typer brings a click of its own, so the name is not click's.
 UsageError = BadParameter.__mro__[1]

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from launch.errors import LaunchError, UsageError
+from launch.machine.folders import default_cache_dir, default_data_dir, folders
 from launch.model import Model, find_model
-from launch.paths import default_cache_dir, default_data_dir, folders
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from engines.config import WorkerConfig
-from engines.vllm_plugin.command import command
-from launch.fields import Fields
-from launch.options import layers
-from launch.preflight import check_memory
-from launch.settings import Settings, flat, resolve
-from launch.sources import from_profile
+from engines.vllm_plugin.process.command import command
+from launch.cli.options import layers
+from launch.serve.preflight import check_memory
+from launch.settings.fields import Fields
+from launch.settings.schema import Settings, flat, resolve
+from launch.settings.sources import from_profile
 
 PROFILES = sorted(x.stem for x in (Path(__file__).parents[3] / "launch" / "profiles").iterdir())
 DOCS = Path(__file__).parents[3] / "docs"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from engines.base import (
+    CacheOutcome,
     CodecReport,
     Demoted,
     EngineReport,
@@ -99,7 +100,7 @@ class RowsEngine:
         if self.down:
             raise EngineUnavailable("the engine is restarting")
 
-    def _report(self, ref: SessionRef) -> SessionReport | None:
+    def report(self, ref: SessionRef) -> SessionReport | None:
         held = self.held.get((ref.tenant, ref.id))
         return held.report(ref.tenant, ref.id) if held else None
 
@@ -115,7 +116,7 @@ class RowsEngine:
         if held and not self.kept:
             held.hot = False
             held.tier = tier or held.tier
-        return Demoted(self._report(session), self.kept)
+        return Demoted(self.report(session), self.kept)
 
     async def prefetch(self, session: SessionRef) -> SessionReport | None:
         self._reach()
@@ -124,14 +125,14 @@ class RowsEngine:
         held = self.held.get((session.tenant, session.id))
         if held:
             held.hot = True
-        return self._report(session)
+        return self.report(session)
 
     async def pin(self, session: SessionRef, pinned: bool) -> SessionReport | None:
         self._reach()
         held = self.held.get((session.tenant, session.id))
         if held:
             held.pinned = pinned
-        return self._report(session)
+        return self.report(session)
 
     async def forget(self, session: SessionRef) -> SessionReport | None:
         self._reach()
@@ -209,11 +210,11 @@ def manager(manager_with) -> SessionManager:
 def talk(engine):
     """One whole turn: the engine holds the session hot afterwards."""
 
-    async def turn(manager: SessionManager, ref: SessionRef, header: str = "miss") -> None:
+    async def turn(manager: SessionManager, ref: SessionRef) -> None:
         async with manager.turn(ref) as running:
-            running.engine_answered(header)
+            running.engine_answered(CacheOutcome("miss", 0))
             engine.held.setdefault((ref.tenant, ref.id), Held()).hot = True
-        report = engine._report(ref)
+        report = engine.report(ref)
         await engine.queue.put(Notice(cause="saved", session=report))
         manager.follower.hear(await engine.queue.get())
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from scheduler.admission import Draining, Overloaded, WaitingLine
+from scheduler.admission import AdmissionQueue, Draining, Overloaded
 
 
 async def settle() -> None:
@@ -15,11 +15,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_places_are_handed_on_in_order():
-    line, order = WaitingLine(1, 10, 5.0), []
+async def test_slots_are_handed_on_in_order():
+    line, order = AdmissionQueue(1, 10, 5.0), []
 
     async def turn(name: str) -> None:
-        async with line.place("t"):
+        async with line.slot("t"):
             order.append(name)
             await asyncio.sleep(0)
 
@@ -28,11 +28,11 @@ async def test_places_are_handed_on_in_order():
     assert (line.num_running, line.num_waiting) == (0, 0)
 
 
-async def test_a_busy_tenant_delays_another_by_one_place_only():
-    line, order = WaitingLine(1, 100, 5.0), []
+async def test_a_busy_tenant_delays_another_by_one_slot_only():
+    line, order = AdmissionQueue(1, 100, 5.0), []
 
     async def turn(tenant: str) -> None:
-        async with line.place(tenant):
+        async with line.slot(tenant):
             order.append(tenant)
             await asyncio.sleep(0)
 
@@ -43,51 +43,51 @@ async def test_a_busy_tenant_delays_another_by_one_place_only():
 
 
 async def test_a_full_line_refuses_at_once_and_says_when_to_return():
-    line = WaitingLine(1, 0, 5.0)
-    async with line.place("t"):
+    line = AdmissionQueue(1, 0, 5.0)
+    async with line.slot("t"):
         with pytest.raises(Overloaded) as refused:
-            async with line.place("t"):
+            async with line.slot("t"):
                 pass
     assert 0 < refused.value.retry_after_s <= 30
 
 
 async def test_waiting_ends_after_max_wait():
-    line = WaitingLine(1, 5, 0.01)
-    async with line.place("t"):
+    line = AdmissionQueue(1, 5, 0.01)
+    async with line.slot("t"):
         with pytest.raises(Overloaded, match="no place was free"):
-            async with line.place("t"):
+            async with line.slot("t"):
                 pass
         assert line.num_waiting == 0
-    async with line.place("t"):
+    async with line.slot("t"):
         assert line.num_running == 1
 
 
 async def test_closing_sends_those_who_wait_home_and_lets_the_rest_finish():
-    line = WaitingLine(1, 5, 5.0)
+    line = AdmissionQueue(1, 5, 5.0)
 
     async def wait() -> None:
-        async with line.place("t"):
+        async with line.slot("t"):
             raise AssertionError("was let in")
 
-    async with line.place("t"):
+    async with line.slot("t"):
         waiting = asyncio.create_task(wait())
         await settle()
         line.close()
         with pytest.raises(Draining):
             await waiting
         with pytest.raises(Draining):
-            async with line.place("t"):
+            async with line.slot("t"):
                 pass
     assert (line.num_running, line.num_waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_no_place_leaks_under_random_cancellation(seed):
-    rng, line, most = random.Random(seed), WaitingLine(3, 1000, 0.02), 0
+async def test_no_slot_leaks_under_random_cancellation(seed):
+    rng, line, most = random.Random(seed), AdmissionQueue(3, 1000, 0.02), 0
 
     async def turn(tenant: str) -> None:
         nonlocal most
-        async with line.place(tenant):
+        async with line.slot(tenant):
             most = max(most, line.num_running)
             await asyncio.sleep(rng.random() * 0.004)
 

@@ -1,4 +1,4 @@
-"""What the engine says goes into the table, and it is asked until it has said all."""
+"""The engine's reports go into the table, and it is asked until it has listed everything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from engines.base import EngineRefused, Notice
+from engines.base import CacheOutcome, EngineRefused, Notice
 from scheduler.config import SchedulerConfig
 from scheduler.follower import Follower
 from scheduler.sessions import SessionManager
@@ -19,7 +19,7 @@ from .conftest import Held, RowsEngine, salt_of
 
 @asynccontextmanager
 async def running(job):
-    """Until the end of the block; longer than a busy machine needs for what is awaited inside."""
+    """Run ``job`` during the block, for 30 s at most: more than a busy machine needs."""
     task = asyncio.create_task(job)
     try:
         async with asyncio.timeout(30):
@@ -131,7 +131,7 @@ async def test_a_session_younger_than_the_question_is_not_taken_for_lost(
 
 
 async def test_a_session_that_the_engine_woke_is_hot(manager, ref, talk):
-    """Of a turn that nobody waited for: its client had gone while the KV was restored."""
+    """A notice of a turn that nobody waited for: its client left while the KV was restored."""
     await talk(manager, ref("a"))
     await manager.demote(ref("a"))
     manager.follower.hear(Notice(cause="restored", session=Held().report("alice", "a")))
@@ -200,7 +200,7 @@ async def test_a_list_written_before_a_turn_changes_nothing_of_it(clock, ref):
     async def one_turn() -> None:
         clock.now += 1
         async with manager.turn(ref("a")) as turn:
-            turn.engine_answered("cold-ram; tokens=990")
+            turn.engine_answered(CacheOutcome("cold-ram", 990))
 
     engine.meanwhile = one_turn
     await manager.follower.ask()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.base import EngineUnavailable, Notice, SessionRef
+from engines.base import CacheOutcome, EngineUnavailable, Notice, SessionRef
 from scheduler.config import SchedulerConfig
 from scheduler.moves import KEPT_RETRY_S
 from scheduler.session import State
@@ -20,7 +20,7 @@ from .conftest import Clock, Held, Log, RowsEngine, salt_of
 
 async def test_a_turn_is_active_then_idle(manager, ref, talk):
     async with manager.turn(ref("a")) as turn:
-        turn.engine_answered("miss; tokens=0; reason=never-stored")
+        turn.engine_answered(CacheOutcome("miss", 0, "never-stored"))
         assert manager.get(ref("a")).state == "active"
     assert manager.get(ref("a")).state == "idle"
 
@@ -35,7 +35,7 @@ async def test_a_quiet_session_hibernates_and_the_next_turn_wakes_it(
     assert (view.state, view.tier, view.bytes) == ("cold", "ram", 20)
     async with manager.turn(ref("a")) as turn:
         assert manager.get(ref("a")).state == "waking"
-        turn.engine_answered("cold-ram; tokens=990")
+        turn.engine_answered(CacheOutcome("cold-ram", 990))
         assert manager.get(ref("a")).state == "active"
     assert log.decisions == ["hibernate-idle"]
     assert [x[2] for x in log.transitions] == [
@@ -54,7 +54,7 @@ async def test_a_turn_during_hibernation_keeps_the_session_going(manager, engine
         with pytest.raises(SessionKept, match="busy"):
             await job
         assert manager.get(ref("a")).state == "active"
-        turn.engine_answered("cold-ram; tokens=990")
+        turn.engine_answered(CacheOutcome("cold-ram", 990))
     assert manager.get(ref("a")).state == "idle"
 
 
@@ -87,7 +87,7 @@ async def test_a_tier_that_does_not_take_the_session_is_no_success(manager, engi
 
 async def test_a_session_has_tokens_before_the_engine_tells_of_them(manager, ref):
     async with manager.turn(ref("a")) as turn:
-        turn.engine_answered("miss")
+        turn.engine_answered(CacheOutcome("miss", 0))
         turn.used(30)
     assert manager.get(ref("a")).tokens == 30
     async with manager.turn(ref("a")) as turn:
@@ -97,9 +97,9 @@ async def test_a_session_has_tokens_before_the_engine_tells_of_them(manager, ref
 
 async def test_concurrent_turns_of_one_session_are_quiet_only_together(manager, ref):
     async with manager.turn(ref("a")) as first:
-        first.engine_answered("miss")
+        first.engine_answered(CacheOutcome("miss", 0))
         async with manager.turn(ref("a")) as second:
-            second.engine_answered("hot; tokens=5")
+            second.engine_answered(CacheOutcome("hot", 5))
         assert manager.get(ref("a")).state == "active"
     assert manager.get(ref("a")).state == "idle"
 
@@ -131,7 +131,7 @@ async def test_of_two_turns_the_refused_one_leaves_the_other_waking(manager, eng
             async with manager.turn(ref("a")):
                 raise EngineUnavailable("it is full")
         assert manager.get(ref("a")).state == "waking"
-        turn.engine_answered("cold-ram; tokens=9")
+        turn.engine_answered(CacheOutcome("cold-ram", 9))
     assert manager.get(ref("a")).state == "idle"
 
 
@@ -150,7 +150,7 @@ async def test_a_turn_joins_a_prefetch(manager, engine, ref, talk):
     await asyncio.sleep(0)
     async with manager.turn(ref("a")) as turn:
         assert manager.get(ref("a")).state == "waking"
-        turn.engine_answered("cold-ram; tokens=9")
+        turn.engine_answered(CacheOutcome("cold-ram", 9))
         engine.gate.set()
         await job
         assert manager.get(ref("a")).state == "active"
@@ -160,7 +160,7 @@ async def test_a_turn_joins_a_prefetch(manager, engine, ref, talk):
 async def test_forget_removes_now_and_again_after_the_running_turn(manager, engine, ref, talk):
     await talk(manager, ref("a"))
     async with manager.turn(ref("a")) as turn:
-        turn.engine_answered("hot; tokens=9")
+        turn.engine_answered(CacheOutcome("hot", 9))
         assert await manager.forget(ref("a"))
         assert manager.get(ref("a")) is None
         engine.held["alice", "a"] = Held()  # the turn's own save
@@ -240,7 +240,7 @@ async def _live_through(steps) -> None:
     async def turn(ref: SessionRef) -> None:
         async with manager.turn(ref) as running_turn:
             await asyncio.sleep(0)
-            running_turn.engine_answered("cold-ram; tokens=1")
+            running_turn.engine_answered(CacheOutcome("cold-ram", 1))
             await asyncio.sleep(0)
             engine.held[ref.tenant, ref.id] = Held()
 

@@ -120,9 +120,7 @@ async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep
         await loop
 
 
-async def test_what_presses_overtakes_sessions_that_wait_to_sleep_at_leisure(
-    engine, clock, log, ref, talk
-):
+async def test_an_urgent_job_overtakes_sessions_that_wait_to_sleep(engine, clock, log, ref, talk):
     available = 5000
     config = SchedulerConfig(idle_after_s=60.0, max_hibernations=1, memory_low_bytes=1000)
     manager = SessionManager(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.base import EngineRefused, SessionRef
+from engines.base import CacheOutcome, EngineRefused, SessionRef
 from scheduler.observer import NullObserver
 from scheduler.session import Event, State
 from scheduler.table import Queue, SessionTable
@@ -40,7 +40,7 @@ async def test_a_table_of_sessions_that_never_sleep_is_bounded_as_well(
     manager = manager_with(max_sessions=3)
     for i in range(10):
         async with manager.turn(ref(f"s{i}")) as turn:
-            turn.engine_answered("miss; tokens=0; reason=disabled")
+            turn.engine_answered(CacheOutcome("miss", 0, "disabled"))
         clock.now += 1
     assert [x.id for x in manager.list("alice")] == ["s9", "s8", "s7"]
 
@@ -48,8 +48,8 @@ async def test_a_table_of_sessions_that_never_sleep_is_bounded_as_well(
 async def test_running_turns_keep_their_rows(manager_with, clock, ref):
     manager = manager_with(max_sessions=1)
     async with manager.turn(ref("a")) as first, manager.turn(ref("b")) as second:
-        first.engine_answered("miss")
-        second.engine_answered("miss")
+        first.engine_answered(CacheOutcome("miss", 0))
+        second.engine_answered(CacheOutcome("miss", 0))
         assert len(manager.table) == 2
     async with manager.turn(ref("c")):
         assert len(manager.table) == 2  # one of those made room

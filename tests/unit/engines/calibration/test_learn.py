@@ -10,10 +10,10 @@ import pytest
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import NotDifferentiable
 from engines.calibration.learn import learn, samples_of
-from kvstore.codecs.pieces.rope import Rope
 from kvstore.codecs.profile import Profile
+from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun
-from tests.unit.kvstore.codecs.calibration import model_layout, model_run, ropes_of, turned
+from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of, turned
 
 TEXTS = [Text("one", "ab" * 200), Text("two", "cd" * 125), Text("short", "ef" * 10)]
 

@@ -9,8 +9,8 @@ import pytest
 
 from engines.config import WRONG_SETTINGS, EngineConfig, WorkerConfig
 from engines.mlx_worker import __main__ as worker
-from engines.mlx_worker.layout import CannotServe
-from engines.mlx_worker.loading import LoadedModel
+from engines.mlx_worker.cache.layout import CannotServe
+from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.owner import Owner
 from kvstore.config import StoreConfig
 
@@ -54,7 +54,7 @@ def test_a_loader_that_ran_out_of_files_has_not_judged_the_model(
 
     monkeypatch.setattr(worker, "load_model", load)
     with pytest.raises(OSError, match="too many open files"):
-        worker._load(CONFIG)
+        worker.load(CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Both halves of the plug-in, without vLLM."""
+"""Both sides of the plug-in, without vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engines.vllm_plugin.hub_engine import Engine
-from tests.unit.engines.vllm_plugin.scheduler_bench import Bench, new_bench
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Bench, new_bench
 
 
 @pytest.fixture

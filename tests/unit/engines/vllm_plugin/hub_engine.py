@@ -7,36 +7,37 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from engines.control_server import ControlServer
-from engines.vllm_plugin.hot import HotSessions
-from engines.vllm_plugin.hub import Hub
+from engines.host.control_server import ControlServer
 from engines.vllm_plugin.messages import (
     RankHello,
     RankNews,
     Stage,
     Staged,
 )
-from engines.vllm_plugin.rank import RankLink, StagingArea
-from engines.vllm_plugin.verbs import Verbs
+from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.verbs import VllmVerbs
+from engines.vllm_plugin.worker.rank import RankLink, StagingArea
 from engines.wire import (
-    Answer,
     CodecReport,
+    ControlReply,
+    ControlRequest,
     Done,
     Hello,
-    Reply,
-    Request,
     SessionReport,
     Verb,
+    VerbAnswer,
     Welcome,
     frame,
     read_from_engine,
 )
-from kvstore.block_store import BlockStore
-from kvstore.records import SessionRef
+from kvstore.by_blocks.store import BlockStore
+from kvstore.session import SessionRef
 from kvstore.stats import Counters
 from tests.block_sessions import BLOCK, hashes, open_store, ram_and_disk, ref, save, served
-from tests.unit.engines.vllm_plugin.scheduler_bench import Pool
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 
 CHAIN = hashes(list(range(100)))
 
@@ -64,18 +65,31 @@ class Engine:
         self.unsaved = self.endless = ""
         self.settled = threading.Event()
         self.pool = Pool()
-        self.hot = HotSessions()
+        self.hot = ResidentSessions()
         self.hot.bind(self.pool)
         self.hub = Hub(str(folder / "hub.sock"), 2, self.saved.append)
-        self.verbs = Verbs(
+        self.verbs = VllmVerbs(
             self.hub, self.hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: (0, 0)
         )
         self.address = str(folder / "control.sock")
         self.hub.start(ControlServer("secret", welcomed, self.verbs).serve(f"unix:{self.address}"))
-        self.stores = [open_store(ram_and_disk(folder / f"disk{i}")) for i in range(2)]
+        self.stores = [self._store(i, folder) for i in range(2)]
         self.staging = [StagingArea(), StagingArea()]
         self.links = [self._link(i, folder) for i in range(2)]
         wait(lambda: self.hub.ready)
+        self._folder = folder
+
+    def restart_rank(self, i: int, **config: Any) -> None:
+        """End rank ``i`` and start it again, with these fields of its store's configuration."""
+        self.links[i].close()
+        self.stores[i].close()
+        wait(lambda: not self.hub.ready)
+        self.stores[i] = self._store(i, self._folder, **config)
+        self.links[i] = self._link(i, self._folder)
+        wait(lambda: self.hub.ready)
+
+    def _store(self, i: int, folder: Path, **config: Any) -> BlockStore:
+        return open_store(ram_and_disk(folder / f"disk{i}"), **config)
 
     def _link(self, i: int, folder: Path) -> RankLink:
         store: BlockStore = self.stores[i]
@@ -114,17 +128,17 @@ class Engine:
         return found[0]
 
     async def verbs_list(self) -> list[SessionReport]:
-        """As the control connection asks for it: on the hub's own loop."""
-        listing = asyncio.run_coroutine_threadsafe(self.verbs.sessions(), self.hub._loop)
+        """List the sessions on the hub's own event loop, like the control connection."""
+        listing = self.hub.submit(self.verbs.sessions())
         return await asyncio.wrap_future(listing)
 
-    def ask(self, verb: Verb, token: str = "secret") -> Answer:
-        async def conversation() -> Answer:
+    def ask(self, verb: Verb, token: str = "secret") -> VerbAnswer:
+        async def conversation() -> VerbAnswer:
             reader, writer = await asyncio.open_unix_connection(self.address)
-            writer.write(frame(Request(0, Hello(token))) + frame(Request(1, verb)))
+            writer.write(frame(ControlRequest(0, Hello(token))) + frame(ControlRequest(1, verb)))
             while True:
                 message = await read_from_engine(reader)
-                if isinstance(message, Reply) and message.number == 1:
+                if isinstance(message, ControlReply) and message.number == 1:
                     writer.close()
                     return message.answer
 

@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from engines.vllm_plugin.groups import IN_USE, Groups, StateGroup
-from engines.vllm_plugin.hot import HotSessions
-from engines.vllm_plugin.lookup import Lookup
-from kvstore.stats import Counters
+from engines.vllm_plugin.plan import Load
 from tests.block_sessions import BLOCK
-from tests.unit.engines.vllm_plugin.scheduler_bench import PROMPT, Asked, Block, Pool, Request
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
+    PROMPT,
+    Bench,
+    Block,
+    Pool,
+    Request,
+    new_bench,
+)
 
 RECURRENT = StateGroup(0, ("a",), 1, recurrent=True)
 WINDOW = StateGroup(2, ("c",), 3, recurrent=False)
@@ -38,36 +43,24 @@ class GroupPool(Pool):
                     self.found[group, block_hash] = self.blocks[block_id]
 
 
-class Bench:
-    def __init__(self) -> None:
-        self.pool, self.ranks, hot = GroupPool(), Asked(), HotSessions()
-        hot.bind(self.pool, GROUPS)
-        self.hot = hot
-        self.lookup = Lookup(
-            self.ranks,
-            hot,
-            block_tokens=BLOCK,
-            groups=GROUPS,
-            num_ranks=1,
-            deadline_s=5.0,
-            max_staged_bytes=1000,
-            on_admitted=lambda mark, cache: None,
-            on_turn_end=lambda session: None,
-            counters=Counters(),
-        )
+def new_group_bench() -> Bench:
+    return new_bench(GROUPS, GroupPool(), num_ranks=1)
 
-    def load(self, request: Request, hit: int, end: int, tables: list[list[int]]) -> Any:
-        self.lookup.add(request)
-        self.lookup.match(request, hit * BLOCK)
-        self.ranks.answer(end)
-        offered, _ = self.lookup.match(request, hit * BLOCK)
-        self.lookup.allocated(request, tables, offered or 0)
-        return self.lookup.take_step([]).loads[0]
+
+def planned_load(
+    bench: Bench, request: Request, hit: int, end: int, tables: list[list[int]]
+) -> Load:
+    bench.tracker.add(request)
+    bench.tracker.match(request, hit * BLOCK)
+    bench.ranks.answer(end)
+    offered, _ = bench.tracker.match(request, hit * BLOCK)
+    bench.tracker.allocated(request, tables, offered or 0)
+    return bench.tracker.take_step([]).loads[0]
 
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench()
+    return new_group_bench()
 
 
 @pytest.mark.parametrize(("boundary", "blocks"), [(10, [7, 8, 9]), (2, [0, 1]), (0, [])])
@@ -76,29 +69,29 @@ def test_what_a_boundary_reaches_back_to(boundary, blocks):
 
 
 def test_a_load_fills_the_state_too(bench):
-    load = bench.load(Request(PROMPT), 0, 10, TABLES)
+    load = planned_load(bench, Request(PROMPT), 0, 10, TABLES)
     assert (load.block_ids, load.state_ids) == (TABLES[1], [59, 77, 78, 79])
 
 
 def test_what_others_may_be_reading_is_left_alone(bench):
-    load = bench.load(Request(PROMPT), 8, 10, TABLES)
+    load = planned_load(bench, Request(PROMPT), 8, 10, TABLES)
     assert (load.first_block, load.block_ids) == (8, TABLES[1][8:])
     assert load.state_ids == [59, IN_USE, 78, 79]
 
 
 def test_a_failed_request_gets_no_second_offer(bench):
     request = Request(PROMPT)
-    bench.load(request, 0, 10, TABLES)
-    bench.lookup.absorb(set(), [request.request_id], {}, {request.request_id})
-    assert bench.lookup.match(request, 0) == (0, False)
+    planned_load(bench, request, 0, 10, TABLES)
+    bench.tracker.absorb(set(), [request.request_id], {}, {request.request_id})
+    assert bench.tracker.match(request, 0) == (0, False)
 
 
 def ended(bench: Bench, tables: list[list[int]], prompt_tokens: int) -> Any:
     request = Request(PROMPT, num_computed_tokens=42, num_prompt_tokens=prompt_tokens)
-    bench.lookup.add(request)
+    bench.tracker.add(request)
     bench.pool.hold(request.block_hashes, tables)
-    bench.lookup.finished(request, tables)
-    return bench.lookup.take_step([]).saves[0]
+    bench.tracker.finished(request, tables)
+    return bench.tracker.take_step([]).saves[0]
 
 
 def test_the_newest_state_is_saved_and_the_last_before_the_answer(bench):
@@ -108,7 +101,7 @@ def test_the_newest_state_is_saved_and_the_last_before_the_answer(bench):
     held = [*TABLES[1], 59, 77, 78, 79, 54, 72, 73, 74]
     assert sorted(save.held_ids) == sorted(held)
     assert {x.block_id for x in bench.pool.blocks if x.ref_cnt == 1} == set(held)
-    bench.lookup.absorb(set(), [], {save.job: 1})
+    bench.tracker.absorb(set(), [], {save.job: 1})
     assert not any(x.ref_cnt for x in bench.pool.blocks)
 
 
@@ -160,7 +153,7 @@ def test_without_a_state_no_session_is_hot(bench):
 def test_a_state_is_given_back_after_the_tail_that_it_does_not_need(bench):
     tables = [[0, 0, 0, 0, 54, 0, 0, 0, 58, 59], TABLES[1], list(range(70, 80))]
     save = ended(bench, tables, 24)
-    bench.lookup.absorb(set(), [], {save.job: 1})
+    bench.tracker.absorb(set(), [], {save.job: 1})
     newest, before = [79, 78, 77, 59], [74, 73, 72, 54]
     tail, head = [29, 28, 27, 26, 25], [24, 23, 22, 21, 20]
     assert bench.pool.freed == [*newest, *tail, *before, *head]

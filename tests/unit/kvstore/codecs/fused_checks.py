@@ -1,4 +1,4 @@
-"""What codecs in one pass have to share with their pieces, whichever they are."""
+"""Checks that every fused codec has to pass beside its pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def raw(run: KVRun) -> list[bytes]:
 def restored(
     codec: Codec, payload: bytes, layout: KVLayout, num_tokens: int, first_token: int
 ) -> list[KVPair]:
-    """Into zeros: whatever is not written is seen."""
+    """Decodes into zeros: whatever is not written is seen."""
     out = layout.empty(num_tokens)
     for array in arrays(out):
         array.fill(0)
@@ -30,21 +30,21 @@ def restored(
     return out
 
 
-def assert_views_are_filled(codec: Codec, pieces: Codec, layout: KVLayout) -> None:
+def assert_views_are_filled(codec: Codec, pipeline: Codec, layout: KVLayout) -> None:
     """And nothing beside them; from a payload at an odd address."""
     out = layout.empty(300)
     payload = codec.encode(slice_tokens(run_of(layout, 300), 100, 228), layout, 100)
     for array in arrays(out):
         array.fill(1)
     codec.decode(memoryview(b"x" + payload)[1:], layout, 100, slice_tokens(out, 100, 228))
-    expected = restored(pieces, payload, layout, 128, 100)
+    expected = restored(pipeline, payload, layout, 128, 100)
     for array, want in zip(arrays(out), arrays(expected), strict=True):
         assert np.array_equal(array[:, 100:228], want)
         assert (array[:, :100] == 1).all() and (array[:, 228:] == 1).all()
 
 
 def assert_damage_does_the_same(
-    data: st.DataObject, codec: Codec, pieces: Codec, layout: KVLayout
+    data: st.DataObject, codec: Codec, pipeline: Codec, layout: KVLayout
 ) -> None:
     """It is found, or gives other values: the same ones both ways."""
     num_tokens = data.draw(st.integers(1, 80))
@@ -53,7 +53,7 @@ def assert_damage_does_the_same(
         payload[at] = data.draw(st.integers(0, 255))
     length = data.draw(st.integers(0, len(payload)) | st.just(len(payload)))
     outcomes: list[list[bytes] | None] = []
-    for one in (codec, pieces):
+    for one in (codec, pipeline):
         try:
             outcomes.append(raw(restored(one, bytes(payload[:length]), layout, num_tokens, 0)))
         except Corrupt:

@@ -10,6 +10,7 @@ import hashlib
 import numpy as np
 
 from kvstore.codecs.floats import narrow, to_stored, widen
+from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
 from kvstore.shapes import DType, KVLayer, KVLayout, KVPair
 
 
@@ -34,6 +35,12 @@ def layout_of(
     dim: int, dtype: DType = "bfloat16", num_layers: int = 1, num_heads: int = 2
 ) -> KVLayout:
     return KVLayout(dtype, (KVLayer(num_heads, dim, dim),) * num_layers)
+
+
+def shape_of(width: int, num_heads: int = 2) -> StackShape:
+    """The stack of one layer's heads, K and V alike."""
+    (shape,) = stack_shapes(Scope("head"), layout_of(width, num_heads=num_heads))
+    return shape
 
 
 def values_of(array: np.ndarray, dtype: DType) -> np.ndarray:

@@ -6,12 +6,12 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from kvstore.codecs.calibrated import CALIBRATED
+from kvstore.codecs.names import CALIBRATED
 from kvstore.codecs.presets import open_codec
-from kvstore.codecs.profile import DIGEST_BYTES, PIECE_BYTES, Profile, load_profile
+from kvstore.codecs.profile import BLOCK_BYTES, DIGEST_BYTES, Profile, load_profile
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.errors import Corrupt, Mismatch, UnknownCodec
-from tests.unit.kvstore.codecs.calibration import model_layout, model_profile, model_run
+from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 
 ROW = Quality(
     preset="max",
@@ -59,7 +59,7 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 
 def test_a_file_of_many_pieces_is_loaded_and_its_damage_noticed(tmp_path):
-    values = np.random.default_rng(0).integers(0, 255, 3 * PIECE_BYTES + 77, np.uint8)
+    values = np.random.default_rng(0).integers(0, 255, 3 * BLOCK_BYTES + 77, np.uint8)
     learned = {"one": {"a": values[:-99], "b": values[-99:]}, "two": {"c": np.zeros((3, 0))}}
     learned["two"]["c"] = learned["two"]["c"].astype(np.float32)
     path = file_of(tmp_path, dataclasses.replace(model_profile(), learned=learned))
@@ -68,7 +68,7 @@ def test_a_file_of_many_pieces_is_loaded_and_its_damage_noticed(tmp_path):
         assert np.array_equal(loaded[preset][name], learned[preset][name])
         assert not loaded[preset][name].flags.writeable
     whole = bytearray(path.read_bytes())
-    for at in (PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 5, len(whole) - 1):
+    for at in (BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5, len(whole) - 1):
         whole[at] ^= 1
         path.write_bytes(whole)
         with pytest.raises(Corrupt, match="damaged"):

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from kvstore.chain import CHUNK as CHUNK_KIND
-from kvstore.codec_set import CodecSet
+from kvstore.blobs.chain import CHUNK as CHUNK_KIND
+from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.raw import RawCodec
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
@@ -118,18 +118,19 @@ def test_a_pin_holds_what_comes_in_the_new_codec(tmp_path):
     store.pin(ref(), True)
     store.adopt(CodecSet.one(DENSE))
     turn(store, ref(), HISTORY)
-    held = near._index._held
+    held = near.pins
     assert {key_in(x) for x in held} == {key_in(x) for x in everything(near)}
     store.pin(ref(), False)
-    assert near._index._pins == far._index._pins == {}
+    assert near.pins == far.pins == {}
     store.close()
 
 
 def test_a_blob_in_an_unknown_codec_is_a_miss_and_no_error(tiers):
-    """As if somebody had put it there under our mark."""
-    theirs = open_store([ram()], codecs=CodecSet.one(WornCodec("theirs.1", 3)))
+    """Somebody may have put it there under our tag."""
+    their_tier = ram()
+    theirs = open_store([their_tier], codecs=CodecSet.one(WornCodec("theirs.1", 3)))
     save(theirs, ref(), HISTORY)
-    foreign = {key_in(x): blob for x, blob in everything(theirs._stack._tiers[0]).items()}
+    foreign = {key_in(x): blob for x, blob in everything(their_tier).items()}
     theirs.close()
     store = open_store(tiers, codecs=CodecSet.one(FAST))
     save(store, ref(), HISTORY)

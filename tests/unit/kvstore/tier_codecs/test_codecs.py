@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from kvstore.chain import TAIL
-from kvstore.codec_set import CodecSet
+from kvstore.blobs.chain import TAIL
+from kvstore.blobs.codec_set import CodecSet
 from tests.blob_names import key_in
 from tests.codec_sessions import (
     BOTH,
@@ -151,7 +151,7 @@ def test_a_pinned_session_is_held_in_whatever_codec_it_is(tmp_path):
         save(store, ref(f"other {i}"), tokens(150, i + 1))
     assert codecs_in(near).count("dense.1") == 4
     store.pin(ref(), False)
-    assert near._index._pins == far._index._pins == {}
+    assert near.pins == far.pins == {}
     store.close()
 
 

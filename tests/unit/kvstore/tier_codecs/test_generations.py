@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.chain import CHUNK as CHUNK_KIND
+from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from tests.codec_sessions import (
     BOTH,
     DENSE,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvstore.tiers.lru import Admission, Entry, RecencyIndex
+from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 
 
 def filled(capacity: int, *keys: bytes) -> RecencyIndex:
@@ -11,46 +11,46 @@ def filled(capacity: int, *keys: bytes) -> RecencyIndex:
     return index
 
 
-def test_admit_says_what_comes_and_what_goes() -> None:
+def test_add_says_what_comes_and_what_goes() -> None:
     index = filled(30, b"a", b"b", b"c")
-    admission = index.admit({b"b": 10, b"d": 10})
-    assert admission.new == [b"d"]
-    assert [key for key, _ in admission.victims] == [b"a"]
+    update = index.add({b"b": 10, b"d": 10})
+    assert update.added == [b"d"]
+    assert [key for key, _ in update.evicted] == [b"a"]
     assert list(index) == [b"c", b"d", b"b"]
     assert index.nbytes == 30
 
 
-def test_a_blob_that_gets_evicted_by_its_own_chain_is_admitted_afresh() -> None:
+def test_a_blob_that_gets_evicted_by_its_own_chain_is_added_afresh() -> None:
     index = filled(30, b"z", b"a", b"b")
-    admission = index.admit({b"x": 25, b"z": 5})
-    assert admission.new == [b"x", b"z"]
-    assert [key for key, _ in admission.victims] == [b"z", b"a", b"b"]
+    update = index.add({b"x": 25, b"z": 5})
+    assert update.added == [b"x", b"z"]
+    assert [key for key, _ in update.evicted] == [b"z", b"a", b"b"]
     assert index.nbytes == 30
 
 
-def test_admit_evicts_nothing_for_what_cannot_fit() -> None:
+def test_add_evicts_nothing_for_what_cannot_fit() -> None:
     index = filled(30, b"a", b"b", b"c")
     index.pin([b"a", b"b"])
-    assert index.admit({b"d": 11}) == Admission([], [])
+    assert index.add({b"d": 11}) == IndexUpdate([], [])
     assert index.nbytes == 30
 
 
-def test_retract_restores_order_and_stamps() -> None:
+def test_undo_restores_order_and_stamps() -> None:
     index = filled(30, b"a", b"b", b"c")
     before = {key: index.entry(key) for key in index}
-    admission = index.admit({b"x": 15})
-    index.retract(admission)
+    update = index.add({b"x": 15})
+    index.undo(update)
     assert {key: index.entry(key) for key in index} == before
     assert list(index) == [b"a", b"b", b"c"]
     assert index.nbytes == 30
 
 
-def test_retract_puts_a_victim_that_was_pinned_meanwhile_among_the_pinned() -> None:
+def test_undo_puts_an_evicted_key_that_was_pinned_meanwhile_among_the_pinned() -> None:
     index = filled(20, b"a", b"b")
-    admission = index.admit({b"x": 15})
+    update = index.add({b"x": 15})
     index.pin([b"a"])
-    index.retract(admission)
-    assert [key for key, _ in index.admit({b"y": 10}).victims] == [b"b"]
+    index.undo(update)
+    assert [key for key, _ in index.add({b"y": 10}).evicted] == [b"b"]
     assert b"a" in index
 
 
@@ -67,8 +67,8 @@ def test_persisted_stamps_are_taken_over_and_continued() -> None:
     index.insert(b"a", 10, stamp=7)
     index.insert(b"b", 10, stamp=1000)
     index.insert(b"c", 10)
-    assert index.entry(b"a") == Entry(10, 7)
-    assert index.entry(b"c") == Entry(10, 1001)
+    assert index.entry(b"a") == RecencyEntry(10, 7)
+    assert index.entry(b"c") == RecencyEntry(10, 1001)
 
 
 def test_shrink_leaves_the_pinned_even_above_the_budget() -> None:

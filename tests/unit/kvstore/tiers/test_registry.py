@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import StoreConfig
-from kvstore.errors import TierUnavailable
-from kvstore.tiers.disk_budget import capacity_within
-from kvstore.tiers.registry import open_tiers
+from kvstore.errors import TierInUse, TierUnavailable
+from kvstore.tiers.disk.budget import capacity_within
+from kvstore.tiers.registry import open_tiers, open_usable_tiers
 
 LAZY_URL = "redis://127.0.0.1:1/0"  # nobody listens there, and nobody waits for an answer
 
@@ -53,3 +53,17 @@ def test_a_second_store_in_one_folder_is_refused(tmp_path: Path) -> None:
         tier.close()
     for tier in open_tiers(StoreConfig(), tmp_path):
         tier.close()
+
+
+def test_a_folder_that_another_engine_has_is_a_mistake_and_no_outage(tmp_path: Path) -> None:
+    first = open_usable_tiers(StoreConfig(), tmp_path)
+    with pytest.raises(TierInUse):
+        open_usable_tiers(StoreConfig(), tmp_path)
+    for tier in first:
+        tier.close()
+
+
+def test_without_a_usable_folder_the_other_tiers_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tiers = open_usable_tiers(StoreConfig(), tmp_path / "file" / "below")
+    assert [x.name for x in tiers] == ["ram"]

@@ -1,0 +1,78 @@
+"""The files of profiles: one for each model, in a folder of the data folder."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from kvstore.codecs.profile import UNFINISHED, Profile, load_profile
+from kvstore.errors import Corrupt, Mismatch
+
+logger = logging.getLogger(__name__)
+
+LOCK: Final = "writing.lock"
+
+
+def profile_path(data: Path, fingerprint: str) -> Path:
+    """The file of the model with this fingerprint."""
+    return data / "profiles" / f"{fingerprint}.tcpf"
+
+
+def make_folder(data: Path) -> None:
+    """Make the folder of profiles. Raises ``OSError`` if none can be written into it.
+
+    Called before minutes are spent on measuring.
+    """
+    folder = data / "profiles"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(folder):
+        pass
+
+
+def save(profile: Profile, data: Path) -> Path:
+    """Write the profile and return its file. Raises ``OSError``.
+
+    Presets that are only in an older profile of the model are kept from there: what was packed with
+    them must be readable.
+    """
+    path = profile_path(data, profile.fingerprint)
+    make_folder(data)
+    with _alone(path.parent):
+        for unfinished in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
+            unfinished.unlink(missing_ok=True)  # of writers that were killed
+        if path.exists():
+            profile = _with_older(profile, path)
+        profile.save(path)
+    return path
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lock the folder: of two calibrations that end together none must undo the other's result."""
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees the lock of the dead
+        yield
+
+
+def _with_older(profile: Profile, path: Path) -> Profile:
+    try:
+        older = load_profile(path)
+    except (Corrupt, Mismatch) as error:
+        logger.info("%s is replaced: %s", path, error)
+        return profile
+    ropes = profile.ropes or older.ropes
+    if older.layout != profile.layout or older.ropes not in ((), ropes):
+        return profile
+    fresh = {(row.preset, row.context) for row in profile.rows}
+    kept = [
+        row
+        for row in older.rows
+        if row.preset not in profile.learned and (row.preset, row.context) not in fresh
+    ]
+    learned = {**older.learned, **profile.learned}
+    return replace(profile, ropes=ropes, learned=learned, rows=(*kept, *profile.rows))

@@ -1,0 +1,5 @@
+"""Measures how far a model's answers drift when its past went through a codec.
+
+``cases.py`` -> ``prefixes.py`` (prefill) -> ``round_trip.py`` (pack and unpack) -> ``metrics.py``
+-> ``tally.py``; ``measure.py`` is the loop over all of them.
+"""

@@ -1,0 +1,35 @@
+"""Prefills prompts, each going on from the one before where both begin alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from engines.calibration.instrument import Instrument
+from kvstore.shapes import KVRun, slice_tokens
+
+LEAST_SHARED = 256  # tokens; to compute fewer again is as quick as to put them back
+
+
+class Prefixes:
+    """Keeps the KV of the last prompt, and of no other."""
+
+    def __init__(self, instrument: Instrument) -> None:
+        self._instrument = instrument
+        self._tokens: Sequence[int] = ()
+        self._run: KVRun = ()
+
+    def run(self, tokens: Sequence[int]) -> KVRun:
+        """The KV of ``tokens``, as ``Instrument.prefill`` returns it; must not be written to."""
+        shared = common_length(self._tokens, tokens)
+        if shared < len(tokens):
+            past = slice_tokens(self._run, 0, shared) if shared >= LEAST_SHARED else ()
+            self._run = self._instrument.prefill(tokens, past)
+            self._tokens = tuple(tokens)
+        return slice_tokens(self._run, 0, len(tokens))
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of equal tokens at the beginning of both."""
+    pairs = zip(a, b, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

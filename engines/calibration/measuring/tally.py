@@ -1,0 +1,86 @@
+"""The results of one preset at one context length, collected over its cases."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engines.calibration.measuring.metrics import Drift
+from kvstore.codecs.learning.bounds import gaussian_gap_db
+from kvstore.codecs.quality import Quality, TextQuality
+
+# JSON has no infinity and no NaN, and no bound admits this.
+WORST = 1e9
+
+
+@dataclass
+class Tally:
+    """Results of one preset at one context length: an entry per case, ``drifts`` by its name."""
+
+    preset: str
+    codec_id: str
+    context: int
+    bits: list[float] = field(default_factory=list)
+    cos_k: list[float] = field(default_factory=list)
+    cos_v: list[float] = field(default_factory=list)
+    error_k: list[float] = field(default_factory=list)
+    error_v: list[float] = field(default_factory=list)
+    residual: list[float] = field(default_factory=list)
+    above_bound: list[float] = field(default_factory=list)
+    drifts: dict[str, Drift] = field(default_factory=dict)
+    needles: list[bool] = field(default_factory=list)
+
+    def quality(self) -> Quality:
+        """The means over all cases.
+
+        Perplexity is that of all texts as one: the exponential of the mean loss.
+        """
+        drifts = list(self.drifts.values())
+        return Quality(
+            preset=self.preset,
+            codec_id=self.codec_id,
+            context=self.context,
+            bits_per_element=_mean([np.array(self.bits)], WORST),
+            perplexity_change_pct=_perplexity_change(drifts),
+            kl=_mean([x.kl for x in drifts], WORST),
+            top1=_mean([x.same_top for x in drifts], 0),
+            needle_found=sum(self.needles),
+            needle_total=len(self.needles),
+            cos_k=_mean([np.array(self.cos_k)], 0),
+            cos_v=_mean([np.array(self.cos_v)], 0),
+            error_k=_mean([np.array(self.error_k)], WORST),
+            error_v=_mean([np.array(self.error_v)], WORST),
+            gaussian_gap_db=self._gaussian_gap_db(),
+            residual_error=_mean([np.array(self.residual)], WORST) if self.residual else None,
+            above_bound_bits=_mean([np.array(self.above_bound)], WORST)
+            if self.above_bound
+            else None,
+            texts=tuple(_of_text(name, x) for name, x in self.drifts.items()),
+        )
+
+    def _gaussian_gap_db(self) -> float | None:
+        error = _mean([np.array([*self.error_k, *self.error_v])], WORST)
+        return gaussian_gap_db(_mean([np.array(self.bits)], WORST), error) if error else None
+
+
+def _of_text(name: str, drift: Drift) -> TextQuality:
+    return TextQuality(
+        text=name,
+        kl=_mean([drift.kl], WORST),
+        perplexity_change_pct=_perplexity_change([drift]),
+        top1=_mean([drift.same_top], 0),
+    )
+
+
+def _perplexity_change(drifts: list[Drift]) -> float:
+    loss = _mean([x.loss for x in drifts], WORST)
+    return 100 * math.expm1(loss) if loss < 100 else WORST
+
+
+def _mean(parts: list[np.ndarray], otherwise: float) -> float:
+    """The mean of all values; ``otherwise`` if there are none or not all are finite."""
+    values = np.concatenate(parts) if parts else np.empty(0)
+    mean = float(np.mean(values)) if values.size else math.nan
+    return mean if math.isfinite(mean) else otherwise

@@ -1,0 +1,130 @@
+"""Finds a model's rotary embedding (RoPE) by applying it and reading the result.
+
+Engines have half a dozen rotary classes each (plain, Llama 3, Yarn, proportional, ...), with names
+of their own for their parameters. All do the same: they multiply by a matrix for each position,
+which turns pairs of channels and may stretch all of them alike. So the identity matrix is turned
+and pairs and angles are read off the result. They are checked at other positions
+(``read_rope``), and in the end on real keys of the model (``check_turning``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from engines.calibration.instrument import Instrument
+from engines.calibration.measuring.metrics import widened
+from kvstore.codecs.rope import Rope
+
+# From a position to a matrix, fp32 (dim, dim), whose row i is the unit vector of channel i, turned.
+Turned = Callable[[int], np.ndarray]
+
+# Engines may keep sines in bf16: angles are read again and again, each time at twice the position.
+DOUBLINGS = 11
+TRIED_AT = (0, 7, 1000)
+TOLERANCE = 1.5e-2
+NOT_UNDERSTOOD = "this model turns its keys in a way that is not understood"
+
+NUM_EQUAL_TOKENS = 192
+# As a share of a key's length. With a wrong rotation keys are as far apart as they are long.
+LARGEST_DRIFT = 0.15
+
+
+def read_rope(turned: Turned) -> Rope | None:
+    """The rotary embedding behind ``turned``; None if it turns nothing.
+
+    Raises:
+        ValueError: it does something else than turning pairs of channels.
+    """
+    rope = _read(turned)
+    stretch = _stretch(turned(1))
+    for position in TRIED_AT:
+        found = turned(position)
+        expected = _matrix(rope, len(found), position) * stretch[:, None]
+        if not np.allclose(found, expected, atol=TOLERANCE):
+            raise ValueError(NOT_UNDERSTOOD)
+    return rope
+
+
+def check_turning(instrument: Instrument, ropes: Sequence[Rope | None]) -> None:
+    """Check ``ropes`` on a prompt that repeats one token.
+
+    Attention then takes the same from the past at every position, so the keys must all be equal
+    once they are turned back.
+
+    Raises:
+        ValueError: they are not equal.
+    """
+    token = (instrument.encode(" the") or [0])[-1]
+    run = instrument.prefill([token] * NUM_EQUAL_TOKENS)
+    for rope, (keys, _) in zip(ropes, run, strict=True):
+        plain = _turned_back(widened(keys, instrument.layout), rope)
+        middle = plain.mean(1, keepdims=True)
+        drift = np.linalg.norm(plain - middle, axis=-1)
+        if (drift > LARGEST_DRIFT * np.linalg.norm(middle, axis=-1)).any():
+            raise ValueError(NOT_UNDERSTOOD)
+
+
+def _read(turned: Turned) -> Rope | None:
+    first = turned(1)
+    dim = len(first)
+    partners = np.abs(np.where(np.eye(dim, dtype=bool), 0, first)).argmax(1).tolist()
+    pairs = {i: x for i, x in enumerate(partners) if x > i and abs(first[i, x]) > 0}
+    if not pairs:
+        return None
+    angles = _angles(turned, pairs)
+    interleaved = all(partner == i + 1 for i, partner in pairs.items()) and dim > 2
+    step = 1 if interleaved else max(partner - i for i, partner in pairs.items())
+    count = max(pairs) // 2 + 1 if interleaved else step
+    firsts = range(0, 2 * count, 2) if interleaved else range(count)
+    return Rope(tuple(angles.get(i, 0.0) for i in firsts), interleaved)
+
+
+def _angles(turned: Turned, pairs: dict[int, int]) -> dict[int, float]:
+    """Radians per token, for the first channel of each pair."""
+    firsts, seconds = np.array([*pairs]), np.array([*pairs.values()])
+    found = np.zeros(len(pairs))
+    for doubling in range(DOUBLINGS):
+        position = 1 << doubling
+        matrix = turned(position).astype(np.float64)
+        seen = np.arctan2(matrix[firsts, seconds], matrix[firsts, firsts])
+        turns = np.round((found * position - seen) / (2 * np.pi)) if doubling else 0.0
+        found = (seen + 2 * np.pi * turns) / position
+    return dict(zip(pairs, found.tolist(), strict=True))
+
+
+def _stretch(matrix: np.ndarray) -> np.ndarray:
+    """The factor by which each channel is stretched (by Yarn: all turned ones), (dim,)."""
+    lengths: np.ndarray = np.linalg.norm(matrix, axis=1)
+    return lengths
+
+
+def _matrix(rope: Rope | None, dim: int, position: int) -> np.ndarray:
+    matrix = np.eye(dim, dtype=np.float64)
+    if rope is None:
+        return matrix
+    half = len(rope.frequencies)
+    for i, frequency in enumerate(rope.frequencies):
+        a, b = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + half)
+        cos, sin = np.cos(frequency * position), np.sin(frequency * position)
+        matrix[a, a], matrix[a, b], matrix[b, a], matrix[b, b] = cos, sin, -sin, cos
+    return matrix
+
+
+def _turned_back(keys: np.ndarray, rope: Rope | None) -> np.ndarray:
+    """Keys without their rotation, which began at position 0.
+
+    ``keys`` and the result: fp32 (num_kv_heads, num_tokens, head_dim).
+    """
+    if rope is None:
+        return keys
+    half = len(rope.frequencies)
+    pairs = np.arange(2 * half).reshape((half, 2) if rope.interleaved else (2, half))
+    firsts, seconds = pairs.T if rope.interleaved else pairs
+    angles = np.outer(np.arange(keys.shape[1]), rope.frequencies)
+    cos, sin = np.cos(angles), np.sin(angles)
+    plain = keys.copy()
+    plain[..., firsts] = keys[..., firsts] * cos + keys[..., seconds] * sin
+    plain[..., seconds] = keys[..., seconds] * cos - keys[..., firsts] * sin
+    return plain

@@ -1,0 +1,97 @@
+"""An engine that is a child process of the gateway: a client and a supervisor in one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import ClassVar
+
+import msgspec
+
+from engines.client.child.restarts import RestartRules
+from engines.client.child.supervisor import Supervisor
+from engines.client.engine_client import EngineClient
+from engines.config import WorkerConfig
+
+SAVE_GRACE_S = 30.0  # after the drain: how long the worker may write its cold copies
+LOOK_EVERY_S = 1.0
+
+
+class ChildEngine(EngineClient):
+    """Runs ``python -m <module>`` and speaks to it over the two sockets of its runtime folder."""
+
+    module: ClassVar[str]
+
+    def __init__(
+        self,
+        worker: WorkerConfig,
+        env: Mapping[str, str] | None = None,
+        *,
+        rules: RestartRules | None = None,
+    ) -> None:
+        """``env`` is added to the child's environment (a BLAS to preload, for example)."""
+        super().__init__(worker, env)
+        self._start_timeout_s = worker.engine.start_timeout_s
+        self._supervisor = Supervisor(
+            [self.interpreter(worker), "-m", self.module],
+            msgspec.json.encode(worker) + b"\n",
+            env or {},
+            name=self.module.rpartition(".")[2].removesuffix("_worker"),
+            rules=rules,
+        )
+        self._watching: asyncio.Task[None] | None = None
+
+    def interpreter(self, worker: WorkerConfig) -> str:
+        """Return the Python of the environment that the engine lives in."""
+        return sys.executable
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None while there is no child."""
+        return self._supervisor.pid
+
+    @property
+    def trouble(self) -> str:
+        if self._stopping or self.ready:
+            return super().trouble
+        return self._supervisor.trouble or super().trouble
+
+    @property
+    def gave_up(self) -> bool:
+        return self._supervisor.gave_up
+
+    async def start(self) -> None:
+        await super().start()
+        await self._supervisor.start()
+        self._watching = asyncio.create_task(self._watch(), name="engine-watch")
+
+    async def stop(self, drain_s: float) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
+            self._watching = None
+        await super().stop(drain_s)
+        await self._supervisor.stop(SAVE_GRACE_S)
+
+    def restart(self, why: str) -> None:
+        self._supervisor.kill(why)
+
+    async def _watch(self) -> None:
+        """End a process that runs but does not answer; the supervisor starts another."""
+        loop = asyncio.get_running_loop()
+        absent_since, pid, was_ready = loop.time(), self.pid, False
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            now = loop.time()
+            if self.pid != pid:
+                absent_since, pid, was_ready = now, self.pid, False
+            if self.ready:
+                absent_since, was_ready = now, True
+                self._supervisor.has_served()
+            limit_s = self._stall_timeout_s if was_ready else self._start_timeout_s
+            if now - absent_since > limit_s:
+                self._supervisor.kill(f"no answer for {limit_s:.0f} s")
+                absent_since = now

@@ -1,0 +1,219 @@
+"""A child process that is started, watched and started again when it ends.
+
+The child gets its settings as one line on standard input. The pipe stays open: its end is how the
+child learns that this process is gone, however it went, so a child never outlives the gateway. It
+runs in a process group of its own, so a Ctrl-C in the terminal reaches the gateway only, which
+then ends the child in good order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from engines.client.child.restarts import RestartPolicy, RestartRules
+from engines.config import WRONG_SETTINGS
+from engines.log_lines import read_line
+
+log = logging.getLogger("thermocline.engines")
+
+TERM_GRACE_S = 5.0
+MAX_LOG_LINE = 4096
+_CONTROL_CHARACTERS = {code: "?" for code in [*range(32), *range(0x7F, 0xA0)] if code != 9}
+
+
+class Supervisor:
+    """Keeps one child process running; see above. Runs on the event loop."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        first_line: bytes,
+        env: Mapping[str, str],
+        *,
+        name: str,
+        rules: RestartRules | None = None,
+        term_grace_s: float = TERM_GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make a supervisor; nothing runs before ``start``.
+
+        Args:
+            first_line: written to the child's standard input; the pipe stays open.
+            env: added to this process's environment.
+            name: the logger of the child's lines is called ``thermocline.engine.<name>``.
+        """
+        self._term_grace_s = term_grace_s
+        self._argv = list(argv)
+        self._first_line = first_line
+        self._env = {**os.environ, **env}
+        self._log = logging.getLogger(f"thermocline.engine.{name}")
+        self._policy = RestartPolicy(rules)
+        self._clock = clock
+        self._process: Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.num_starts = 0
+        self._last_end = ""
+        self._has_served = False
+        self._gave_up = False
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None while there is no child."""
+        return self._process.pid if self._process else None
+
+    @property
+    def gave_up(self) -> bool:
+        """True if the child cannot serve with its settings, and is not started again."""
+        return self._gave_up
+
+    def has_served(self) -> None:
+        """Note that the settings were right once: whatever ends the child now may pass."""
+        self._has_served = True
+
+    @property
+    def trouble(self) -> str:
+        """The way the child ended, as a sentence, while there is none; "" while it runs well."""
+        if self._policy.crash_looping:
+            return (
+                f"the engine keeps failing: {self._policy.num_short_lives} short lives in a row,"
+                f" the last {self._last_end}; see its log lines"
+            )
+        return "" if self._process else self._last_end and f"the engine {self._last_end}"
+
+    async def start(self) -> None:
+        """Start the child; returns at once."""
+        self._keeping = asyncio.create_task(self._keep_running(), name="engine-supervisor")
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the child's input and let it save; SIGTERM after ``grace_s``, then SIGKILL."""
+        self._stopping = True
+        process = self._process
+        if process is not None:
+            await _end(process, grace_s, self._term_grace_s)
+        if self._keeping is not None:
+            self._keeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeping
+            self._keeping = None
+
+    def kill(self, why: str) -> None:
+        """End a child that hangs; it is started again like one that crashed."""
+        if self._process is not None:
+            log.error("killing the engine (pid %d): %s", self._process.pid, why)
+            _kill_group(self._process)
+
+    async def _keep_running(self) -> None:
+        while True:
+            self._policy.started(self._clock())
+            code = await self._run_once()
+            self._gave_up = code == WRONG_SETTINGS and not self._has_served
+            if self._stopping or self._gave_up:
+                return
+            delay_s = self._policy.ended(self._clock())
+            log.error("the engine %s; starting it again in %.1f s", self._last_end, delay_s)
+            await asyncio.sleep(delay_s)
+
+    async def _run_once(self) -> int | None:
+        """Run the child once. Returns its exit code; None if it could not be started."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                env=self._env,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._last_end = f"could not be started: {error}"
+            return None
+        self._process = process
+        self.num_starts += 1
+        log.info("engine started, pid %d", process.pid)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._tell(process))
+                group.create_task(self._relay_log(process.stdout))
+                group.create_task(self._relay_log(process.stderr))
+                code = await process.wait()
+                _kill_group(process)  # what it left behind may hold the log pipes open
+        finally:
+            if process.returncode is None:  # we are cancelled
+                _kill_group(process)
+            self._process = None
+        self._last_end = _describe(code)
+        return code
+
+    async def _tell(self, process: Process) -> None:
+        assert process.stdin is not None
+        with suppress(ConnectionError):  # it ended before it listened; wait() says how
+            process.stdin.write(self._first_line)
+            await process.stdin.drain()
+
+    async def _relay_log(self, stream: asyncio.StreamReader | None) -> None:
+        """Log every line of the child, at the level that it states.
+
+        Long lines are cut, control characters are replaced.
+        """
+        assert stream is not None
+        rest = b""
+        while received := await stream.read(1 << 16):
+            *lines, rest = (rest + received).split(b"\n")
+            if len(rest) > MAX_LOG_LINE:
+                lines.append(rest)
+                rest = b""
+            for line in lines:
+                self._log_line(line)
+        self._log_line(rest)
+
+    def _log_line(self, line: bytes) -> None:
+        text = line[:MAX_LOG_LINE].decode("utf-8", "replace").rstrip()
+        if text:
+            level, words = read_line(text)
+            self._log.log(level, "%s", words.translate(_CONTROL_CHARACTERS))
+
+
+async def _end(process: Process, grace_s: float, term_grace_s: float) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    if await _ended(process, grace_s):
+        return
+    log.warning("the engine still runs %.0f s after its input was closed; SIGTERM", grace_s)
+    with suppress(ProcessLookupError):
+        process.terminate()
+    if await _ended(process, term_grace_s):
+        return
+    log.error("the engine ignores SIGTERM; SIGKILL")
+    _kill_group(process)
+    await process.wait()
+
+
+async def _ended(process: Process, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _kill_group(process: Process) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

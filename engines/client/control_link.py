@@ -1,0 +1,228 @@
+"""The gateway's end of the control connection to one engine.
+
+``ControlLink.run`` keeps one connection open for as long as it runs: it connects, says hello, waits
+for the welcome, hands out replies and notices, and starts again when the engine went away. Every
+``HEARTBEAT_S`` the engine is asked for a sign of life; a link that stays silent for ``SILENCE_S``
+is given up, so a frozen engine is noticed although its sockets are still open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from engines.base import EngineRefused, EngineUnavailable
+from engines.wire import (
+    WIRE_VERSION,
+    Adopted,
+    CodecReport,
+    ControlRequest,
+    FromEngine,
+    GetStats,
+    Hello,
+    Notice,
+    Refused,
+    Stats,
+    Verb,
+    VerbAnswer,
+    Welcome,
+    WireError,
+    frame,
+    read_from_engine,
+)
+
+log = logging.getLogger("thermocline.engines")
+
+HEARTBEAT_S = 5.0
+SILENCE_S = 30.0
+POLL_S = 0.1  # while nobody listens yet
+RETRY_FIRST_S = 0.05  # after a link that ended
+RETRY_CAP_S = 5.0
+STABLE_AFTER_S = 10.0  # a link that lived this long was fine
+MAX_NOTICES = 4096
+
+_LINK_ENDED = (OSError, EOFError, TimeoutError, WireError)
+
+
+class ControlLink:
+    """Numbered requests, each with a deadline, over a connection that comes back by itself."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        welcome_timeout_s: float,
+        silence_s: float = SILENCE_S,
+        why_absent: str = "the engine is starting",
+        on_lost: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """Make a link; nothing happens before ``run``.
+
+        Args:
+            address: ``unix:/path`` or ``tcp://host:port``.
+            why_absent: the trouble to report while nobody listens there.
+            on_lost: called with a sentence whenever the connection ends.
+        """
+        self._address = address
+        self._hello = Hello(token=token)
+        self._welcome_timeout_s = welcome_timeout_s
+        self._silence_s = silence_s
+        self._on_lost = on_lost
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[VerbAnswer]] = {}
+        self._notices: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
+        self._writer: asyncio.StreamWriter | None = None
+        self.welcome: Welcome | None = None
+        self.codec: CodecReport | None = None  # of the welcome, or heard since
+        self._why_absent = why_absent
+        self.trouble = why_absent
+
+    async def run(self) -> None:
+        """Keep the connection open until cancelled."""
+        loop = asyncio.get_running_loop()
+        retry_s = RETRY_FIRST_S
+        while True:
+            began = loop.time()
+            try:
+                await self._serve_connection()
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._lost(self._why_absent)
+                await asyncio.sleep(POLL_S)
+                continue
+            except (*_LINK_ENDED, EngineRefused) as error:
+                log.warning("lost the engine at %s: %s", self._address, _words(error))
+                self._lost(_words(error))
+            if loop.time() - began >= STABLE_AFTER_S:
+                retry_s = RETRY_FIRST_S
+            await asyncio.sleep(retry_s)
+            retry_s = min(RETRY_CAP_S, retry_s * 2)
+
+    async def ask(self, verb: Verb, deadline_s: float) -> VerbAnswer:
+        """Send one verb and wait for its answer.
+
+        Raises:
+            EngineUnavailable: no link, or no answer in time.
+            EngineRefused: the engine understood and said no.
+        """
+        if self._writer is None:
+            raise EngineUnavailable(self.trouble)
+        number = next(self._numbers)
+        answer: asyncio.Future[VerbAnswer] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        try:
+            async with asyncio.timeout(deadline_s):
+                self._writer.write(frame(ControlRequest(number, verb)))
+                reply = await answer
+        except (TimeoutError, OSError) as error:
+            raise EngineUnavailable(
+                f"the engine gave no answer to {type(verb).__name__} within {deadline_s:g} s"
+            ) from error
+        finally:
+            self._pending.pop(number, None)
+        if isinstance(reply, Refused):
+            raise EngineRefused(reply.message, reply.code)
+        return reply
+
+    async def notices(self) -> AsyncIterator[Notice | None]:
+        """Yield notices, for one reader.
+
+        None = (re)connected, or notices were lost: ask for all sessions.
+        """
+        while True:
+            yield await self._notices.get()
+
+    async def _serve_connection(self) -> None:
+        reader, writer = await _connect(self._address)
+        heartbeat: asyncio.Task[None] | None = None
+        try:
+            welcome = await self._greet(reader, writer)
+            self._writer, self.welcome, self.trouble = writer, welcome, ""
+            self.codec = welcome.codec
+            log.info("engine %s serves %s", welcome.engine, welcome.model)
+            self._publish(None)
+            heartbeat = asyncio.create_task(self._beat(writer), name="engine-heartbeat")
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    message = await read_from_engine(reader)
+                self._deliver(message)
+        finally:
+            if heartbeat is not None:
+                heartbeat.cancel()
+            writer.close()
+            self._writer = None
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Welcome:
+        writer.write(frame(ControlRequest(0, self._hello)))
+        async with asyncio.timeout(self._welcome_timeout_s):
+            message = await read_from_engine(reader)
+        answer = None if isinstance(message, Notice) else message.answer
+        if isinstance(answer, Refused):
+            raise EngineRefused(f"the engine refused the control connection: {answer.message}")
+        if not isinstance(answer, Welcome):
+            raise WireError("the engine's first message is not a welcome")
+        if answer.version != WIRE_VERSION:
+            raise EngineRefused(
+                f"the engine speaks control version {answer.version}, this gateway {WIRE_VERSION};"
+                " run the same release on both sides"
+            )
+        return answer
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        """Ask for figures, so that the engine says something; this reply is dropped."""
+        with suppress(OSError):  # the reader sees the end as well, and reports it
+            while True:
+                await asyncio.sleep(min(HEARTBEAT_S, self._silence_s / 3))
+                writer.write(frame(ControlRequest(next(self._numbers), GetStats())))
+
+    def _deliver(self, message: FromEngine) -> None:
+        if isinstance(message, Notice):
+            self._publish(message)
+            return
+        self._take_codec(message.answer)
+        waiting = self._pending.get(message.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message.answer)
+
+    def _take_codec(self, answer: VerbAnswer) -> None:
+        """Note the codec: any gateway may have had it changed."""
+        if isinstance(answer, Adopted):
+            self.codec = answer.codec
+        elif isinstance(answer, Stats) and answer.report.codec is not None:
+            self.codec = answer.report.codec
+
+    def _publish(self, notice: Notice | None) -> None:
+        """Hand a notice to the reader; one that fell behind is told to ask for all sessions."""
+        if self._notices.full():
+            while not self._notices.empty():
+                self._notices.get_nowait()
+            notice = None
+        self._notices.put_nowait(notice)
+
+    def _lost(self, why: str) -> None:
+        self.trouble = why
+        self.welcome = self.codec = None
+        for waiting in self._pending.values():
+            if not waiting.done():
+                waiting.set_exception(EngineUnavailable(why))
+        self._on_lost(why)
+
+
+async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix":
+        return await asyncio.open_unix_connection(rest)
+    host, _, port = rest.removeprefix("//").rpartition(":")
+    return await asyncio.open_connection(host.strip("[]"), int(port))
+
+
+def _words(error: BaseException) -> str:
+    """Say for people why a link ended."""
+    if isinstance(error, TimeoutError):
+        return "the engine does not answer"
+    if isinstance(error, EOFError):  # asyncio.IncompleteReadError is one
+        return "the engine closed the connection"
+    return str(error) or type(error).__name__

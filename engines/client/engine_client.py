@@ -1,0 +1,226 @@
+"""An engine in another process, as the gateway uses it: HTTP for data, the wire for control.
+
+``EngineClient`` talks to the two addresses of a running engine. It is complete by itself for an
+engine that somebody else started; ``engines.client.child.child_engine`` adds the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+
+from engines.base import Demoted, EngineError, EngineStalled, EngineUnavailable
+from engines.client.address import HttpAddress
+from engines.client.control_link import SILENCE_S, ControlLink
+from engines.client.http_exchange import HttpExchange
+from engines.config import WorkerConfig
+from engines.headers import session_headers
+from engines.vllm_fields import with_session
+from engines.wire import (
+    Adopt,
+    Adopted,
+    CodecReport,
+    Demote,
+    Done,
+    EngineReport,
+    Forget,
+    GetStats,
+    ListSessions,
+    Notice,
+    Pin,
+    Prefetch,
+    SessionRef,
+    SessionReport,
+    Sessions,
+    Stats,
+    TierName,
+    Unpin,
+    Verb,
+    Welcome,
+)
+
+ANSWER_S = 15.0  # verbs that only look
+MOVE_S = 90.0  # verbs that move KV
+
+
+class EngineClient:
+    """A running engine by its two addresses. See ``engines.base.Engine``."""
+
+    def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
+        """``env`` is unused here: it is for engines that are started by us."""
+        url, control = worker.engine.url, worker.engine.control
+        self._address = HttpAddress(f"{worker.runtime_dir}/http.sock", url)
+        self._bearer = {"authorization": f"Bearer {worker.token}"}
+        self._stall_timeout_s = worker.engine.stall_timeout_s
+        self._link = ControlLink(
+            control or f"unix:{worker.runtime_dir}/control.sock",
+            worker.token,
+            welcome_timeout_s=worker.engine.start_timeout_s,
+            silence_s=min(SILENCE_S, self._stall_timeout_s),
+            why_absent=self.why_absent(control),
+            on_lost=self._link_lost,
+        )
+        self._running_link: asyncio.Task[None] | None = None
+        self._exchanges: set[HttpExchange] = set()
+        self._stopping = False
+
+    @staticmethod
+    def why_absent(control: str) -> str:
+        """Say what it means that nobody listens at the control address."""
+        return "the engine is starting"
+
+    # ---- life
+
+    @property
+    def welcome(self) -> Welcome | None:
+        return None if self._stopping else self._link.welcome
+
+    @property
+    def codec(self) -> CodecReport | None:
+        return None if self._stopping else self._link.codec
+
+    @property
+    def ready(self) -> bool:
+        return self.welcome is not None
+
+    @property
+    def trouble(self) -> str:
+        return "the gateway is shutting down" if self._stopping else self._link.trouble
+
+    @property
+    def gave_up(self) -> bool:
+        return False
+
+    async def start(self) -> None:
+        self._running_link = asyncio.create_task(self._link.run(), name="engine-control")
+
+    def restart(self, why: str) -> None:
+        pass
+
+    async def stop(self, drain_s: float) -> None:
+        self._stopping = True
+        await self._drain(drain_s)
+        for exchange in list(self._exchanges):
+            exchange.fail(EngineUnavailable("the gateway is shutting down"))
+        if self._running_link is not None:
+            self._running_link.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._running_link
+            self._running_link = None
+
+    async def _drain(self, drain_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + drain_s
+        while self._exchanges and loop.time() < end:
+            await asyncio.sleep(0.05)
+
+    # ---- data
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[HttpExchange]:
+        if not self.ready:
+            raise EngineUnavailable(self.trouble)
+        exchange = HttpExchange(self._stall_timeout_s)
+        self._exchanges.add(exchange)
+        try:
+            await exchange.begin(self._address, path, {**headers, **self._bearer}, body)
+            yield exchange
+        finally:
+            exchange.close()
+            self._exchanges.discard(exchange)
+
+    def session_headers(self, session: SessionRef) -> dict[str, str]:
+        return session_headers(session)
+
+    def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
+        return body
+
+    def _link_lost(self, why: str) -> None:
+        """Fail the exchanges that wait for a whole response; streams notice a dead engine alone."""
+        for exchange in list(self._exchanges):
+            if not exchange.is_stream:
+                exchange.fail(EngineStalled(why))
+
+    # ---- control
+
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
+        done = await self._done(Demote(session, tier), MOVE_S)
+        return Demoted(done.report, done.kept)
+
+    async def prefetch(self, session: SessionRef) -> SessionReport | None:
+        return (await self._done(Prefetch(session), MOVE_S)).report
+
+    async def pin(self, session: SessionRef, pinned: bool) -> SessionReport | None:
+        return (await self._done(Pin(session) if pinned else Unpin(session), ANSWER_S)).report
+
+    async def forget(self, session: SessionRef) -> SessionReport | None:
+        return (await self._done(Forget(session), MOVE_S)).report
+
+    async def sessions(self) -> list[SessionReport]:
+        page = await self._page(None)
+        reports = page.sessions
+        while page.more and page.sessions:
+            last = page.sessions[-1]
+            page = await self._page((last.tenant, last.id))
+            reports += page.sessions
+        return reports
+
+    async def _page(self, after: tuple[str, str] | None) -> Sessions:
+        verb = ListSessions(after)
+        answer = await self._link.ask(verb, ANSWER_S)
+        if not isinstance(answer, Sessions):
+            raise _odd_answer(verb, answer)
+        return answer
+
+    async def stats(self) -> EngineReport:
+        answer = await self._link.ask(GetStats(), ANSWER_S)
+        if not isinstance(answer, Stats):
+            raise _odd_answer(GetStats(), answer)
+        return answer.report
+
+    async def adopt(self) -> CodecReport:
+        answer = await self._link.ask(Adopt(), MOVE_S)
+        if not isinstance(answer, Adopted):
+            raise _odd_answer(Adopt(), answer)
+        return answer.codec
+
+    def notices(self) -> AsyncIterator[Notice | None]:
+        return self._link.notices()
+
+    async def _done(self, verb: Verb, deadline_s: float) -> Done:
+        answer = await self._link.ask(verb, deadline_s)
+        if not isinstance(answer, Done):
+            raise _odd_answer(verb, answer)
+        return answer
+
+
+class AttachedEngine(EngineClient):
+    """An engine that was started elsewhere; it is left running when the gateway ends."""
+
+    def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
+        if not worker.engine.url or not worker.engine.control:
+            raise EngineError(
+                "attaching needs both addresses of the engine: engine.url (http://host:port)"
+                " and engine.control (unix:/path or tcp://host:port); a vLLM without our plug-in"
+                " has no control address: docs/hardware.md says how to start one that has"
+            )
+        super().__init__(worker, env)
+
+    @staticmethod
+    def why_absent(control: str) -> str:
+        return (
+            f"nobody listens at {control}: the engine has not been started there, or without our"
+            " plug-in (docs/hardware.md says how)"
+        )
+
+    def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
+        """Set vLLM's own fields for whose turn it is, if the engine is a vLLM."""
+        is_vllm = self.welcome is not None and self.welcome.engine == "vllm"
+        return with_session(body, session) if is_vllm else body
+
+
+def _odd_answer(verb: Verb, answer: object) -> EngineError:
+    return EngineError(f"the engine answered {type(verb).__name__} with {type(answer).__name__}")

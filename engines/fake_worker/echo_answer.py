@@ -1,0 +1,113 @@
+"""The fake engine's answers: an echo of the question, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from engines.fake_worker.script import Script
+from engines.openai.requests import ChatRequest, CompletionRequest
+
+CREATED = 1_700_000_000  # answers are the same every time
+DONE = b"data: [DONE]\n\n"
+
+
+class EchoAnswer:
+    """One answer, as a stream or whole; it repeats the question."""
+
+    def __init__(
+        self, request: ChatRequest | CompletionRequest, script: Script, model: str
+    ) -> None:
+        self._request = request
+        self._model = model
+        self.prompt = prompt_words(request)
+        self._chat = isinstance(request, ChatRequest)
+        wanted = script.chunks if script.chunks is not None else len(self._echo())
+        limit = request.answer_tokens if isinstance(request, ChatRequest) else request.max_tokens
+        self._num_chunks = wanted if limit is None else min(wanted, limit)
+        self._finish = "stop" if self._num_chunks == wanted else "length"
+
+    def answer_words(self) -> list[str]:
+        """List the answer's words, each with the blank before it."""
+        echo = self._echo()
+        words = [echo[i % len(echo)] for i in range(self._num_chunks)]
+        return [word if i == 0 else f" {word}" for i, word in enumerate(words)]
+
+    def all_words(self) -> list[str]:
+        """List the words of prompt and answer: the tokens that the session holds afterwards."""
+        return [*self.prompt, "assistant:", *(x.strip() for x in self.answer_words())]
+
+    def events(self, cached: int) -> Iterator[bytes]:
+        """Yield the SSE events: one per word and choice, then finish, usage and [DONE]."""
+        for index in range(self._request.num_choices):
+            for i, word in enumerate(self.answer_words()):
+                yield _sse(self._chunk([self._delta(index, word, first=i == 0)]))
+            yield _sse(self._chunk([self._delta(index, None, first=False)]))
+        if self._request.include_usage:
+            yield _sse({**self._chunk([]), "usage": self._usage(cached)})
+        yield DONE
+
+    def whole(self, cached: int) -> dict[str, Any]:
+        """Make the answer's JSON; ``cached`` tokens of the prompt were reused."""
+        choices = [self._choice(i) for i in range(self._request.num_choices)]
+        return {**self._envelope(""), "choices": choices, "usage": self._usage(cached)}
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        text = "".join(self.answer_words())
+        said: dict[str, Any] = {"text": text}
+        if self._chat:
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"index": index, **said, "logprobs": None, "finish_reason": self._finish}
+
+    def _delta(self, index: int, word: str | None, first: bool) -> dict[str, Any]:
+        said: dict[str, Any] = {"text": word or ""}
+        if self._chat:
+            delta = {} if word is None else {"content": word}
+            said = {"delta": {"role": "assistant", **delta} if first else delta}
+        finish = self._finish if word is None else None
+        return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._envelope(".chunk"), "choices": choices}
+        return {**chunk, "usage": None} if self._request.include_usage else chunk
+
+    def _envelope(self, suffix: str) -> dict[str, Any]:
+        kind = f"chat.completion{suffix}" if self._chat else "text_completion"
+        return {"id": "fake-1", "object": kind, "created": CREATED, "model": self._model}
+
+    def _usage(self, cached: int) -> dict[str, Any]:
+        answered = self._num_chunks * self._request.num_choices
+        return {
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": answered,
+            "total_tokens": len(self.prompt) + answered,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _echo(self) -> list[str]:
+        if isinstance(self._request, ChatRequest):
+            asked = self._request.messages[-1].text
+        else:
+            asked = " ".join(self.prompt)
+        return ["You", "said:", *asked.split()]
+
+
+def prompt_words(request: ChatRequest | CompletionRequest) -> list[str]:
+    """Split a prompt into the fake engine's tokens."""
+    if isinstance(request, ChatRequest):
+        return [
+            word
+            for message in request.messages
+            for word in (f"{message.role}:", *message.text.split())
+        ]
+    return [word for prompt in request.prompts for word in _split(prompt)] or [""]
+
+
+def _split(prompt: str | Sequence[int]) -> list[str]:
+    return prompt.split() if isinstance(prompt, str) else [str(x) for x in prompt]
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"

@@ -1,0 +1,200 @@
+"""The fake engine's sessions: which are hot or cold, and what a prompt reuses of them.
+
+A token is a word. A session's KV is its list of words, at a made-up number of bytes each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
+from engines.wire import (
+    CodecReport,
+    Done,
+    EngineReport,
+    Notice,
+    SessionRef,
+    SessionReport,
+    TierName,
+    TierReport,
+)
+
+HOT_BYTES_PER_TOKEN = 1000
+COLD_BYTES_PER_TOKEN = 200
+CODEC = CodecReport(name="words", id="words.1", why="words are kept as they are")
+
+Key = tuple[str, str]
+
+
+@dataclass
+class FakeSession:
+    """A session as a list of words; empty once it is forgotten."""
+
+    ref: SessionRef
+    words: list[str] = field(default_factory=list)
+    hot: bool = False
+    tier: TierName | None = None
+    pinned: bool = False
+    num_turns: int = 0
+    last_used: float = 0.0
+
+    @property
+    def hot_bytes(self) -> int:
+        return len(self.words) * HOT_BYTES_PER_TOKEN if self.hot else 0
+
+    @property
+    def cold_bytes(self) -> int:
+        return len(self.words) * COLD_BYTES_PER_TOKEN if self.tier else 0
+
+
+class FakeSessions:
+    """All sessions of the fake engine; also its ``SessionVerbs``. Runs on the event loop."""
+
+    def __init__(
+        self, hot_capacity_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.codec = CODEC
+        self._capacity_bytes = hot_capacity_bytes
+        self._notify: Callable[[Notice], None] = lambda notice: None
+        self._clock = clock
+        self._sessions: dict[Key, FakeSession] = {}
+        self._counters = {"turns": 0, "saves": 0, "restores": 0, "misses": 0, "evictions": 0}
+
+    def listen(self, notify: Callable[[Notice], None]) -> None:
+        """Have ``notify`` called with every change."""
+        self._notify = notify
+
+    # ---- turns
+
+    def begin(self, ref: SessionRef, prompt: Sequence[str]) -> CacheOutcome:
+        """Start a turn, and tell what it reuses of the session."""
+        session = self._sessions.setdefault(_key(ref), FakeSession(ref))
+        session.num_turns += 1
+        session.last_used = self._clock()
+        self._counters["turns"] += 1
+        cached = min(_common(session.words, prompt), len(prompt) - 1)
+        reason = "diverged" if session.words else "never-stored"
+        if cached <= 0:
+            self._counters["misses"] += 1
+            return CacheOutcome("miss", 0, reason)
+        source: CacheSource = "hot"
+        if session.tier and not session.hot:
+            source = COLD_SOURCES[session.tier]
+        self._counters["restores"] += not session.hot
+        whole = cached >= min(len(session.words), len(prompt) - 1)
+        session.hot = True
+        return CacheOutcome(source, cached, None if whole else reason)
+
+    def end(self, ref: SessionRef, words: list[str]) -> None:
+        """End a turn; ``words`` are those of prompt and answer that were computed."""
+        session = self._sessions.get(_key(ref))
+        if session is None:  # forgotten meanwhile
+            return
+        session.num_turns -= 1
+        session.words, session.hot, session.tier = words, True, "ram"
+        session.last_used = self._clock()
+        self._counters["saves"] += 1
+        self._notify(Notice("turn", self._report(session)))
+        self._notify(Notice("saved", self._report(session)))
+        self._evict()
+
+    def _evict(self) -> None:
+        idle = [x for x in self._sessions.values() if x.hot and not x.num_turns]
+        idle.sort(key=lambda x: x.last_used)
+        while idle and self._hot_bytes() > self._capacity_bytes:
+            session = idle.pop(0)
+            session.hot = False
+            self._counters["evictions"] += 1
+            self._notify(Notice("dropped", self._report(session)))
+
+    # ---- verbs: see ``engines.host.control_server.SessionVerbs``
+
+    async def demote(self, ref: SessionRef, tier: TierName | None) -> Done:
+        session = self._sessions.get(_key(ref))
+        if session is None:
+            return Done(None)
+        if session.num_turns:
+            return Done(self._report(session), kept="busy")
+        session.hot = False
+        session.tier = tier or session.tier
+        return Done(self._report(session))
+
+    async def prefetch(self, ref: SessionRef) -> Done:
+        session = self._sessions.get(_key(ref))
+        if session is None:
+            return Done(None)
+        self._counters["restores"] += not session.hot
+        session.hot = True
+        return Done(self._report(session))
+
+    async def pin(self, ref: SessionRef, pinned: bool) -> Done:
+        session = self._sessions.get(_key(ref))
+        if session is None:
+            return Done(None)
+        session.pinned = pinned
+        return Done(self._report(session))
+
+    async def forget(self, ref: SessionRef) -> Done:
+        session = self._sessions.get(_key(ref))
+        if session is None:
+            return Done(None)
+        session.hot, session.tier, session.words = False, None, []
+        if not session.num_turns:
+            del self._sessions[_key(ref)]
+        return Done(self._report(session))
+
+    async def sessions(self) -> list[SessionReport]:
+        return [self._report(x) for x in self._sessions.values()]
+
+    async def stats(self) -> EngineReport:
+        cold_bytes = sum(x.cold_bytes for x in self._sessions.values())
+        return EngineReport(
+            hot_bytes=self._hot_bytes(),
+            idle_hot_bytes=sum(x.hot_bytes for x in self._sessions.values() if not x.num_turns),
+            hot_capacity_bytes=self._capacity_bytes,
+            active_bytes=self._hot_bytes(),
+            num_running=self.num_running,
+            num_waiting=0,
+            save_queue_bytes=0,
+            tiers=[TierReport("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
+            counters=dict(self._counters),
+            codec=self.codec,
+        )
+
+    async def adopt(self) -> CodecReport:
+        return self.codec
+
+    @property
+    def num_running(self) -> int:
+        return sum(x.num_turns for x in self._sessions.values())
+
+    def _hot_bytes(self) -> int:
+        return sum(x.hot_bytes for x in self._sessions.values())
+
+    def _report(self, session: FakeSession) -> SessionReport:
+        return SessionReport(
+            tenant=session.ref.tenant,
+            id=session.ref.id,
+            hot=session.hot,
+            tier=session.tier,
+            tokens=len(session.words),
+            hot_bytes=session.hot_bytes,
+            cold_bytes=session.cold_bytes,
+            idle_s=self._clock() - session.last_used,
+            pinned=session.pinned,
+            busy=session.num_turns > 0,
+        )
+
+
+def _key(ref: SessionRef) -> Key:
+    return ref.tenant, ref.id
+
+
+def _common(a: Sequence[str], b: Sequence[str]) -> int:
+    """Count the equal words at the start."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,0 +1,87 @@
+"""The HTTP headers between the gateway and an engine: each is written and read here.
+
+Three request headers tell an engine whose turn it is; only the gateway may set them. One response
+header tells where the prompt's KV came from; the client gets it as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, cast
+from urllib.parse import quote, unquote
+
+from engines.openai.errors import InvalidRequest
+from kvstore.session import SessionRef, TierName
+
+TENANT_HEADER: Final = "x-thermocline-tenant"
+SESSION_HEADER: Final = "x-thermocline-session"  # percent-encoded UTF-8
+SALT_HEADER: Final = "x-thermocline-salt"  # hex
+CACHE_HEADER: Final = "x-thermocline-cache"  # see ``CacheOutcome``
+
+CacheSource: TypeAlias = Literal["hot", "cold-ram", "cold-disk", "cold-redis", "miss"]
+# The source that each tier is.
+COLD_SOURCES: Final[Mapping[TierName, CacheSource]] = {
+    "ram": "cold-ram",
+    "disk": "cold-disk",
+    "redis": "cold-redis",
+}
+_OUTCOME: Final = re.compile(
+    r"(?P<source>hot|cold-(?:ram|disk|redis)|miss)"
+    r"(?:; tokens=(?P<tokens>\d{1,18}))?(?:; reason=(?P<reason>[a-z-]+))?"
+)
+
+
+@dataclass(frozen=True)
+class CacheOutcome:
+    """The source of the KV that a prompt reused, and the reason why it was not more.
+
+    ``reason`` is one of ``kvstore.session.MissReason``; None if nothing was missed.
+    """
+
+    source: CacheSource
+    cached_tokens: int
+    reason: str | None = None
+
+    def header(self) -> str:
+        """The value of ``CACHE_HEADER``, like ``cold-ram; tokens=7; reason=diverged``."""
+        text = f"{self.source}; tokens={self.cached_tokens}"
+        return f"{text}; reason={self.reason}" if self.reason else text
+
+    @classmethod
+    def parse(cls, text: str) -> CacheOutcome | None:
+        """Read a value of ``CACHE_HEADER``; None if it is empty or not of that form."""
+        found = _OUTCOME.fullmatch(text)
+        if found is None:
+            return None
+        source = cast(CacheSource, found["source"])
+        return cls(source, int(found["tokens"] or 0), found["reason"])
+
+
+def session_headers(session: SessionRef) -> dict[str, str]:
+    """The request headers that tell an engine whose turn it is."""
+    return {
+        TENANT_HEADER: session.tenant,
+        SESSION_HEADER: quote(session.id, safe=""),
+        SALT_HEADER: session.salt.hex(),
+    }
+
+
+def session_from(headers: Mapping[str, str]) -> SessionRef | None:
+    """Read what ``session_headers`` wrote; None for a request that belongs to no session.
+
+    Args:
+        headers: of the request; their names are looked up in lower case.
+
+    Raises:
+        InvalidRequest: the salt is not hexadecimal.
+    """
+    session_id = unquote(headers.get(SESSION_HEADER, ""))
+    if not session_id:
+        return None
+    try:
+        salt = bytes.fromhex(headers.get(SALT_HEADER, ""))
+    except ValueError as error:
+        raise InvalidRequest(f"The header {SALT_HEADER} is not hexadecimal.") from error
+    return SessionRef(headers.get(TENANT_HEADER, ""), session_id, salt)

@@ -1,0 +1,174 @@
+"""The engine's end of the control connection: verbs in, replies and notices out.
+
+One server for every engine, which hands it its own ``SessionVerbs``. It runs inside the engine's
+process, for vLLM in an environment that holds little of ours, so it needs nothing but the standard
+library, ``engines.host.sockets``, ``engines.wire`` and ``kvstore.errors``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from hmac import compare_digest
+from pathlib import Path
+from typing import Final, Protocol
+
+from engines.host.sockets import private_socket, send_bounded
+from engines.wire import (
+    Adopt,
+    Adopted,
+    CodecReport,
+    ControlReply,
+    ControlRequest,
+    Demote,
+    Done,
+    EngineReport,
+    Forget,
+    GetStats,
+    Hello,
+    ListSessions,
+    Notice,
+    Pin,
+    Prefetch,
+    Refused,
+    SessionRef,
+    SessionReport,
+    Stats,
+    TierName,
+    Unpin,
+    Verb,
+    VerbAnswer,
+    Welcome,
+    WireError,
+    frame,
+    page_of,
+    read_request,
+)
+from kvstore.errors import PinLimit
+
+logger = logging.getLogger(__name__)
+
+MAX_WORDS: Final = 2000  # characters of an error
+
+
+class SessionVerbs(Protocol):
+    """The verbs that an engine implements. Called on the server's event loop, several at once.
+
+    Any exception becomes a ``Refused`` with its words, ``PinLimit`` one with a code.
+    """
+
+    async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
+        """See ``engines.wire.Demote``; the other verbs have their messages there, too."""
+
+    async def prefetch(self, session: SessionRef) -> Done: ...
+
+    async def pin(self, session: SessionRef, pinned: bool) -> Done: ...
+
+    async def forget(self, session: SessionRef) -> Done: ...
+
+    async def sessions(self) -> list[SessionReport]: ...
+
+    async def stats(self) -> EngineReport: ...
+
+    async def adopt(self) -> CodecReport: ...
+
+
+class ControlServer:
+    """Serves the control connections; each starts with a ``Hello`` that shows the token."""
+
+    def __init__(
+        self, token: str, welcome: Callable[[], Awaitable[Welcome]], verbs: SessionVerbs
+    ) -> None:
+        """``welcome`` is called at every hello."""
+        self._token = token.encode()
+        self._welcome = welcome
+        self._verbs = verbs
+        self._greeted: set[asyncio.StreamWriter] = set()
+
+    async def serve(self, address: str) -> asyncio.Server:
+        """Listen at ``unix:/path`` (this user only) or ``tcp://host:port``. Raises ``OSError``."""
+        scheme, _, rest = address.partition(":")
+        if scheme == "unix":
+            return await asyncio.start_unix_server(self._converse, sock=private_socket(Path(rest)))
+        host, _, port = rest.removeprefix("//").rpartition(":")
+        return await asyncio.start_server(self._converse, host.strip("[]"), int(port))
+
+    def publish(self, notice: Notice) -> None:
+        """Send a notice to every connection that has said hello."""
+        body = frame(notice)
+        for writer in list(self._greeted):
+            send_bounded(writer, body)
+
+    def close(self) -> None:
+        """End every connection."""
+        for writer in list(self._greeted):
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            # Verbs run side by side: one that waits for a save must not hold up the others.
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    request = await read_request(reader)
+                    if isinstance(request.verb, Hello):  # what was sent behind it waits for it
+                        await self._serve(request, writer)
+                    else:
+                        group.create_task(self._serve(request, writer))
+        except* (EOFError, ConnectionError, WireError):
+            pass  # the gateway went away, and will come back with a new connection
+        finally:
+            self._greeted.discard(writer)
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def _serve(self, request: ControlRequest, writer: asyncio.StreamWriter) -> None:
+        try:
+            # An answer that is too long for a frame is this verb's failure, not the connection's.
+            body = frame(ControlReply(request.number, await self._answer(request.verb, writer)))
+        except PinLimit as error:
+            body = frame(ControlReply(request.number, Refused(str(error), "pin_limit")))
+        except Exception as error:  # the edge of this process: the gateway gets an answer
+            logger.exception("%s failed", type(request.verb).__name__)
+            body = frame(ControlReply(request.number, Refused(_words(error))))
+        send_bounded(writer, body)
+
+    async def _answer(self, verb: Verb, writer: asyncio.StreamWriter) -> VerbAnswer:
+        if isinstance(verb, Hello):
+            if not compare_digest(verb.token.encode(), self._token):
+                return Refused("wrong token")
+            welcome = await self._welcome()
+            self._greeted.add(writer)
+            return welcome
+        if writer not in self._greeted:
+            return Refused("say hello first")
+        return await self._obey(verb)
+
+    async def _obey(self, verb: Verb) -> VerbAnswer:
+        match verb:
+            case Demote():
+                return await self._verbs.demote(verb.session, verb.tier)
+            case Prefetch():
+                return await self._verbs.prefetch(verb.session)
+            case Pin() | Unpin():
+                return await self._verbs.pin(verb.session, isinstance(verb, Pin))
+            case Forget():
+                return await self._verbs.forget(verb.session)
+            case ListSessions():
+                reports = await self._verbs.sessions()
+                # Thousands of them are sorted and measured, away from the event loop.
+                return await asyncio.to_thread(page_of, reports, verb.after)
+            case GetStats():
+                return Stats(await self._verbs.stats())
+            case Adopt():
+                return Adopted(await self._verbs.adopt())
+            case _:
+                return Refused(f"{type(verb).__name__} is not known here")
+
+
+def _words(error: Exception) -> str:
+    """Describe an error as a message can carry it: short, and without broken surrogates."""
+    said = f"{type(error).__name__}: {error}"[:MAX_WORDS]
+    return said.encode("utf-8", "replace").decode()

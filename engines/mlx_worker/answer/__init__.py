@@ -1,0 +1,5 @@
+"""Turns generated tokens into what a client is shown: text, tool calls, chunks, events.
+
+The walk: ``reply`` (events of all choices) -> ``output_processor`` (text, ``stop_strings``,
+``tool_calls``) -> ``reply_format`` (OpenAI's objects, ``logprobs``) -> ``sse`` (the stream).
+"""

@@ -1,0 +1,260 @@
+"""Turns one answer's tokens into what a client is shown.
+
+tokens -> text (never half a character) -> stop strings -> reasoning, tool and answer sections
+(mlx_lm's text machine) -> tool calls. Each stage may hold something back; ``finish`` lets it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from engines.mlx_worker.answer.logprobs import ScoredToken
+from engines.mlx_worker.answer.stop_strings import StopStrings
+from engines.mlx_worker.answer.tool_calls import CallDelta, CallReader, NoCalls, ParsedText
+from engines.mlx_worker.generation import FinishReason, Token
+from engines.mlx_worker.model.vocabulary import Vocabulary
+
+_TextMachine: Any = TextStateMachine  # mlx_lm has no annotations
+_make_text_machine: Any = make_text_state_machine
+
+# OpenAI's; a cancelled answer is reported by nobody, except when a stop string cancelled it.
+ShownReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The part of an answer that one token added; the three texts are shown in this order."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: Sequence[CallDelta] = ()
+    scores: Sequence[ScoredToken] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls or self.scores)
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The view of a tokenizer that ``make_text_state_machine`` takes, tool calls optional."""
+
+    has_tool_calling: bool
+    has_thinking: bool
+    think_start: str | None
+    think_end: str | None
+    tool_call_start: str | None
+    tool_call_end: str | None
+    structural_markers: tuple[str, ...]
+    response_transitions: dict[str, Any]
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerWrapper, tools: bool) -> Markers:
+        """The tokenizer's own markers; ``tools`` = those of tool calls, too."""
+        return cls(
+            has_tool_calling=tools and tokenizer.has_tool_calling,
+            has_thinking=tokenizer.has_thinking,
+            think_start=tokenizer.think_start,
+            think_end=tokenizer.think_end,
+            tool_call_start=tokenizer.tool_call_start,
+            tool_call_end=tokenizer.tool_call_end,
+            structural_markers=tuple(tokenizer.structural_markers),
+            response_transitions=tokenizer.response_transitions,
+        )
+
+
+class Sections:
+    """Splits an answer's text into reasoning, tool calls and plain text.
+
+    Markers are dropped; a beginning of one is held back until it is decided.
+    """
+
+    def __init__(self, machine: Any, first: str) -> None:
+        self._machine = machine.make_state(first)
+
+    @property
+    def current(self) -> str:
+        """The name of the section that the next text belongs to, as far as is known."""
+        return str(self._machine[0])
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """Split more text; returns (section, text) in order."""
+        self._machine, sections = _TextMachine.split(self._machine, text)
+        return list(sections)
+
+    def flush(self) -> list[tuple[str, str]]:
+        """Let out what was held back: no marker comes any more."""
+        self._machine, text, section = _TextMachine.flush(self._machine)
+        return [(section, text)]
+
+
+def chat_sections(vocabulary: Vocabulary, marked_tools: bool, thinking: bool) -> Sections:
+    """The sections of a chat answer.
+
+    Args:
+        marked_tools: tool calls stand between the model's own markers.
+        thinking: the prompt has opened a block of reasoning.
+    """
+    tokenizer = vocabulary.tokenizer
+    machine = _make_text_machine(Markers.of(tokenizer, marked_tools))
+    first = "reasoning" if thinking else "normal"
+    return Sections(machine, tokenizer.response_initial_state or first)
+
+
+def plain_sections() -> Sections:
+    """The single section of a text completion."""
+    return Sections(_TextMachine(), "normal")
+
+
+class AnswerText:
+    """Decodes the tokens of an answer to text, token by token, never half a character."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: list[int], shows_eos: bool = False) -> None:
+        """``shows_eos``: the request ignores end-of-text tokens, so they are part of the text."""
+        self._vocabulary = vocabulary
+        self._shows_eos = shows_eos
+        self._detokenizer, self._owed = vocabulary.continuing(prompt)
+        self.num_chars = 0  # of the answer, so far
+
+    def hides(self, token: int, in_call: bool) -> bool:
+        """True for a token that is no text: the end, padding, special tokens outside calls."""
+        ends = token in self._vocabulary.eos and not self._shows_eos
+        return ends or self._vocabulary.hides(token, in_call)
+
+    def add(self, token: int) -> str:
+        """Decode one more token; returns the text that is whole by now."""
+        self._detokenizer.add_token(token)
+        return self._new_text()
+
+    def finish(self) -> str:
+        """Return what was held back as half a character."""
+        # mlx_lm's byte decoder trips over half a character in front of an added token.
+        with contextlib.suppress(KeyError):
+            self._detokenizer.finalize()
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        text = self._detokenizer.last_segment
+        shown = text[self._owed :]
+        self._owed -= len(text) - len(shown)
+        self.num_chars += len(shown)
+        return shown
+
+
+class OutputProcessor:
+    """The state of one answer. ``stopped`` asks for its sequence to be ended now."""
+
+    def __init__(
+        self,
+        text: AnswerText,
+        sections: Sections,
+        stops: Sequence[str],
+        *,
+        calls: CallReader | None = None,
+        one_call: bool = False,
+        silent: bool = False,
+        keeps_scores: bool = False,
+    ) -> None:
+        """
+        Args:
+            stops: the request's stop strings.
+            calls: finds the tool calls in the text; None = no tools were offered.
+            one_call: end the answer once it has made a tool call.
+            silent: nothing is to be shown; the prompt was all.
+            keeps_scores: show the tokens' log-probabilities.
+        """
+        self._text = text
+        self._sections = sections
+        self._stops = StopStrings(stops)
+        self._calls = calls or NoCalls()
+        self._one_call = one_call
+        self._silent = silent
+        self._keeps_scores = keeps_scores
+        self._scores: list[ScoredToken] = []  # of tokens whose text is held back
+        self._after_reasoning = False
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.stopped = silent
+
+    def take(self, token: Token) -> Delta:
+        """Take one more token; returns what to show. Tokens that come after a stop are ignored."""
+        if self.stopped:
+            return Delta()
+        self.num_tokens += 1
+        self.num_reasoning_tokens += self._sections.current == "reasoning"
+        if self._text.hides(token.id, self._sections.current == "tool"):
+            return Delta()
+        if self._keeps_scores:
+            self._scores.append(ScoredToken(token, self._text.num_chars))
+        return self._advance(self._text.add(token.id))
+
+    def finish(self, reason: FinishReason) -> tuple[Delta, ShownReason]:
+        """Let out what was held back; returns it, and why the answer ended."""
+        if self._silent:
+            return Delta(), "length"
+        rest = [] if self._stops.hit else self._ending()
+        rest.append(self._shown(self._calls.finish()))
+        if reason != "length" and self._calls.num_calls:
+            return _joined(rest), "tool_calls"
+        return _joined(rest), "length" if reason == "length" else "stop"
+
+    def _ending(self) -> list[Delta]:
+        ended = [self._advance(self._text.finish())]
+        if not self._stops.hit:
+            ended.append(self._advance(self._stops.flush(), checked=True))
+            ended.append(self._read(self._sections.flush(), self._scores))
+        return ended
+
+    def _advance(self, text: str, checked: bool = False) -> Delta:
+        """Pass text through the stop strings (unless it has been) and on to the sections."""
+        safe = text if checked else self._stops.feed(text)
+        self.stopped = self.stopped or self._stops.hit
+        sections = self._sections.feed(safe)
+        if self._stops.hit:
+            sections += self._sections.flush()
+        return self._read(sections, self._release_scores())
+
+    def _read(self, sections: Sequence[tuple[str, str]], scores: Sequence[ScoredToken]) -> Delta:
+        deltas = [self._read_one(section, text) for section, text in sections]
+        if self._one_call and self._calls.num_calls:
+            self.stopped = True
+        return _joined([*deltas, Delta(scores=scores)])
+
+    def _read_one(self, section: str, text: str) -> Delta:
+        if section == "reasoning":
+            self._after_reasoning = True
+            return Delta(reasoning=text)
+        if section not in ("normal", "tool"):
+            return Delta()  # a header between two messages, in formats that have one
+        if section == "normal" and self._after_reasoning:
+            # Templates put line breaks behind the reasoning; they are no part of the answer.
+            text = text.lstrip("\n")
+            self._after_reasoning = not text
+        return self._shown(self._calls.feed(section, text))
+
+    def _shown(self, parsed: ParsedText) -> Delta:
+        calls = [x for x in parsed.calls if x.index == 0 or not self._one_call]
+        return Delta(content=parsed.content, calls=calls)
+
+    def _release_scores(self) -> list[ScoredToken]:
+        """Take out the scores of tokens whose text was let through; a stop string has none."""
+        if not self._scores:
+            return []
+        passed = self._stops.num_passed
+        released = [x for x in self._scores if x.offset < passed]
+        self._scores = [x for x in self._scores if x.offset >= passed]
+        return released
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    return Delta(
+        "".join(x.reasoning for x in deltas),
+        "".join(x.content for x in deltas),
+        [call for x in deltas for call in x.calls],
+        [score for x in deltas for score in x.scores],
+    )

@@ -1,0 +1,204 @@
+"""Reads what the owner thread generates for one HTTP request, until all choices have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from engines.headers import CacheOutcome
+from engines.mlx_worker.answer.output_processor import Delta, ShownReason
+from engines.mlx_worker.generation import (
+    ContextTooLong,
+    Event,
+    Failed,
+    Finished,
+    GenerationStream,
+    Generator,
+    PrefillProgress,
+    PromptAdmitted,
+    QueueFull,
+    Token,
+)
+from engines.mlx_worker.prompt.request_plan import RequestPlan
+from engines.openai.requests import InvalidRequest
+
+
+class GenerationFailed(Exception):
+    """The engine could not go on with this request."""
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """More of choice number ``choice``."""
+
+    choice: int
+    delta: Delta
+
+
+@dataclass(frozen=True)
+class ChoiceEnd:
+    """The end of choice number ``choice``."""
+
+    choice: int
+    reason: ShownReason
+
+
+ReplyEvent: TypeAlias = PrefillProgress | ChoiceDelta | ChoiceEnd
+
+
+class ReplyStream:
+    """All generations of a request, read as one. Use as a context: leaving it early cancels them.
+
+    Belongs to the event loop.
+    """
+
+    def __init__(self, owner: Generator, plan: RequestPlan) -> None:
+        """Submit the plan's generations.
+
+        Raises:
+            ContextTooLong, QueueFull: one was refused; then none is left running.
+        """
+        self._plan = plan
+        self._streams: list[GenerationStream] = []
+        try:
+            for generation in plan.generations:
+                self._streams.append(owner.submit(generation))
+        except (ContextTooLong, QueueFull):
+            self._cancel()
+            raise
+        self._events = _merged(self._streams)
+        self._num_open = len(plan.outputs)
+        self._stopping: set[int] = set()
+        self.cached_tokens = 0
+
+    async def __aenter__(self) -> ReplyStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._num_open:
+            self._cancel()
+        await self._events.aclose()
+
+    async def admitted(self) -> CacheOutcome:
+        """Wait for the first prompt's place in a batch.
+
+        Raises:
+            GenerationFailed: it never got one.
+        """
+        _, event = await anext(self._events)
+        if not isinstance(event, PromptAdmitted):
+            self._raise_if_failed(event)
+            raise GenerationFailed(f"expected a place in a batch, got {type(event).__name__}")
+        self.cached_tokens += event.cache.cached_tokens
+        return event.cache
+
+    async def events(self) -> AsyncIterator[ReplyEvent]:
+        """Yield what is to be shown, as it comes, until all choices have ended.
+
+        Raises:
+            GenerationFailed: the engine could not go on.
+            InvalidRequest: it could not because of the request's grammar.
+        """
+        async for number, event in self._events:
+            self._raise_if_failed(event)
+            for shown in self._shown(number, event):
+                yield shown
+        if self._num_open:
+            raise GenerationFailed("the engine ended the request without finishing it")
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's token counts of all choices; true at the end."""
+        prompt = self._plan.prompt_tokens
+        completion = sum(output.num_tokens for output in self._plan.outputs)
+        reasoning = sum(output.num_reasoning_tokens for output in self._plan.outputs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
+    def _shown(self, number: int, event: Event) -> Sequence[ReplyEvent]:
+        match event:
+            case Token():
+                return self._take(number, event)
+            case Finished():
+                return self._end(number, event)
+            case PrefillProgress():
+                return [event]
+            case PromptAdmitted():
+                self.cached_tokens += event.cache.cached_tokens
+        return []
+
+    def _take(self, number: int, token: Token) -> Sequence[ReplyEvent]:
+        choice = number * self._plan.num_choices + token.index
+        output = self._plan.outputs[choice]
+        delta = output.take(token)
+        if output.stopped and choice not in self._stopping:
+            self._stopping.add(choice)
+            self._streams[number].stop(token.index)
+        return [ChoiceDelta(choice, delta)] if delta else []
+
+    def _end(self, number: int, finished: Finished) -> Sequence[ReplyEvent]:
+        choice = number * self._plan.num_choices + finished.index
+        if finished.reason == "cancelled" and choice not in self._stopping:
+            raise GenerationFailed("it was ended because the engine is shutting down")
+        delta, reason = self._plan.outputs[choice].finish(finished.reason)
+        self._num_open -= 1
+        rest: list[ReplyEvent] = [ChoiceDelta(choice, delta)] if delta else []
+        return [*rest, ChoiceEnd(choice, reason)]
+
+    def _raise_if_failed(self, event: Event) -> None:
+        if not isinstance(event, Failed):
+            return
+        if any(grammar.failure for grammar in self._plan.grammars):
+            raise InvalidRequest(
+                "The answer's grammar became too complex to enforce: simplify the JSON schema.",
+                "response_format",
+            )
+        raise GenerationFailed(event.message)
+
+    def _cancel(self) -> None:
+        for stream in self._streams:
+            stream.cancel()
+
+
+async def _merged(streams: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, Event], None]:
+    """Events of all streams as they come, each with its stream's number."""
+    if len(streams) == 1:
+        async for event in streams[0].events():
+            yield 0, event
+        return
+    arrived: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(i, x, arrived)) for i, x in enumerate(streams)]
+    try:
+        open_streams = len(streams)
+        while open_streams:
+            item = await arrived.get()
+            if item is None:
+                open_streams -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int, stream: GenerationStream, arrived: asyncio.Queue[tuple[int, Event] | None]
+) -> None:
+    try:
+        async for event in stream.events():
+            arrived.put_nowait((number, event))
+    finally:
+        arrived.put_nowait(None)

@@ -1,0 +1,252 @@
+"""Writes replies as OpenAI's objects and chunks, for chat and for text completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from engines.mlx_worker.answer import sse
+from engines.mlx_worker.answer.logprobs import ScoredToken, chat_logprobs, text_logprobs
+from engines.mlx_worker.answer.output_processor import Delta, ShownReason
+from engines.mlx_worker.answer.reply import ChoiceDelta, ChoiceEnd, ReplyStream
+from engines.mlx_worker.answer.tool_calls import CallDelta
+from engines.mlx_worker.generation import PrefillProgress
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.openai.requests import ChatRequest, CompletionRequest
+
+JsonObject: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that answers; the same in every reply of a process."""
+
+    model: str
+    fingerprint: str
+    vocabulary: Vocabulary
+
+
+@dataclass
+class CollectedChoice:
+    """One choice in one piece: all its deltas together."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    scores: list[ScoredToken] = field(default_factory=list)
+    reason: ShownReason = "stop"
+
+    def add(self, delta: Delta) -> None:
+        """Append what a delta adds."""
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        self.calls += delta.calls
+        self.scores += delta.scores
+
+
+class ReplyFormat(Protocol):
+    """Writes the reply to one request."""
+
+    num_choices: int
+    include_usage: bool  # a stream ends with a chunk of token counts
+
+    def openings(self) -> Sequence[JsonObject]:
+        """The chunks before the first token."""
+
+    def chunk(self, choice: int, delta: Delta) -> JsonObject:
+        """The chunk that adds ``delta`` to a choice."""
+
+    def last_chunk(self, choice: int, reason: ShownReason) -> JsonObject:
+        """The chunk that ends a choice."""
+
+    def usage_chunk(self, usage: JsonObject) -> JsonObject:
+        """The chunk of token counts."""
+
+    def whole(self, choices: Sequence[CollectedChoice], usage: JsonObject) -> JsonObject:
+        """The reply in one piece."""
+
+
+async def chunks(form: ReplyFormat, reply: ReplyStream) -> AsyncIterator[bytes]:
+    """Yield the events of a streamed reply. Raises as ``ReplyStream.events`` does."""
+    for body in form.openings():
+        yield sse.event(body)
+    async for event in reply.events():
+        match event:
+            case ChoiceDelta():
+                yield sse.event(form.chunk(event.choice, event.delta))
+            case ChoiceEnd():
+                yield sse.event(form.last_chunk(event.choice, event.reason))
+            case PrefillProgress():
+                yield sse.comment(f"prefill {event.done}/{event.total}")
+    if form.include_usage:
+        yield sse.event(form.usage_chunk(reply.usage()))
+    yield sse.DONE
+
+
+async def collected(form: ReplyFormat, reply: ReplyStream) -> JsonObject:
+    """Wait for the reply and return it in one piece. Raises as ``ReplyStream.events`` does."""
+    choices = [CollectedChoice() for _ in range(form.num_choices)]
+    async for event in reply.events():
+        match event:
+            case ChoiceDelta():
+                choices[event.choice].add(event.delta)
+            case ChoiceEnd():
+                choices[event.choice].reason = event.reason
+    return form.whole(choices, reply.usage())
+
+
+class _Envelope:
+    """The fields that all chunks of one reply share."""
+
+    def __init__(self, served: ServedModel, id_: str, kind: str, usage_wanted: bool) -> None:
+        self._fixed: JsonObject = {
+            "id": id_,
+            "object": kind,
+            "created": int(time.time()),
+            "model": served.model,
+            "system_fingerprint": served.fingerprint,
+        }
+        # Asked for usage, a client expects the key in every chunk.
+        self._no_usage: JsonObject = {"usage": None} if usage_wanted else {}
+
+    def chunk(self, *choices: JsonObject) -> JsonObject:
+        return {**self._fixed, "choices": list(choices), **self._no_usage}
+
+    def last(self, choices: Sequence[JsonObject], usage: JsonObject) -> JsonObject:
+        return {**self._fixed, "choices": list(choices), "usage": usage}
+
+
+class ChatFormat:
+    """Writes replies of /v1/chat/completions."""
+
+    def __init__(self, served: ServedModel, request: ChatRequest) -> None:
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        id_ = f"chatcmpl-{uuid.uuid4().hex}"
+        self._envelope = _Envelope(served, id_, kind, request.include_usage)
+        self._vocabulary = served.vocabulary
+        self._logprobs = bool(request.logprobs)
+        self.num_choices = request.num_choices
+        self.include_usage = request.include_usage
+
+    def openings(self) -> Sequence[JsonObject]:
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return [self._chunk(i, first) for i in range(self.num_choices)]
+
+    def chunk(self, choice: int, delta: Delta) -> JsonObject:
+        said: JsonObject = {}
+        if delta.reasoning:
+            said["reasoning_content"] = delta.reasoning
+        if delta.content or not (delta.reasoning or delta.calls):
+            said["content"] = delta.content
+        if delta.calls:
+            said["tool_calls"] = [
+                {"index": i, **call} for i, call in sorted(merged_calls(delta.calls).items())
+            ]
+        return self._chunk(choice, said, scores=delta.scores)
+
+    def last_chunk(self, choice: int, reason: ShownReason) -> JsonObject:
+        return self._chunk(choice, {}, reason=reason)
+
+    def usage_chunk(self, usage: JsonObject) -> JsonObject:
+        return self._envelope.last([], usage)
+
+    def whole(self, choices: Sequence[CollectedChoice], usage: JsonObject) -> JsonObject:
+        return self._envelope.last([self._choice(i, x) for i, x in enumerate(choices)], usage)
+
+    def _chunk(
+        self,
+        choice: int,
+        said: JsonObject,
+        reason: ShownReason | None = None,
+        scores: Sequence[ScoredToken] = (),
+    ) -> JsonObject:
+        logprobs = chat_logprobs(scores, self._vocabulary) if scores else None
+        return self._envelope.chunk(
+            {"index": choice, "delta": said, "logprobs": logprobs, "finish_reason": reason}
+        )
+
+    def _choice(self, index: int, whole: CollectedChoice) -> JsonObject:
+        calls = [call for _, call in sorted(merged_calls(whole.calls).items())]
+        message: JsonObject = {
+            "role": "assistant",
+            "content": None if calls and not whole.content else whole.content,
+            "refusal": None,
+        }
+        if whole.reasoning:
+            message["reasoning_content"] = whole.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = chat_logprobs(whole.scores, self._vocabulary) if self._logprobs else None
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": whole.reason,
+        }
+
+
+def merged_calls(deltas: Sequence[CallDelta]) -> dict[int, JsonObject]:
+    """Join deltas by the call's number; a client adds up what several chunks say of one."""
+    calls: dict[int, JsonObject] = defaultdict(lambda: {"function": {"arguments": ""}})
+    for delta in deltas:
+        call = calls[delta.index]
+        if delta.name:
+            call["id"], call["type"] = delta.id, "function"
+            call["function"]["name"] = delta.name
+        call["function"]["arguments"] += delta.arguments
+    return calls
+
+
+class CompletionFormat:
+    """Writes replies of /v1/completions; ``prompts`` are the texts to echo, one per prompt."""
+
+    def __init__(
+        self, served: ServedModel, request: CompletionRequest, prompts: Sequence[str]
+    ) -> None:
+        id_ = f"cmpl-{uuid.uuid4().hex}"
+        self._envelope = _Envelope(served, id_, "text_completion", request.include_usage)
+        self._vocabulary = served.vocabulary
+        self._logprobs = request.logprobs is not None
+        self._echoes = [x for x in prompts for _ in range(request.num_choices)]
+        self.num_choices = len(request.prompts) * request.num_choices
+        self.include_usage = request.include_usage
+
+    def openings(self) -> Sequence[JsonObject]:
+        return [self._envelope.chunk(self._choice(i, x)) for i, x in enumerate(self._echoes)]
+
+    def chunk(self, choice: int, delta: Delta) -> JsonObject:
+        return self._envelope.chunk(self._choice(choice, delta.content, delta.scores))
+
+    def last_chunk(self, choice: int, reason: ShownReason) -> JsonObject:
+        return self._envelope.chunk(self._choice(choice, "", reason=reason))
+
+    def usage_chunk(self, usage: JsonObject) -> JsonObject:
+        return self._envelope.last([], usage)
+
+    def whole(self, choices: Sequence[CollectedChoice], usage: JsonObject) -> JsonObject:
+        echoes = self._echoes or [""] * len(choices)
+        shown = [
+            self._choice(i, echo + x.content, x.scores, x.reason, whole=True)
+            for i, (echo, x) in enumerate(zip(echoes, choices, strict=True))
+        ]
+        return self._envelope.last(shown, usage)
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        scores: Sequence[ScoredToken] = (),
+        reason: ShownReason | None = None,
+        whole: bool = False,
+    ) -> JsonObject:
+        wanted = self._logprobs and (whole or bool(scores))
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": text_logprobs(scores, self._vocabulary) if wanted else None,
+            "finish_reason": reason,
+        }

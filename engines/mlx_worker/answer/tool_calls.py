@@ -1,0 +1,238 @@
+"""Finds the tool calls in an answer's text.
+
+Three ways in which models write them, one reader for each:
+
+- ``MarkedCalls``: between the markers that the model was trained on, in whatever syntax mlx_lm has
+  a parser for;
+- ``LineCalls``: our own grammar's (``grammar.grammar_source``): one JSON object per line,
+  ``{"name": ..., "arguments": ...}``, whose arguments are passed on as they are generated;
+- ``BareCalls``: the same JSON, in any spelling, from a model that was only asked to use it.
+
+What does not parse, or names a function that nobody offered, is shown as the text that it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engines.mlx_worker.prompt.grammar import call_header
+
+# What other people's parsers raise for text that they do not understand.
+_NOT_A_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """More of call number ``index``. The first delta has the name, later ones arguments."""
+
+    index: int
+    name: str = ""
+    id: str = ""
+    arguments: str = ""
+
+
+@dataclass
+class ParsedText:
+    """Content and calls that a reader found in some text; the content is shown first."""
+
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class CallReader(Protocol):
+    """Finds the tool calls in one answer, in one way of writing them."""
+
+    num_calls: int  # found so far
+
+    def feed(self, section: str, text: str) -> ParsedText:
+        """Read more of the answer.
+
+        ``section`` is the state of mlx_lm's text machine: ``tool`` between markers.
+        """
+
+    def finish(self) -> ParsedText:
+        """Return what was held back: the answer is over."""
+
+
+class NoCalls:
+    """No tools were offered: everything is content."""
+
+    num_calls = 0
+
+    def feed(self, section: str, text: str) -> ParsedText:
+        return ParsedText(text)
+
+    def finish(self) -> ParsedText:
+        return ParsedText()
+
+
+class MarkedCalls:
+    """Reads what stands between the model's own markers with mlx_lm's parser for it."""
+
+    def __init__(
+        self,
+        parse: Callable[[str, Any], Any],
+        tools: Sequence[dict[str, Any]],
+        markers: tuple[str, str],
+    ) -> None:
+        self._parse = parse
+        self._tools = tools
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._markers = markers
+        self._inside = False
+        self._text = ""
+        self.num_calls = 0
+
+    def feed(self, section: str, text: str) -> ParsedText:
+        if section == "tool":
+            self._inside = True
+            self._text += text
+            return ParsedText()
+        parsed_text = self.finish()
+        # Line breaks between calls are no answer.
+        if text.strip() or not self.num_calls:
+            parsed_text.content += text
+        return parsed_text
+
+    def finish(self) -> ParsedText:
+        if not self._inside:
+            return ParsedText()
+        text, self._text, self._inside = self._text, "", False
+        try:
+            parsed = self._parse(text, self._tools)
+            calls = _checked(parsed, self._names)
+        except (*_NOT_A_CALL, SyntaxError):
+            return ParsedText(text.join(self._markers))
+        parsed_text = ParsedText(calls=_deltas(calls, self.num_calls))
+        self.num_calls += len(calls)
+        return parsed_text
+
+
+class BareCalls:
+    """Reads calls in bare JSON: an answer that begins like it is held back until its end."""
+
+    _OPENINGS = ("{", "[", "```", "<tool_call>")
+    _WRAPPING = re.compile(r"^(?:```(?:json)?|<tool_call>)\s*|\s*(?:```|</tool_call>)$")
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._held = ""
+        self._plain = False
+        self.num_calls = 0
+
+    def feed(self, section: str, text: str) -> ParsedText:
+        if self._plain:
+            return ParsedText(text)
+        self._held += text
+        start = self._held.lstrip()
+        if not start or any(start.startswith(x) or x.startswith(start) for x in self._OPENINGS):
+            return ParsedText()
+        self._plain = True
+        return ParsedText(self._held)
+
+    def finish(self) -> ParsedText:
+        if self._plain:
+            return ParsedText()
+        try:
+            calls = _checked(json.loads(self._WRAPPING.sub("", self._held.strip())), self._names)
+        except _NOT_A_CALL:
+            return ParsedText(self._held)
+        self.num_calls = len(calls)
+        return ParsedText(calls=_deltas(calls, 0))
+
+
+class LineCalls:
+    """Reads calls that our grammar wrote; their arguments are passed on as they come."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._headers = {call_header(name): name for name in names}
+        self._held = ""
+        self._calling = False
+        self._plain = False
+        self.num_calls = 0
+
+    def feed(self, section: str, text: str) -> ParsedText:
+        self._held += text
+        parsed_text = ParsedText()
+        while self._step(parsed_text):
+            pass
+        return parsed_text
+
+    def finish(self) -> ParsedText:
+        """End the answer; a call that was cut short keeps the arguments it has, as at OpenAI."""
+        text, self._held = self._held, ""
+        if self._calling:
+            return ParsedText(calls=self._arguments(text.removesuffix("}")))
+        return ParsedText(text)
+
+    def _step(self, parsed_text: ParsedText) -> bool:
+        """Read on in the held text; False = more text is needed."""
+        if self._plain:
+            parsed_text.content += self._held
+            self._held = ""
+            return False
+        if self._calling:
+            return self._pass_arguments(parsed_text)
+        return self._begin(parsed_text)
+
+    def _begin(self, parsed_text: ParsedText) -> bool:
+        header = next((x for x in self._headers if self._held.startswith(x)), None)
+        if header is None:
+            self._plain = not any(x.startswith(self._held) for x in self._headers)
+            return self._plain
+        self._held = self._held[len(header) :]
+        self._calling = True
+        parsed_text.calls.append(CallDelta(self.num_calls, self._headers[header], _call_id()))
+        self.num_calls += 1
+        return True
+
+    def _pass_arguments(self, parsed_text: ParsedText) -> bool:
+        """Pass on all but the last character, which may be the brace that closes the call."""
+        line, end, rest = self._held.partition("\n")
+        if end:
+            parsed_text.calls += self._arguments(line.removesuffix("}"))
+            self._held, self._calling = rest, False
+            return True
+        parsed_text.calls += self._arguments(line[:-1])
+        self._held = line[-1:]
+        return False
+
+    def _arguments(self, text: str) -> list[CallDelta]:
+        return [CallDelta(self.num_calls - 1, arguments=text)] if text else []
+
+
+def _checked(parsed: Any, names: Collection[str]) -> list[dict[str, Any]]:
+    """Check one parsed call or several. Raises ``ValueError`` if they are no calls of ``names``."""
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    checked = [_call(x.get("function", x), names) for x in calls]
+    if not checked:
+        raise ValueError("no calls")
+    return checked
+
+
+def _call(call: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    # Llama's models say "parameters".
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if call["name"] not in names or not isinstance(arguments, dict):
+        raise ValueError("not a call of a known function")
+    return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
+def _deltas(calls: Sequence[dict[str, Any]], first: int) -> list[CallDelta]:
+    """Write out calls, numbered from ``first``: the name, then the arguments, as OpenAI does."""
+    deltas = []
+    for index, call in enumerate(calls, first):
+        deltas.append(CallDelta(index, call["name"], _call_id()))
+        deltas.append(CallDelta(index, arguments=call["arguments"]))
+    return deltas
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

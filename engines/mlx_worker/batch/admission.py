@@ -1,0 +1,145 @@
+"""Lets waiting requests into the batch, as slots and memory allow.
+
+Nobody enters before the memory is there for it: see ``memory_budget``. What a prompt starts from is
+``prefix_reuse``'s business, feeding it ``prefill``'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from engines.headers import CacheOutcome
+from engines.mlx_worker.batch.fair_queue import FairQueue, QueueLimit
+from engines.mlx_worker.batch.memory_budget import MemoryBudget
+from engines.mlx_worker.batch.prefetch import Prefetches
+from engines.mlx_worker.batch.prefill import Prefiller
+from engines.mlx_worker.batch.prefix_reuse import PrefixReuse
+from engines.mlx_worker.batch.request import PrefillTask, Request
+from engines.mlx_worker.event_queue import EventBuffer
+from engines.mlx_worker.generation import PromptAdmitted
+from engines.mlx_worker.sessions.hot_cache import HotCache
+from engines.mlx_worker.sessions.hot_sessions import SessionKey
+from kvstore.session import SessionRef
+
+# How long a prompt that could run alone waits for saves to release memory.
+SAVE_WAIT_S = 10.0
+
+
+class Admission:
+    """The waiting queue, and who may leave it for the batch. Belongs to the owner thread."""
+
+    def __init__(
+        self,
+        prefixes: PrefixReuse,
+        prefetches: Prefetches,
+        prefiller: Prefiller,
+        budget: MemoryBudget,
+        hot_cache: HotCache,
+        limit: QueueLimit,
+        events: EventBuffer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._prefixes = prefixes
+        self._prefetches = prefetches
+        self._prefiller = prefiller
+        self._budget = budget
+        self._hot_cache = hot_cache
+        self._limit = limit
+        self._events = events
+        self._clock = clock
+        self._queue: FairQueue[PrefillTask] = FairQueue()
+        self._blocked_since_s: float | None = None
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def num_waiting(self) -> int:
+        """Prefill tasks in the queue."""
+        return len(self._queue)
+
+    @property
+    def tasks(self) -> list[PrefillTask]:
+        """All that do not decode yet, wherever they are."""
+        return [*self._queue.items(), *self._prefetches.joined, *self._prefiller.admitted]
+
+    # ---- the queue
+
+    def enqueue(self, task: PrefillTask) -> None:
+        """Let a task wait for its turn, or for the prefetch of its session."""
+        if not self._prefetches.join(task):
+            tenant, session = task.request.key or ("", "")
+            self._queue.push(task, tenant, session)
+
+    def requeue(self, task: PrefillTask) -> None:
+        """Put a preempted sequence back; it is the next to enter a batch."""
+        self._queue.push_first(task)
+
+    def remove(self, task: PrefillTask) -> None:
+        """Forget a task, wherever it is: its sequences are all gone."""
+        self._stop_waiting(task.request)
+        self._queue.remove(task)
+        self._prefetches.remove(task)
+        self._prefixes.cancel(task)
+        self._prefiller.remove(task)
+
+    def _stop_waiting(self, request: Request) -> None:
+        if request.is_waiting:
+            request.is_waiting = False
+            self._limit.leave(request.tenant)
+
+    # ---- out of the queue
+
+    def admit(self) -> None:
+        """Let in as many tasks from the head of the queue as there is room for."""
+        while (task := self._queue.head()) is not None and self._may_enter(task):
+            self._blocked_since_s = None
+            self._queue.pop()
+            self._stop_waiting(task.request)
+            self._prefiller.admit(task)
+            self._prefixes.find(task, partial(self._start, task))
+
+    def _may_enter(self, task: PrefillTask) -> bool:
+        own = task.request.key
+        if not self._budget.has_slots(len(task.sequences)):
+            return False
+        missing = self._budget.missing_for(task, own)
+        if missing <= 0 or self._hot_cache.make_room(missing, own):
+            return True
+        if self._prefiller.num_admitted or self._budget.num_running:
+            return False
+        # Nothing else runs: it fits once everything idle is gone, which only waits for saves.
+        now = self._clock()
+        since = self._blocked_since_s = self._blocked_since_s or now
+        return self._hot_cache.drop_all(own, at_any_price=now - since > SAVE_WAIT_S)
+
+    def _start(self, task: PrefillTask, outcome: CacheOutcome) -> None:
+        self._prefiller.start(task)
+        self._count(task, outcome)
+        if not task.request.admitted:
+            task.request.admitted = True
+            self._events.put(task.request.events, PromptAdmitted(outcome))
+
+    def _count(self, task: PrefillTask, outcome: CacheOutcome) -> None:
+        self.counters["prompts"] += 1
+        self.counters["prompt_tokens"] += len(task.tokens)
+        self.counters["cached_tokens"] += outcome.cached_tokens
+        self.counters[f"source.{outcome.source}"] += 1
+        if outcome.reason:
+            self.counters[f"misses.{outcome.reason}"] += 1
+
+    # ---- prefetch
+
+    def prefetch(self, session: SessionRef, done: Callable[[], None]) -> bool:
+        """Make a session hot; then ``done`` is called on this thread. False: nothing to do."""
+
+        def go_on(joined: list[PrefillTask]) -> None:
+            for task in joined:
+                self.enqueue(task)
+            done()
+
+        return self._prefetches.begin(session, go_on)
+
+    def forget(self, key: SessionKey) -> None:
+        """Keep nothing of what a prefetch of this session brings."""
+        self._prefetches.forget(key)

@@ -1,0 +1,213 @@
+"""The main loop of the owner thread: ``BatchLoop.step``, round after round."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from copy import deepcopy
+
+import numpy as np
+
+from engines.mlx_worker.batch.admission import Admission
+from engines.mlx_worker.batch.batches import Batches, LengthBucket, StepOutput
+from engines.mlx_worker.batch.memory_budget import MemoryBudget
+from engines.mlx_worker.batch.prefill import Prefiller
+from engines.mlx_worker.batch.request import PrefillTask, Request, Sequence
+from engines.mlx_worker.batch.running_requests import RunningRequests
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.generation import PrefillProgress
+from engines.mlx_worker.sessions.hot_cache import HotCache
+from engines.mlx_worker.sessions.hot_sessions import SessionKey
+from kvstore.blobs.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+class BatchLoop:
+    """Continuous batching. Belongs to the owner thread."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        prefiller: Prefiller,
+        batches: Batches,
+        budget: MemoryBudget,
+        hot_cache: HotCache,
+        requests: RunningRequests,
+    ) -> None:
+        self._admission = admission
+        self._prefiller = prefiller
+        self._batches = batches
+        self._budget = budget
+        self._hot_cache = hot_cache
+        self._requests = requests
+        self._entries = itertools.count()
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def is_working(self) -> bool:
+        """True if there is something to compute right now."""
+        return bool(len(self._batches) or self._prefiller.num_ready)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if somebody waits for a slot or for memory."""
+        return self._admission.num_waiting > 0
+
+    def arrive(self, request: Request, tasks: list[PrefillTask]) -> None:
+        """Take a request in; ``tasks`` bring its sequences into a batch."""
+        self._requests.begin(request)
+        for task in tasks:
+            self._admission.enqueue(task)
+
+    # ---- one round of work
+
+    def step(self) -> None:
+        """Do one round: at most one token per running sequence and one chunk of one prompt."""
+        self._admission.admit()
+        self._preempt()
+        self._decode()
+        self._rebucket()
+        self._prefill()
+
+    def _preempt(self) -> None:
+        """Make room if running sequences have outgrown the budget.
+
+        Idle sessions go first, then the youngest sequence: one per round at most, and none while a
+        save is about to release memory.
+        """
+        missing = self._budget.missing()
+        if missing <= 0 or self._hot_cache.make_room(missing, None) or self._hot_cache.is_saving:
+            return
+        running = self._batches.sequences
+        if running and len(running) + self._prefiller.num_ready > 1:
+            self._send_back(max(running, key=lambda x: x.entered))
+
+    def _decode(self) -> None:
+        """Decode one token for every running sequence."""
+        for bucket in self._batches.buckets:
+            if bucket.sequences:
+                self._step_bucket(bucket)
+
+    def _rebucket(self) -> None:
+        """Move sequences that became too long for their bucket into the next one."""
+        for detached in self._batches.detach_outgrown():
+            if (output := detached.step()) is not None:
+                self._take(output)
+            if detached.sequence in detached.sequence.request.sequences:
+                self._batches.insert(detached.sequence, detached.caches)
+
+    def _prefill(self) -> None:
+        """Feed one chunk of one prompt; its sequences join the batch after the last chunk."""
+        if not self._prefiller.num_ready:
+            return
+        task = self._prefiller.next()
+        if task.num_cached < task.target and not self._feed_chunk(task):
+            return
+        if task.num_cached >= task.target:
+            self._prefiller.remove(task)
+            self._join_batch(task)
+
+    def _step_bucket(self, bucket: LengthBucket) -> None:
+        try:
+            outputs = bucket.step()
+        except Exception as error:  # as in _feed_chunk, but all sequences of this batch are lost
+            logger.exception("a decode step failed")
+            for request in dict.fromkeys(x.request for x in bucket.reset()):
+                self.fail(request, error)
+            return
+        for output in outputs:
+            self._take(output)
+
+    def _take(self, output: StepOutput) -> None:
+        """Deliver one token, and end its sequence if it was the last."""
+        sequence, request = output.sequence, output.sequence.request
+        if sequence not in request.sequences:  # failed through another sequence of this very step
+            return
+        # Its next token is sampled already, unless this was the last.
+        num_sampled = len(sequence.emitted) + (output.finish is None)
+        if sequence.guard.fault is not None and sequence.guard.spoils(num_sampled):
+            self.fail(request, sequence.guard.fault)
+            return
+        self.counters["generated_tokens"] += 1
+        self._requests.send(request, output.event())
+        if output.finish is not None:
+            self._requests.finish(sequence, output.finish, output.caches, output.num_cached)
+
+    def _feed_chunk(self, task: PrefillTask) -> bool:
+        """Feed one chunk; False if that failed the request."""
+        try:
+            self._prefiller.feed(task, busy=len(self._batches) > 0)
+        except Exception as error:  # the model, mlx: anything. Only this prompt is lost.
+            logger.exception("a prefill failed")
+            self.fail(task.request, error)
+            return False
+        if task.num_cached in task.snapshot_positions:
+            state = kv_arrays.state_tree(task.caches)
+            task.request.snapshots.append(Snapshot(task.num_cached, state))
+        self._requests.send(task.request, PrefillProgress(task.num_cached, len(task.tokens)))
+        return True
+
+    def _join_batch(self, task: PrefillTask) -> None:
+        copies = [deepcopy(task.caches) for _ in task.sequences[1:]]
+        for sequence, caches in zip(task.sequences, [task.caches, *copies], strict=True):
+            sequence.entered = next(self._entries)
+            self._batches.insert(sequence, caches)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """Take a sequence out of its batch and into the queue; its KV becomes an idle session."""
+        self.counters["sent_back"] += 1
+        (detached,) = self._batches.detach([sequence])
+        if (output := detached.step()) is not None:
+            self._take(output)
+        if sequence in sequence.request.sequences:
+            self._requests.keep(sequence, detached.caches, detached.num_cached)
+            tokens = np.array(sequence.tokens, np.int32)
+            self._admission.requeue(PrefillTask(sequence.request, [sequence], tokens))
+
+    # ---- ends that come from outside
+
+    def stop(self, request: Request, index: int | None) -> None:
+        """End one sequence, or all (None); their slots are free when this returns."""
+        sequences = [x for x in request.sequences if index is None or x.index == index]
+        for x in self._batches.detach(sequences):
+            self._requests.finish(x.sequence, "cancelled", x.caches, x.num_cached)
+        for task in self._admission.tasks:
+            self._withdraw(task, sequences)
+
+    def stop_all(self) -> None:
+        """End every request, and keep what was computed."""
+        for request in self._requests.all():
+            self.stop(request, None)
+
+    def forget(self, key: SessionKey) -> None:
+        """Keep nothing of what this session has here, or is computing right now."""
+        self._requests.forget(key)
+        self._admission.forget(key)
+        self._hot_cache.forget(key)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End the whole request and keep nothing of it."""
+        self._batches.detach(request.sequences)
+        for task in self._admission.tasks:
+            if task.request is request:
+                self._admission.remove(task)
+        self._requests.fail(request, error)
+
+    def fail_all(self, error: Exception) -> None:
+        """End everything after a defect of our own: nothing that runs can be trusted."""
+        for bucket in self._batches.buckets:
+            bucket.reset()
+        for request in self._requests.all():
+            self.fail(request, error)
+
+    def _withdraw(self, task: PrefillTask, sequences: list[Sequence]) -> None:
+        leaving = task.drop(sequences)
+        if leaving and not task.sequences:
+            self._admission.remove(task)
+        for sequence in leaving:
+            # Sequences that go on need these caches.
+            caches = [] if task.sequences else task.caches
+            unchanged = task.saved if task.num_cached == task.num_reused else None
+            self._requests.finish(sequence, "cancelled", caches, task.num_cached, unchanged)

@@ -1,0 +1,236 @@
+"""Decodes all running sequences, in a few batches of similar length.
+
+A batch of mlx_lm is padded to its longest sequence, and padding is real memory: sequences x
+longest. So sequences are kept in buckets by length, and one that outgrows its bucket moves to the
+next. The batch itself (merge, filter, step, stop sequences) is mlx_lm's ``BatchGenerator``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import BatchGenerator, StopSequences
+
+from engines.mlx_worker.batch.request import Sequence
+from engines.mlx_worker.cache.layout import Caches
+from engines.mlx_worker.generation import FinishReason, Token
+
+# Longest sequence of each bucket but the last, in tokens.
+BUCKET_BOUNDS = (1024, 4096)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One token of one sequence."""
+
+    sequence: Sequence
+    token: int
+    logprobs: mx.array  # (vocab,), before temperature
+    finish: FinishReason | None = None
+    # Of a finished sequence only: its KV, and how many of its tokens that covers.
+    caches: Caches = field(default_factory=list)
+    num_cached: int = 0
+
+    def event(self) -> Token:
+        """The event that tells the client of this token."""
+        top = self.sequence.request.generation.top_logprobs
+        return token_event(self.sequence.index, self.token, self.logprobs, top)
+
+
+def token_event(index: int, token: int, logprobs: mx.array, top: int | None) -> Token:
+    """The event of one token of sequence ``index``.
+
+    Args:
+        logprobs: (vocab,), before temperature, of any float dtype.
+        top: how many alternatives to name, the likeliest first; None = no log-probability at all.
+    """
+    if top is None:
+        return Token(index, token)
+    values = np.array(logprobs.astype(mx.float32))
+    top = min(top, len(values))
+    best = np.argpartition(values, -top)[-top:] if top else np.empty(0, np.intp)
+    ranked = sorted(best.tolist(), key=lambda x: (-values[x], x))
+    return Token(index, token, float(values[token]), [(x, float(values[x])) for x in ranked])
+
+
+@dataclass(frozen=True)
+class DetachedSequence:
+    """A sequence taken out of its batch, its KV, and the token it had sampled but not fed."""
+
+    sequence: Sequence
+    caches: Caches
+    num_cached: int  # tokens that ``caches`` hold
+    token: int | None  # None: it had not made its first step
+    logprobs: mx.array | None
+
+    def step(self) -> StepOutput | None:
+        """Count that token as delivered, as the next step would have done."""
+        if self.token is None or self.logprobs is None:
+            return None
+        sequence = self.sequence
+        stops = _ResumedStopSequences(sequence)
+        sequence.tokens.append(self.token)
+        sequence.remaining -= 1
+        finish: FinishReason | None = "length" if sequence.remaining == 0 else None
+        if stops.matcher().advance(self.token):
+            finish = "stop"
+        return StepOutput(sequence, self.token, self.logprobs, finish, self.caches, self.num_cached)
+
+
+class _ResumedStopSequences(StopSequences):
+    """The stop sequences of a sequence that may have emitted tokens already, before it moved."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        stops = sequence.request.generation.stop_sequences
+        super().__init__(stops)
+        self._recent = sequence.emitted[-max((len(x) for x in stops), default=1) :]
+
+    def matcher(self) -> StopSequences.Matcher:
+        matcher = super().matcher()
+        for token in self._recent:
+            matcher.advance(token)
+        return matcher
+
+
+class LengthBucket:
+    """One BatchGenerator and the sequences in it. Belongs to the owner thread."""
+
+    def __init__(self, model: Any, max_sequences: int) -> None:
+        self._model = model
+        self._max_sequences = max_sequences
+        self._sequences: dict[int, Sequence] = {}  # by mlx_lm's uid
+        self._generator = self._fresh()
+
+    def _fresh(self) -> Any:
+        return BatchGenerator(
+            self._model,
+            completion_batch_size=self._max_sequences,
+            prefill_batch_size=self._max_sequences,
+            # All work of this thread goes to one stream: nothing to synchronise.
+            stream=mx.default_stream(mx.default_device()),
+        )
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return list(self._sequences.values())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence; 0 = empty."""
+        return max((len(x.tokens) for x in self._sequences.values()), default=0)
+
+    def insert(self, sequence: Sequence, caches: Caches) -> None:
+        """Take a sequence in. ``caches`` hold all its tokens but the last, and are given away."""
+        (uid,) = self._generator.insert(
+            [sequence.tokens[-1:]],
+            max_tokens=[sequence.remaining],
+            caches=[caches],
+            all_tokens=[sequence.tokens[:-1]],  # a copy: the generator keeps and extends it
+            samplers=[sequence.guard.sampler],
+            logits_processors=[sequence.guard.processors],
+            stop_sequences=[_ResumedStopSequences(sequence)],
+        )
+        self._sequences[uid] = sequence
+
+    def step(self) -> list[StepOutput]:
+        """Decode one token for every sequence that had its first step before this one."""
+        _, responses = self._generator.next()
+        outputs = []
+        for x in responses:
+            finished = x.finish_reason is not None
+            sequence = self._sequences.pop(x.uid) if finished else self._sequences[x.uid]
+            sequence.tokens.append(x.token)
+            sequence.remaining -= 1
+            num_cached = len(sequence.tokens)
+            outputs.append(
+                StepOutput(
+                    sequence, x.token, x.logprobs, x.finish_reason, x.prompt_cache or [], num_cached
+                )
+            )
+        return outputs
+
+    def detach(self, sequences: Collection[Sequence]) -> list[DetachedSequence]:
+        """Take out those of ``sequences`` that are here, between two steps."""
+        uids = [uid for uid, x in self._sequences.items() if x in sequences]
+        if not uids:
+            return []
+        unfed = self._unfed()
+        kept = self._generator.remove(uids, return_prompt_caches=True)
+        detached = []
+        for uid in uids:
+            sequence, (token, logprobs) = self._sequences.pop(uid), unfed.get(uid, (None, None))
+            # Before its first step the last token of the prompt has not been fed.
+            num_cached = len(sequence.tokens) - (token is None)
+            detached.append(DetachedSequence(sequence, kept[uid][0], num_cached, token, logprobs))
+        return detached
+
+    def _unfed(self) -> dict[int, tuple[int, mx.array]]:
+        """The sampled token of each sequence that the next step would feed, and its distribution.
+
+        mlx_lm has no public name for these. Without them a sequence that changes its batch would
+        have to sample that token again, which a seeded sampler or a grammar must not do.
+        """
+        batch = self._generator._generation_batch
+        if not batch.uids:
+            return {}
+        tokens = batch._next_tokens.tolist()
+        return dict(zip(batch.uids, zip(tokens, batch._next_logprobs, strict=True), strict=True))
+
+    def reset(self) -> list[Sequence]:
+        """Forget everything after a failed step; returns the sequences that were lost."""
+        lost = self.sequences
+        self._sequences.clear()
+        self._generator.close()
+        self._generator = self._fresh()
+        return lost
+
+    def close(self) -> None:
+        self._generator.close()
+
+
+class Batches:
+    """The buckets, shortest first. Belongs to the owner thread; ``len`` is anybody's."""
+
+    def __init__(
+        self, model: Any, max_sequences: int, bounds: tuple[int, ...] = BUCKET_BOUNDS
+    ) -> None:
+        self._bounds = bounds
+        self.buckets = [LengthBucket(model, max_sequences) for _ in range(len(bounds) + 1)]
+
+    def __len__(self) -> int:
+        return sum(len(bucket.sequences) for bucket in self.buckets)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All sequences that are being decoded, over all length buckets."""
+        return [x for bucket in self.buckets for x in bucket.sequences]
+
+    def index_of(self, num_tokens: int) -> int:
+        """The index of the bucket that a sequence of this length belongs to."""
+        return sum(num_tokens > bound for bound in self._bounds)
+
+    def insert(self, sequence: Sequence, caches: Caches) -> None:
+        """Put a sequence into the bucket of its length; ``caches`` are given away."""
+        self.buckets[self.index_of(len(sequence.tokens))].insert(sequence, caches)
+
+    def detach(self, sequences: Collection[Sequence]) -> list[DetachedSequence]:
+        """Take out those of ``sequences`` that decode, between two steps."""
+        return [x for bucket in self.buckets for x in bucket.detach(sequences)]
+
+    def detach_outgrown(self) -> list[DetachedSequence]:
+        """Take out the sequences that have become too long for their bucket."""
+        detached: list[DetachedSequence] = []
+        for index, bucket in enumerate(self.buckets[:-1]):
+            outgrown = [x for x in bucket.sequences if self.index_of(len(x.tokens)) > index]
+            if outgrown:
+                detached += bucket.detach(outgrown)
+        return detached
+
+    def close(self) -> None:
+        """Give up everything; nothing can be decoded any more."""
+        for bucket in self.buckets:
+            bucket.close()

@@ -1,0 +1,143 @@
+"""Feeds prompts into their caches, one chunk of one prompt at a time.
+
+Prompts are fed alone, not as a padded batch: an uneven batch computes padding, a short prompt
+would wait for a long one, and a defect in one would take down all. The decode steps of running
+sequences go between two chunks, so a chunk must not take long.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from engines.mlx_worker.batch.request import PrefillTask
+from engines.mlx_worker.cache import kv_arrays
+
+# Every chunk pays for reading the weights and, on a crowded machine, for waiting on the other
+# threads of the BLAS: measured, a chunk of 32 tokens then took as long as one of 128. So a slow
+# machine must not be answered with ever smaller chunks.
+SMALLEST_BUSY_CHUNK = 32
+SMALLEST_QUIET_CHUNK = 128
+# Longest pause that one chunk may put between two decode steps, and between two looks at the
+# command queue when nothing decodes.
+BUSY_CHUNK_S = 0.4
+QUIET_CHUNK_S = 1.0
+# Every so many chunks the oldest prompt goes before the shortest.
+OLDEST_EVERY = 4
+# Most snapshots of untrimmable state that one request takes on its way through the prompt.
+MAX_SNAPSHOTS = 4
+
+
+class ChunkSizer:
+    """Chooses chunk sizes (powers of two) from the measured speed of this machine."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._seconds_per_token = 0.0
+
+    def chunk(self, busy: bool) -> int:
+        """The number of tokens to feed next; ``busy`` = sequences are waiting to decode."""
+        chunk = SMALLEST_BUSY_CHUNK if busy else SMALLEST_QUIET_CHUNK
+        limit_s = BUSY_CHUNK_S if busy else QUIET_CHUNK_S
+        while self._seconds_per_token and 2 * chunk * self._seconds_per_token <= limit_s:
+            chunk *= 2
+        return min(chunk, self._largest)
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a chunk. Tiny ones are ignored: they pay for reading the weights."""
+        if num_tokens >= SMALLEST_BUSY_CHUNK:
+            now, before = seconds / num_tokens, self._seconds_per_token or seconds / num_tokens
+            self._seconds_per_token = 0.7 * before + 0.3 * now
+
+
+class Prefiller:
+    """Holds every prefill task between its admission and its batch, and feeds those that are ready.
+
+    A task is *admitted* first, while its prefix is looked for, and *ready* once its caches are
+    there. Both count as memory in use. Belongs to the owner thread.
+    """
+
+    def __init__(self, model: Any, largest_chunk: int, takes_snapshots: bool = False) -> None:
+        """``takes_snapshots``: the model's caches hold state that cannot be cut back."""
+        self._model = model
+        self._chunks = ChunkSizer(largest_chunk)
+        self._takes_snapshots = takes_snapshots
+        self._admitted: dict[PrefillTask, None] = {}  # oldest first
+        self._ready: list[PrefillTask] = []  # oldest first
+        self._num_chunks = 0
+
+    @property
+    def admitted(self) -> list[PrefillTask]:
+        """All tasks on their way into a batch, ready or not."""
+        return list(self._admitted)
+
+    @property
+    def num_admitted(self) -> int:
+        """Length of ``admitted``. Any thread."""
+        return len(self._admitted)
+
+    @property
+    def num_ready(self) -> int:
+        """Tasks that can be fed right now."""
+        return len(self._ready)
+
+    def admit(self, task: PrefillTask) -> None:
+        """Count the task as on its way; its prefix is being looked for."""
+        self._admitted[task] = None
+
+    def start(self, task: PrefillTask) -> None:
+        """Make an admitted task ready: ``task.caches`` hold what could be reused, or are empty."""
+        if not task.caches:
+            task.caches = make_prompt_cache(self._model)
+        if self._takes_snapshots and task.request.generation.session is not None:
+            task.snapshot_positions = snapshot_positions(task)
+        self._ready.append(task)
+
+    def remove(self, task: PrefillTask) -> None:
+        """Forget a task, wherever it is: it is done, or nobody wants it any more."""
+        self._admitted.pop(task, None)
+        if task in self._ready:
+            self._ready.remove(task)
+
+    def next(self) -> PrefillTask:
+        """The ready task to feed now: the one with the fewest tokens left, or the oldest.
+
+        The shortest goes first, so that a restored session need not wait for a new long one; but
+        every few chunks the oldest does, so that the long one is not starved.
+        """
+        self._num_chunks += 1
+        if self._num_chunks % OLDEST_EVERY == 0:
+            return self._ready[0]
+        return min(self._ready, key=lambda x: x.target - x.num_cached)
+
+    def feed(self, task: PrefillTask, busy: bool) -> None:
+        """Feed one chunk of it, up to its next stop at most; ``busy`` = sequences wait to decode.
+
+        Raises whatever the model raises; the task's caches are then of no use.
+        """
+        started = time.perf_counter()
+        size = self._chunks.chunk(busy)
+        chunk = task.tokens[task.num_cached : min(task.num_cached + size, task.next_stop)]
+        self._model(mx.array(chunk)[None], cache=task.caches)
+        # Only the caches: what the head would say of these positions is never computed.
+        mx.eval([cache.state for cache in task.caches])
+        kv_arrays.pack_old(task.caches)
+        mx.clear_cache()
+        task.num_cached += len(chunk)
+        self._chunks.took(len(chunk), time.perf_counter() - started)
+
+
+def snapshot_positions(task: PrefillTask) -> list[int]:
+    """The positions at which to take snapshots of untrimmable state, ascending.
+
+    These are the first boundary (a system prompt, which other sessions share), the last ones, and
+    the end of what is fed before decoding.
+    """
+    boundaries = task.request.generation.boundaries
+    inside = {x for x in boundaries if task.num_cached < x < task.target}
+    positions = sorted({*inside, task.target} if task.target > task.num_cached else inside)
+    surplus = len(positions) - MAX_SNAPSHOTS
+    return positions if surplus <= 0 else [positions[0], *positions[1 + surplus :]]

@@ -1,0 +1,118 @@
+"""Finds the longest beginning of a prompt whose KV need not be computed.
+
+There are three sources: the session's own hot KV, a hot session of the same tenant that begins
+alike (copied), and the cold store. The cold store is only asked when the session's own hot KV does
+not already cover all there is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+from engines.headers import COLD_SOURCES, CacheOutcome
+from engines.mlx_worker.batch.request import PrefillTask
+from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions, PrefixQuery
+from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
+from engines.mlx_worker.sessions.hot_sessions import HotPrefix
+from kvstore.session import MissReason, SessionRef
+
+logger = logging.getLogger(__name__)
+
+# Runs a command on the owner thread, soon. Any thread may call it.
+Post: TypeAlias = Callable[[Callable[[], None]], None]
+Then: TypeAlias = Callable[[CacheOutcome], None]
+
+# With a hot beginning at hand, the cold store must add at least so many tokens to be worth it.
+WORTH_A_RESTORE = 64
+
+
+class PrefixReuse:
+    """Gives prefill tasks the caches they can start from. Belongs to the owner thread."""
+
+    def __init__(self, hot_cache: HotCache, cold: ColdSessions | None, post: Post) -> None:
+        self._hot_cache = hot_cache
+        self._cold = cold
+        self._post = post
+        # Tasks that the cold store is being asked for.
+        self._asked: dict[PrefillTask, tuple[HotPrefix | None, Then]] = {}
+
+    def find(self, task: PrefillTask, then: Then) -> None:
+        """Let the task start from what there is, then call ``then``: at once, or after a restore.
+
+        Without a prefix of any use ``task.caches`` stay empty.
+        """
+        session = task.request.generation.session
+        if session is None:
+            then(CacheOutcome("miss", 0, "never-stored"))
+            return
+        had_own = self._hot_cache.sessions.get((session.tenant, session.id)) is not None
+        hot = self._hot_cache.take_prefix(session, task.tokens, task.target)
+        if hot is not None:
+            task.reuse(hot.take_caches(), hot.num_tokens, hot.session.saved)
+            task.request.note_lossy(min(hot.session.lossy_tokens, hot.num_tokens))
+        if self._cold is None:
+            missed: MissReason = "diverged" if had_own else "disabled"
+            then(_outcome(task, hot, None if hot else missed))
+        elif _is_enough(task, hot):
+            then(_outcome(task, hot, None))
+        else:
+            self._asked[task] = hot, then
+            query = _query(task, session)
+            self._cold.find(query, lambda found: self._post(lambda: self._found(task, found)))
+
+    def cancel(self, task: PrefillTask) -> None:
+        """Let go of a task that nobody wants any more: its ``then`` is not called."""
+        self._asked.pop(task, None)
+
+    def _found(self, task: PrefillTask, found: ColdPrefix) -> None:
+        if task not in self._asked:  # cancelled meanwhile
+            return
+        hot, then = self._asked.pop(task)
+        outcome = self._use_cold(task, found)
+        then(outcome or _outcome(task, hot, found.reason))
+
+    def _use_cold(self, task: PrefillTask, found: ColdPrefix) -> CacheOutcome | None:
+        if self._cold is None or found.restored is None or found.tier is None:
+            return None
+        try:
+            caches = self._cold.rebuild(found.restored)
+        except Exception:  # whatever is wrong with what was stored, prefill is right
+            logger.exception("a restored session could not be used")
+            self._cold.counters["rebuild_failures"] += 1
+            return None
+        task.reuse(caches, found.num_tokens, resolved(True))
+        task.request.note_lossy(found.restored.lossy_tokens)
+        if session := task.request.generation.session:
+            self._hot_cache.note_restored(session)
+        return CacheOutcome(COLD_SOURCES[found.tier], found.num_tokens, found.reason)
+
+
+def _query(task: PrefillTask, session: SessionRef) -> PrefixQuery:
+    return PrefixQuery(
+        session,
+        task.tokens,
+        limit=task.target,
+        boundaries=[*task.request.generation.boundaries, task.target],
+        at_least=task.num_cached + (WORTH_A_RESTORE if task.num_cached else 1),
+    )
+
+
+def _is_enough(task: PrefillTask, hot: HotPrefix | None) -> bool:
+    """True if nobody can add anything worth a restore to this hot beginning."""
+    if hot is None:
+        return task.target == 0
+    whole = hot.own and not hot.diverged
+    return whole or task.target - hot.num_tokens < WORTH_A_RESTORE
+
+
+def _outcome(task: PrefillTask, hot: HotPrefix | None, reason: MissReason | None) -> CacheOutcome:
+    """The outcome of a task that starts from hot KV, or from nothing."""
+    if hot is None:
+        return CacheOutcome("miss", 0, reason)
+    if hot.num_tokens == task.target or reason == "never-stored":
+        reason = None
+    elif hot.diverged:
+        reason = "diverged"
+    return CacheOutcome("hot", hot.num_tokens, reason)

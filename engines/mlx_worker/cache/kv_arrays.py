@@ -1,0 +1,195 @@
+"""Turns mlx_lm's caches into numpy arrays, and back. Everything belongs to the owner thread.
+
+Views are zero-copy and pin the engine's memory until they are dropped. They are taken of a *slice*
+of the cache's array, never of the array itself: mlx writes into a cache in place when nobody else
+holds its buffer, and a view of the cache's own array object would see, or outlive, that write. A
+slice counts as a holder, so the next write goes to a fresh buffer.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from engines.mlx_worker.cache.layout import Caches, is_growing, leaves
+from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
+from engines.mlx_worker.cache.packed.store_arrays import fill_packed, packed_pair
+from kvstore.blobs.snapshot import StateArray, StateTree
+from kvstore.errors import Mismatch
+from kvstore.shapes import KVLayout, KVPair, KVRun
+
+
+def can_trim(caches: Caches) -> bool:
+    """True if all of them can be cut back to any earlier token."""
+    return bool(can_trim_prompt_cache(caches))
+
+
+def trim(caches: Caches, surplus: int) -> None:
+    """Cut off the last ``surplus`` tokens. Only if ``can_trim``."""
+    if surplus:
+        trim_prompt_cache(caches, surplus)
+
+
+def copy_of(caches: Caches) -> Caches:
+    """Copy caches; the arrays are shared until one side writes."""
+    copied: Caches = deepcopy(caches)
+    return copied
+
+
+def pack_old(caches: Caches) -> None:
+    """Pack what has left the recent window of packed caches; leaves others alone.
+
+    The caches must have been evaluated.
+    """
+    for leaf in leaves(caches):
+        if isinstance(leaf, PackedKVCache):
+            leaf.pack_old()
+
+
+def nbytes_of(caches: Caches) -> int:
+    """Bytes that the caches hold in memory, spare room included."""
+    return int(sum(cache.nbytes for cache in caches))
+
+
+def check_length(caches: Caches, num_tokens: int) -> None:
+    """Check lengths. Raises ``Mismatch`` if a cache that counts tokens holds another number."""
+    held = {leaf.offset for leaf in leaves(caches) if hasattr(leaf, "offset")} - {num_tokens}
+    if held:
+        raise Mismatch(f"caches of {num_tokens} tokens hold {sorted(held)}")
+
+
+def compact(caches: Caches) -> None:
+    """Evaluate the caches, and give back memory that they do not use.
+
+    That is the spare room of growing caches, and the batch of which a finished sequence's state is
+    still a slice.
+    """
+    for leaf in leaves(caches):
+        if isinstance(leaf, PackedKVCache):
+            leaf.pack_old()
+            leaf.state = tree_map(_contiguous, leaf.state)
+        elif is_growing(leaf) and leaf.keys is not None:
+            keys, values, used = leaf.state
+            leaf.state = (
+                _contiguous(keys[..., :used, :]),
+                _contiguous(values[..., :used, :]),
+                used,
+            )
+        else:
+            leaf.state = tree_map(
+                lambda x: _contiguous(x) if isinstance(x, mx.array) else x, leaf.state
+            )
+    mx.eval([cache.state for cache in caches])
+
+
+def _contiguous(array: mx.array) -> mx.array:
+    return mx.contiguous(array)
+
+
+# ---- to numpy
+
+
+def growing_run(caches: Caches, num_tokens: int) -> list[KVPair]:
+    """The first ``num_tokens`` tokens' KV of every growing layer, as views.
+
+    K and V of each are (num_kv_heads, num_tokens, head_dim), in the engine's dtype, bf16 as uint16;
+    of packed caches they are ``PackedArray``s.
+    """
+    return [_pair(leaf, num_tokens) for leaf in leaves(caches) if is_growing(leaf)]
+
+
+def _pair(leaf: Any, num_tokens: int) -> KVPair:
+    if isinstance(leaf, PackedKVCache):
+        return packed_pair(leaf, num_tokens)
+    return _view(leaf.keys[0, :, :num_tokens]), _view(leaf.values[0, :, :num_tokens])
+
+
+def state_tree(caches: Caches) -> StateTree:
+    """The exact state of every leaf that does not grow, as (class name, state).
+
+    Rotating windows are brought into temporal order first, without spare room.
+    """
+    return [
+        (type(leaf).__name__, tree_map(_to_numpy, type(leaf).merge([leaf]).extract(0).state))
+        for leaf in leaves(caches)
+        if not is_growing(leaf)
+    ]
+
+
+def _to_numpy(value: Any) -> Any:
+    if not isinstance(value, mx.array):
+        return value
+    dtype = str(value.dtype).removeprefix("mlx.core.")
+    return StateArray(dtype, _view(value[...]))
+
+
+def _view(array: mx.array) -> np.ndarray:
+    """View an array without a copy; numpy has no bf16, so that becomes its bit pattern."""
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+# ---- and back
+
+
+def rebuild(
+    model: Any, layout: KVLayout | None, run: KVRun, state: StateTree | None, num_tokens: int
+) -> Caches:
+    """Make caches that hold ``num_tokens`` tokens. The arrays are copied, so ``run`` may go.
+
+    Args:
+        run: as ``growing_run`` gives it, for every growing layer.
+        state: as ``state_tree`` gives it; None for models that need none.
+
+    Raises:
+        Mismatch: the KV is not this model's, or has another length.
+    """
+    if layout is None:
+        raise Mismatch("this model's KV is not kept")
+    caches: Caches = make_prompt_cache(model)
+    pairs, states = iter(run), iter(state if isinstance(state, list | tuple) else ())
+    for leaf in leaves(caches):
+        if isinstance(leaf, PackedKVCache):
+            fill_packed(leaf, next(pairs, None), num_tokens)
+        elif is_growing(leaf):
+            keys, values = next(pairs, (None, None))
+            leaf.state = (
+                _growing(keys, layout, num_tokens),
+                _growing(values, layout, num_tokens),
+                num_tokens,
+            )
+        else:
+            _fill(leaf, next(states, None), num_tokens)
+    if next(pairs, None) is not None or next(states, None) is not None:
+        raise Mismatch("the stored KV has more layers than this model")
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def _growing(array: np.ndarray | None, layout: KVLayout, num_tokens: int) -> mx.array:
+    if array is None or array.shape[1] != num_tokens or array.dtype != layout.numpy_dtype:
+        raise Mismatch("the stored KV has another shape than this model's")
+    return _to_mlx(array, layout.dtype)[None]
+
+
+def _to_mlx(array: np.ndarray, dtype: str) -> mx.array:
+    copied = mx.array(array)
+    return copied.view(mx.bfloat16) if dtype == "bfloat16" else copied
+
+
+def _fill(leaf: Any, kept: Any, num_tokens: int) -> None:
+    if not isinstance(kept, list | tuple) or len(kept) != 2 or kept[0] != type(leaf).__name__:
+        raise Mismatch(f"the stored state is not that of a {type(leaf).__name__}")
+    fixed = {name: vars(leaf)[name] for name in ("max_size", "keep") if name in vars(leaf)}
+    state = tree_map(
+        lambda x: _to_mlx(x.array, x.dtype) if isinstance(x, StateArray) else x, kept[1]
+    )
+    leaf.state = state
+    if any(vars(leaf)[name] != value for name, value in fixed.items()):
+        raise Mismatch(f"the stored {type(leaf).__name__} has another window than this model's")
+    if getattr(leaf, "offset", num_tokens) != num_tokens:
+        raise Mismatch("the stored state belongs to another position")

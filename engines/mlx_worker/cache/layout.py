@@ -1,0 +1,122 @@
+"""Finds out what a model's caches consist of, from real ones after a tiny forward pass.
+
+Three kinds of cache can be kept cold. ``KVCache`` grows with every token and goes through the
+codec, chunk by chunk; ``PackedKVCache`` takes its place where live KV is kept packed.
+``RotatingKVCache`` (a sliding window) and ``ArraysCache`` (recurrent state) cannot be cut back to
+an earlier token; they are kept exact, as snapshots. ``CacheList`` is a bundle of them. Any other
+class can be served but not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from engines.kv_budget import KVCost
+from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
+from kvstore.shapes import KVLayer, KVLayout
+
+# One mlx_lm cache object per layer of the model, all of one sequence.
+Caches: TypeAlias = list[Any]
+
+_PROBE = [1, 2, 3]
+
+
+class CannotKeep(Exception):
+    """This model's caches cannot be kept cold. The message is one sentence for the operator."""
+
+
+class CannotServe(Exception):
+    """mlx_lm cannot batch this model's caches at all."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The caches of one model, leaf by leaf. A layer is one leaf, or several in a CacheList."""
+
+    class_names: tuple[str, ...]
+    cost: KVCost
+    layout: KVLayout | None  # of the growing leaves; None = cannot be kept
+    reason: str = ""  # why not, in one sentence
+
+    @property
+    def needs_state(self) -> bool:
+        """True if a part of the cache does not grow and must be kept as snapshots."""
+        return any(name not in ("KVCache", "PackedKVCache") for name in self.class_names)
+
+
+def leaves(caches: Caches) -> Iterator[Any]:
+    """Yield the caches, and those inside a CacheList in its place."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            yield from leaves(list(cache.caches))
+        else:
+            yield cache
+
+
+def is_growing(leaf: Any) -> bool:
+    """True if the leaf holds KV of every token, so that it can be cut anywhere."""
+    return type(leaf) in (KVCache, PackedKVCache)
+
+
+def probe(model: Any) -> CachePlan:
+    """Plan how to keep the model's caches. Call it on the owner thread.
+
+    Raises:
+        CannotServe: continuous batching is impossible with this model.
+    """
+    caches = make_prompt_cache(model)
+    model(mx.array([_PROBE]), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    found = list(leaves(caches))
+    for leaf in found:
+        if not hasattr(leaf, "merge"):
+            raise CannotServe(
+                f"mlx_lm cannot batch the {type(leaf).__name__} of this model, so it cannot be "
+                "served; choose another model"
+            )
+    names = tuple(type(leaf).__name__ for leaf in found)
+    try:
+        return CachePlan(names, _cost(found), _layout(found))
+    except CannotKeep as error:
+        return CachePlan(names, _cost(found), None, str(error))
+
+
+def _layout(found: list[Any]) -> KVLayout:
+    known = (KVCache, RotatingKVCache, ArraysCache)
+    if strange := {type(x).__name__ for x in found if type(x) not in known}:
+        raise CannotKeep(f"its caches of class {', '.join(sorted(strange))} are not known here")
+    growing = [x for x in found if is_growing(x)]
+    dtypes = {str(a.dtype).removeprefix("mlx.core.") for x in growing for a in (x.keys, x.values)}
+    if not dtypes:
+        return KVLayout(dtype="float32", layers=())
+    if len(dtypes) > 1 or not dtypes <= {"float32", "float16", "bfloat16"}:
+        raise CannotKeep(f"its layers hold KV of dtype {', '.join(sorted(dtypes))}")
+    layers = [KVLayer(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in growing]
+    return KVLayout(dtype=dtypes.pop(), layers=tuple(layers))  # type: ignore[arg-type]
+
+
+def _cost(found: list[Any]) -> KVCost:
+    per_token, windows, fixed = 0, [], 0
+    for leaf in found:
+        if type(leaf) is RotatingKVCache:
+            windows.append((_bytes_per_token(leaf), int(leaf.max_size)))
+        elif hasattr(leaf, "keys"):
+            per_token += _bytes_per_token(leaf)
+        else:
+            fixed += leaf.nbytes
+    return KVCost(per_token, tuple(windows), fixed, len(found))
+
+
+def _bytes_per_token(leaf: Any) -> int:
+    return int(sum(x.nbytes // x.shape[2] for x in (leaf.keys, leaf.values)))

@@ -1,0 +1,146 @@
+"""Carries out the gateway's control verbs on the hot sessions and on the cold store.
+
+Runs on the event loop. What touches hot KV is a short command to the owner thread; what may wait
+for a disk or a network runs on a thread of its own. Nothing here holds up a running sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from engines.mlx_worker.control.reports import SessionReports
+from engines.mlx_worker.owner import Owner
+from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
+from engines.wire import CodecReport, Done, EngineReport, SessionReport
+from kvstore.errors import PinLimit
+from kvstore.session import SessionRef, TierName
+
+logger = logging.getLogger(__name__)
+
+# How long a demote waits for a save that is on its way.
+SAVE_WAIT_S: Final = 30.0
+# How long a prefetch may take before the caller gets an answer without it.
+WAKE_WAIT_S: Final = 60.0
+
+
+class MlxVerbs:
+    """The verbs of ``engines.host.control_server``. Belongs to the event loop."""
+
+    def __init__(self, owner: Owner, reports: SessionReports) -> None:
+        self._owner = owner
+        self._reports = reports
+        self._hot_cache = owner.parts.hot_cache
+        self._hot = owner.parts.hot_cache.sessions
+
+    async def report(self, session: SessionRef) -> SessionReport | None:
+        return await asyncio.to_thread(self._reports.session, session)
+
+    async def sessions(self) -> list[SessionReport]:
+        return await asyncio.to_thread(self._reports.sessions)
+
+    async def stats(self) -> EngineReport:
+        return await asyncio.to_thread(self._reports.engine)
+
+    async def adopt(self) -> CodecReport:
+        """Take over new codecs, if a measurement found some.
+
+        KV that was saved before stays readable; a save that is under way ends as it began.
+        """
+        codecs, store = self._owner.codecs, self._owner.store
+        if codecs and store:
+            await asyncio.to_thread(codecs.renew, store.adopt)
+        return self._reports.codec()
+
+    async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
+        """Drop the hot copy once there is a cold one; ``tier`` also moves the cold copy down."""
+        store = self._owner.store
+        kept = await self._cool(session) if store else "disabled"
+        if not kept and store and tier:
+            await asyncio.to_thread(store.demote, session, tier)
+        return Done(await self.report(session), kept)
+
+    async def _cool(self, session: SessionRef) -> str:
+        """Drop the hot copy. Returns "", or why it is still there."""
+        key = (session.tenant, session.id)
+        # On the owner thread, because a turn whose end the client has just seen ends there.
+        hot = await self._owner.call(lambda: self._candidate(key))
+        if hot is None or isinstance(hot, str):
+            return hot or ""
+        # wait(), because its time limit does not cancel the save.
+        await asyncio.wait([asyncio.wrap_future(hot.saved)], timeout=SAVE_WAIT_S)
+        return await self._owner.call(lambda: self._drop(hot))
+
+    def _candidate(self, key: SessionKey) -> HotSession | str | None:
+        """The hot session, which may go once it is saved; or why it may not; None = not hot."""
+        if self._hot.is_busy(key):
+            return "busy"
+        if self._hot.is_pinned(key):
+            return "pinned"
+        if (hot := self._hot.get(key)) is not None:
+            self._hot_cache.save_again(hot)
+        return hot
+
+    def _drop(self, hot: HotSession) -> str:
+        """Drop it unless something changed. On the owner thread, so nothing comes in between."""
+        if self._hot.is_busy(hot.key) or self._hot.get(hot.key) is not hot:
+            return "busy"
+        if not hot.is_saved:
+            return "no-cold-copy"
+        self._hot_cache.drop(hot)
+        return ""
+
+    async def prefetch(self, session: SessionRef) -> Done:
+        """Make the session hot, as far as there is room, and report on it."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def done() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        if await self._owner.call(lambda: self._owner.parts.admission.prefetch(session, done)):
+            await asyncio.wait([asyncio.ensure_future(woken.wait())], timeout=WAKE_WAIT_S)
+        return Done(await self.report(session))
+
+    async def pin(self, session: SessionRef, pinned: bool) -> Done:
+        """Pin or unpin a session in memory and in the store. Raises ``PinLimit``."""
+        known = await self.report(session)
+        if known is None:
+            return Done(None)
+        store, key = self._owner.store, (session.tenant, session.id)
+        self._hot.pin(key, pinned)
+        if store:
+            try:
+                await asyncio.to_thread(store.pin, session, pinned)
+            except PinLimit:
+                self._hot.pin(key, known.pinned)
+                raise
+        self._hot.pin(key, pinned)  # a restore may have brought the record's older pin
+        return Done(await self.report(session))
+
+    async def pin_saved(self, session: SessionRef) -> None:
+        """Pin the new cold copy of a session that was pinned before it had one."""
+        if (store := self._owner.store) and self._hot.is_pinned((session.tenant, session.id)):
+            try:
+                await asyncio.to_thread(store.pin, session, True)
+            except PinLimit as error:
+                logger.warning("a session that was to be pinned is not: %s", error)
+                self._hot.pin((session.tenant, session.id), False)
+
+    def lost(self, session: SessionRef) -> None:
+        """Note that a session's cold copy is gone, by ttl or eviction. Any thread."""
+        key = (session.tenant, session.id)
+        if self._hot.get(key) is None and not self._hot.is_busy(key):
+            self._hot.pin(key, False)  # nothing is left that the pin could hold
+        self._owner.tell("lost", session)
+
+    async def forget(self, session: SessionRef) -> Done:
+        """Remove a session from memory and every tier. A running turn goes on and is not kept."""
+        key = (session.tenant, session.id)
+        await self._owner.call(lambda: self._owner.parts.loop.forget(key))
+        if store := self._owner.store:
+            await asyncio.to_thread(store.forget, session)
+            # A prefetch may have begun meanwhile, and read what the store had not removed yet.
+            await self._owner.call(lambda: self._owner.parts.loop.forget(key))
+        return Done(await self.report(session))

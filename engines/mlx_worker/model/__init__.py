@@ -1,0 +1,1 @@
+"""The loaded model: loading, fingerprint, vocabulary, and the instrument that measures it."""

@@ -1,0 +1,160 @@
+"""Writes messages as the token ids that the model reads, by the model's own chat template."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.tools import (
+    ChatMessage,
+    ToolPlan,
+    plain_messages,
+    template_knows_tools,
+    template_messages,
+)
+from engines.openai.errors import context_too_long
+from engines.openai.requests import ChatRequest, InvalidRequest
+
+# What a template raises for messages that it was not written for.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat as the model reads it."""
+
+    token_ids: list[int]
+    # Positions that a later turn may come back to: the end of the system prompt, and the end of the
+    # messages, before the marker that makes the assistant speak.
+    boundaries: tuple[int, ...]
+    thinking: bool  # the marker opens a block of reasoning
+
+
+class PromptWriter:
+    """Writes prompts for one model. Not thread-safe: one call at a time."""
+
+    def __init__(self, vocabulary: Vocabulary, max_context: int) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = vocabulary.tokenizer
+        self._max_context = max_context
+        self._knows_tools = template_knows_tools(self._tokenizer)
+
+    def text(self, text: str) -> list[int]:
+        """Token ids of a text completion's prompt, at least one.
+
+        Raises:
+            InvalidRequest: empty, or longer than the context.
+        """
+        self._check_size(text, "prompt")
+        ids: list[int] = self._tokenizer.encode(text)
+        return self.checked(ids, "prompt")
+
+    def checked(self, ids: list[int], param: str) -> list[int]:
+        """Return ``ids`` if the model can read them; ``param`` is the request's field.
+
+        Raises:
+            InvalidRequest: there are none, they fill the context, or one is no token.
+        """
+        if not ids:
+            raise InvalidRequest("The prompt is empty: it needs at least one token.", param)
+        if len(ids) >= self._max_context:
+            raise context_too_long(self._max_context, len(ids), param)
+        size = self._vocabulary.size
+        if max(ids) >= size:
+            raise InvalidRequest(f"Token id {max(ids)} is outside the vocabulary of {size}.", param)
+        return ids
+
+    def chat(self, request: ChatRequest, plan: ToolPlan) -> ChatPrompt:
+        """Write a chat's prompt.
+
+        Raises:
+            InvalidRequest: the template refuses the messages, or they exceed the context.
+        """
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequest(
+                "This model has no chat template: use /v1/completions.", "messages"
+            )
+        messages = self._messages(request, plan)
+        # Only templates that know tools are told of them.
+        tools = list(plan.tools) if self._knows_tools and plan.tools else None
+        options = {"tools": tools, **_options(request)}
+        text = self._render(messages, True, options)
+        self._check_size(text, "messages")
+        ids = self.checked(self._encode(text), "messages")
+        marker = text[len(_shared(text, self._render(messages, False, options))) :]
+        ends = {self._system_end(messages, options, text, ids), self._marker_start(marker, ids)}
+        boundaries = tuple(sorted(x for x in ends if 0 < x < len(ids)))
+        return ChatPrompt(ids, boundaries, self._opens_thinking(marker))
+
+    def _messages(self, request: ChatRequest, plan: ToolPlan) -> list[ChatMessage]:
+        if self._knows_tools:
+            return template_messages(request.messages)
+        return plain_messages(request.messages, plan.tools)
+
+    def _render(
+        self, messages: Sequence[ChatMessage], answer: bool, options: dict[str, Any]
+    ) -> str:
+        render: Any = self._tokenizer.apply_chat_template
+        try:
+            return str(render(messages, tokenize=False, add_generation_prompt=answer, **options))
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(
+                f"The model's chat template cannot take these messages: {error}", "messages"
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _check_size(self, text: str, param: str) -> None:
+        """Refuse what cannot fit, before the tokenizer spends seconds on it."""
+        least = len(text) // self._vocabulary.max_token_chars
+        if least >= self._max_context:
+            raise context_too_long(self._max_context, least, param)
+
+    def _marker_start(self, marker: str, ids: list[int]) -> int:
+        """Count the tokens before the marker; 0 if it has no tokens of its own."""
+        tail = self._encode(marker) if marker else []
+        return len(ids) - len(tail) if tail and ids[-len(tail) :] == tail else 0
+
+    def _system_end(
+        self,
+        messages: Sequence[ChatMessage],
+        options: dict[str, Any],
+        text: str,
+        ids: list[int],
+    ) -> int:
+        """Count the tokens that any prompt with the same system message and tools begins with."""
+        head = [x for x in messages[:1] if x["role"] == "system"]
+        if not head and not options["tools"]:
+            return 0
+        try:
+            other = self._render([*head, {"role": "user", "content": ""}], False, options)
+        except InvalidRequest:
+            return 0  # this template wants more than that; the request itself was fine
+        return len(os.path.commonprefix([ids, self._encode(_shared(text, other))]))
+
+    def _opens_thinking(self, marker: str) -> bool:
+        if not self._tokenizer.has_thinking:
+            return False
+        last = marker.rfind(self._tokenizer.think_start)
+        return last > marker.rfind(self._tokenizer.think_end)
+
+
+def _shared(a: str, b: str) -> str:
+    return os.path.commonprefix([a, b])
+
+
+def _options(request: ChatRequest) -> dict[str, Any]:
+    """The template's switches; the client's own come last."""
+    options: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            options["enable_thinking"] = False
+    return {**options, **(request.chat_template_kwargs or {})}

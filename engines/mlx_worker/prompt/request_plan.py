@@ -1,0 +1,175 @@
+"""Plans a checked request: what the owner thread is asked for, and who reads its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engines.mlx_worker.answer.output_processor import (
+    AnswerText,
+    OutputProcessor,
+    chat_sections,
+    plain_sections,
+)
+from engines.mlx_worker.generation import Generation, ModelFacts, SequenceSampling
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter
+from engines.mlx_worker.prompt.grammar import Grammar, GrammarProcessor
+from engines.mlx_worker.prompt.penalties import make_processors
+from engines.mlx_worker.prompt.sampling import SamplingParams, fresh_seed, make_sampler
+from engines.mlx_worker.prompt.tools import ToolPlan, plan_tools
+from engines.openai.requests import Body, ChatRequest, CompletionRequest, InvalidRequest
+from kvstore.session import SessionRef
+
+# OpenAI's default length of a text completion.
+_TEXT_TOKENS = 16
+
+
+@dataclass
+class RequestPlan:
+    """One HTTP request: a generation for each prompt, and an output processor for each choice.
+
+    Choice ``i`` is answer ``i % num_choices`` of generation ``i // num_choices``.
+    """
+
+    num_choices: int  # of each prompt
+    generations: list[Generation] = field(default_factory=list)
+    outputs: list[OutputProcessor] = field(default_factory=list)
+    grammars: list[GrammarProcessor] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(generation.prompt) for generation in self.generations)
+
+
+class RequestPlanner:
+    """Plans requests for one model. Slow (templates, tokenizers, grammars): not for the event loop.
+
+    Not thread-safe: one call at a time.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, facts: ModelFacts) -> None:
+        self._vocabulary = vocabulary
+        self._facts = facts
+        self._prompts = PromptWriter(vocabulary, facts.max_context)
+
+    def chat(self, request: ChatRequest, session: SessionRef | None) -> RequestPlan:
+        """Plan a chat. Raises ``InvalidRequest`` for what this model cannot do."""
+        self._check_bias(request)
+        tools = plan_tools(request, self._vocabulary)
+        prompt = self._prompts.chat(request, tools)
+        plan = RequestPlan(request.num_choices)
+        processors = self._grammars(plan, tools.grammar, prompt)
+        limit = self._limit(request.answer_tokens, len(prompt.token_ids))
+        plan.generations.append(
+            Generation(
+                prompt=prompt.token_ids,
+                sampling=_sampling(request, len(prompt.token_ids), processors),
+                max_tokens=max(limit, 1),
+                stop_sequences=self._ends(request.ignore_eos and tools.grammar is None),
+                session=session,
+                boundaries=prompt.boundaries,
+                top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            )
+        )
+        plan.outputs = [
+            self._chat_output(request, tools, prompt, limit) for _ in range(plan.num_choices)
+        ]
+        return plan
+
+    def text(self, request: CompletionRequest, session: SessionRef | None) -> RequestPlan:
+        """Plan a text completion; a session is kept for a single prompt only.
+
+        Raises ``InvalidRequest`` for what this model cannot do.
+        """
+        self._check_bias(request)
+        plan = RequestPlan(request.num_choices)
+        only = session if len(request.prompts) == 1 else None
+        wanted = _TEXT_TOKENS if request.max_tokens is None else request.max_tokens
+        for prompt in request.prompts:
+            ids = self._text_ids(prompt)
+            limit = self._limit(wanted, len(ids))
+            plan.generations.append(
+                Generation(
+                    prompt=ids,
+                    sampling=_sampling(request, len(ids), [None] * plan.num_choices),
+                    max_tokens=max(limit, 1),
+                    stop_sequences=self._ends(request.ignore_eos),
+                    session=only,
+                    top_logprobs=request.logprobs,
+                )
+            )
+            plan.outputs += [
+                self._text_output(request, ids, limit) for _ in range(plan.num_choices)
+            ]
+        return plan
+
+    def _chat_output(
+        self, request: ChatRequest, tools: ToolPlan, prompt: ChatPrompt, limit: int
+    ) -> OutputProcessor:
+        return OutputProcessor(
+            AnswerText(
+                self._vocabulary, prompt.token_ids, request.ignore_eos and tools.grammar is None
+            ),
+            chat_sections(self._vocabulary, tools.marked, prompt.thinking),
+            request.stops,
+            calls=tools.reader(),
+            one_call=tools.marked and request.parallel_tool_calls is False,
+            silent=limit == 0,
+            keeps_scores=bool(request.logprobs),
+        )
+
+    def _text_output(
+        self, request: CompletionRequest, ids: list[int], limit: int
+    ) -> OutputProcessor:
+        return OutputProcessor(
+            AnswerText(self._vocabulary, ids, request.ignore_eos),
+            plain_sections(),
+            request.stops,
+            silent=limit == 0,
+            keeps_scores=request.logprobs is not None,
+        )
+
+    def _text_ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._prompts.text(prompt)
+        return self._prompts.checked(prompt, "prompt")
+
+    def _grammars(
+        self, plan: RequestPlan, grammar: Grammar | None, prompt: ChatPrompt
+    ) -> list[GrammarProcessor | None]:
+        if grammar is None:
+            return [None] * plan.num_choices
+        after = tuple(self._vocabulary.tokenizer.think_end_tokens) if prompt.thinking else None
+        num = len(prompt.token_ids)
+        plan.grammars = [grammar.processor(num, after) for _ in range(plan.num_choices)]
+        return list(plan.grammars)
+
+    def _limit(self, wanted: int | None, prompt_tokens: int) -> int:
+        """The length of an answer in tokens: what was asked for, as far as the context has room."""
+        room = self._facts.max_context - prompt_tokens
+        return room if wanted is None else min(wanted, room)
+
+    def _ends(self, ignored: bool) -> list[tuple[int, ...]]:
+        return [] if ignored else [(token,) for token in sorted(self._vocabulary.eos)]
+
+    def _check_bias(self, body: Body) -> None:
+        if max(body.bias, default=0) >= self._vocabulary.size:
+            raise InvalidRequest(
+                f"logit_bias: a token id is outside the vocabulary of {self._vocabulary.size}.",
+                "logit_bias",
+            )
+
+
+def _sampling(
+    body: Body, prompt_tokens: int, grammars: Sequence[GrammarProcessor | None]
+) -> list[SequenceSampling]:
+    params = SamplingParams.of(body)
+    seed = fresh_seed() if body.seed is None else body.seed
+    chosen = []
+    for i, grammar in enumerate(grammars):
+        processors = make_processors(body, prompt_tokens)
+        if grammar is not None:
+            processors.append(grammar)
+        chosen.append(SequenceSampling(make_sampler(params, seed, i), processors))
+    return chosen

@@ -1,0 +1,178 @@
+"""Plans how offered functions are put to this model, and how its calls are read.
+
+Whatever the model, tools work:
+
+- A chat template that knows tools is given them. Others get ``DESCRIPTION`` in the system message,
+  and earlier calls and their results are written out in the same plain way.
+- With ``tool_choice`` auto, a model with a parser in mlx_lm is read by that parser. Any other is
+  read as JSON: an answer that is nothing but ``{"name": ..., "arguments": {...}}`` (or a list of
+  these) is a call.
+- With ``tool_choice`` required, or naming a function, the answer is held to a grammar:
+  ``{"name": NAME, "arguments": ARGUMENTS}`` where ARGUMENTS obeys the function's schema. It is one
+  call, or, if ``parallel_tool_calls`` is explicitly true, up to eight, one per line.
+- With ``response_format`` and auto together, the grammar allows either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from engines.mlx_worker.answer.tool_calls import (
+    BareCalls,
+    CallReader,
+    LineCalls,
+    MarkedCalls,
+    NoCalls,
+)
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.grammar import Grammar, answer_schema
+from engines.openai.messages import Message, NamedTool, Tool
+from engines.openai.requests import ChatRequest
+
+ChatMessage: TypeAlias = dict[str, Any]
+
+DESCRIPTION = """You can call these functions:
+{functions}
+To call a function, answer with nothing but a JSON object of this form:
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+Otherwise answer as usual."""
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """The consequences of a request's tools for the prompt, the grammar and the reading."""
+
+    tools: Sequence[ChatMessage]  # as the client sent them, for the chat template
+    style: Literal["none", "marked", "bare", "lines"]
+    grammar: Grammar | None
+    reader: Callable[[], CallReader]  # one per answer
+
+    @property
+    def marked(self) -> bool:
+        return self.style == "marked"
+
+
+def plan_tools(request: ChatRequest, vocabulary: Vocabulary) -> ToolPlan:
+    """Plan a request's tools. May compile a grammar: not for the event loop.
+
+    Raises:
+        InvalidRequest: a schema cannot be enforced.
+    """
+    tools = _offered(request)
+    answer = answer_schema(request.response_format)
+    forced = _forced(request)
+    shown = [_plain(tool) for tool in request.tools or ()]
+    grammar = None
+    if forced or answer is not None:
+        many = request.parallel_tool_calls is True
+        grammar = Grammar.compile(vocabulary, tools, many, None if forced else answer)
+    if not tools:
+        return ToolPlan(shown, "none", grammar, NoCalls)
+    names = [tool.function.name for tool in tools]
+    if grammar is not None:
+        return ToolPlan(shown, "lines", grammar, partial(LineCalls, names))
+    tokenizer = vocabulary.tokenizer
+    if not tokenizer.has_tool_calling:
+        return ToolPlan(shown, "bare", None, partial(BareCalls, names))
+    markers = (tokenizer.tool_call_start, tokenizer.tool_call_end)
+    return ToolPlan(
+        shown, "marked", None, partial(MarkedCalls, tokenizer.tool_parser, shown, markers)
+    )
+
+
+def _forced(request: ChatRequest) -> bool:
+    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+
+
+def _offered(request: ChatRequest) -> list[Tool]:
+    """The functions that this answer may call."""
+    tools = list(request.tools or ())
+    if request.tool_choice == "none":
+        return []
+    if isinstance(request.tool_choice, NamedTool):
+        name = request.tool_choice.function.name
+        return [tool for tool in tools if tool.function.name == name]
+    return tools
+
+
+def _plain(tool: Tool) -> ChatMessage:
+    function = {k: v for k, v in msgspec.to_builtins(tool.function).items() if v is not None}
+    return {"type": "function", "function": function}
+
+
+def template_knows_tools(tokenizer: TokenizerWrapper) -> bool:
+    """True if the model's chat template says something about tools."""
+    template = tokenizer.chat_template
+    texts = template.values() if isinstance(template, dict) else [template or ""]
+    return tokenizer.has_tool_calling or any("tools" in text for text in texts)
+
+
+def template_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    """Write messages in the form that chat templates expect, for those that know tools."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> ChatMessage:
+    roles = {"developer": "system", "function": "tool"}
+    shown: ChatMessage = {
+        "role": roles.get(message.role, message.role),
+        "content": message.text,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+    }
+    if calls := _calls(message):
+        shown["tool_calls"] = calls
+    return {key: value for key, value in shown.items() if value is not None}
+
+
+def _calls(message: Message) -> list[ChatMessage]:
+    calls = [(x.id, x.function) for x in message.tool_calls or ()]
+    if message.function_call is not None:
+        calls.append(("", message.function_call))
+    return [
+        {
+            "id": id_,
+            "type": "function",
+            "function": {"name": called.name, "arguments": _arguments(called.arguments)},
+        }
+        for id_, called in calls
+    ]
+
+
+def _arguments(text: str) -> Any:
+    """A call's arguments as the object that templates want, or as text if they are none."""
+    try:
+        return msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return text
+
+
+def plain_messages(messages: Sequence[Message], tools: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Write messages for templates that know no tools: calls and results become text."""
+    names = {x.id: x.function.name for m in messages for x in m.tool_calls or ()}
+    shown = [_plain_message(x, names) for x in template_messages(messages)]
+    if not tools:
+        return shown
+    functions = "\n".join(json.dumps(x["function"], ensure_ascii=False) for x in tools)
+    text = DESCRIPTION.format(functions=functions)
+    if shown[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *shown]
+    return [{**shown[0], "content": f"{shown[0]['content']}\n\n{text}"}, *shown[1:]]
+
+
+def _plain_message(shown: ChatMessage, names: dict[str, str]) -> ChatMessage:
+    if shown["role"] == "tool":
+        name = shown.get("name") or names.get(shown.get("tool_call_id", ""), "the function")
+        return {"role": "user", "content": f"Result of {name}: {shown['content']}"}
+    if calls := shown.pop("tool_calls", None):
+        lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+        shown["content"] = "\n".join(x for x in (shown["content"], *lines) if x)
+    return shown

@@ -1,0 +1,197 @@
+"""Keeps sessions hot between their turns, saves them, and drops them when room is needed.
+
+Copy first, evict last: a session is dropped once the store has taken its KV. If the store refused
+(its queue was full) it is asked once more, and then the session is dropped all the same: it is only
+a cache, and running requests need the memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Literal, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.layout import Caches
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions
+from engines.mlx_worker.sessions.hot_sessions import HotPrefix, HotSession, HotSessions, SessionKey
+from kvstore.blobs.snapshot import Snapshot
+from kvstore.session import SessionRef
+
+logger = logging.getLogger(__name__)
+
+Cause: TypeAlias = Literal["saved", "dropped", "restored", "lost", "turn"]
+# Called at every change of a session, on whatever thread it happens.
+Tell: TypeAlias = Callable[[Cause, SessionRef], None]
+
+
+def resolved(value: bool) -> Future[bool]:
+    """A future that has its result already."""
+    future: Future[bool] = Future()
+    future.set_result(value)
+    return future
+
+
+class HotCache:
+    """The hot sessions together with what becomes of them. Belongs to the owner thread."""
+
+    def __init__(
+        self,
+        sessions: HotSessions,
+        cold: ColdSessions | None,
+        tell: Tell,
+        nudge: Callable[[], None],
+    ) -> None:
+        """``nudge`` wakes the owner thread: a save has ended, so something may be dropped now."""
+        self.sessions = sessions
+        self._cold = cold
+        self._tell = tell
+        self._nudge = nudge
+        self._saved_again: set[SessionKey] = set()  # the store refused these once
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def remembered(self) -> set[SessionKey]:
+        """Every session that anything is kept of here: KV, a running turn, a pin, a refusal."""
+        return self.sessions.known | self._saved_again
+
+    def keep(
+        self,
+        ref: SessionRef,
+        tokens: np.ndarray,
+        caches: Caches,
+        snapshots: Sequence[Snapshot] = (),
+        saved: Future[bool] | None = None,
+        lossy_tokens: int = 0,
+    ) -> HotSession:
+        """Make a session idle, and save it.
+
+        Args:
+            tokens: int32, (num_tokens,).
+            caches: the KV of ``tokens``, given away.
+            saved: of a session that has not changed since it was saved; it is not saved again.
+            lossy_tokens: how many of the first tokens may come from a lossy copy (``Restored``).
+
+        Raises:
+            Mismatch: ``caches`` hold another number of tokens.
+        """
+        kv_arrays.compact(caches)
+        kv_arrays.check_length(caches, len(tokens))
+        hot = HotSession(ref, tokens, caches, kv_arrays.nbytes_of(caches))
+        hot.lossy_tokens = min(lossy_tokens, len(tokens))
+        hot.saved = saved or resolved(False)
+        self.sessions.put(hot)
+        self._saved_again.discard(hot.key)
+        if saved is None:
+            self._save(hot, snapshots)
+        return hot
+
+    def _save(self, hot: HotSession, snapshots: Sequence[Snapshot] = ()) -> None:
+        """Start a save. Never raises: a session that cannot be saved is one without a cold copy."""
+        if self._cold is None:
+            return
+
+        def then(stored: bool) -> None:
+            if stored:
+                self._tell("saved", hot.ref)
+            self._nudge()
+
+        try:
+            self._cold.save(hot, snapshots, then)
+        except Exception:  # mlx, the store: whatever it is, running requests must not feel it
+            logger.exception("a session could not be saved")
+            self.counters["keep_failures"] += 1
+
+    def take_prefix(self, ref: SessionRef, prompt: np.ndarray, limit: int) -> HotPrefix | None:
+        """Choose the hot session to start a prompt from; the prompt's own session is taken out.
+
+        Args:
+            prompt: int32 token ids, (num_tokens,).
+            limit: at most so many tokens are of use.
+        """
+        best = self.sessions.best_prefix(ref, prompt, limit)
+        if best is not None and best.own:
+            self.sessions.take(best.session.key)
+        return best
+
+    def note_restored(self, ref: SessionRef) -> None:
+        """Take over a restored session's pin, and tell of it."""
+        # Pinned perhaps by an engine before this one. As of now: it may have been unpinned since.
+        if self._cold is not None and self._cold.store.is_pinned(ref):
+            self.sessions.pin((ref.tenant, ref.id), True)
+        self._tell("restored", ref)
+
+    def drop(self, hot: HotSession) -> None:
+        """Give up a hot session; its memory is free on return, unless a save still reads it."""
+        self.sessions.take(hot.key)
+        hot.caches.clear()
+        mx.clear_cache()
+        self._saved_again.discard(hot.key)
+        lost = hot.saved.done() and not hot.is_saved
+        if lost and not self.sessions.is_busy(hot.key):
+            self.sessions.pin(hot.key, False)  # nothing is left that could be kept
+        self._tell("dropped" if hot.is_saved else "lost", hot.ref)
+
+    def forget(self, key: SessionKey) -> None:
+        """Drop a session that was deleted, with its pin, and tell nobody."""
+        if (hot := self.sessions.take(key)) is not None:
+            hot.caches.clear()
+            mx.clear_cache()
+        self._saved_again.discard(key)
+        self.sessions.pin(key, False)
+
+    def make_room(self, nbytes: int, spare: SessionKey | None) -> bool:
+        """Free at least ``nbytes`` by dropping idle sessions, or drop none and return False.
+
+        False: not now; ``nudge`` says when to try again.
+        """
+        chosen: list[HotSession] = []
+        waiting = False
+        for hot in self.sessions.victims():
+            if sum(x.nbytes for x in chosen) >= nbytes:
+                break
+            if hot.key == spare or (waiting and self.sessions.is_pinned(hot.key)):
+                continue
+            if self._may_go(hot):
+                chosen.append(hot)
+            else:
+                waiting = True
+        if sum(x.nbytes for x in chosen) < nbytes:
+            return False
+        for hot in chosen:
+            self.drop(hot)
+        return True
+
+    def drop_all(self, spare: SessionKey | None, at_any_price: bool) -> bool:
+        """Drop all idle sessions but ``spare``. False: some are still being saved.
+
+        ``at_any_price``: those too; their memory comes back when the save is through.
+        """
+        for hot in self.sessions.victims():
+            if hot.key != spare and (at_any_price or self._may_go(hot)):
+                self.drop(hot)
+        return all(hot.key == spare for hot in self.sessions.victims())
+
+    def _may_go(self, hot: HotSession) -> bool:
+        if not hot.saved.done():
+            return False
+        if hot.saved.result() or self._cold is None or hot.key in self._saved_again:
+            return True
+        self._saved_again.add(hot.key)
+        self._save(hot)
+        return False
+
+    @property
+    def is_saving(self) -> bool:
+        """True if an idle session is on its way into the store; its memory can go soon."""
+        return any(not hot.saved.done() for hot in self.sessions.all())
+
+    def save_again(self, hot: HotSession) -> None:
+        """Save it if it has no cold copy and none is on its way."""
+        if hot.saved.done() and not hot.saved.result():
+            self._save(hot)

@@ -1,0 +1,200 @@
+"""Idle sessions whose KV is still in the engine's memory.
+
+A session is here between its turns. A turn takes the session out and brings it back at its end.
+Whoever needs room drops some: least recently used first, pinned ones last, and those that are being
+saved only when nothing else is left, since their memory is pinned until the save is through.
+
+The owner thread alone changes what is here. Reports are written on other threads, so the table has
+a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.layout import Caches
+from kvstore.session import SessionRef
+
+# (tenant, session id)
+SessionKey: TypeAlias = tuple[str, str]
+
+# A shared prefix shorter than this is computed again sooner than it is copied.
+SHORTEST_SHARED = 32
+
+
+@dataclass(eq=False)
+class HotSession:
+    """An idle session. Its ``caches`` hold exactly ``tokens``."""
+
+    ref: SessionRef
+    tokens: np.ndarray  # int32, (num_tokens,)
+    caches: Caches
+    nbytes: int
+    last_used_s: float = 0.0  # monotonic
+    # Resolved by the store: True = there is a cold copy. Unresolved = a save is on its way.
+    saved: Future[bool] = field(default_factory=Future)
+    lossy_tokens: int = 0  # the first so many may have been restored from a lossy copy
+
+    @property
+    def key(self) -> SessionKey:
+        return self.ref.tenant, self.ref.id
+
+    @property
+    def is_saved(self) -> bool:
+        """True once there is a cold copy."""
+        return self.saved.done() and self.saved.result()
+
+
+@dataclass(frozen=True)
+class HotPrefix:
+    """A hot session that begins as a prompt does."""
+
+    session: HotSession
+    num_tokens: int  # of its tokens that the prompt can use
+    own: bool  # it is the prompt's own session, so its caches may be written to
+
+    @property
+    def diverged(self) -> bool:
+        """True if the prompt's own session went on in another way than the prompt does."""
+        return self.own and self.num_tokens < len(self.session.tokens)
+
+    def take_caches(self) -> Caches:
+        """Caches that hold the first ``num_tokens`` tokens, free to be written to."""
+        caches = self.session.caches if self.own else kv_arrays.copy_of(self.session.caches)
+        kv_arrays.trim(caches, len(self.session.tokens) - self.num_tokens)
+        return caches
+
+
+class HotSessions:
+    """The table of hot sessions, of running turns and of pins. Reading it is thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sessions: dict[SessionKey, HotSession] = {}
+        self._pinned: set[SessionKey] = set()
+        self._turns: dict[SessionKey, list[int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV that all idle sessions hold."""
+        return sum(x.nbytes for x in self.all())
+
+    @property
+    def known(self) -> set[SessionKey]:
+        """Every session that is hot, busy or pinned."""
+        with self._lock:
+            return {*self._sessions, *self._turns, *self._pinned}
+
+    def all(self) -> list[HotSession]:
+        with self._lock:
+            return list(self._sessions.values())
+
+    def get(self, key: SessionKey) -> HotSession | None:
+        with self._lock:
+            return self._sessions.get(key)
+
+    def idle_s(self, hot: HotSession) -> float:
+        """Seconds since the end of its last turn."""
+        return max(0.0, self._clock() - hot.last_used_s)
+
+    def put(self, hot: HotSession) -> None:
+        """Add a session as the most recently used, in place of what was here under its key."""
+        hot.last_used_s = self._clock()
+        with self._lock:
+            self._sessions[hot.key] = hot
+
+    def take(self, key: SessionKey) -> HotSession | None:
+        """Remove and return a session; None if it is not hot."""
+        with self._lock:
+            return self._sessions.pop(key, None)
+
+    # ---- sessions that are being served
+
+    def begin_turn(self, key: SessionKey, num_tokens: int) -> None:
+        """Note that a turn has begun whose prompt has ``num_tokens`` tokens."""
+        with self._lock:
+            self._turns.setdefault(key, []).append(num_tokens)
+
+    def end_turn(self, key: SessionKey, num_tokens: int) -> None:
+        """Note that a turn has ended, with the number that it began with."""
+        with self._lock:
+            self._turns[key].remove(num_tokens)
+            if not self._turns[key]:
+                del self._turns[key]
+
+    def busy_tokens(self, key: SessionKey) -> int:
+        """Tokens of the longest prompt that is being served; 0 = the session is not busy."""
+        with self._lock:
+            return max(self._turns.get(key, [0]))
+
+    def is_busy(self, key: SessionKey) -> bool:
+        """True while any turn of the session runs."""
+        return self.busy_tokens(key) > 0
+
+    def busy(self) -> list[SessionKey]:
+        """All sessions with a running turn."""
+        with self._lock:
+            return list(self._turns)
+
+    # ---- pins
+
+    def pin(self, key: SessionKey, pinned: bool) -> None:
+        """Pin or unpin a session, hot or not."""
+        with self._lock:
+            (self._pinned.add if pinned else self._pinned.discard)(key)
+
+    def is_pinned(self, key: SessionKey) -> bool:
+        with self._lock:
+            return key in self._pinned
+
+    # ---- choosing
+
+    def best_prefix(self, ref: SessionRef, prompt: np.ndarray, limit: int) -> HotPrefix | None:
+        """Find the hot session of the same tenant with the longest beginning in common.
+
+        The session's own KV is preferred: it need not be copied.
+
+        Args:
+            prompt: int32 token ids, (num_tokens,).
+            limit: at most so many tokens are of use, since one at least must be fed.
+        """
+        own = self.get((ref.tenant, ref.id))
+        others = [
+            x
+            for x in self.all()
+            if x is not own and (x.ref.tenant, x.ref.salt) == (ref.tenant, ref.salt)
+        ]
+        found = [HotPrefix(x, usable_tokens(x, prompt, limit), False) for x in others]
+        found = [x for x in found if x.num_tokens >= SHORTEST_SHARED]
+        if own is not None and own.ref.salt == ref.salt:
+            found.append(HotPrefix(own, usable_tokens(own, prompt, limit), True))
+        best = max(found, key=lambda x: (x.num_tokens, x.own), default=None)
+        return best if best is not None and best.num_tokens else None
+
+    def victims(self) -> list[HotSession]:
+        """All sessions, in the order in which they may be dropped."""
+        return sorted(
+            self.all(),
+            key=lambda x: (self.is_pinned(x.key), not x.saved.done(), x.last_used_s),
+        )
+
+
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Count the leading tokens that two arrays of token ids, (num_tokens,), share."""
+    length = min(len(one), len(other))
+    different = np.nonzero(one[:length] != other[:length])[0]
+    return int(different[0]) if len(different) else length
+
+
+def usable_tokens(hot: HotSession, prompt: np.ndarray, limit: int) -> int:
+    """Count the tokens that a prompt can start from: all, or, if they can be trimmed, a part."""
+    common = min(common_prefix(hot.tokens, prompt), limit)
+    return common if common == len(hot.tokens) or kv_arrays.can_trim(hot.caches) else 0

@@ -1,0 +1,84 @@
+"""Opens the cold store for a loaded model, or says why there is none.
+
+Whatever stands in the way of hibernation never stands in the way of serving, but for two mistakes
+of whoever started the engine: a codec that was named and costs this model more than the bound, and
+a data folder that another engine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.mlx_worker.cache.layout import CachePlan, CannotServe
+from engines.mlx_worker.model.fingerprint import fingerprint
+from engines.mlx_worker.model.loading import LoadedModel
+from engines.mlx_worker.sessions.selftest import restore_fault
+from kvstore.by_tokens.store import ColdStore
+from kvstore.config import StoreConfig
+from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
+from kvstore.shapes import StoredModel
+from kvstore.tiers.base import Tier
+from kvstore.tiers.registry import open_usable_tiers
+
+NEEDS_STATE: Final = "a part of its cache cannot be cut to a length"
+
+
+@dataclass(frozen=True)
+class OpenedStore:
+    """A cold store, and the codecs it was opened with."""
+
+    store: ColdStore
+    codecs: ServedCodecs  # those of the store, and what may become of them
+
+
+def tiers_of_settings(config: StoreConfig) -> list[Tier]:
+    """Open the tiers that the settings ask for. Raises ``TierInUse``."""
+    return open_usable_tiers(config, Path(config.disk_path))
+
+
+def store_opener(
+    config: StoreConfig,
+    name: str,
+    data_path: str = "",
+    tiers_of: Callable[[StoreConfig], list[Tier]] = tiers_of_settings,
+) -> Callable[[LoadedModel, CachePlan], OpenedStore | str]:
+    """Make the function by which ``Owner`` opens its store, on its thread, for its model.
+
+    That function raises ``CannotServe`` for a codec that the settings name and the gate refuses,
+    and for a data folder that another engine has.
+
+    Args:
+        name: what clients call the model.
+        data_path: the folder of models' profiles; "" = beside the disk tier.
+        tiers_of: opens the tiers, fastest first.
+    """
+    folder = Path(config.disk_path) if config.disk_path else None
+    data = Path(data_path) if data_path else folder
+
+    def open_store(loaded: LoadedModel, plan: CachePlan) -> OpenedStore | str:
+        if reason := restore_fault(loaded.model, plan, loaded.vocab_size):
+            return reason
+        assert plan.layout is not None
+        identity = fingerprint(loaded, plan, folder)
+        unmeasurable = NEEDS_STATE if plan.needs_state else ""
+        try:
+            codecs = ServedCodecs(config, plan.layout, identity, data, unmeasurable)
+        except CodecRefused as error:
+            raise CannotServe(str(error)) from error
+        except UnknownCodec as error:
+            return f"{error}; choose another codec"
+        try:
+            tiers = tiers_of(config)
+        except TierInUse as error:
+            raise CannotServe(str(error)) from error
+        if not tiers:
+            return "every tier of the cold store is switched off"
+        model = StoredModel(name, identity, plan.layout, plan.needs_state)
+        store = ColdStore(config, model, codecs.codecs, tiers)
+        return OpenedStore(store, codecs)
+
+    return open_store

@@ -1,0 +1,5 @@
+"""OpenAI's request schema and error shape, shared by the gateway and the engines.
+
+``requests`` has the fields of chat and text completions and their checks, ``messages`` what a chat
+is made of (messages, tools, formats), ``errors`` the one shape of every error.
+"""

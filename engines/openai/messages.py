@@ -1,0 +1,120 @@
+"""The parts of a chat request: messages, tools, the wanted format of the answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from engines.openai.errors import FieldError
+
+Json: TypeAlias = dict[str, Any]
+FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message's content; only text and refusals are taken."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type not in ("text", "refusal"):
+            raise FieldError("type", f"this engine is text only; {self.type[:40]!r} is not taken")
+        if self.body is None:
+            raise FieldError(self.type, f"a {self.type} part needs {self.type!r}")
+
+    @property
+    def body(self) -> str | None:
+        """Its text, of either type."""
+        return self.text if self.type == "text" else self.refusal
+
+
+# An engine joins them anyway; without a bound a body of megabytes is a million objects.
+ContentParts = Annotated[list[ContentPart], msgspec.Meta(max_length=1024)]
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str = ""
+
+
+class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | ContentParts | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and self.role not in ("assistant", "function"):
+            raise FieldError("content", f"a {self.role} message needs content")
+        if self.role == "assistant" and not self._says_something:
+            raise FieldError("content", "an assistant message needs content or tool_calls")
+        if self.role == "tool" and not self.tool_call_id:
+            raise FieldError("tool_call_id", "a tool message names the call that it answers")
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("tool_calls", "only assistant messages have tool_calls")
+
+    @property
+    def _says_something(self) -> bool:
+        said = (self.content, self.refusal, self.reasoning_content, self.function_call)
+        return bool(self.tool_calls) or any(x is not None for x in said)
+
+    @property
+    def text(self) -> str:
+        """All its text, as one string."""
+        if isinstance(self.content, list):
+            return "".join(part.body or "" for part in self.content)
+        return self.content or self.refusal or ""
+
+
+class Function(msgspec.Struct, frozen=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    name: str = "response"
+    schema: Json | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise FieldError("json_schema", "type json_schema needs json_schema")

@@ -1,0 +1,272 @@
+"""Requests of OpenAI's chat and text completions, checked before anything is done with them.
+
+The gateway validates at its border and an engine of ours validates what it is sent; both use this
+module, so it imports no engine. ``parse_*`` take a body, ``validate_*`` take JSON that was parsed
+already. Known fields have types and bounds; rules that a bound cannot express stand in
+the ``__post_init__`` of their struct. Fields that nobody here knows are ignored, so clients
+newer than this file keep working; fields that ask for something we cannot do are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from engines.openai.errors import FieldError
+from engines.openai.errors import InvalidRequest as InvalidRequest
+from engines.openai.errors import error_body as error_body
+from engines.openai.errors import error_type as error_type
+from engines.openai.messages import Json as Json
+from engines.openai.messages import Message, NamedTool, ResponseFormat, Tool
+
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=10)]
+# -1 and 0 both mean "off", as in vLLM.
+TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+TokenLimit = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+NumChoices = Annotated[int, msgspec.Meta(ge=1, le=16)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+StopList = Annotated[list[StopString], msgspec.Meta(max_length=16)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+BiasMap = Annotated[dict[str, Bias], msgspec.Meta(max_length=1024)]
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+_MAX_TOKEN_ID = 2**31 - 1
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_MAX_ANSWERS = 128
+_MAX_PARTS = 8192  # of all messages together
+# Set by the engine itself; a client's own template would be code that we run.
+_TEMPLATE_KEYS_OF_OURS = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict"}
+    | {"add_generation_prompt", "continue_final_message", "return_tensors", "tokenizer_kwargs"}
+    | {"padding", "truncation", "max_length", "return_assistant_tokens_mask", "processor_kwargs"}
+)
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that chat and text completions have in common."""
+
+    model: ModelName
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: BiasMap | None = None
+    seed: Seed | None = None
+    n: NumChoices | None = None
+    stop: StopString | StopList | None = None
+    # Zero is allowed: the prompt is read, and kept for the next turn, and nothing is answered.
+    max_tokens: TokenLimit | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def __post_init__(self) -> None:
+        for key in self.bias_by_text:
+            if not _TOKEN_ID.fullmatch(key) or int(key) > _MAX_TOKEN_ID:
+                raise FieldError("logit_bias", f"{key[:40]!r} is no token id: keys are token ids")
+
+    @property
+    def bias_by_text(self) -> dict[str, float]:
+        """``logit_bias`` without its zeros, which change nothing and may have any key."""
+        return {key: bias for key, bias in (self.logit_bias or {}).items() if bias}
+
+    @property
+    def bias(self) -> dict[int, float]:
+        """``logit_bias`` by token id."""
+        return {int(key): bias for key, bias in self.bias_by_text.items()}
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class ChatRequest(Body, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: TokenLimit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Json] | None = None
+    function_call: str | Json | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    chat_template_kwargs: Json | None = None
+    modalities: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true")
+        if self.functions and self.function_call != "none":
+            raise FieldError("functions", "send functions as tools: [{type, function}]")
+        if self.modalities and self.modalities != ["text"]:
+            raise FieldError("modalities", 'this engine is text only: send ["text"]')
+        for key in _TEMPLATE_KEYS_OF_OURS.intersection(self.chat_template_kwargs or ()):
+            raise FieldError("chat_template_kwargs", f"{key!r} cannot be set")
+        self._check_parts()
+        self._check_tools()
+
+    def _check_parts(self) -> None:
+        num_parts = sum(len(x.content) for x in self.messages if isinstance(x.content, list))
+        if num_parts > _MAX_PARTS:
+            raise FieldError(
+                "messages",
+                f"{num_parts} content parts, more than {_MAX_PARTS}: join them",
+            )
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise FieldError("tools", "two tools have the same name")
+        if self.tool_choice in ("required",) and not names:
+            raise FieldError("tool_choice", "tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            name = self.tool_choice.function.name[:128]
+            raise FieldError("tool_choice", f"tool_choice names {name!r}, which is not in tools")
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The most tokens that the answer may have; None = as many as the context allows."""
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+
+class CompletionRequest(Body, frozen=True, kw_only=True):
+    prompt: str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1)]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.suffix:
+            raise FieldError("suffix", "this engine cannot insert text before a suffix")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise FieldError("best_of", "best_of must be left out, or be equal to n")
+        if self.echo and self.logprobs is not None:
+            raise FieldError("echo", "the prompt has no logprobs here: drop echo or logprobs")
+        self._check_prompt()
+
+    def _check_prompt(self) -> None:
+        if isinstance(self.prompt, list) and len({type(x) for x in self.prompt}) > 1:
+            raise FieldError("prompt", "a prompt is a string, token ids, or a list of either")
+        prompts = self.prompts
+        if len(prompts) * self.num_choices > _MAX_ANSWERS:
+            raise FieldError("prompt", f"prompts times n must be at most {_MAX_ANSWERS}")
+        for prompt in prompts:
+            if isinstance(prompt, list) and not all(0 <= x <= _MAX_TOKEN_ID for x in prompt):
+                raise FieldError("prompt", "a token id is negative or too large")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids; the list is made at every call."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[x for x in self.prompt if isinstance(x, int)]]
+        return [x for x in self.prompt if not isinstance(x, int)]
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Parse and check the body of a chat request. Raises ``InvalidRequest``."""
+    return validate_chat(parse_json(body))
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Parse and check the body of a text completion. Raises ``InvalidRequest``."""
+    return validate_completion(parse_json(body))
+
+
+def validate_chat(raw: Json) -> ChatRequest:
+    """Check a chat request that was parsed already. Raises ``InvalidRequest``."""
+    return _convert(raw, ChatRequest)
+
+
+def validate_completion(raw: Json) -> CompletionRequest:
+    """Check a text completion that was parsed already. Raises ``InvalidRequest``."""
+    return _convert(raw, CompletionRequest)
+
+
+def parse_json(body: bytes) -> Json:
+    """Parse a body into a plain dict, for callers that look at other fields, too.
+
+    Raises:
+        InvalidRequest: it is not JSON, not an object, or nested too deeply.
+    """
+    try:
+        raw = msgspec.json.decode(body)
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body is nested too deeply.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is not JSON: {error}.") from error
+    if not isinstance(raw, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return raw
+
+
+R = TypeVar("R", bound=Body)
+_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`")
+# What msgspec cannot say: the values that would have been right.
+_CHOICES = {
+    "role": "use system, developer, user, assistant or tool",
+    "tool_choice": "use none, auto, required or {type: function, function: {name}}",
+    "response_format.type": "use text, json_object or json_schema",
+    "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
+    "type": "only function is known here",
+}
+
+
+def _convert(raw: Json, kind: type[R]) -> R:
+    try:
+        return msgspec.convert(raw, kind)
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body is nested too deeply.") from error
+    except msgspec.ValidationError as error:
+        raise _readable(error) from error
+
+
+def _readable(error: msgspec.ValidationError) -> InvalidRequest:
+    """Put the field in front of msgspec's words, and into ``param``."""
+    found = _WHERE.search(str(error))
+    message = _WHERE.sub("", str(error))
+    param = found.group(1) if found else ""
+    missing = _MISSING.search(message)
+    if isinstance(error.__cause__, FieldError):
+        param = f"{param}.{error.__cause__.field}".lstrip(".")
+    elif missing:
+        param = f"{param}.{missing.group(1)}".lstrip(".")
+    elif message.startswith("Invalid enum value"):
+        message = f"{message}; {_choices(param)}"
+    return InvalidRequest(f"{param}: {message}" if param else message, param or None)
+
+
+def _choices(param: str) -> str:
+    return _CHOICES.get(param) or _CHOICES.get(param.rpartition(".")[2], "see OpenAI's reference")

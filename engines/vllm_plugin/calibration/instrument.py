@@ -1,0 +1,150 @@
+"""The instrument with which ``engines.calibration`` measures a model on vLLM in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm import LLMEngine, RequestOutput, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from engines.vllm_plugin.calibration.calibration_connector import (
+    BLOCKS,
+    RESTORED,
+    CalibrationConnector,
+)
+from engines.vllm_plugin.calibration.reference_check import as_fp32, check_reference
+from engines.vllm_plugin.calibration.reference_model import (
+    ReferenceModel,
+    open_reference_model,
+    release_memory,
+)
+from engines.vllm_plugin.calibration.ropes import ropes_of
+from engines.vllm_plugin.worker.fingerprint import fingerprint
+from kvstore.codecs.rope import Rope
+from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
+
+
+class VllmInstrument:
+    """Implements ``Instrument`` and ``Differentiable`` for one rank of vLLM.
+
+    All layers of the model must keep all tokens.
+    """
+
+    def __init__(self, engine: LLMEngine, remembered: Path | None, most_bytes: int = 0) -> None:
+        """``remembered``: see ``fingerprint``. ``most_bytes``: see ``Order``.
+
+        Raises ``ValueError``: this model's cache holds state that no lossy codec may touch.
+        """
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, CalibrationConnector)
+        if connector.groups.states:
+            raise ValueError("a part of this model's cache cannot be cut to a length")
+        self._engine = engine
+        self._connector = connector
+        self._fingerprint = fingerprint(engine.vllm_config, 0, remembered, connector.groups)
+        self._numbers = itertools.count()
+        self._hidden: list[torch.Tensor] = []  # the model's output, per step of the request
+        self.most_bytes = most_bytes  # may be changed between calls
+        self._reference: ReferenceModel | None = None  # while gradients are asked for
+        (self._model,) = engine.apply_model(lambda model: model)
+        self._model.register_forward_hook(self._seen)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._connector.pages.layout
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        dims = [x.head_dim for x in self.layout.layers]
+        return ropes_of(self._model, self._connector.groups.layers, dims)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._engine.get_tokenizer().encode(text))
+
+    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+        """The KV of ``tokens``, of which the first have the KV ``past``."""
+        output = self._forward(tokens, past)
+        self._hidden.clear()
+        pages = self._connector.pages
+        used = output.kv_transfer_params[BLOCKS][: -(-len(tokens) // pages.block_tokens)]
+        return slice_tokens(pages.read(used), 0, len(tokens))
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        """Log-probabilities after each of ``tokens``: (num_tokens, vocabulary), fp32."""
+        # The past's KV says all about its tokens; vLLM needs only their number.
+        self._forward([*[0] * run[0][0].shape[1], *tokens], run)
+        hidden = torch.cat(self._hidden)
+        self._hidden.clear()
+        if len(hidden) < len(tokens):
+            raise RuntimeError(f"{len(hidden)} of {len(tokens)} tokens went through the model")
+        with torch.inference_mode():
+            logits = self._model.compute_logits(hidden[: len(tokens)])
+            scores = torch.log_softmax(logits.float(), -1).cpu().numpy()
+        return np.asarray(scores)
+
+    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
+        """See ``Differentiable``. Raises ``NotDifferentiable``."""
+        if self._reference is None:
+            self._reference = self._checked_reference(run, tokens)
+        return self._reference.gradients(as_fp32(run, self.layout), tokens)
+
+    def gradients_done(self) -> None:
+        self._reference = None
+        release_memory()
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _checked_reference(self, run: KVRun, tokens: Sequence[int]) -> ReferenceModel:
+        device = next(self._model.parameters()).device
+        reference = open_reference_model(
+            self._engine.vllm_config, device, len(tokens), self.most_bytes
+        )
+        check_reference(reference, self, run, tokens)
+        return reference
+
+    def _forward(self, tokens: Sequence[int], past: KVRun) -> RequestOutput:
+        """Run a request that samples one token. Its blocks keep their KV until the next request."""
+        num_past = past[0][0].shape[1] if past else 0
+        name = f"request{next(self._numbers)}"
+        self._connector.past = _whole_blocks(past, self._connector.pages.block_tokens)
+        self._hidden.clear()
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {RESTORED: num_past}},
+        )
+        prompt: Any = {"prompt_token_ids": list(tokens), "cache_salt": name}
+        self._engine.add_request(name, prompt, params)
+        outputs: list[Any] = []
+        while self._engine.has_unfinished_requests():
+            outputs += self._engine.step()
+        self._connector.past = ()
+        output = outputs[-1] if outputs else None
+        if not isinstance(output, RequestOutput) or output.num_cached_tokens != num_past:
+            raise RuntimeError(f"vLLM did not go on behind the {num_past} tokens it was given")
+        return output
+
+    def _seen(self, model: nn.Module, given: object, hidden: torch.Tensor) -> None:
+        self._hidden.append(hidden.clone())
+
+
+def _whole_blocks(run: KVRun, block_tokens: int) -> list[KVPair]:
+    """The run padded to whole blocks; vLLM writes the padded rows before it reads them."""
+    lacking = -run[0][0].shape[1] % block_tokens if run else 0
+    if not lacking:
+        return list(run)
+    room = ((0, 0), (0, lacking), (0, 0))
+    return [(np.pad(k, room), np.pad(v, room)) for k, v in run]

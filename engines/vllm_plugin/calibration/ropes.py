@@ -1,0 +1,54 @@
+"""Finds out how a model on vLLM rotates its keys, with ``engines.calibration.rope_probe``.
+
+vLLM names an attention layer by its path in the model. The module around the layer rotates the
+keys first, by a submodule that vLLM's models call ``rotary_emb``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from engines.calibration.rope_probe import read_rope
+from kvstore.codecs.rope import Rope
+
+
+def ropes_of(
+    model: nn.Module, layer_names: Sequence[str], head_dims: Sequence[int]
+) -> tuple[Rope | None, ...]:
+    """The rotation of each layer of the cache; None for a layer that does not rotate its keys.
+
+    ``head_dims``: channels of each layer's keys. Raises ``ValueError``: a layer rotates its keys in
+    a way that is not understood.
+    """
+    read = functools.cache(_read)  # layers share their modules
+    modules = [_rotary_of(model, name) for name in layer_names]
+    return tuple(read(x, dim) for x, dim in zip(modules, head_dims, strict=True))
+
+
+def _rotary_of(model: nn.Module, layer_name: str) -> nn.Module:
+    around, _, _ = layer_name.rpartition(".")
+    try:
+        module = model.get_submodule(around).get_submodule("rotary_emb")
+    except AttributeError:
+        raise ValueError("how this model turns its keys is not to be found") from None
+    return module
+
+
+def _read(module: nn.Module, dim: int) -> Rope | None:
+    return read_rope(lambda position: _turned(module, dim, position))
+
+
+def _turned(module: nn.Module, dim: int, position: int) -> np.ndarray:
+    cache = next(iter(module.buffers()), torch.empty(0))
+    device, dtype = cache.device, cache.dtype if cache.ndim else torch.float32
+    with torch.inference_mode():
+        identity = torch.eye(dim, device=device, dtype=dtype)
+        positions = torch.full((dim,), position, device=device, dtype=torch.long)
+        turned = module(positions, identity.clone(), identity)[0]  # in place, some of them
+    found: np.ndarray = turned.float().cpu().numpy()
+    return found

@@ -1,0 +1,65 @@
+"""One direction of copying between blocks and blobs: a side stream and a ring of staging memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.vllm_plugin.device.side_stream import SideStream
+from engines.vllm_plugin.device.staging import Region, StagingRing
+from engines.vllm_plugin.device.staging_layout import StagingLayout
+from kvstore.by_blocks.names import BlobSpan
+from kvstore.by_blocks.store import BlockStore
+
+
+@dataclass(frozen=True, eq=False)
+class CopyStream:
+    """The resources of one direction: a save must not wait behind a restore, nor the reverse.
+
+    Attributes:
+        launching: held during launches, shared by both directions. Triton's interpreter, which
+            tests use, runs one kernel at a time; on a GPU a launch takes microseconds.
+    """
+
+    store: BlockStore
+    layout_of: Callable[[BlobSpan], StagingLayout]
+    ring: StagingRing
+    side_stream: SideStream
+    device: torch.device
+    launching: threading.Lock
+
+    def first_token(self, span: BlobSpan) -> int:
+        """Return the session's number of the first token of ``span``."""
+        return span.first_block * self.store.keys.block_tokens
+
+    def table(self, block_ids: list[int]) -> Tensor:
+        """Return block ids as int64 (num_blocks,) on the device.
+
+        On CUDA that is one small copy for a whole save or load, which nobody waits for.
+        """
+        table = torch.tensor(block_ids, dtype=torch.int64)
+        if self.device.type != "cuda":
+            return table
+        return table.pin_memory().to(self.device, non_blocking=True)
+
+
+@dataclass(eq=False)
+class InFlight:
+    """One blob's rows on their way between blocks and staging memory.
+
+    Attributes:
+        first: its first token in the run of all tokens of its save or load.
+        block_ids: vLLM's ids of the blocks it is read from, or is written to.
+        wait_done: returns when the device is done with it; None before the device is asked.
+    """
+
+    layout: StagingLayout
+    region: Region
+    span: BlobSpan
+    first: int
+    block_ids: list[int]
+    wait_done: Callable[[], None] | None = None

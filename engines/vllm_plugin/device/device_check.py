@@ -1,0 +1,138 @@
+"""Decides who moves the blocks: the device's kernels, if they agree with the host, or the host.
+
+Before the first request the kernels pack and fill a small cache of the engine's own shapes, which
+also compiles them. Every bit has to be what the host's codec makes. A kernel or a compiler that
+fails costs speed and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer
+from engines.vllm_plugin.device.side_stream import SideStream
+from engines.vllm_plugin.worker.block_layout import StridedView
+from engines.vllm_plugin.worker.host_blocks import SPARE_BYTES, HostBlocks
+from engines.vllm_plugin.worker.paging import PagedCache
+from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing
+from kvstore.blobs.packer import Packer
+from kvstore.by_blocks.names import BlockKeys
+from kvstore.by_blocks.store import BlockStore
+from kvstore.config import StoreConfig
+from kvstore.shapes import KVLayer, KVLayout
+
+logger = logging.getLogger("thermocline.vllm")
+
+STAGING_BYTES: Final = 64 << 20  # for each direction
+
+
+def blocks_for(cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BYTES) -> Blocks:
+    """Choose the host for memory of the host; on CUDA, the kernels if they work."""
+    on_host = HostBlocks(cache, store, SideStream(cache.device), spare_bytes)
+    if cache.device.type != "cuda":
+        return on_host
+    try:
+        on_device = device_blocks(cache, store)
+        if on_device is not None and kernels_agree(cache, store):
+            return CheckedBlocks(on_device, on_host, store)
+        reason = "the kernels cannot address this cache" if on_device is None else "they are wrong"
+    except Exception as error:  # of a compiler, a driver, a missing package: any kind
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("KV is packed by the host, slower: %s", reason)
+    return on_host
+
+
+def device_blocks(
+    cache: PagedCache, store: BlockStore, staging_bytes: int = STAGING_BYTES
+) -> DeviceTransfer | None:
+    """Make the device's half; None if kernels cannot address the cache.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts
+    from engines.vllm_plugin.device.kv_views import view_groups
+
+    groups = view_groups(cache)
+    if groups is None:
+        return None
+    layouts = StagingLayouts(groups, store.packer, store.keys.block_tokens, cache.dtype)
+    return DeviceBlocks(cache, layouts.of, store, staging_bytes)
+
+
+def kernels_agree(cache: PagedCache, store: BlockStore) -> bool:
+    """Tell whether kernels and host make the same blobs and fill blocks with the same bits."""
+    chunk, per_block = store.keys.chunk_blocks, store.keys.block_tokens
+    scratch = scratch_of(cache, 2 * chunk + 1)
+    codec = store.packer.codec
+    keys = BlockKeys("", per_block, chunk)
+    packer = Packer(codec, scratch.layout, "")
+    aside = BlockStore(StoreConfig(num_threads=1), packer, keys, "", [])
+    try:
+        on_device = device_blocks(scratch, aside, staging_bytes=0)
+        on_host = HostBlocks(scratch, aside, SideStream(cache.device))
+        return on_device is not None and _same(scratch, keys, on_device, on_host)
+    finally:
+        aside.close()
+
+
+def _same(scratch: PagedCache, keys: BlockKeys, one: DeviceTransfer, other: DeviceTransfer) -> bool:
+    """Pack two chunks and a tail both ways, and fill other blocks with the blobs both ways.
+
+    The first chunk has the session's first tokens, which are not packed.
+    """
+    hashes = [bytes([i % 256]) * 32 for i in range(2 * keys.chunk_blocks + 1)]
+    spans, ids = keys.whole(hashes), list(range(len(hashes)))
+    wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in spans]
+    blobs, expected = ([x.result() for x in way.pack(wanted, way.mark())] for way in (one, other))
+    if blobs != expected:
+        return False
+    back = [
+        Filling(x, blob, 0, ids[::-1][x.first_block : x.end_block])
+        for x, blob in zip(spans, blobs, strict=True)
+    ]
+    found, right = (_filled(scratch, way, back) for way in (one, other))
+    return all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def _filled(scratch: PagedCache, way: DeviceTransfer, wanted: Sequence[Filling]) -> list[Tensor]:
+    for view in _views(scratch):
+        view.fill_(1)
+    way.fill(wanted, way.mark())
+    return [view.clone() for view in _views(scratch)]
+
+
+def scratch_of(cache: PagedCache, num_blocks: int) -> PagedCache:
+    """Make a cache with one layer of each kind, in the real shapes and strides, full of numbers."""
+    kinds = {(_kind(k), _kind(v)): (k, v) for k, v in cache.views}
+    sides = [(_filled_like(k, num_blocks), _filled_like(v, num_blocks)) for k, v in kinds.values()]
+    layers = tuple(KVLayer(k.shape[0], k.shape[2], v.shape[2]) for k, v in sides)
+    layout = KVLayout(cache.layout.dtype, layers)
+    return PagedCache(sides, layout, cache.block_tokens, cache.device, cache.dtype)
+
+
+def _kind(side: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    assert isinstance(side, StridedView), "``view_groups`` takes no other"
+    return tuple(side.view.shape[1:]), side.view.stride()
+
+
+def _filled_like(side: object, num_blocks: int) -> StridedView:
+    assert isinstance(side, StridedView)
+    shape, strides = (num_blocks, *side.view.shape[1:]), side.view.stride()
+    needed = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    room = torch.zeros(needed, dtype=side.view.dtype, device=side.view.device)
+    view = room.as_strided(shape, strides)
+    ramp = torch.arange(view.numel(), dtype=torch.float64).remainder(10007)
+    view.copy_((ramp * ramp).sin().reshape(shape))
+    view[-2, 0, 0] = 0  # a row that no kernel packs, behind the session's first tokens
+    return StridedView(view)
+
+
+def _views(cache: PagedCache) -> list[Tensor]:
+    sides = [side for pair in cache.views for side in pair]
+    return [side.view for side in sides if isinstance(side, StridedView)]

@@ -1,0 +1,105 @@
+"""Bounded staging memory that blobs pass through between the host and the device.
+
+One arena of pinned host memory is handed out as a ring: regions in the order they are asked for,
+each given back whenever its user is done. Many small copies out of pageable memory are slower by an
+order of magnitude than one out of pinned memory, and pinning costs milliseconds: so the arena is
+pinned once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STEP: Final = 256  # regions begin at multiples of so many bytes
+
+
+@dataclass(eq=False)
+class Region:
+    """A stretch of the ring.
+
+    Attributes:
+        host: uint8 (nbytes,), in pinned host memory.
+        device: uint8 (nbytes,), its mirror in device memory, or ``host`` itself without one.
+    """
+
+    start: int
+    end: int
+    host: Tensor
+    device: Tensor
+    is_free: bool = False
+
+    @property
+    def array(self) -> np.ndarray:
+        """A view of ``host``, uint8 (nbytes,)."""
+        array: np.ndarray = self.host.numpy()
+        return array
+
+    def upload(self) -> None:
+        """Start one copy to the mirror, on the current stream."""
+        if self.device is not self.host:
+            self.device.copy_(self.host, non_blocking=True)
+
+
+class StagingRing:
+    """Hands out regions of one arena. Thread-safe.
+
+    Args:
+        mirrored: on CUDA, regions have a mirror in device memory.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, *, mirrored: bool) -> None:
+        on_gpu = device.type == "cuda"
+        self._nbytes = nbytes
+        self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        mirror = mirrored and on_gpu
+        self._device = (
+            torch.empty(nbytes, dtype=torch.uint8, device=device) if mirror else self._host
+        )
+        self._regions: deque[Region] = deque()  # in the order of the ring
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int, *, wait: bool) -> Region | None:
+        """Take a region of ``nbytes``; None if there is no room now.
+
+        Args:
+            wait: wait until others have given enough back. A thread that holds a region must not.
+        """
+        size = max(-(-nbytes // STEP), 1) * STEP
+        assert size <= self._nbytes, "the arena is smaller than one blob"
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._next_start(size) is not None)
+            start = self._next_start(size)
+            if start is None:
+                return None
+            host = self._host[start : start + nbytes]
+            mirror = host if self._device is self._host else self._device[start : start + nbytes]
+            region = Region(start, start + size, host, mirror)
+            self._regions.append(region)
+            return region
+
+    def give_back(self, region: Region) -> None:
+        """Return a region whose user is done with it; on any thread, in any order."""
+        with self._changed:
+            region.is_free = True
+            while self._regions and self._regions[0].is_free:
+                self._regions.popleft()
+            self._changed.notify_all()
+
+    def _next_start(self, size: int) -> int | None:
+        """Return where a region could begin: behind the newest, or at the beginning again."""
+        if not self._regions:
+            return 0
+        oldest, newest = self._regions[0], self._regions[-1]
+        if newest.start < oldest.start:  # it went round
+            return newest.end if newest.end + size <= oldest.start else None
+        if newest.end + size <= self._nbytes:
+            return newest.end
+        return 0 if size <= oldest.start else None

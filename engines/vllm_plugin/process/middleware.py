@@ -1,0 +1,205 @@
+"""The middleware that says in each answer of vLLM's HTTP server where its prompt's KV came from.
+
+    --middleware engines.vllm_plugin.process.middleware.CacheHeaderMiddleware
+
+The middleware puts an answer id into every request's id. When vLLM's scheduler begins to run the
+request, the scheduler side of the plug-in reports that answer id together with what was restored;
+until then the head of the answer is held back. While a long prompt is prefilled, a stream shows
+comments as signs of life, as our other engines do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from engines.headers import CACHE_HEADER
+from engines.vllm_plugin.config import BadSettings, settings_from
+from engines.vllm_plugin.identity import ANSWER_ID_PREFIX
+from engines.vllm_plugin.messages import FrontHello, decode_request_admitted, frame
+
+logger = logging.getLogger("thermocline.vllm")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+KEEP_ALIVE_S: Final = 10.0
+# A report travels by another socket than the answer; it may be a moment late.
+LATE_S: Final = 0.25
+RETRY_S: Final = 0.5
+# The server opens its socket right after it has heard that the application started.
+LISTEN_S: Final = 0.2
+
+
+class AdmissionReports:
+    """Hears from the hub which requests begin to run, and wakes the answers that wait for it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[str]] = {}
+        self._listening: asyncio.Task[None] | None = None
+
+    def start(self, hub_path: str, delay_s: float = 0.0) -> None:
+        """Connect to the hub, which also tells it that this server runs. Later calls do nothing."""
+        if self._listening is None:
+            listening = self._listen(hub_path, delay_s)
+            self._listening = asyncio.create_task(listening, name="cold-reports")
+
+    def expect(self, answer_id: str) -> asyncio.Future[str]:
+        """A future with the value of the cache header, set when the request begins to run."""
+        report: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting[answer_id] = report
+        return report
+
+    def forget(self, answer_id: str) -> None:
+        """Expect no report any more."""
+        self._waiting.pop(answer_id, None)
+
+    async def _listen(self, hub_path: str, delay_s: float) -> None:
+        """Hear reports as long as the server lives; without the hub answers lack the header."""
+        await asyncio.sleep(delay_s)
+        while True:
+            try:
+                await self._converse(*await asyncio.open_unix_connection(hub_path))
+            except (OSError, EOFError, ValueError) as error:
+                logger.warning("no reports from the engine: %s", error or type(error).__name__)
+                await asyncio.sleep(RETRY_S)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.write(frame(FrontHello()))
+            while True:
+                length = int.from_bytes(await reader.readexactly(4), "big")
+                self._hear(await reader.readexactly(length))
+        finally:
+            writer.close()
+
+    def _hear(self, body: bytes) -> None:
+        admitted = decode_request_admitted(body)
+        report = self._waiting.get(admitted.answer_id)
+        if report is not None and not report.done():
+            report.set_result(admitted.cache)
+
+
+class CacheHeaderMiddleware:
+    """Adds the cache header to chat and text completions.
+
+    Pure ASGI, so that streams pass through untouched.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._reports = AdmissionReports()
+        self._hub_path: str | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, partial(self._send_started, scope, send))
+            return
+        if self._hub_path is None and scope["type"] == "http":
+            self._hub_path = _hub_path(scope)
+        hub_path = self._hub_path
+        if scope["type"] != "http" or scope["path"] not in PATHS or not hub_path:
+            await self._app(scope, receive, send)
+            return
+        self._reports.start(hub_path)
+        answer_id = ANSWER_ID_PREFIX + secrets.token_hex(12)
+        others = [(k, v) for k, v in scope["headers"] if k != b"x-request-id"]
+        marked = {**scope, "headers": [*others, (b"x-request-id", answer_id.encode())]}
+        answer = _HeldAnswer(send, self._reports.expect(answer_id))
+        try:
+            await self._app(marked, receive, answer.send)
+        finally:
+            self._reports.forget(answer_id)
+            await answer.end()
+
+    async def _send_started(
+        self, scope: Scope, send: Send, message: MutableMapping[str, Any]
+    ) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete" and (hub_path := _hub_path(scope)):
+            self._reports.start(hub_path, LISTEN_S)
+
+
+class _HeldAnswer:
+    """An answer on its way out, whose head waits for the report or for the body's beginning."""
+
+    def __init__(self, send: Send, report: asyncio.Future[str]) -> None:
+        self._send = send
+        self._report = report
+        self._head: MutableMapping[str, Any] | None = None
+        self._waiting: asyncio.Task[None] | None = None
+        self._order = asyncio.Lock()  # the head goes first, and one message at a time
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+            if _is_stream(message):
+                self._waiting = asyncio.create_task(self._show_life())
+            return
+        await self._stop_waiting()
+        if self._head is not None and self._head["status"] == 200:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LATE_S):  # not wait_for: it can lose a cancellation
+                    await asyncio.shield(self._report)
+        await self._send_head()
+        await self._send(message)
+
+    async def end(self) -> None:
+        await self._stop_waiting()
+
+    async def _show_life(self) -> None:
+        await asyncio.wait([self._report])
+        await self._send_head()
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            async with self._order:
+                await self._send(
+                    {"type": "http.response.body", "body": b": prefill\n\n", "more_body": True}
+                )
+
+    async def _send_head(self) -> None:
+        async with self._order:
+            head, self._head = self._head, None
+            if head is None:
+                return
+            headers = list(head.get("headers", ()))
+            if self._report.done() and not self._report.cancelled():
+                headers.append((CACHE_HEADER.encode(), self._report.result().encode()))
+            await self._send({**head, "headers": headers})
+
+    async def _stop_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        async with self._order:  # never in the middle of a message
+            waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+
+
+def _is_stream(head: Mapping[str, Any]) -> bool:
+    headers = {k.lower(): v for k, v in head.get("headers", ())}
+    return bytes(headers.get(b"content-type", b"")).startswith(b"text/event-stream")
+
+
+def _hub_path(scope: Scope) -> str:
+    """The hub's socket by vLLM's own arguments; "" if this server runs without the plug-in."""
+    args = getattr(getattr(scope.get("app"), "state", None), "args", None)
+    transfer = getattr(args, "kv_transfer_config", None)
+    extra = (
+        transfer.get("kv_connector_extra_config", {})
+        if isinstance(transfer, Mapping)
+        else getattr(transfer, "kv_connector_extra_config", {})
+    )
+    try:
+        return settings_from(extra).hub_path
+    except BadSettings:
+        return ""

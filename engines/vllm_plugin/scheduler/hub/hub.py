@@ -1,0 +1,258 @@
+"""The hub: a thread of EngineCore with a socket on which the plug-in's processes meet.
+
+The workers ("ranks") and the HTTP server ("front") connect to it. vLLM's thread hands messages over
+and picks answers up without waiting for the socket. The gateway's control connection is served by
+the same event loop, so it works while the engine sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from engines.host.sockets import private_socket, send_bounded
+from engines.vllm_plugin.messages import (
+    Ask,
+    FrontHello,
+    Look,
+    Message,
+    Probe,
+    RankAnswer,
+    RankHello,
+    RankLost,
+    RankNews,
+    RankSaved,
+    Release,
+    RequestAdmitted,
+    Stage,
+    Staged,
+    decode_from_peer,
+    frame,
+)
+from engines.vllm_plugin.scheduler.hub.rank_calls import RankCalls
+from engines.wire import MAX_FRAME_BYTES, Verb, WireError
+from kvstore.session import TIER_NAMES, TierName
+
+logger = logging.getLogger("thermocline.vllm")
+
+CLOSE_S: Final = 10.0
+T = TypeVar("T")
+_TIERS: Final[list[TierName | None]] = [None, *TIER_NAMES]
+
+
+class Hub:
+    """Implements ``RankClient``, and asks the ranks for the control verbs.
+
+    Methods under "from any thread" may be called from anywhere; all else runs on the hub's own
+    event loop.
+    """
+
+    def __init__(self, path: str, num_ranks: int, on_news: Callable[[RankNews], None]) -> None:
+        """``on_news`` gets what ranks say unasked, on the hub's event loop."""
+        self._path = path
+        self._num_ranks = num_ranks
+        self._on_news = on_news
+        self._lock = threading.Condition()
+        self._ranks: dict[int, asyncio.StreamWriter] = {}
+        self._hellos: dict[int, RankHello] = {}
+        self._fronts: set[asyncio.StreamWriter] = set()
+        self._front_came = asyncio.Event()
+        self._partial: dict[int, list[Staged]] = {}  # answers to a ticket that is still wanted
+        self._calls = RankCalls(num_ranks)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="thermocline-hub", daemon=True)
+
+    def start(self, *services: Coroutine[Any, Any, asyncio.Server]) -> None:
+        """Open the socket and run ``services``, which open others, on the event loop.
+
+        Raises ``OSError``: a socket cannot be opened.
+        """
+        bound = private_socket(Path(self._path))
+        self._thread.start()
+        self._servers.append(self._wait(asyncio.start_unix_server(self._serve_peer, sock=bound)))
+        self._servers += [self._wait(service) for service in services]
+
+    def start_behind_front(self, service: Coroutine[Any, Any, asyncio.Server]) -> None:
+        """Run ``service`` once the HTTP server has connected: then the engine can take requests."""
+
+        async def opened() -> None:
+            try:
+                await self._front_came.wait()
+                self._servers.append(await service)
+            finally:
+                service.close()
+
+        self.spawn(opened)
+
+    def close(self) -> None:
+        """End every connection and the thread. Safe to call twice."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLOSE_S)
+        self._loop.close()
+        Path(self._path).unlink(missing_ok=True)
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.submit(work).result(timeout=CLOSE_S)
+
+    def _run(self) -> None:
+        # This is vLLM's scheduling process: its thread comes first.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        self._loop.run_forever()
+
+    # ---- from any thread
+
+    @property
+    def ready(self) -> bool:
+        """Every rank is connected."""
+        return len(self._ranks) == self._num_ranks
+
+    @property
+    def num_fronts(self) -> int:
+        """The number of HTTP servers that are connected."""
+        return len(self._fronts)
+
+    @property
+    def packed_bytes_per_token(self) -> int:
+        """Bytes that a stored token takes, on all ranks together."""
+        return sum(x.packed_bytes_per_token for x in self._hellos.values())
+
+    def send(self, message: Stage | Probe | Release) -> None:
+        """Send the message to every rank; answers are kept until its ticket is released."""
+        with self._lock:
+            if isinstance(message, Release):
+                self._partial.pop(message.ticket, None)
+            else:
+                self._partial[message.ticket] = []
+        self.call_soon(self._broadcast, message)
+
+    def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
+        """The joint answer of all ranks: see ``RankClient``."""
+        with self._lock:
+            answers = self._partial.get(ticket, [])
+            if not self._lock.wait_for(lambda: len(answers) >= self._num_ranks, within_s):
+                return None
+            del self._partial[ticket]
+        shortest = min(answers, key=lambda x: (x.end_block, len(x.part)))
+        tier = max((x.tier for x in answers), key=_TIERS.index)
+        same = all((x.end_block, x.part) == (shortest.end_block, shortest.part) for x in answers)
+        part = shortest.part if same else ()
+        return Staged(ticket, shortest.end_block, tier, shortest.reason, part)
+
+    def admitted(self, answer_id: str, cache: str) -> None:
+        """Tell the HTTP servers that a request begins to run, and its cache header's value."""
+        self.call_soon(self._tell_fronts, RequestAdmitted(answer_id, cache))
+
+    def call_soon(self, call: Callable[..., object], *args: object) -> None:
+        """Run ``call`` on the event loop."""
+        with suppress(RuntimeError):  # the loop is closed: the engine is on its way out
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``work()`` on the event loop; nobody waits for it."""
+        self.call_soon(self._begin, work)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``work`` on the event loop; the future has its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # ---- on the event loop
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = self._loop.create_task(work())
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a task of the hub failed: %s", error or type(error).__name__)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes in vLLM's blocks, on all ranks together."""
+        return sum(x.bytes_per_token for x in self._hellos.values())
+
+    async def ask(self, verb: Verb | Look, deadline_s: float) -> list[RankAnswer]:
+        """The answers of all ranks to a verb.
+
+        Raises:
+            TimeoutError: some rank has not answered after ``deadline_s``.
+            ConnectionError: a rank is not connected, or could not do it.
+        """
+        if not self.ready:
+            raise ConnectionError("not every worker of the engine is connected")
+        with self._calls.open() as call:
+            async with asyncio.timeout(deadline_s):
+                self._broadcast(Ask(call.number, verb))
+                answers = await call.complete
+        if failed := next((x.error for x in answers if x.error), ""):
+            raise ConnectionError(f"a worker of the engine could not do it: {failed}")
+        return answers
+
+    def _broadcast(self, message: Message) -> None:
+        body = frame(message)
+        for writer in self._ranks.values():
+            send_bounded(writer, body)
+
+    def _tell_fronts(self, message: RequestAdmitted) -> None:
+        body = frame(message)
+        for writer in self._fronts:
+            send_bounded(writer, body)
+
+    async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(4), "big")
+                if length > MAX_FRAME_BYTES:
+                    raise WireError(f"a frame of {length} bytes")
+                self._hear(await reader.readexactly(length), writer)
+        except (EOFError, ConnectionError, WireError, ValueError) as error:
+            if writer in self._ranks.values():
+                logger.warning("a worker left the hub: %s", error or type(error).__name__)
+        except asyncio.CancelledError:
+            pass  # the hub's end; Python 3.11 would print how a cancelled task has no exception
+        finally:
+            self._fronts.discard(writer)
+            self._ranks = {n: x for n, x in self._ranks.items() if x is not writer}
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    def _hear(self, body: bytes, writer: asyncio.StreamWriter) -> None:
+        match decode_from_peer(body):
+            case RankHello() as hello:
+                self._hellos[hello.rank] = hello
+                self._ranks[hello.rank] = writer
+            case FrontHello():
+                self._fronts.add(writer)
+                self._front_came.set()
+            case Staged() as staged:
+                with self._lock:
+                    if staged.ticket in self._partial:
+                        self._partial[staged.ticket].append(staged)
+                        self._lock.notify_all()
+            case RankAnswer() as answer:
+                self._calls.hear(answer, writer)
+            case RankSaved() | RankLost() as news:
+                self._on_news(news)

@@ -1,0 +1,204 @@
+"""Follows each request on vLLM's scheduler side: which of its tokens need not be prefilled.
+
+A request goes through here like this (``->`` are calls of vLLM's, on its own thread):
+
+    -> add                 names the request's session
+    -> match  None         too much is staged for others already; the request waits in line
+    -> match  None         the ranks were asked to stage what is stored: read it, verify it; if
+                           nothing else runs, memory is quick enough to answer at once
+    -> match  None         still reading (a disk, Redis); vLLM serves others meanwhile
+    -> match  n tokens     everything offered is in memory and verified on every rank
+    -> allocated           vLLM set blocks aside; the load is planned
+    -> absorb              loaded, or blocks that could not be decoded
+    -> finished            the turn is over; its full blocks are saved
+
+A failed load must not be offered again. With the policy ``recompute``, a request whose first block
+failed starts over from nothing, and vLLM asks ``match`` again; the same answer would fail the same
+way, for ever. So a request gets one load, and after a failure none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from engines.vllm_plugin.identity import answer_id_of, session_of
+from engines.vllm_plugin.plan import StepWork
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.restores import PATIENCE_S, Restores
+from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest
+from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
+from kvstore.session import SessionRef, TierName
+from kvstore.stats import Counters
+
+
+class RequestTracker:
+    """The requests that vLLM knows, and what is to be done for them. All on vLLM's thread."""
+
+    def __init__(
+        self,
+        restores: Restores,
+        saves: TurnSaves,
+        resident: ResidentSessions,
+        *,
+        on_admitted: Callable[[str, str], None],
+        on_turn_end: Callable[[SessionRef], None],
+        counters: Counters,
+    ) -> None:
+        """``on_admitted`` gets the answer id of a request that begins to run, and the value of its
+        cache header."""
+        self._restores = restores
+        self._saves = saves
+        self._resident = resident
+        self._on_admitted = on_admitted
+        self._on_turn_end = on_turn_end
+        self._counters = counters
+        self._requests: dict[str, TrackedRequest] = {}
+        self._num_running = 0
+
+    # ---- a request comes
+
+    def add(self, request: Any) -> None:
+        """Note a new request (``vllm.v1.request.Request``) and begin its session's turn."""
+        self._resident.drop_asked()
+        session = session_of(request)
+        self._requests[request.request_id] = TrackedRequest(
+            request, session, barred=request.lora_request is not None
+        )
+        if session is not None:
+            self._resident.begin(session)
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Answer vLLM's ``get_num_new_matched_tokens``: see ``Restores.match``."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        return self._restores.match(tracked, num_computed_tokens, idle=not self._num_running)
+
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Plan the load of ``num_external_tokens``; ``tables``: the request's blocks, by group."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None:
+            self._restores.plan_load(tracked, tables, num_external_tokens)
+
+    # ---- a step
+
+    def take_step(self, admitted: Iterable[tuple[str, int]]) -> StepWork:
+        """The saves and loads for the workers to begin in the next step.
+
+        ``admitted``: ids of the requests that begin to run with it, and their computed tokens.
+        """
+        self._resident.drop_asked()
+        for request_id, num_computed_tokens in admitted:
+            self._report(request_id, num_computed_tokens)
+        patience_s = 0.0 if self._num_running else PATIENCE_S
+        saves, loads = self._saves.take_planned(), self._restores.take_planned()
+        return StepWork(saves, loads, patience_s)
+
+    def _report(self, request_id: str, num_computed_tokens: int) -> None:
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.reported:
+            return
+        tracked.reported = True
+        self._num_running += 1
+        self._count(tracked, num_computed_tokens)
+        answer_id = answer_id_of(request_id)
+        if answer_id is not None:
+            self._on_admitted(answer_id, tracked.cache_header(num_computed_tokens))
+
+    def _count(self, tracked: TrackedRequest, num_computed_tokens: int) -> None:
+        """Count the prompt under the names that the mlx engine uses, too."""
+        source, reason = tracked.outcome(num_computed_tokens)
+        self._counters.add("prompts")
+        self._counters.add("prompt_tokens", tracked.request.num_tokens)
+        self._counters.add("cached_tokens", num_computed_tokens)
+        self._counters.add(f"source.{source}")
+        if reason:
+            self._counters.add(f"misses.{reason}")
+
+    def absorb(
+        self,
+        bad_block_ids: set[int],
+        loaded: Iterable[str],
+        acks: Mapping[int, int],
+        failed: Collection[str] = (),
+        skipped: Collection[int] = (),
+    ) -> None:
+        """Take in what the workers report at the end of a step.
+
+        ``failed``: requests whose load failed, where vLLM takes no failed blocks. ``acks`` and
+        ``skipped``: see ``TurnSaves.acknowledge``.
+        """
+        for request_id in self._restores.failed_loads(bad_block_ids, failed):
+            self._fail(request_id)
+        for request_id in loaded:
+            self._end_load(request_id)
+        self._saves.acknowledge(acks, skipped)
+
+    def _fail(self, request_id: str) -> None:
+        self._counters.add("loads_failed")
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.barred = tracked.failed = True
+            tracked.reason = "corrupt"
+
+    def _end_load(self, request_id: str) -> None:
+        self._restores.end_load(request_id)
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        tracked.restore = None
+        if not tracked.failed:
+            self._counters.add("restores")
+            self._counters.add("restored_tokens", tracked.restored_tokens)
+            self._counters.add(f"restored_tokens.{tracked.tier}", tracked.restored_tokens)
+
+    # ---- the turn ends
+
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Plan the save of a request that has ended, and return what its answer's client is told.
+
+        ``tables``: its blocks, by group. None if the request is not known.
+        """
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        self._num_running -= tracked.reported
+        # While a load runs, or before one was planned, the blocks may hold anything.
+        is_loading = self._restores.is_loading(request.request_id)
+        if not is_loading:
+            self._restores.release(tracked)
+        if tracked.session is not None:
+            self._saves.end_turn(request, tracked.session, tables, filled=not is_loading)
+            self._on_turn_end(tracked.session)
+        return {
+            "restored_tokens": 0 if tracked.failed else tracked.restored_tokens,
+            "tier": tracked.tier,
+            "reason": tracked.reason,
+        }
+
+    @property
+    def has_work(self) -> bool:
+        """An idle engine runs no code of ours, so it must go on stepping until saves are done."""
+        return self._saves.has_work or self._restores.has_planned
+
+    def tier_of(self, request: Any) -> TierName | None:
+        """The tier that the tokens being loaded for this request come from."""
+        tracked = self._requests.get(request.request_id)
+        return tracked.tier if tracked else None
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests that vLLM has begun to compute."""
+        return self._num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return max(0, len(self._requests) - self._num_running)
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is held for anybody; for tests."""
+        return not (self._requests or self.has_work) and self._restores.is_settled

@@ -1,0 +1,272 @@
+"""Knows which blocks each session consists of, and whether vLLM still holds them.
+
+vLLM keeps the blocks of finished requests until it needs the room, and tells nobody here when it
+reuses one. So only the hashes of a session's blocks are remembered. Whether the blocks are still
+there is looked up in vLLM's own table whenever somebody asks, from any thread: a lookup changes
+nothing, and one that vLLM's thread disturbs is repeated. Only vLLM's thread changes vLLM's table.
+
+A session is hot while vLLM holds all of its blocks. vLLM reuses a chain of blocks from its tail on,
+because it frees them in that order, and so do we: if the last block is there, all are. What is left
+of a chain without its tail is mostly the beginning that it shares with other sessions.
+
+Where some layers do not keep all tokens (``groups``), vLLM goes on only from a boundary with a
+state, so such a session is hot while its newest state is there, too. The blocks of a state are
+looked up one by one: vLLM frees the blocks of each group independently.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from engines.vllm_plugin.groups import DENSE, Groups
+from kvstore.session import SessionRef
+
+MAX_SESSIONS: Final = 4096
+LOOKUPS: Final = 3  # of one block, each disturbed by vLLM's thread; it takes microseconds
+
+
+class BlockPool(Protocol):
+    """The members of ``vllm.v1.core.block_pool.BlockPool`` that the plug-in uses."""
+
+    blocks: Sequence[Any]
+    num_gpu_blocks: int
+
+    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any: ...
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
+
+
+SessionName = tuple[str, str]  # tenant and session id
+
+
+def name_of(session: SessionRef) -> SessionName:
+    return session.tenant, session.id
+
+
+@dataclass
+class ResidentSession:
+    """The blocks that one session consists of, and what is under way with it."""
+
+    hashes: list[bytes] = field(default_factory=list)
+    part: tuple[int, ...] = ()  # ids of the tokens behind these blocks whose KV is saved
+    boundary: int = 0  # the number of blocks that vLLM can go on from: all, or up to a state
+    num_requests: int = 0  # being served
+    last_used_s: float = 0.0  # monotonic
+    num_saves: int = 0  # planned, and not yet copied out by every rank
+    dropping: bool = False  # its blocks leave the prefix cache in vLLM's next step
+    reported_hot: bool = False  # in what the gateway last heard of it
+
+
+class ResidentSessions:
+    """The sessions that vLLM may hold blocks of, by name. Thread-safe."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[SessionName, ResidentSession] = OrderedDict()
+        self._users: Counter[bytes] = Counter()  # sessions per block hash
+        self._to_drop: list[SessionName] = []
+        self._pool: BlockPool | None = None
+        self._groups = DENSE
+
+    def bind(self, pool: BlockPool, groups: Groups = DENSE) -> None:
+        """Give vLLM's block pool, before the first request."""
+        self._pool = pool
+        self._groups = groups
+
+    @property
+    def pool(self) -> BlockPool:
+        assert self._pool is not None, "vLLM binds its block pool before the first request"
+        return self._pool
+
+    # ---- turns
+
+    def begin(self, session: SessionRef) -> None:
+        """Note that a request of this session is served from now on."""
+        with self._lock:
+            entry = self._sessions.setdefault(name_of(session), ResidentSession())
+            entry.num_requests += 1
+            entry.dropping = False
+            entry.last_used_s = self._monotonic()
+            self._sessions.move_to_end(name_of(session))
+            self._forget_oldest()
+
+    def end(
+        self,
+        session: SessionRef,
+        hashes: Sequence[bytes],
+        part: tuple[int, ...] = (),
+        boundary: int | None = None,
+    ) -> None:
+        """Note that a turn is over and that the session now consists of these blocks.
+
+        ``hashes``: empty = the blocks are those from before. ``part``: ids of the tokens behind
+        them. ``boundary``: where layers have states, the number of blocks before the newest state,
+        0 if there is none.
+        """
+        with self._lock:
+            entry = self._sessions.get(name_of(session))
+            if entry is None:
+                return
+            entry.num_requests -= 1
+            entry.last_used_s = self._monotonic()
+            if hashes:
+                self._let_go(entry.hashes)
+                entry.hashes, entry.part = list(hashes), part
+                entry.boundary = len(hashes) if boundary is None else boundary
+                entry.reported_hot = True
+                self._users.update(entry.hashes)
+
+    def count_save(self, session: SessionRef, change: int) -> None:
+        """Count unfinished saves: +1 when one is planned, -1 when all ranks have it."""
+        with self._lock:
+            entry = self._sessions.get(name_of(session))
+            if entry is not None:
+                entry.num_saves = max(0, entry.num_saves + change)
+
+    def _forget_oldest(self) -> None:
+        while len(self._sessions) > MAX_SESSIONS:
+            idle = (n for n, x in self._sessions.items() if not (x.num_requests or x.num_saves))
+            name = next(idle, None)
+            if name is None:
+                return
+            self._let_go(self._sessions.pop(name).hashes)
+
+    def _let_go(self, hashes: Sequence[bytes]) -> None:
+        """Count one session less for these blocks, and stop counting those that none has."""
+        for block_hash in hashes:
+            self._users[block_hash] -= 1
+            if not self._users[block_hash]:
+                del self._users[block_hash]
+
+    # ---- looking
+
+    @property
+    def block_hashes(self) -> set[bytes]:
+        """Hashes of all blocks that some session consists of."""
+        with self._lock:
+            return set(self._users)
+
+    def names(self) -> list[SessionName]:
+        with self._lock:
+            return list(self._sessions)
+
+    def is_busy(self, name: SessionName) -> bool:
+        """True while a request of the session is served."""
+        with self._lock:
+            entry = self._sessions.get(name)
+            return entry is not None and entry.num_requests > 0
+
+    def is_saving(self, name: SessionName) -> bool:
+        """True while some rank has not copied out a planned save of the session."""
+        with self._lock:
+            entry = self._sessions.get(name)
+            return entry is not None and entry.num_saves > 0
+
+    def idle_s(self, name: SessionName) -> float | None:
+        """Seconds since the session was last used; None if it is not known."""
+        with self._lock:
+            entry = self._sessions.get(name)
+            return None if entry is None else max(0.0, self._monotonic() - entry.last_used_s)
+
+    def num_resident(self, name: SessionName) -> int:
+        """The number of blocks that vLLM would go on from; 0 unless it still holds all of them."""
+        with self._lock:
+            entry = self._sessions.get(name)
+            return 0 if entry is None else self._resident(entry)
+
+    def chain(self, session: SessionRef) -> list[bytes]:
+        """Hashes of the session's blocks, whether vLLM has them or not; [] once dropped."""
+        with self._lock:
+            entry = self._sessions.get(name_of(session))
+            return [] if entry is None or entry.dropping else list(entry.hashes)
+
+    def part_behind(
+        self, session: SessionRef, num_blocks: int, block_hash: bytes
+    ) -> tuple[int, ...]:
+        """Ids of the session's tokens behind this block, if it is its last full one; else ().
+
+        ``num_blocks``: the number of blocks up to and including this one.
+        """
+        with self._lock:
+            entry = self._sessions.get(name_of(session))
+            if entry is None or len(entry.hashes) != num_blocks:
+                return ()
+            return entry.part if entry.hashes[-1] == block_hash else ()
+
+    def take_cooled(self) -> list[SessionName]:
+        """Quiet sessions that the gateway believes to be hot and that are not any more, once."""
+        with self._lock:
+            quiet = [(n, x) for n, x in self._sessions.items() if not x.num_requests]
+            cooled = [(n, x) for n, x in quiet if x.reported_hot and not self._resident(x)]
+            for _, entry in cooled:
+                entry.reported_hot = False
+        return [name for name, _ in cooled]
+
+    def _resident(self, entry: ResidentSession) -> int:
+        end = entry.boundary
+        if entry.dropping or not end:
+            return 0
+        last = [(entry.hashes[end - 1], self._groups.full)]
+        state = [(entry.hashes[i], x.id) for x in self._groups.states for i in x.reach(end)]
+        return 0 if any(self._cached(*x) is None for x in last + state) else end
+
+    def num_idle_blocks(self) -> int:
+        """The number of blocks of quiet sessions.
+
+        Blocks that requests and saves hold are not among them: ``num_used_blocks`` counts those.
+        """
+        with self._lock:
+            quiet = (x for x in self._sessions.values() if not (x.num_requests or x.num_saves))
+            return sum(self._resident(x) for x in quiet)
+
+    def num_used_blocks(self) -> int:
+        """The number of blocks that running requests and saves hold."""
+        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+
+    # ---- dropping
+
+    def ask_to_drop(self, name: SessionName) -> None:
+        """Have the session's blocks dropped from vLLM's prefix cache. From any thread.
+
+        vLLM's thread does so before it next looks for a prefix, so it is as good as done; an idle
+        engine runs no code in between. A busy session is left alone: its turn would bring the
+        blocks back.
+        """
+        with self._lock:
+            entry = self._sessions.get(name)
+            if entry is not None and not entry.num_requests:
+                entry.dropping = True
+                self._to_drop.append(name)
+
+    def drop_asked(self) -> None:
+        """Take the blocks out of the prefix cache that no other session has. On vLLM's thread."""
+        if not self._to_drop:
+            return
+        with self._lock:
+            names, self._to_drop = self._to_drop, []
+            entries = [self._sessions[x] for x in names if x in self._sessions]
+            idle = [x for x in entries if x.dropping]  # nobody has come back to it meanwhile
+            hashes = [h for x in idle for h in x.hashes if self._users[h] <= 1]
+            for entry in idle:
+                self._let_go(entry.hashes)
+                entry.hashes, entry.boundary = [], 0
+                entry.dropping = False
+        blocks = [x for h in hashes for g in self._groups.ids if (x := self._cached(h, g))]
+        self.pool.evict_blocks({x.block_id for x in blocks if x.ref_cnt == 0})
+
+    def _cached(self, block_hash: bytes, group: int) -> Any:
+        for _ in range(LOOKUPS):
+            # Where a hash has several blocks, the lookup iterates; vLLM may add or drop one.
+            with suppress(RuntimeError, StopIteration):
+                found = self.pool.get_cached_block(block_hash, [group])
+                return found[0] if found else None
+        return None

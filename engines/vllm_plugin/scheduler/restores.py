@@ -1,0 +1,204 @@
+"""Finds what is stored of a request, has the ranks stage it, and offers it to vLLM.
+
+A request waits here in up to three places, one after the other:
+
+    for room       too much is staged for others already (``StagingBudget``)
+    for the ranks  they read and verify what is stored; vLLM serves others meanwhile
+    for a load     vLLM has set blocks aside, and the ranks fill them
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+from engines.vllm_plugin.messages import Release, Stage
+from engines.vllm_plugin.plan import Load
+from engines.vllm_plugin.scheduler.hub.rank_client import RankClient
+from engines.vllm_plugin.scheduler.probes import Probes
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.staging_budget import StagingBudget
+from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
+from engines.vllm_plugin.scheduler.tracked_request import Restore, TrackedRequest
+
+# A rank answers within its own deadline; one that does not answer at all is not waited for.
+RANK_GRACE_S: Final = 2.0
+# While the model has nothing to do, vLLM steps on and on until a load or a save is done, in every
+# process, on the cores that this very work needs. So each step waits for news: no longer than
+# this, because a new request is taken up only between two steps.
+PATIENCE_S: Final = 0.01
+
+
+class Restores:
+    """All methods run on vLLM's thread."""
+
+    def __init__(
+        self,
+        ranks: RankClient,
+        resident: ResidentSessions,
+        blocks: TokenBlocks,
+        *,
+        deadline_s: float,
+        max_staged_bytes: int,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``max_staged_bytes`` bounds what is staged at once: packed, on all ranks together."""
+        self._ranks = ranks
+        self._resident = resident
+        self._blocks = blocks
+        self._deadline_s = deadline_s + RANK_GRACE_S
+        self._monotonic = monotonic
+        self._budget = StagingBudget(max_staged_bytes)
+        self._tickets = itertools.count(1)
+        self._probes = Probes(ranks, self._tickets)
+        self._planned: list[Load] = []
+        self._loading: dict[str, set[int]] = {}  # block ids by request
+        self._has_waited = False  # in this step
+
+    def match(
+        self, tracked: TrackedRequest, num_computed_tokens: int, *, idle: bool
+    ) -> tuple[int | None, bool]:
+        """Answer vLLM's ``get_num_new_matched_tokens``. Asking twice changes nothing.
+
+        ``idle``: no request is being computed, so a short wait costs nobody anything.
+        """
+        request = tracked.request
+        if tracked.barred or request.skip_reading_prefix_cache:
+            return 0, False
+        first = num_computed_tokens // self._blocks.block_tokens
+        last = self._blocks.num_restorable(request)
+        wanted = first < last or (idle and self._is_hot_part(tracked, first))
+        if not wanted or not self._ranks.ready:
+            self.release(tracked)
+            return 0, False
+        if tracked.restore is not None and first < tracked.restore.first_block:
+            self.release(tracked)
+        hashes = request.block_hashes[: max(first, last)]
+        restore = tracked.restore or self._stage(tracked, first, hashes)
+        if restore is None:
+            return self._without_room(tracked, first, hashes)
+        if not self._has_answer(tracked, restore, idle):
+            return None, False
+        return self._offer(tracked, first)
+
+    def _is_hot_part(self, tracked: TrackedRequest, first: int) -> bool:
+        """True if vLLM has all full blocks of the session and its part is worth a load.
+
+        It is worth one only while no step of the model for somebody else delays the load.
+        """
+        if not self._blocks.keeps_parts or tracked.session is None or not first:
+            return False
+        last_hash = bytes(tracked.request.block_hashes[first - 1])
+        part = self._resident.part_behind(tracked.session, first, last_hash)
+        return self._blocks.num_matching(tracked.request, first, part) > 0
+
+    def _stage(
+        self, tracked: TrackedRequest, first: int, hashes: Sequence[bytes]
+    ) -> Restore | None:
+        """Ask the ranks to stage these blocks from ``first`` on; None while there is no room."""
+        num_tokens = (len(hashes) - first) * self._blocks.block_tokens
+        nbytes = num_tokens * self._ranks.packed_bytes_per_token
+        if not self._budget.reserve(tracked.request.request_id, nbytes):
+            return None
+        self._probes.withdraw(tracked)
+        ticket = next(self._tickets)
+        tracked.restore = Restore(ticket, first, self._monotonic())
+        self._ranks.send(Stage(ticket, tracked.session, first, b"".join(map(bytes, hashes))))
+        return tracked.restore
+
+    def _without_room(
+        self, tracked: TrackedRequest, first: int, hashes: Sequence[bytes]
+    ) -> tuple[int | None, bool]:
+        """Let a request of which nothing is stored go on; all others wait for room."""
+        if not self._probes.finds_nothing(tracked, first, hashes):
+            return None, False
+        tracked.barred = True
+        self.release(tracked)
+        return 0, False
+
+    def _has_answer(self, tracked: TrackedRequest, restore: Restore, idle: bool) -> bool:
+        """True once the ranks have answered, or have taken so long that nobody waits any more."""
+        if restore.staged is not None:
+            return True
+        restore.staged = self._ranks.staged(restore.ticket, self._patience_s(idle))
+        if restore.staged is None and self._monotonic() - restore.asked_at < self._deadline_s:
+            return False
+        tracked.reason = restore.staged.reason if restore.staged else "deadline"
+        return True
+
+    def _patience_s(self, idle: bool) -> float:
+        """Seconds to wait for the ranks: only once per step, in which many requests may ask."""
+        patient = idle and not self._has_waited
+        self._has_waited = True
+        return PATIENCE_S if patient else 0.0
+
+    def _offer(self, tracked: TrackedRequest, first: int) -> tuple[int, bool]:
+        staged = tracked.restore.staged if tracked.restore else None
+        offered = 0
+        if staged is not None and staged.end_block >= first:
+            offered = (staged.end_block - first) * self._blocks.block_tokens
+            offered += self._blocks.num_matching(tracked.request, staged.end_block, staged.part)
+        if not offered:
+            self.release(tracked)
+            tracked.barred = True
+        return offered, offered > 0
+
+    def release(self, tracked: TrackedRequest) -> None:
+        """Give up what is staged for this request, unless it is being loaded, and its room."""
+        if tracked.restore is not None and not tracked.restore.loading:
+            self._ranks.send(Release(tracked.restore.ticket))
+        self._probes.withdraw(tracked)
+        tracked.restore = None
+        self._budget.release(tracked.request.request_id)
+
+    def plan_load(
+        self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Plan the load into blocks that vLLM has set aside; ``tables``: block ids by group."""
+        if tracked.restore is None or tracked.restore.loading:
+            return
+        if not num_external_tokens:
+            self.release(tracked)
+            return
+        restore, staged = tracked.restore, tracked.restore.staged
+        assert staged is not None, "vLLM loads only what was offered"
+        num_blocks, part_tokens = divmod(num_external_tokens, self._blocks.block_tokens)
+        first, groups = staged.end_block - num_blocks, self._blocks.groups
+        ids = list(tables[groups.full][first : staged.end_block + bool(part_tokens)])
+        state = groups.state_blocks(tables, staged.end_block, first)
+        request_id = tracked.request.request_id
+        self._planned.append(Load(restore.ticket, request_id, first, ids, state, part_tokens))
+        restore.loading = set(ids)
+        self._loading[request_id] = restore.loading
+        tracked.restored_tokens, tracked.tier = num_external_tokens, staged.tier
+        tracked.only_part = not num_blocks
+
+    def take_planned(self) -> list[Load]:
+        """The loads planned since the last step. In the next step the ranks may be waited for."""
+        loads, self._planned = self._planned, []
+        self._has_waited = False
+        return loads
+
+    def failed_loads(self, bad_block_ids: set[int], failed: Collection[str]) -> list[str]:
+        """Ids of the loading requests that are among ``failed`` or have a bad block."""
+        return [x for x, ids in self._loading.items() if ids & bad_block_ids or x in failed]
+
+    def end_load(self, request_id: str) -> None:
+        """Note that the load is over, whatever came of it."""
+        self._loading.pop(request_id, None)
+        self._budget.release(request_id)
+
+    def is_loading(self, request_id: str) -> bool:
+        return request_id in self._loading
+
+    @property
+    def has_planned(self) -> bool:
+        """Some load waits for the next step."""
+        return bool(self._planned)
+
+    @property
+    def is_settled(self) -> bool:
+        """No load is planned or under way; for tests."""
+        return not (self._planned or self._loading)

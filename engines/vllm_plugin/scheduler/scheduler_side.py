@@ -1,0 +1,151 @@
+"""Puts the scheduler side of the plug-in together: tracker, hub and control connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, Literal
+
+import msgspec
+
+from engines.host.control_server import ControlServer
+from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.messages import RankLost, RankNews
+from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
+from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.hub.save_acks import SaveAcks
+from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
+from engines.vllm_plugin.scheduler.resident_sessions import BlockPool, ResidentSessions
+from engines.vllm_plugin.scheduler.restores import Restores
+from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
+from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
+from engines.vllm_plugin.scheduler.verbs import VllmVerbs
+from engines.wire import CodecReport, EngineReport, Notice, Welcome, absent
+from kvstore.session import SessionRef
+from kvstore.stats import Counters
+
+WORKERS_S: Final = 10.0  # for them to come to the hub
+POLL_S: Final = 0.05
+
+
+class SchedulerSide:
+    """The parts of the plug-in that live in EngineCore.
+
+    ``tracker`` belongs to vLLM's thread; everything else runs on the hub's.
+    """
+
+    def __init__(
+        self, settings: PluginSettings, vllm_config: Any, groups: Groups, version: str
+    ) -> None:
+        """Raises ``OSError`` or ``ValueError``: a socket cannot be opened."""
+        self._groups = groups
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+        blocks = TokenBlocks(
+            int(vllm_config.cache_config.block_size),
+            groups,
+            keeps_parts=on_cpu and not groups.states,
+        )
+        num_ranks = int(vllm_config.parallel_config.world_size)
+        counters = Counters()
+        self._resident = ResidentSessions()
+        self._saves = SaveAcks(num_ranks)
+        self._hub = Hub(settings.hub_path, num_ranks, self._hear)
+        self.tracker = RequestTracker(
+            Restores(
+                self._hub,
+                self._resident,
+                blocks,
+                deadline_s=settings.store.restore_deadline_s,
+                max_staged_bytes=settings.store.save_queue_bytes,
+            ),
+            TurnSaves(self._resident, blocks, num_ranks),
+            self._resident,
+            on_admitted=self._hub.admitted,
+            on_turn_end=self._turn_ended,
+            counters=counters,
+        )
+        self._verbs = VllmVerbs(
+            self._hub,
+            self._resident,
+            block_tokens=blocks.block_tokens,
+            counters=counters,
+            num_requests=lambda: (self.tracker.num_running, self.tracker.num_waiting),
+        )
+        self._welcome = Welcome(
+            engine="vllm",
+            engine_version=version,
+            model=settings.served_model_name or str(vllm_config.model_config.model),
+            max_context=int(vllm_config.model_config.max_model_len),
+            codec=CodecReport(name=""),
+            hibernation=True,
+        )
+        self._control = ControlServer(settings.token, self._welcomed, self._verbs)
+        control = self._control.serve(settings.control_address)
+        if settings.wait_for_front:
+            self._hub.start()
+            self._hub.start_behind_front(control)
+        else:
+            self._hub.start(control)
+        self._hub.spawn(EvictionWatch(self._resident, self._verbs.look, self._control.publish).run)
+
+    @property
+    def ready(self) -> bool:
+        """Every rank is connected."""
+        return self._hub.ready
+
+    def bind(self, pool: BlockPool) -> None:
+        """Give vLLM's block pool, before the first request."""
+        self._resident.bind(pool, self._groups)
+
+    async def report(self) -> EngineReport:
+        """The engine's report. On the hub's event loop: see ``spawn``. Raises as ``Hub.ask``."""
+        return await self._verbs.stats()
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``work()`` on the hub's event loop; nobody waits for it."""
+        self._hub.spawn(work)
+
+    def close(self) -> None:
+        self._hub.close()
+
+    async def _welcomed(self) -> Welcome:
+        """The greeting to the gateway, with the codec that the workers chose.
+
+        They may start a moment later, so they are waited for.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WORKERS_S):
+                while not self._hub.ready:
+                    await asyncio.sleep(POLL_S)
+        try:
+            codec = await self._verbs.codec()
+        except (ConnectionError, TimeoutError):  # a worker is missing; its next report will tell
+            return self._welcome
+        return msgspec.structs.replace(self._welcome, codec=codec)
+
+    def _turn_ended(self, session: SessionRef) -> None:
+        self._hub.spawn(partial(self._tell, "turn", session))
+
+    def _hear(self, news: RankNews) -> None:
+        """Pass on to the gateway what ranks say unasked. On the hub's event loop."""
+        if isinstance(news, RankLost):
+            self._hub.spawn(partial(self._tell_lost, news.session))
+        elif self._saves.completes(news):
+            self._hub.spawn(partial(self._tell, "saved", news.session))
+
+    async def _tell(self, cause: Literal["turn", "saved"], session: SessionRef) -> None:
+        report = await self._verbs.look(session)
+        if report is not None:
+            self._control.publish(Notice(cause, report))
+
+    async def _tell_lost(self, session: SessionRef) -> None:
+        """Tell the gateway that a session is lost, if it is still.
+
+        One rank's share is enough to lose it; a turn may have saved it anew meanwhile.
+        """
+        report = await self._verbs.look(session)
+        if report is None or report.tier is None:
+            self._control.publish(Notice("lost", report or absent(session)))

@@ -1,0 +1,98 @@
+"""How a request's tokens are cut into vLLM's blocks, and what lies behind the last full one.
+
+vLLM knows full blocks only. It computes the tokens behind the last full block, called the *part*,
+again in every turn, also of a session that is hot. An engine on CPUs pays for each of these
+tokens; a GPU computes them beside the new ones for nothing. So parts are kept on CPUs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engines.vllm_plugin.groups import DENSE, Groups
+
+
+class Feature(Protocol):
+    """An image or the like in a prompt: the fields of vLLM's class that are read here."""
+
+    @property
+    def mm_position(self) -> Any: ...
+
+
+class Tokens(Protocol):
+    """The fields of ``vllm.v1.request.Request`` that decide on the KV of its tokens."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def mm_features(self) -> Sequence[Feature]: ...
+
+    @property
+    def prompt_embeds(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """The block size, the groups of layers, and whether parts are kept; fixed for an engine."""
+
+    block_tokens: int
+    groups: Groups = DENSE
+    keeps_parts: bool = False
+
+    def num_restorable(self, request: Any) -> int:
+        """The number of the prompt's blocks that may be restored.
+
+        One token at least must be computed, or there would be nothing to sample from.
+        """
+        num_full: int = (request.num_tokens - 1) // self.block_tokens
+        return min(num_full, len(request.block_hashes))
+
+    def computed_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
+        """Hashes of the first blocks whose every token was computed; at most ``num_blocks``."""
+        num_full = min(
+            num_final_tokens(request) // self.block_tokens, len(request.block_hashes), num_blocks
+        )
+        return [bytes(x) for x in request.block_hashes[: max(num_full, 0)]]
+
+    def computed_part(self, request: Any, num_full: int, num_blocks: int) -> tuple[int, ...]:
+        """Token ids that were computed behind ``num_full`` full blocks; () where none are kept."""
+        first, last = num_full * self.block_tokens, num_final_tokens(request)
+        if not (self.keeps_parts and 0 < num_full < num_blocks):
+            return ()
+        return ids_between(request, first, last) if last - first < self.block_tokens else ()
+
+    def num_matching(self, request: Any, end_block: int, part: Sequence[int]) -> int:
+        """The number of ``part``'s tokens that the prompt has, too, behind block ``end_block``."""
+        if not self.keeps_parts:
+            return 0
+        return num_common(part, request, end_block * self.block_tokens, request.num_tokens - 1)
+
+
+def num_final_tokens(request: Any) -> int:
+    """The number of tokens whose KV is in vLLM's blocks; a step in flight does not count."""
+    computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+    known: int = request.num_tokens
+    return min(computed, known)
+
+
+def ids_between(request: Tokens, first: int, last: int) -> tuple[int, ...]:
+    """Ids of the tokens from ``first`` up to ``last``; () if more than ids decides on their KV.
+
+    Whatever stands before them is in the hash of the block before, with salt and all.
+    """
+    if request.prompt_embeds is not None or any(
+        x.mm_position.offset < last and first < x.mm_position.offset + x.mm_position.length
+        for x in request.mm_features
+    ):
+        return ()
+    return tuple(request.all_token_ids[first:last])
+
+
+def num_common(part: Sequence[int], request: Tokens, first: int, last: int) -> int:
+    """The number of ``part``'s tokens that the request goes on with from ``first`` to ``last``."""
+    ids = ids_between(request, first, min(first + len(part), last))
+    pairs = zip(part, ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(part), len(ids)))

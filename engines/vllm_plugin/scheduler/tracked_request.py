@@ -1,0 +1,52 @@
+"""One request from its arrival to its end, as the scheduler side of the plug-in knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
+from engines.vllm_plugin.messages import Staged
+from kvstore.session import MissReason, SessionRef, TierName
+
+
+@dataclass
+class Restore:
+    """A request's order to its ranks to stage what is stored of it."""
+
+    ticket: int
+    first_block: int
+    asked_at: float  # monotonic
+    staged: Staged | None = None
+    loading: set[int] = field(default_factory=set)  # block ids
+
+
+@dataclass
+class TrackedRequest:
+    """vLLM's request, and what became of its restore."""
+
+    request: Any
+    session: SessionRef | None
+    restore: Restore | None = None
+    probe: int | None = None  # ticket of the question whether anything is stored
+    barred: bool = False  # no more restores for this request
+    failed: bool = False
+    restored_tokens: int = 0
+    only_part: bool = False  # no full block was restored: vLLM had all of the session's
+    tier: TierName | None = None
+    reason: MissReason | None = None
+    reported: bool = False
+
+    def outcome(self, num_computed_tokens: int) -> tuple[CacheSource, MissReason | None]:
+        """The source of the prompt's KV, and the reason why not more of it was found."""
+        source: CacheSource = "hot" if num_computed_tokens else "miss"
+        if self.restored_tokens and self.tier and not (self.failed or self.only_part):
+            source = COLD_SOURCES[self.tier]
+        # Even of a hot prompt the last few tokens are looked for in vain; that is no news.
+        is_news = (source, self.reason) != ("hot", "never-stored")
+        return source, self.reason if is_news else None
+
+    def cache_header(self, num_computed_tokens: int) -> str:
+        """The value of the cache header, worded as by every engine of ours."""
+        source, reason = self.outcome(num_computed_tokens)
+        return CacheOutcome(source, num_computed_tokens, reason).header()

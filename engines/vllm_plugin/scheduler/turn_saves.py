@@ -1,0 +1,115 @@
+"""Plans the save of a session when its turn ends, and holds its blocks until the ranks have them.
+
+vLLM's blocks are reference counted. A save takes one reference to each of its blocks, so that vLLM
+cannot reuse them, and gives it back when every rank has copied the rows out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.vllm_plugin.plan import Save
+from engines.vllm_plugin.scheduler.postponed_saves import PostponedSaves
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
+from kvstore.session import SessionRef
+
+
+@dataclass
+class HeldSave:
+    """A save whose blocks are held until ``num_ranks`` more ranks have copied them out."""
+
+    session: SessionRef
+    block_ids: list[int]
+    num_ranks: int
+    is_skipped: bool = False  # by one of the ranks
+
+
+class TurnSaves:
+    """All methods run on vLLM's thread."""
+
+    def __init__(self, resident: ResidentSessions, blocks: TokenBlocks, num_ranks: int) -> None:
+        self._resident = resident
+        self._blocks = blocks
+        self._num_ranks = num_ranks
+        self._jobs = itertools.count(1)
+        self._planned: list[Save] = []
+        self._held: dict[int, HeldSave] = {}  # by job
+        self._postponed = PostponedSaves(resident, blocks.groups)
+
+    def end_turn(
+        self, request: Any, session: SessionRef, tables: Sequence[Sequence[int]], *, filled: bool
+    ) -> None:
+        """Plan the save of all that was computed, and note what the session consists of now.
+
+        ``tables``: the request's block ids, by group. ``filled``: they hold the request's own KV;
+        otherwise nothing is saved.
+        """
+        block_ids = tables[self._blocks.groups.full]
+        hashes = self._blocks.computed_hashes(request, len(block_ids)) if filled else []
+        part = self._blocks.computed_part(request, len(hashes), len(block_ids))
+        states = self._held_states(request, hashes)
+        if hashes:
+            self._postponed.remove(session)
+            ids = list(block_ids[: len(hashes) + bool(part)])
+            self._plan(Save(next(self._jobs), session, hashes, ids, states, part))
+        boundary = max(states, default=0) if self._blocks.groups.states else None
+        self._resident.end(session, hashes, part, boundary)
+
+    def _held_states(self, request: Any, hashes: Sequence[bytes]) -> dict[int, list[int]]:
+        groups = self._blocks.groups
+        if not groups.states:
+            return {}
+        prompt = min((request.num_prompt_tokens - 1) // self._blocks.block_tokens, len(hashes))
+        return groups.states_to_keep(self._resident.pool, hashes, prompt)
+
+    def _plan(self, save: Save) -> None:
+        pool, held = self._resident.pool, save.held_ids
+        pool.touch([pool.blocks[x] for x in held])
+        self._held[save.job] = HeldSave(save.session, held, self._num_ranks)
+        self._resident.count_save(save.session, +1)
+        self._planned.append(save)
+
+    def acknowledge(self, acks: Mapping[int, int], skipped: Collection[int]) -> None:
+        """Give blocks back that the ranks need no longer.
+
+        ``acks``: for each job, how many ranks are done with its blocks. ``skipped``: the jobs
+        among them that a rank did not begin, because too many others waited.
+        """
+        for job in skipped:
+            self._held[job].is_skipped = True
+        for job, num_ranks in acks.items():
+            self._held[job].num_ranks -= num_ranks
+            if self._held[job].num_ranks <= 0:
+                self._let_go(self._held.pop(job))
+
+    def _let_go(self, save: HeldSave) -> None:
+        if save.is_skipped:
+            self._postponed.add(save.session)
+        self._resident.count_save(save.session, -1)
+        # Tail first: vLLM reuses first what was freed first, and a prefix serves more requests.
+        pool = self._resident.pool
+        pool.free_blocks([pool.blocks[x] for x in reversed(save.block_ids)])
+
+    def take_planned(self) -> list[Save]:
+        """The saves for the next step: of turns that ended since the last, or a postponed one."""
+        self._make_up()
+        saves, self._planned = self._planned, []
+        return saves
+
+    def _make_up(self) -> None:
+        """Plan a postponed save, once no other save waits for its blocks to be copied."""
+        if self._held or not self._postponed:
+            return
+        save = self._postponed.next_save(next(self._jobs))
+        if save is not None:
+            self._plan(save)
+            self._postponed.remove(save.session)
+
+    @property
+    def has_work(self) -> bool:
+        """A save is planned, under way or postponed."""
+        return bool(self._held or self._planned or self._postponed)

@@ -1,0 +1,277 @@
+"""Carries out the gateway's control verbs on vLLM.
+
+A session's live blocks and its stored blobs are in different processes. The blocks are looked up in
+vLLM's own tables; every rank is asked for the blobs, and the answer of the rank that has least
+counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
+from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
+from engines.wire import (
+    Adopt,
+    CodecReport,
+    Demote,
+    Done,
+    EngineReport,
+    Forget,
+    GetStats,
+    ListSessions,
+    Pin,
+    Prefetch,
+    SessionReport,
+    TierReport,
+    Unpin,
+    Verb,
+)
+from kvstore.errors import PinLimit
+from kvstore.session import TIER_NAMES, SessionRef, TierName
+from kvstore.stats import Counters, StoreStats
+
+LOOK_S: Final = 10.0
+MOVE_S: Final = 80.0
+ADOPT_S: Final = 80.0  # new kernels are compiled
+SETTLE_S: Final = 5.0  # for a save that had better end before the verb is carried out
+HAND_OVER_S: Final = 20.0  # for one that must; vLLM hands it to the workers in its next step
+POLL_S: Final = 0.01
+_ORDER: Final[list[TierName | None]] = [*TIER_NAMES, None]
+_ONE_FOR_ALL_RANKS: Final = frozenset({"saves", "saves_skipped", "saves_failed"})
+
+
+class VllmVerbs:
+    """Implements ``SessionVerbs`` for a vLLM engine. On the hub's event loop.
+
+    Every verb raises what ``Hub.ask`` raises.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        resident: ResidentSessions,
+        *,
+        block_tokens: int,
+        counters: Counters,
+        num_requests: Callable[[], tuple[int, int]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``num_requests`` gives the numbers of running and of waiting requests."""
+        self._hub = hub
+        self._resident = resident
+        self._block_tokens = block_tokens
+        self._counters = counters
+        self._num_requests = num_requests
+        self._clock = clock
+
+    async def adopt(self) -> CodecReport:
+        """Have every rank adopt the codec that the profile of its share of the model allows."""
+        return _codec([x.codec for x in await self._hub.ask(Adopt(), ADOPT_S)])
+
+    async def codec(self) -> CodecReport:
+        """The codec in use: one for the engine."""
+        return _codec([x.codec for x in await self._hub.ask(GetStats(), LOOK_S)])
+
+    async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
+        """Drop the session's live blocks now, and move its blobs to ``tier`` if one is named.
+
+        Left to itself, vLLM keeps an idle session's blocks until it needs them. A turn that has
+        just ended is still being saved, so saves under way are waited for, but not for long.
+        """
+        name = name_of(session)
+        await self._until_handed_over(name, SETTLE_S)
+        found = await self._find(Look(session, settled=True), LOOK_S, name)
+        kept = self._why_kept(name, found)
+        if kept or found is None:
+            return Done(self._report(name, found), kept)
+        self._resident.ask_to_drop(name)
+        if tier is not None and tier != found.tier:
+            found = await self._find(Demote(session, tier), MOVE_S, name)
+        return Done(self._report(name, found))
+
+    async def _until_handed_over(self, name: SessionName, within_s: float) -> bool:
+        """Wait for the ranks to begin the session's planned saves; False after ``within_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self._resident.is_saving(name):
+                    await asyncio.sleep(POLL_S)
+                return True
+        return False
+
+    def _why_kept(self, name: SessionName, found: RankSession | None) -> str:
+        if self._resident.is_busy(name):
+            return "busy"
+        if found is None:
+            return "no-cold-copy" if self._resident.num_resident(name) else ""
+        if found.pinned:
+            return "pinned"
+        return "" if found.tier else "no-cold-copy"
+
+    async def prefetch(self, session: SessionRef) -> Done:
+        """Bring the blobs to the fastest tier; vLLM fills blocks only for a running request."""
+        return await self._done(Prefetch(session), session)
+
+    async def pin(self, session: SessionRef, pinned: bool) -> Done:
+        """Pin or unpin the session on all ranks, or on none.
+
+        One rank may have no room for the pin, or may not have the session.
+        Raises ``PinLimit``: a rank refused, so none has pinned it.
+        """
+        name = name_of(session)
+        await self._until_handed_over(name, SETTLE_S)
+        if not pinned:
+            return await self._done(Unpin(session), session)
+        answers = await self._hub.ask(Pin(session), MOVE_S)
+        found = _merged(answers).get(name)
+        if found is None or not found.pinned:
+            # No rank refuses what it had pinned before, so the session was not pinned as a whole.
+            found = await self._find(Unpin(session), MOVE_S, name)
+        if refused := next((x.pin_limit for x in answers if x.pin_limit), ""):
+            raise PinLimit(refused)
+        return Done(self._report(name, found))
+
+    async def forget(self, session: SessionRef) -> Done:
+        """Delete the session everywhere and report what it was.
+
+        Raises ``TimeoutError``: a save of it is still under way, and would bring it back.
+        """
+        name = name_of(session)
+        if not await self._until_handed_over(name, HAND_OVER_S):
+            raise TimeoutError("the session's last turn is still being saved")
+        before = await self._find(Look(session), LOOK_S, name)
+        report = self._report(name, before)
+        await self._hub.ask(Forget(session), MOVE_S)
+        self._resident.ask_to_drop(name)
+        return Done(report)
+
+    async def _done(self, verb: Verb, session: SessionRef) -> Done:
+        name = name_of(session)
+        return Done(self._report(name, await self._find(verb, MOVE_S, name)))
+
+    async def sessions(self) -> list[SessionReport]:
+        """Reports of all sessions that have a cold copy or live blocks."""
+        cold = _merged(await self._hub.ask(ListSessions(), LOOK_S))
+        names = dict.fromkeys([*cold, *self._resident.names()])
+        reports = [self._report(name, cold.get(name)) for name in names]
+        return [x for x in reports if x is not None]
+
+    async def look(self, session: SessionRef) -> SessionReport | None:
+        """The session's report; None if nothing is known of it."""
+        name = name_of(session)
+        return self._report(name, await self._find(Look(session), LOOK_S, name))
+
+    async def stats(self) -> EngineReport:
+        """Counters, queues and tiers of all ranks, added up."""
+        answers = await self._hub.ask(GetStats(), LOOK_S)
+        stores = [x.stats for x in answers if x.stats is not None]
+        block_bytes = self._block_tokens * self._hub.bytes_per_token
+        pool = self._resident.pool
+        idle, used = self._resident.num_idle_blocks(), self._resident.num_used_blocks()
+        num_running, num_waiting = self._num_requests()
+        return EngineReport(
+            hot_bytes=min(used + idle, pool.num_gpu_blocks) * block_bytes,
+            idle_hot_bytes=idle * block_bytes,
+            hot_capacity_bytes=pool.num_gpu_blocks * block_bytes,
+            active_bytes=0,  # weights and activations are in other processes
+            num_running=num_running,
+            num_waiting=num_waiting,
+            save_queue_bytes=sum(x.save_queue_bytes for x in stores),
+            tiers=_tiers(stores),
+            counters=self._all_counters(stores),
+            codec=_codec([x.codec for x in answers]),
+        )
+
+    def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:
+        """Counters under the names that every engine uses.
+
+        A save counts once, though each rank does its share. Misses are counted once per turn, as
+        its client was told, and not by the lookups of ranks.
+        """
+        summed = _summed([x.counters for x in stores])
+        counters = {name: n for name, n in summed.items() if not name.startswith("misses.")}
+        for name in counters.keys() & _ONE_FOR_ALL_RANKS:
+            counters[name] = max(x.counters.get(name, 0) for x in stores)
+        return counters | self._counters.as_dict()
+
+    async def _find(
+        self, verb: Verb | Look, deadline_s: float, name: SessionName
+    ) -> RankSession | None:
+        return _merged(await self._hub.ask(verb, deadline_s)).get(name)
+
+    def _report(self, name: SessionName, cold: RankSession | None) -> SessionReport | None:
+        resident = self._resident.num_resident(name)
+        idle_s = self._resident.idle_s(name)
+        if cold is None and not resident and not self._resident.is_busy(name):
+            return None
+        tokens = resident * self._block_tokens
+        if idle_s is None:
+            idle_s = max(0.0, self._clock() - (cold.last_used_s if cold else self._clock()))
+        return SessionReport(
+            tenant=name[0],
+            id=name[1],
+            hot=resident > 0,
+            tier=cold.tier if cold else None,
+            tokens=max(tokens, cold.tokens if cold else 0),
+            hot_bytes=tokens * self._hub.bytes_per_token,
+            cold_bytes=cold.cold_bytes if cold else 0,
+            idle_s=idle_s,
+            pinned=cold.pinned if cold else False,
+            busy=self._resident.is_busy(name),
+        )
+
+
+def _codec(ranks: list[CodecReport | None]) -> CodecReport:
+    """The engine's codec: that of a rank that waits for a measurement, if one does."""
+    known = [x for x in ranks if x is not None]
+    return next((x for x in known if x.unmeasured), known[0] if known else CodecReport(name=""))
+
+
+def _merged(answers: list[RankAnswer]) -> dict[SessionName, RankSession]:
+    """The sessions that every rank has; sizes add up, and the slowest tier counts."""
+    ranks = [{(x.tenant, x.id): x for x in answer.sessions} for answer in answers]
+    names = set(ranks[0]).intersection(*ranks[1:]) if ranks else set()
+    return {name: _joint([rank[name] for rank in ranks]) for name in sorted(names)}
+
+
+def _joint(shares: list[RankSession]) -> RankSession:
+    """One session out of what each rank has of it."""
+    first = shares[0]
+    return RankSession(
+        first.tenant,
+        first.id,
+        max((x.tier for x in shares), key=_ORDER.index),
+        min(x.tokens for x in shares),
+        sum(x.cold_bytes for x in shares),
+        max(x.last_used_s for x in shares),
+        all(x.pinned for x in shares),
+    )
+
+
+def _summed(counters: list[dict[str, int]]) -> dict[str, int]:
+    names = sorted({name for x in counters for name in x})
+    return {name: sum(x.get(name, 0) for x in counters) for name in names}
+
+
+def _tiers(stores: list[StoreStats]) -> list[TierReport]:
+    """The ranks' shares of each tier, added up."""
+    reports: list[TierReport] = []
+    for shares in zip(*(x.tiers for x in stores), strict=True):
+        name: TierName = shares[0].name
+        reports.append(
+            TierReport(
+                name,
+                sum(x.nbytes for x in shares),
+                sum(x.capacity_bytes for x in shares),
+                sum(x.num_blobs for x in shares),
+                sum(x.evictions for x in shares),
+                sum(x.errors for x in shares),
+                all(x.available for x in shares),
+            )
+        )
+    return reports

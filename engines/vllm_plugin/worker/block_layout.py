@@ -1,0 +1,226 @@
+"""Finds out where an attention backend puts K and V inside a block.
+
+vLLM shows every layer's cache as one tensor, logically (num_blocks, num_kv_heads, block_tokens,
+2 * head_dim), and the strides tell head-major from token-major layouts. But the backend decides
+what the last two axes mean. Most backends put K in the first half of the last axis and V in the
+second. The CPU backend does not: a (block, head) is a K half followed by a V half, with K in an
+order that depends on the instruction set its kernel was built for. Reading this tensor by its
+shape would mix the elements of different tokens.
+
+So known numbers are written once through the backend's own kernel, and the places where they
+arrive are the layout. The layout is then checked with other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Small whole numbers are exact in every dtype: bfloat16 has 8 bits of precision.
+_BASE = 128
+_BITS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32}  # by bytes per value
+
+
+class UnknownLayout(ValueError):
+    """The cache cannot be read safely; the message says what was found."""
+
+
+class KVView(Protocol):
+    """K or V of one layer, as blocks (num_blocks, num_kv_heads, block_tokens, head_dim)."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_kv_heads, block_tokens, head_dim)"""
+
+    def read(self, index: Tensor) -> Tensor:
+        """A copy of the blocks ``index``, (count, num_kv_heads, block_tokens, head_dim)."""
+
+    def write(self, index: Tensor, blocks: Tensor) -> None:
+        """Copy ``blocks``, shaped as by ``read``, into the blocks ``index``."""
+
+    @property
+    def bits(self) -> np.ndarray | None:
+        """The same memory as int16 or int32 blocks for numpy, which has no bfloat16.
+
+        None if it is not in host memory, or no strides describe it.
+        """
+
+
+class BlockLayout(Protocol):
+    """The places of K and V within a block."""
+
+    def views(self, cache: Tensor) -> tuple[KVView, KVView]:
+        """K and V of this cache; reading and writing them reads and writes the cache.
+
+        ``cache``: (num_blocks, num_kv_heads, block_tokens, 2 * head_dim).
+        """
+
+
+class StridedView:
+    """K or V that strides describe: a view of the cache's tensor."""
+
+    def __init__(self, view: Tensor) -> None:
+        self._view = view
+        self._bits = _host_bits(view)
+
+    @property
+    def view(self) -> Tensor:
+        """(num_blocks, num_kv_heads, block_tokens, head_dim)"""
+        return self._view
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        _, heads, tokens, dim = self._view.shape
+        return heads, tokens, dim
+
+    def read(self, index: Tensor) -> Tensor:
+        return self._view.index_select(0, index)
+
+    def write(self, index: Tensor, blocks: Tensor) -> None:
+        self._view.index_copy_(0, index, blocks)
+
+    @property
+    def bits(self) -> np.ndarray | None:
+        return self._bits
+
+
+def _host_bits(view: Tensor) -> np.ndarray | None:
+    if view.device.type != "cpu":
+        return None
+    bits: np.ndarray = view.view(_BITS[view.element_size()]).numpy()
+    return bits
+
+
+class PermutedView:
+    """K or V whose elements lie in an order of their own within each (block, head).
+
+    Args:
+        flat: (num_blocks, num_kv_heads, block_tokens * head_dim), a view of the cache's tensor.
+        order: (block_tokens * head_dim,), int64. The element at position i of a (block, head) is
+            number ``order[i]``, counted token by token.
+        dim: head_dim.
+    """
+
+    def __init__(self, flat: Tensor, order: Tensor, dim: int) -> None:
+        self._flat = flat
+        self._order = order
+        self._inverse = torch.argsort(order)
+        self._dim = dim
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self._flat.shape[1], self._flat.shape[2] // self._dim, self._dim
+
+    def read(self, index: Tensor) -> Tensor:
+        picked = self._flat.index_select(0, index)[..., self._inverse]
+        return picked.view(len(index), *self.shape)
+
+    def write(self, index: Tensor, blocks: Tensor) -> None:
+        flat = blocks.reshape(len(index), -1, len(self._order))
+        self._flat.index_copy_(0, index, flat[..., self._order])
+
+    @property
+    def bits(self) -> np.ndarray | None:
+        return None
+
+
+class SplitContent:
+    """The layout with K in the first half of the last axis, and V in the second."""
+
+    def views(self, cache: Tensor) -> tuple[KVView, KVView]:
+        dim = cache.shape[3] // 2
+        return StridedView(cache[..., :dim]), StridedView(cache[..., dim:])
+
+
+class SplitBlock:
+    """The layout with K in the first half of a (block, head), and V token by token behind it.
+
+    Args:
+        order: of K's elements, as in ``PermutedView``; None = transposed, head_dim before tokens.
+    """
+
+    def __init__(self, order: Tensor | None = None) -> None:
+        self._order = order
+
+    def views(self, cache: Tensor) -> tuple[KVView, KVView]:
+        blocks, heads, tokens, width = cache.shape
+        dim = width // 2
+        halves = cache.view(blocks, heads, 2, tokens * dim)
+        keys, values = halves[:, :, 0], halves[:, :, 1].view(blocks, heads, tokens, dim)
+        if self._order is not None:
+            return PermutedView(keys, self._order, dim), StridedView(values)
+        return StridedView(keys.view(blocks, heads, dim, tokens).mT), StridedView(values)
+
+
+# Writes one block with the backend's own kernel. Arguments: K and V as the model computes them,
+# (block_tokens, num_kv_heads, head_dim), and an empty cache of one block.
+WriteBlock = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def probe(like: Tensor, write: WriteBlock) -> BlockLayout:
+    """The layout in which ``write`` fills blocks of a cache such as ``like``.
+
+    Raises ``UnknownLayout``: no known layout reads back what was written.
+    """
+    _, heads, tokens, width = like.shape
+    if width % 2:
+        raise UnknownLayout(f"a cache of {tuple(like.shape)} cannot be K and V side by side")
+    layouts: list[Callable[[], BlockLayout]] = [
+        SplitContent,
+        SplitBlock,
+        lambda: SplitBlock(_learnt_order(like, write)),
+    ]
+    for make in layouts:
+        layout = make()
+        if _reads_back(layout, like, write):
+            return layout
+    raise UnknownLayout(
+        f"the attention backend fills blocks of {tokens} tokens, {heads} heads of {width // 2},"
+        f" {like.dtype} in an order that cannot be read back; try another block size or dtype"
+    )
+
+
+def _empty_block(like: Tensor) -> Tensor:
+    """A cache of one block, of zeros, with the strides of ``like``."""
+    shape, strides = like.shape[1:], like.stride()[1:]
+    needed = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    memory = torch.zeros(needed, dtype=like.dtype, device=like.device)
+    return memory.as_strided((1, *shape), (needed, *strides))
+
+
+def _reads_back(layout: BlockLayout, like: Tensor, write: WriteBlock) -> bool:
+    _, heads, tokens, width = like.shape
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, tokens, heads, width // 2, generator=generator).to(like)
+    cache = _empty_block(like)
+    write(rows[0], rows[1], cache)
+    index = torch.zeros(1, dtype=torch.long, device=like.device)
+    try:
+        found = [view.read(index)[0].transpose(0, 1) for view in layout.views(cache)]
+    except RuntimeError:  # a view that these strides do not allow
+        return False
+    return all(torch.equal(a, b) for a, b in zip(found, rows, strict=True))
+
+
+def _learnt_order(like: Tensor, write: WriteBlock) -> Tensor:
+    """The order of K's elements in the first half of a (block, head).
+
+    Each element's number is written as two digits, one after the other, so that any dtype holds it
+    exactly. Raises ``UnknownLayout``: K is not in that half.
+    """
+    _, heads, tokens, width = like.shape
+    count = tokens * width // 2
+    number = torch.arange(count).view(tokens, 1, width // 2).expand(tokens, heads, width // 2)
+    order = torch.zeros(count, dtype=torch.long)
+    for digit, weight in ((number % _BASE, 1), (number // _BASE, _BASE)):
+        rows = digit.to(like).contiguous()
+        cache = _empty_block(like)
+        write(rows, torch.zeros_like(rows), cache)
+        order += weight * cache[0, 0].reshape(-1)[:count].float().round().long().cpu()
+    if not torch.equal(order.sort().values, torch.arange(count)):
+        raise UnknownLayout("keys do not lie together in a block of the attention backend's")
+    return order.to(like.device)

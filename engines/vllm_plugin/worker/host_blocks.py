@@ -1,0 +1,280 @@
+"""Packs vLLM's blocks into blobs and unpacks them, with the store's codec on the host.
+
+Used on CPU engines, and for every cache that the device's own kernels (``device_blocks``) cannot
+address. Saving copies rows out of the blocks, and the store's codec threads pack them afterwards.
+Loading lets these threads unpack a few blobs ahead, and copies the rows into the blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+from engines.vllm_plugin.worker.transfer import Filling, Packing, Rows
+from kvstore.by_blocks.store import BlockStore
+from kvstore.codecs.base import Codec
+from kvstore.errors import Unusable
+from kvstore.shapes import KVLayout, KVPair, slice_tokens
+
+logger = logging.getLogger("thermocline.vllm")
+
+# Small chunks are copied together, because each copy costs a call per layer.
+GROUP_TOKENS: Final = 128
+SPARE_BYTES: Final = 256 << 20
+
+
+class BlockAccess(Protocol):
+    """Reads and writes vLLM's blocks as runs of tokens (``paging.PagedCache``)."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    def read(self, block_ids: Sequence[int]) -> list[KVPair]:
+        """A copy of the blocks as one run; K and V are (num_kv_heads, num_tokens, head_dim)."""
+
+    def write(self, block_ids: Sequence[int], run: Sequence[KVPair], first_block: int) -> None:
+        """Copy ``run`` from block ``first_block`` on into these blocks."""
+
+    def write_part(self, block_id: int, run: Sequence[KVPair]) -> None:
+        """Copy ``run`` into the first rows of this block; the others stay as they are."""
+
+
+class DeviceStream(Protocol):
+    """Puts copies in order with the model's work on a device (``device.side_stream``)."""
+
+    def mark(self) -> object:
+        """A mark behind all work that the model has given to the device so far."""
+
+    def after(self, mark: object) -> AbstractContextManager[None]:
+        """Copies within the block come after ``mark``, and are done when the block ends."""
+
+
+# One run for all blobs of a group, side by side, and for each of them whether it was unpacked.
+Decoded: TypeAlias = tuple[list[KVPair], list[bool]]
+
+
+@dataclass
+class _Decoding:
+    group: list[Filling]
+    future: Future[Decoded]
+
+
+class RunPool:
+    """Keeps memory to unpack chunks into, so that it is used again. Thread-safe.
+
+    A chunk of a small model is megabytes. Memory that is fresh from the system is mapped page by
+    page as it is first written, which takes several times as long as unpacking into it.
+
+    Args:
+        most: the number of runs that are kept.
+        most_bytes: the bytes of all runs that are kept. A run of a large model is tens of
+            megabytes, and idle memory here is missing elsewhere.
+    """
+
+    def __init__(self, layout: KVLayout, most: int, most_bytes: int) -> None:
+        self._layout = layout
+        self._most = most
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._spare: list[list[KVPair]] = []
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the runs that are kept now."""
+        return self._nbytes
+
+    def take(self, num_tokens: int) -> list[KVPair]:
+        """A run of ``num_tokens``, for the caller alone; its rows hold anything."""
+        with self._lock:
+            run = self._spare.pop() if self._spare else []
+            self._nbytes -= _nbytes_of(run)
+        fits = bool(run) and run[0][0].shape[1] == num_tokens
+        return run if fits else self._layout.empty(num_tokens)
+
+    def give(self, run: list[KVPair]) -> None:
+        """Give a run back that nobody reads any more; it is kept if there is room."""
+        nbytes = _nbytes_of(run)
+        with self._lock:
+            if len(self._spare) < self._most and self._nbytes + nbytes <= self._most_bytes:
+                self._spare.append(run)
+                self._nbytes += nbytes
+
+
+class HostBlocks:
+    """Implements ``transfer.Blocks``.
+
+    Args:
+        spare_bytes: the most memory to unpack into that is kept between loads.
+    """
+
+    def __init__(
+        self,
+        access: BlockAccess,
+        store: BlockStore,
+        stream: DeviceStream,
+        spare_bytes: int = SPARE_BYTES,
+    ) -> None:
+        self._access = access
+        self._store = store
+        self._stream = stream
+        self._keys = store.keys
+        self._chunk_tokens = store.keys.chunk_blocks * access.block_tokens
+        self._group_tokens = max(GROUP_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
+        self._ahead = store.workers.num_threads + 1
+        # One load uses the runs unpacked ahead, the next one, and one being copied into blocks.
+        self._runs = RunPool(access.layout, self._ahead + 2, spare_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._access.block_tokens * self._access.layout.bytes_per_token
+
+    def mark(self) -> object:
+        return self._stream.mark()
+
+    def pack(
+        self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
+    ) -> list[Future[bytes]]:
+        with self._stream.after(ready):
+            runs = [self._read(x) for x in wanted]
+        if rows is not None:
+            pairs = zip(wanted, runs, strict=True)
+            rows.update((x.span, y) for x, y in pairs if x.span.is_chunk and not x.restored)
+        codec, home = self._store.workers.codec, self._store.home_codec
+        return [codec(self._packed, x, run, home) for x, run in zip(wanted, runs, strict=True)]
+
+    def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
+        filled: set[int] = set()
+        for group, (run, decoded) in self._decodes(wanted):
+            with self._stream.after(ready):
+                for first, fillings in _stretches(group, decoded):
+                    self._write(fillings, run, first * self._keys.chunk_blocks)
+                    filled.update(x for filling in fillings for x in filling.block_ids)
+            if group[0].span.is_chunk:
+                self._runs.give(run)
+        return filled
+
+    def close(self) -> None:
+        """Nothing is held that had to be given back."""
+
+    def _read(self, packing: Packing) -> list[KVPair]:
+        """The rows to pack. Rows behind a part belong to the block's last user and are cut off."""
+        run = self._access.read(packing.block_ids)
+        part_tokens = packing.span.part_tokens
+        return slice_tokens(run, 0, part_tokens) if packing.span.is_part else run
+
+    def _write(self, fillings: Sequence[Filling], run: list[KVPair], first_block: int) -> None:
+        first = fillings[0]
+        if first.span.is_part:
+            self._access.write_part(first.block_ids[0], run)
+        else:
+            block_ids = [x for filling in fillings for x in filling.block_ids]
+            self._access.write(block_ids, run, first_block + first.skip)
+
+    def _packed(self, packing: Packing, run: list[KVPair], home: Codec) -> bytes:
+        packer, span = self._store.packer, packing.span
+        first = span.first_block * self._access.block_tokens
+        if packing.restored:
+            return packer.pack_restored(span.key, run, first)
+        if span.is_whole_rows:
+            return packer.pack_tail(span.key, run, first)
+        return packer.pack_chunk(span.key, run, first, home)
+
+    def _decodes(self, wanted: Sequence[Filling]) -> Iterator[tuple[list[Filling], Decoded]]:
+        """Unpack the blobs in order, only a few ahead.
+
+        An unpacked session takes many times the memory that its staged blobs do.
+        """
+        ahead: deque[_Decoding] = deque()
+        for group in _groups(wanted, self._group_tokens // self._chunk_tokens):
+            ahead.append(_Decoding(group, self._store.workers.codec(self._decoded, group)))
+            if len(ahead) > self._ahead:
+                yield self._first(ahead)
+        while ahead:
+            yield self._first(ahead)
+
+    def _first(self, ahead: deque[_Decoding]) -> tuple[list[Filling], Decoded]:
+        """The next unpacked group.
+
+        While it is not done, this thread unpacks what the codec's threads have not begun: an
+        entropy coder takes ten times as long as copying does.
+        """
+        while not ahead[0].future.done():
+            waiting = next((x for x in ahead if x.future.cancel()), None)
+            if waiting is None:
+                break
+            waiting.future = Future()
+            waiting.future.set_result(self._decoded(waiting.group))
+        first = ahead.popleft()
+        return first.group, first.future.result()
+
+    def _decoded(self, group: Sequence[Filling]) -> Decoded:
+        if not group[0].span.is_chunk:
+            (filling,) = group
+            tokens = filling.part_tokens or self._keys.num_tokens(filling.span)
+            run = self._access.layout.empty(tokens)
+            return run, [self._unpacked(filling, run)]
+        run, size = self._runs.take(self._group_tokens), self._chunk_tokens
+        slices = [slice_tokens(run, i * size, (i + 1) * size) for i in range(len(group))]
+        return run, [self._unpacked(x, y) for x, y in zip(group, slices, strict=True)]
+
+    def _unpacked(self, filling: Filling, out: list[KVPair]) -> bool:
+        span, packer = filling.span, self._store.packer
+        unpack = packer.unpack_tail if span.is_whole_rows else packer.unpack_chunk
+        first = span.first_block * self._access.block_tokens
+        try:
+            unpack(filling.blob, span.key, first, self._keys.num_tokens(span), out)
+        except Unusable as error:
+            logger.warning("a verified blob cannot be decoded: %s", error)
+            self._store.discard(span.key)
+            return False
+        return True
+
+
+def _nbytes_of(run: Sequence[KVPair]) -> int:
+    return sum(array.nbytes for pair in run for array in pair)
+
+
+def _groups(wanted: Sequence[Filling], most: int) -> Iterator[list[Filling]]:
+    """Groups of up to ``most`` chunks that follow each other; anything else is alone in a group.
+
+    In all chunks of a group but the last, the blocks are wanted up to the chunk's end.
+    """
+    group: list[Filling] = []
+    for x in wanted:
+        if group and not (len(group) < most and _go_on(group[-1], x)):
+            yield group
+            group = []
+        group.append(x)
+    if group:
+        yield group
+
+
+def _go_on(one: Filling, other: Filling) -> bool:
+    """True if the blocks wanted of ``other`` come right behind those wanted of ``one``."""
+    if not (one.span.is_chunk and other.span.is_chunk):
+        return False
+    to_its_end = one.span.first_block + one.skip + len(one.block_ids) == one.span.end_block
+    return to_its_end and one.span.end_block == other.span.first_block and not other.skip
+
+
+def _stretches(
+    group: Sequence[Filling], decoded: Sequence[bool]
+) -> Iterator[tuple[int, Sequence[Filling]]]:
+    """Stretches of a group that were all unpacked, each with the number of its first member."""
+    first = 0
+    for is_good, items in itertools.groupby(decoded):
+        end = first + len(list(items))
+        if is_good:
+            yield first, group[first:end]
+        first = end

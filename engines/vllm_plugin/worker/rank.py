@@ -1,0 +1,295 @@
+"""Connects a rank's cold store to the hub: stages what loads will need, carries out verbs."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.vllm_plugin.messages import (
+    Ask,
+    Look,
+    Message,
+    Probe,
+    RankAnswer,
+    RankHello,
+    RankSession,
+    Release,
+    Stage,
+    Staged,
+    ToRank,
+    decode_to_rank,
+    frame,
+    pages,
+    receive,
+)
+from engines.wire import Adopt, Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
+from kvstore.by_blocks.records import BlockRecord, split_hashes
+from kvstore.by_blocks.store import BlockStore, Fetched
+from kvstore.errors import PinLimit, StoreClosed
+from kvstore.session import SessionRef
+from kvstore.stats import StoreStats
+
+logger = logging.getLogger("thermocline.vllm")
+
+RETRY_S: Final = 0.1
+# Restores that read at the same time; others wait in line, so that each gets on.
+NUM_STAGERS: Final = 4
+NUM_VERB_THREADS: Final = 8  # some wait for saves
+# Seconds that a verb waits for saves to end; both are below the deadline of whoever asks.
+SETTLE_S: Final = 5.0
+FORGET_S: Final = 60.0
+
+
+def packed_bytes_per_token(store: BlockStore) -> int:
+    """Bytes that a stored token takes in memory: an estimate that leaves states out."""
+    num_tokens = store.keys.chunk_blocks * store.keys.block_tokens
+    return store.packer.chunk_nbytes(0, num_tokens) // num_tokens
+
+
+class StagingArea:
+    """Verified blobs that wait for their load, by ticket. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: set[int] = set()
+        self._fetched: dict[int, Fetched] = {}
+
+    def expect(self, ticket: int) -> None:
+        """Note that blobs for this ticket are wanted."""
+        with self._lock:
+            self._wanted.add(ticket)
+
+    def clear(self) -> None:
+        """Drop everything: nobody wants it any more."""
+        with self._lock:
+            self._wanted.clear()
+            self._fetched.clear()
+
+    def put(self, ticket: int, fetched: Fetched) -> None:
+        """Keep what was read for this ticket, unless nobody wants it any more."""
+        with self._lock:
+            if ticket in self._wanted:
+                self._fetched[ticket] = fetched
+
+    def take(self, ticket: int) -> Fetched | None:
+        """Hand out what was read, if it is there. The ticket is done in any case."""
+        with self._lock:
+            self._wanted.discard(ticket)
+            return self._fetched.pop(ticket, None)
+
+    def is_wanted(self, ticket: int) -> bool:
+        with self._lock:
+            return ticket in self._wanted
+
+    def __len__(self) -> int:
+        """The number of tickets that are wanted."""
+        with self._lock:
+            return len(self._wanted)
+
+
+class RankLink:
+    """The connection to the hub: one thread listens, a few others do what it hears of."""
+
+    def __init__(
+        self,
+        path: str,
+        hello: RankHello,
+        store: BlockStore,
+        staging: StagingArea,
+        stats: Callable[[], StoreStats],
+        wait_saved: Callable[[SessionRef, float], bool],
+        codecs: ServedCodecs,
+    ) -> None:
+        """``wait_saved``: see ``Transfer.wait_saved``."""
+        self._path = path
+        self._hello = hello
+        self._store = store
+        self._staging = staging
+        self._stats = stats
+        self._wait_saved = wait_saved
+        self._codecs = codecs
+        self._sending = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._closed = False
+        self._stagers = ThreadPoolExecutor(NUM_STAGERS, "thermocline-stage")
+        self._staging_now: set[Future[None]] = set()
+        self._verb_threads = ThreadPoolExecutor(NUM_VERB_THREADS, "thermocline-verbs")
+        self._thread = threading.Thread(target=self._run, name="thermocline-rank", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_staging(self) -> int:
+        """The number of restores that are read now, or wait for that."""
+        return len(self._staging_now)
+
+    def send(self, message: Message) -> None:
+        """Send the message; without a connection it is dropped, and its receiver times out."""
+        self._send_on(self._connection, message)
+
+    def close(self) -> None:
+        """End the connection without waiting for anybody.
+
+        A tier that hangs must not keep the store from its last flush. Nobody hears the answers of
+        work that still runs; it ends as the store closes.
+        """
+        self._closed = True
+        if (connection := self._connection) is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._stagers.shutdown(wait=False, cancel_futures=True)
+        self._verb_threads.shutdown(wait=False, cancel_futures=True)
+
+    def session(self, record: BlockRecord) -> RankSession:
+        """The report of a stored session."""
+        tier = self._store.tier_of(record)
+        return RankSession(
+            record.tenant,
+            record.id,
+            tier,
+            record.num_tokens,
+            record.packed_bytes,
+            record.last_used_s,
+            record.pinned,
+        )
+
+    def _run(self) -> None:
+        """Connect again and again: the hub starts later than the workers, and may restart."""
+        while not self._closed:
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                    connection.connect(self._path)
+                    self._listen(connection)
+            except (OSError, EOFError):
+                pass  # no hub yet, or none any more
+            except Exception:  # the edge of this thread: without it no session comes back
+                if not self._closed:
+                    logger.exception("the connection to the hub failed and is made anew")
+            finally:
+                self._connection = None
+            if not self._closed:
+                time.sleep(RETRY_S)
+
+    def _listen(self, connection: socket.socket) -> None:
+        """Serve one connection to its end; what an earlier one had staged is dropped first."""
+        with self._sending:
+            self._staging.clear()
+            connection.sendall(frame(self._hello))
+            self._connection = connection
+        while not self._closed:
+            self._hear(decode_to_rank(receive(connection)), connection)
+
+    def _hear(self, message: ToRank, connection: socket.socket) -> None:
+        match message:
+            case Stage():
+                self._staging.expect(message.ticket)
+                staging = self._stagers.submit(self._stage, message, connection)
+                self._staging_now.add(staging)
+                staging.add_done_callback(self._staging_now.discard)
+            case Probe():
+                self._verb_threads.submit(self._probe, message, connection)
+            case Release():
+                self._staging.take(message.ticket)
+            case Ask():
+                self._verb_threads.submit(self._answer, message, connection)
+
+    def _send_on(self, connection: socket.socket | None, message: Message) -> None:
+        """Send only on the connection that the question came from.
+
+        A hub that has restarted counts its tickets from 1 again.
+        """
+        with self._sending, suppress(OSError):
+            if connection is not None and connection is self._connection:
+                connection.sendall(frame(message))
+
+    def _stage(self, message: Stage, connection: socket.socket) -> None:
+        try:
+            if not self._staging.is_wanted(message.ticket):
+                return
+            hashes = split_hashes(message.hashes)
+            fetched = self._store.fetch(message.session, hashes, message.first_block)
+        except StoreClosed:
+            return
+        except Exception:  # the edge of this thread: a defect here costs a prefill, no more
+            logger.exception("a session could not be staged")
+            fetched = Fetched(message.first_block, [], None, "unavailable")
+        with self._sending:  # no other connection may begin meanwhile
+            if connection is not self._connection:
+                return
+            self._staging.put(message.ticket, fetched)
+        staged = Staged(
+            message.ticket, fetched.end_block, fetched.tier, fetched.reason, fetched.part
+        )
+        self._send_on(connection, staged)
+
+    def _probe(self, message: Probe, connection: socket.socket) -> None:
+        hashes, first = split_hashes(message.hashes), message.first_block
+        try:
+            end, reason = self._store.peek(message.session, hashes, first)
+        except StoreClosed:
+            return
+        except Exception:  # the edge of this thread: the request stays in line
+            logger.exception("a session could not be looked up")
+            end, reason = len(hashes) + 1, None
+        self._send_on(connection, Staged(message.ticket, end, None, reason))
+
+    def _answer(self, message: Ask, connection: socket.socket) -> None:
+        try:
+            records = self._obey(message.verb)
+            stats = self._stats() if isinstance(message.verb, GetStats) else None
+            codec = self._codecs.report if isinstance(message.verb, GetStats | Adopt) else None
+            answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
+        except StoreClosed:
+            return
+        except PinLimit as error:
+            answer = RankAnswer(message.number, [], pin_limit=str(error))
+        except Exception as error:  # the edge of this thread: whoever asks gets an answer
+            logger.exception("%s failed", type(message.verb).__name__)
+            answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
+        for page in pages(answer):
+            self._send_on(connection, page)
+
+    def _adopt(self) -> None:
+        self._codecs.renew(self._store.adopt)
+        packed = packed_bytes_per_token(self._store)
+        self._hello = msgspec.structs.replace(
+            self._hello, codec=self._codecs.codecs.ram.id, packed_bytes_per_token=packed
+        )
+        self.send(self._hello)  # the hub reckons by it how many bytes a restore takes
+
+    def _obey(self, verb: Verb | Look) -> list[BlockRecord]:
+        """Carry out a verb, and return the records that the answer is about."""
+        match verb:
+            case ListSessions():
+                return self._store.records()
+            case Adopt():
+                self._adopt()
+                return []
+            case Demote(session, tier) if tier is not None:
+                self._store.demote(session, tier)
+            case Prefetch(session):
+                self._store.warm(session)
+            case Pin(session) | Unpin(session):
+                self._wait_saved(session, SETTLE_S)  # what was never saved cannot be pinned
+                self._store.pin(session, isinstance(verb, Pin))
+            case Forget(session):
+                # A save that ended later would bring back a part of it.
+                if not self._wait_saved(session, FORGET_S):
+                    raise TimeoutError("a save of the session does not end")
+                self._store.forget(session)
+            case Look(session, settled=True):
+                self._wait_saved(session, SETTLE_S)
+            case Look() | Demote():
+                pass
+            case _:
+                return []
+        record = self._store.record(verb.session)
+        return [record] if record else []

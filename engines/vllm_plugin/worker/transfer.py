@@ -1,0 +1,360 @@
+"""Copies KV between vLLM's blocks and the cold store, in each worker.
+
+Only the hand-over runs on the model's thread; everything else runs on threads of this module. A
+save reads blocks that the scheduler side holds until this rank has acknowledged the save. The rank
+acknowledges as soon as the rows are copied out, or when the save was skipped because too much
+waits already. Only blocks that the store lacks count as waiting: for a long session that comes
+back turn by turn, the new ones. A load writes blocks that vLLM has set aside for one waiting
+request.
+
+A request id is reported as loaded exactly once, whatever happened: vLLM's engine stops when it
+hears of one twice, or of one that was not waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeAlias
+
+from engines.vllm_plugin.plan import Load, Save
+from engines.vllm_plugin.process.affinity import unbind_thread
+from engines.vllm_plugin.worker.rank import StagingArea
+from engines.vllm_plugin.worker.restored_blocks import RestoredBlocks
+from kvstore.blobs.packer import AnyBlob
+from kvstore.by_blocks.names import BlobSpan
+from kvstore.by_blocks.store import Again, BlockStore
+from kvstore.codecs.base import Codec
+from kvstore.session import SessionRef
+from kvstore.shapes import KVPair
+from kvstore.tiers.base import Blob
+
+logger = logging.getLogger("thermocline.vllm")
+
+OnEnded = Callable[[Save, bool], None]  # the bool: whether the store has the session now
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A blob to be packed out of these blocks; a part takes the first rows of one block."""
+
+    span: BlobSpan
+    block_ids: list[int]
+    restored: bool = False  # some came from a lossy copy: the rows are kept, not packed again
+
+
+# Rows of chunks as they were computed, (num_kv_heads, num_tokens, head_dim) for K and V per layer.
+Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair]]
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Blocks to be filled from a blob, beginning with the blob's block number ``skip``.
+
+    ``part_tokens``: for a part, the number of rows to fill; the rows behind them stay as they are.
+    """
+
+    span: BlobSpan
+    blob: AnyBlob
+    skip: int
+    block_ids: list[int]
+    part_tokens: int = 0
+
+
+class Blocks(Protocol):
+    """Packs vLLM's blocks into blobs and fills them again (``host_blocks``, ``device_blocks``)."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one of vLLM's blocks, over all layers."""
+
+    def mark(self) -> object:
+        """A mark behind all work that the model has given to the device. On the model's thread."""
+
+    def pack(
+        self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
+    ) -> list[Future[bytes]]:
+        """Read the blocks, and return futures of their blobs, in the order of ``wanted``.
+
+        The blocks are read once the device has come to the mark ``ready``, and are free again when
+        this returns. ``rows``: takes the rows of chunks that another codec packs, too.
+        """
+
+    def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
+        """Fill blocks once the device has come to ``ready``; return the ids of the good ones.
+
+        These blocks can be used at once.
+        """
+
+    def close(self) -> None:
+        """Give back memory and streams; no call follows."""
+
+
+class Transfer:
+    """The saves and loads of one rank.
+
+    ``save``, ``load`` and ``take_*`` are called on the worker's own thread, once per step.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        store: BlockStore,
+        staging: StagingArea,
+        max_queued_bytes: int,
+    ) -> None:
+        self._blocks = blocks
+        self._store = store
+        self._staging = staging
+        self._max_queued_bytes = max_queued_bytes
+        self._lock = threading.Lock()
+        self._restored = RestoredBlocks()
+        self._charges: Counter[int] = Counter()  # bytes of blocks that wait to be stored, by job
+        self._settled = threading.Condition(self._lock)
+        self._saving: Counter[tuple[str, str]] = Counter()  # saves that have begun, per session
+        self._under_way = 0  # loads, and saves that still need their blocks
+        self._acks: dict[int, int] = {}
+        self._skipped: set[int] = set()  # those of ``_acks`` that were not begun
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        # One thread saves, so that saves of one session never overlap.
+        self._saver = ThreadPoolExecutor(1, "thermocline-save", initializer=unbind_thread)
+        self._loaders = ThreadPoolExecutor(2, "thermocline-load", initializer=unbind_thread)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of vLLM's blocks that wait to be stored."""
+        with self._lock:
+            return self._charges.total()
+
+    # ---- saving
+
+    def save(self, save: Save, on_ended: OnEnded) -> None:
+        """Begin a save, or skip it if too much waits.
+
+        ``on_ended`` is called once, on another thread, in the order of the saves.
+        """
+        nbytes = self._nbytes(save, self._store.unlisted(save.hashes, save.states, save.part))
+        with self._lock:
+            queued = self._charges.total()
+            full = nbytes and queued and queued + nbytes > self._max_queued_bytes
+            full = full and not save.waits
+            if full:
+                self._acks[save.job] = 1
+                self._skipped.add(save.job)
+            else:
+                self._charges[save.job] = nbytes
+                self._under_way += 1
+                self._saving[_name(save.session)] += 1
+        if full:
+            self._store.counters.add("saves_skipped")
+            self._saver.submit(on_ended, save, False)
+        else:
+            self._saver.submit(self._save, save, self._blocks.mark(), on_ended)
+
+    def _save(self, save: Save, ready: object, on_ended: OnEnded) -> None:
+        kept = False
+        try:
+            kept = self._stored(save, ready)
+        except Exception:  # the edge of this thread: one bad save must not end all others
+            logger.exception("a session could not be saved")
+            self._store.counters.add("saves_failed")
+        try:
+            on_ended(save, kept)
+        finally:
+            with self._settled:
+                del self._charges[save.job]
+                self._saving -= Counter([_name(save.session)])
+                self._settled.notify_all()
+
+    def _stored(self, save: Save, ready: object) -> bool:
+        try:
+            missing = self._store.missing(save.hashes, save.states, save.part)
+            with self._lock:
+                self._charges[save.job] = self._nbytes(save, missing)
+            rows: Rows | None = {} if len(self._store.save_codecs) > 1 else None
+            wanted = [self._packing(save, x) for x in missing]
+            packing = self._blocks.pack(wanted, ready, rows)
+        finally:  # in any case, or the blocks would be held for ever
+            self._acknowledge(save.job)
+        self._store.counters.add("chunks_encoded", len(missing))
+        self._store.counters.add("chunks_kept", sum(x.restored and x.span.is_chunk for x in wanted))
+        blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
+        again = self._again(save, rows, blobs) if rows else None
+        states, part = [*save.states], save.part
+        record = self._store.commit(save.session, save.hashes, blobs, states, part, again)
+        return record is not None
+
+    def _packing(self, save: Save, span: BlobSpan) -> Packing:
+        packing = _packing(save, span)
+        hashes = save.hashes[span.first_block : span.end_block]
+        if span.is_state or span.is_part:  # neither is ever packed with loss
+            return packing
+        return replace(packing, restored=self._restored.any_of(packing.block_ids, hashes))
+
+    def _again(self, save: Save, rows: Rows, blobs: Mapping[bytes, bytes]) -> Again | None:
+        """A function that packs the rows again, for tiers with a codec of their own.
+
+        None if too much waits: these tiers then get copies.
+        """
+        with self._lock:
+            others = self._charges.total() - self._charges[save.job]
+        if others > self._max_queued_bytes // 2:
+            self._store.counters.add("saves_copied")
+            return None
+        return partial(self._packed_again, rows, blobs)
+
+    def _packed_again(
+        self, rows: Rows, blobs: Mapping[bytes, bytes], codec: Codec
+    ) -> Mapping[bytes, Blob]:
+        """Pack the same rows by the codec of a slower tier, a few chunks at a time."""
+        workers, per_block = self._store.workers, self._store.keys.block_tokens
+        pack = self._store.packer.pack_chunk
+        calls = (
+            (span.key, partial(pack, span.key, run, span.first_block * per_block, codec))
+            for span, run in rows.items()
+        )
+        return {**blobs, **workers.few_at_once(calls, workers.num_spare)}
+
+    def _nbytes(self, save: Save, spans: Sequence[BlobSpan]) -> int:
+        num_blocks = sum(len(_packing(save, x).block_ids) for x in spans)
+        return num_blocks * self._blocks.block_bytes
+
+    def wait_saved(self, session: SessionRef, within_s: float) -> bool:
+        """Wait until all saves of this session that have begun are done; False if they are not.
+
+        Not to be called on the thread that saves.
+        """
+        name = _name(session)
+        with self._settled:
+            return self._settled.wait_for(lambda: not self._saving[name], within_s)
+
+    def _acknowledge(self, job: int) -> None:
+        with self._settled:
+            self._acks[job] = 1
+            self._under_way -= 1
+            self._settled.notify_all()
+
+    # ---- loading
+
+    def load(self, load: Load) -> None:
+        """Begin a load."""
+        with self._lock:
+            self._under_way += 1
+        self._loaders.submit(self._load, load, self._blocks.mark())
+
+    def _load(self, load: Load, ready: object) -> None:
+        bad = {*load.block_ids, *load.state_ids}
+        try:
+            fetched = self._staging.take(load.ticket)
+            if fetched is not None:
+                fillings = _fillings(load, fetched.spans)
+                bad -= self._blocks.fill(fillings, ready)
+                self._note_restored(fillings, fetched.hashes)
+        except Exception:  # the edge of this thread: the request must hear of its load
+            logger.exception("a restore failed")
+        if bad:
+            logger.warning("%d blocks could not be restored and are computed again", len(bad))
+        # All at once: vLLM has to hear of failed blocks no later than that the load is over.
+        with self._settled:
+            self._bad_blocks |= bad
+            if bad:
+                self._failed.add(load.request_id)
+            self._loaded.add(load.request_id)
+            self._under_way -= 1
+            self._settled.notify_all()
+
+    def _note_restored(self, fillings: Sequence[Filling], hashes: Sequence[bytes]) -> None:
+        """Remember the lossy blocks, before vLLM hears of the load and may save them."""
+        for x in fillings:
+            if not (x.span.is_state or x.span.is_part):
+                first = x.span.first_block + x.skip
+                lossy = self._store.packer.is_lossy(x.blob)
+                names = hashes[first : first + len(x.block_ids)]
+                self._restored.note(x.block_ids, names, lossy=lossy)
+
+    # ---- what vLLM asks for with each step
+
+    def wait_for_news(self, within_s: float) -> None:
+        """Wait until there is something to take, or nothing is under way, or the time is over."""
+        with self._settled:
+            self._settled.wait_for(
+                lambda: self._loaded or self._acks or not self._under_way, within_s
+            )
+
+    def take_loaded(self) -> set[str]:
+        """Ids of the requests whose load is over, each once."""
+        with self._lock:
+            loaded, self._loaded = self._loaded, set()
+            return loaded
+
+    def take_bad_blocks(self) -> set[int]:
+        """Ids of the blocks that could not be filled, each once."""
+        with self._lock:
+            bad, self._bad_blocks = self._bad_blocks, set()
+            return bad
+
+    def take_failed(self, loaded: set[str]) -> set[str]:
+        """The requests among ``loaded``, just taken, that have a bad block."""
+        with self._lock:
+            failed = self._failed & loaded
+            self._failed -= failed
+            return failed
+
+    def take_acks(self) -> dict[int, int]:
+        """The jobs whose blocks are needed no longer, each with a count of one rank."""
+        with self._lock:
+            acks, self._acks = self._acks, {}
+            return acks
+
+    def take_skipped(self, acks: Iterable[int]) -> set[int]:
+        """The jobs among ``acks``, just taken, that were skipped."""
+        with self._lock:
+            skipped = self._skipped.intersection(acks)
+            self._skipped -= skipped
+            return skipped
+
+    def close(self) -> None:
+        """Finish the saves and loads that have begun, and end the threads."""
+        self._loaders.shutdown(wait=True)
+        self._saver.shutdown(wait=True)
+        self._blocks.close()
+
+
+def _name(session: SessionRef) -> tuple[str, str]:
+    return session.tenant, session.id
+
+
+def _packing(save: Save, span: BlobSpan) -> Packing:
+    """The blocks of the save that make up this blob."""
+    if span.is_state:
+        return Packing(span, save.states[span.end_block])
+    if span.is_part:
+        return Packing(span, [save.block_ids[span.first_block]])
+    return Packing(span, save.block_ids[span.first_block : span.end_block])
+
+
+def _fillings(load: Load, spans: Sequence[tuple[BlobSpan, AnyBlob]]) -> list[Filling]:
+    """The share of each staged blob that the load asks for; it may begin and end inside a blob."""
+    fillings = []
+    for span, blob in spans:
+        if span.is_state and span.end_block == load.end_block:
+            fillings.append(Filling(span, blob, 0, load.state_ids))
+            continue
+        if span.is_part:
+            if load.part_tokens and span.first_block == load.end_block:
+                ids = load.block_ids[-1:]
+                fillings.append(Filling(span, blob, 0, ids, load.part_tokens))
+            continue
+        first = max(span.first_block, load.first_block)
+        last = min(span.end_block, load.end_block)
+        if first < last:
+            ids = load.block_ids[first - load.first_block : last - load.first_block]
+            fillings.append(Filling(span, blob, first - span.first_block, ids))
+    return fillings

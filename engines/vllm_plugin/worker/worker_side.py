@@ -1,0 +1,208 @@
+"""Puts the worker side of the plug-in together, once vLLM has shown its KV caches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+
+from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.config import vllm_rank_folder
+from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.device.device_check import blocks_for
+from engines.vllm_plugin.device.side_stream import SideStream
+from engines.vllm_plugin.groups import Groups, StateGroup
+from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
+from engines.vllm_plugin.plan import Save, StepWork
+from engines.vllm_plugin.process.affinity import unbound_threads
+from engines.vllm_plugin.worker.block_layout import UnknownLayout, WriteBlock, probe
+from engines.vllm_plugin.worker.fingerprint import fingerprint
+from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
+from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
+from engines.vllm_plugin.worker.stateful_blocks import (
+    RecurrentLayers,
+    StatefulBlocks,
+    StateLayers,
+    WindowLayers,
+)
+from engines.vllm_plugin.worker.transfer import Transfer
+from kvstore.blobs.packer import Packer
+from kvstore.by_blocks.names import BlockKeys
+from kvstore.by_blocks.store import BlockStore
+from kvstore.chunk_size import chunk_tokens
+from kvstore.config import StoreConfig
+from kvstore.session import SessionRef
+from kvstore.tiers.registry import open_usable_tiers
+
+logger = logging.getLogger("thermocline.vllm")
+
+# Idle buffers to unpack into may take one part in so many of the bytes that may wait to be saved.
+SPARE_SHARE: Final = 4
+# Why a calibration would refuse the model.
+HAS_STATE: Final = "some of its layers do not keep all tokens"
+MANY_RANKS: Final = "each of its ranks has heads of its own"
+
+
+class WorkerSide:
+    """One rank's copies, its cold store, and its connection to the hub. On the worker's thread."""
+
+    def __init__(self, transfer: Transfer, link: RankLink, store: BlockStore) -> None:
+        self._transfer = transfer
+        self._link = link
+        self._store = store
+        self._patience_s = 0.0
+        store.listen(self._lost)
+
+    def start_loads(self, step: StepWork) -> None:
+        """Begin the step's loads, before the model runs."""
+        self._patience_s = step.patience_s
+        for load in step.loads:
+            self._transfer.load(load)
+
+    def start_saves(self, step: StepWork) -> None:
+        """Begin the step's saves, when the model has run."""
+        for save in step.saves:
+            self._transfer.save(save, self._saved)
+
+    def take_loaded(self) -> set[str]:
+        """Ids of requests whose load is over; vLLM asks for it first at the end of a step.
+
+        Where the model has nothing to do, this waits for news for a moment.
+        """
+        self._transfer.wait_for_news(self._patience_s)
+        return self._transfer.take_loaded()
+
+    def take_failed(self, loaded: set[str]) -> set[str]:
+        return self._transfer.take_failed(loaded)
+
+    def take_bad_blocks(self) -> set[int]:
+        return self._transfer.take_bad_blocks()
+
+    def take_acks(self) -> tuple[dict[int, int], set[int]]:
+        """The jobs whose blocks are needed no longer, and those of them that were skipped."""
+        acks = self._transfer.take_acks()
+        return acks, self._transfer.take_skipped(acks)
+
+    def close(self) -> None:
+        """End the saves first: they need the store, and the link to report how they ended."""
+        self._transfer.close()
+        self._link.close()
+        self._store.close()
+
+    def _lost(self, session: SessionRef) -> None:
+        self._link.send(RankLost(session))
+
+    def _saved(self, save: Save, kept: bool) -> None:
+        self._link.send(RankSaved(save.job, save.session, kept))
+
+
+@unbound_threads()  # the threads of the store and of the link are started here
+def open_worker_side(
+    settings: PluginSettings,
+    vllm_config: Any,
+    rank: int,
+    caches: Mapping[str, torch.Tensor],
+    groups: Groups,
+) -> WorkerSide:
+    """Open the rank's store and connect it to vLLM's caches, given by layer name, and to the hub.
+
+    Raises:
+        UnknownLayout, CodecRefused, UnknownCodec, TierInUse: with a sentence that says what to do.
+        ValueError, ImportError: see ``open_tiers``.
+    """
+    cache = attention_cache(vllm_config, caches, groups.layers)
+    config = rank_share(settings.store, vllm_config.parallel_config.world_size)
+    identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
+    data = Path(settings.data_path or settings.disk_path)
+    unmeasurable = HAS_STATE if groups.states else ""
+    if vllm_config.parallel_config.world_size > 1:
+        unmeasurable = MANY_RANKS
+    codecs = ServedCodecs(config, cache.layout, identity, data, unmeasurable)
+    packer = Packer(codecs.codecs, cache.layout, identity)
+    size = chunk_tokens(config, cache.block_tokens)
+    keys = BlockKeys(identity, cache.block_tokens, size // cache.block_tokens)
+    tiers = open_usable_tiers(config, vllm_rank_folder(Path(settings.disk_path), rank))
+    store = BlockStore(config, packer, keys, identity, tiers, has_state=bool(groups.states))
+    staging = StagingArea()
+    blocks = blocks_for(cache, store, config.save_queue_bytes // SPARE_SHARE)
+    if groups.states:
+        layers = [state_layers(vllm_config, caches, x) for x in groups.states]
+        blocks = StatefulBlocks(blocks, groups.states, layers, store, SideStream(cache.device))
+    transfer = Transfer(blocks, store, staging, config.save_queue_bytes)
+    packed = packed_bytes_per_token(store)
+    link = RankLink(
+        settings.hub_path,
+        RankHello(rank, codecs.codecs.ram.id, cache.layout.bytes_per_token, packed),
+        store,
+        staging,
+        lambda: store.stats(transfer.queued_bytes),
+        transfer.wait_saved,
+        codecs,
+    )
+    worker = WorkerSide(transfer, link, store)
+    ways = type(cache.views[0][0]).__name__, type(blocks).__name__
+    logger.info("rank %d: %s, %s", rank, *ways)
+    return worker
+
+
+def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
+    """The share of one rank in the engine's budgets."""
+    return msgspec.structs.replace(
+        store,
+        ram_bytes=store.ram_bytes // num_ranks,
+        disk_bytes=store.disk_bytes // num_ranks,
+        redis_bytes=store.redis_bytes // num_ranks,
+        save_queue_bytes=store.save_queue_bytes // num_ranks,
+        write_queue_bytes=store.write_queue_bytes // num_ranks,
+        index_bytes=store.index_bytes // num_ranks,
+    )
+
+
+def block_writer(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> WriteBlock:
+    """The attention backend's own function that writes a block, for ``probe``.
+
+    Raises ``UnknownLayout``: the first layer of ``caches`` is no attention layer.
+    """
+    name, cache = next(iter(caches.items()))
+    layer: Any = get_layers_from_vllm_config(vllm_config, Attention, [name]).get(name)
+    if layer is None:
+        raise UnknownLayout(f"layer {name} is no attention layer that can be probed")
+    slots = torch.arange(cache.shape[2], device=cache.device)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
+        layer.impl.do_kv_cache_update(layer, keys, values, block, slots)
+
+    return write
+
+
+def attention_cache(
+    vllm_config: Any, caches: Mapping[str, torch.Tensor], layers: Sequence[str]
+) -> PagedCache:
+    """The caches of these layers, with K and V where the attention backend puts them.
+
+    Raises ``UnknownLayout``: they cannot be read.
+    """
+    own = {name: x for name, x in caches.items() if name in layers}
+    first = next(iter(own.values()))
+    whole = int(vllm_config.cache_config.block_size)
+    if first.shape[2] != whole:
+        raise UnknownLayout(
+            f"the attention backend cuts blocks of {whole} tokens into ones of {first.shape[2]};"
+            " choose another with --attention-backend"
+        )
+    return paged_cache(own, probe(first, block_writer(vllm_config, own)))
+
+
+def state_layers(
+    vllm_config: Any, caches: Mapping[str, torch.Tensor], group: StateGroup
+) -> StateLayers:
+    """The layers of a group that does not keep all tokens. Raises as ``attention_cache``."""
+    if group.recurrent:
+        return RecurrentLayers([x for name, x in caches.items() if name in group.layers])
+    return WindowLayers(attention_cache(vllm_config, caches, group.layers))

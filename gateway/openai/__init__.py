@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: chat and text completions, and the list of models."""

@@ -1,0 +1,47 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.openai.errors import unknown_model
+from gateway.context import Gateway, caller_of, gateway_of
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    caller_of(request)
+    gateway = gateway_of(request)
+    names = [gateway.served.model, *gateway.config.model_aliases]
+    return _json({"object": "list", "data": [_model(gateway, name) for name in names]})
+
+
+@router.get("/v1/models/{name:path}")  # hub ids have slashes
+async def show_model(request: Request) -> Response:
+    caller_of(request)
+    gateway = gateway_of(request)
+    name = request.path_params["name"]
+    if name != gateway.served.model and name not in gateway.config.model_aliases:
+        raise unknown_model(name[:100], gateway.served.model)
+    return _json(_model(gateway, name))
+
+
+def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": gateway.started_at,
+        "owned_by": "thermocline",
+        "max_model_len": gateway.served.max_context,
+    }
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,168 @@
+"""Serves one turn: waits for a slot, opens the engine, relays its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeAlias
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engines.asgi import ClientGone, while_client_stays
+from engines.base import CacheOutcome, SessionRef, Upstream
+from engines.headers import CACHE_HEADER, SESSION_HEADER
+from gateway.context import Gateway
+from gateway.errors import Failure, failure_of
+from gateway.front import body_send_of
+from gateway.identity import id_to_header
+from gateway.metrics import Usage
+from gateway.relay.passthrough import (
+    engine_failure,
+    is_event_stream,
+    passed_on,
+    relay_events,
+    send_end,
+    send_head,
+    send_response,
+    send_whole,
+)
+from gateway.relay.sse_framer import parse_usage
+from scheduler.sessions import Turn
+
+log = logging.getLogger("thermocline.gateway")
+
+# Sends the rest of the answer when the turn is over.
+Ending: TypeAlias = Callable[[Send], Awaitable[None]]
+
+
+class TurnResponse(Response):
+    """A response that serves its turn while it is sent.
+
+    A failure before the head is sent becomes an error answer. The end of the answer goes out after
+    the turn is over and its slot is free, so a client that has seen the end finds the session idle.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        operation: str,
+        path: str,
+        session: SessionRef,
+        body: bytes,
+        request_id: str,
+    ) -> None:
+        """``operation`` is OpenTelemetry's name; ``path`` and ``body`` go to the engine."""
+        super().__init__()
+        self._gateway = gateway
+        self._metrics = gateway.metrics
+        self._operation = operation
+        self._path = path
+        self._session = session
+        self._body = body
+        self._request_id = request_id
+        self._began = time.perf_counter()
+        self._error = "cancelled"  # until it is known better
+        self._cache: CacheOutcome | None = None  # what the engine's head said, if it did
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            send_body = body_send_of(scope, send)
+            end = await while_client_stays(receive, partial(self._serve, send, send_body))
+            await end(send)
+        except ClientGone:
+            self._error = "client_gone"
+            raise
+        except Exception as error:  # the app's handlers answer it; it is counted here
+            self._error = _word(failure_of(error))
+            raise
+        finally:
+            self._metrics.turn_ended(self._operation, self._seconds(), self._error)
+
+    async def _serve(self, send: Send, send_body: Send) -> Ending:
+        deadline = asyncio.get_running_loop().time() + self._gateway.config.request_timeout_s
+        async with asyncio.timeout_at(deadline) as limit, self._turn() as (turn, upstream):
+            if upstream.status >= 400:
+                return await self._refused(upstream)
+            if not is_event_stream(upstream):
+                return await self._whole(turn, upstream)
+            limit.reschedule(None)  # a stream keeps the deadline itself, and ends with an event
+            return await self._stream(turn, upstream, send, send_body, deadline)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
+        engine = self._gateway.engine
+        headers = {
+            **engine.session_headers(self._session),
+            "content-type": "application/json",
+            "x-request-id": self._request_id,
+        }
+        async with (
+            self._gateway.sessions.turn(self._session) as turn,
+            engine.open(self._path, self._body, headers) as upstream,
+        ):
+            said = upstream.headers.get(CACHE_HEADER, "")
+            self._cache = CacheOutcome.parse(said)
+            if upstream.status < 400:
+                turn.engine_answered(self._cache)
+            if said:
+                self._metrics.cache_outcome(self._cache)
+            yield turn, upstream
+
+    async def _refused(self, upstream: Upstream) -> Ending:
+        failure = engine_failure(upstream.status, await upstream.read())
+        self._error = _word(failure)
+        return partial(send_response, response=failure.response())
+
+    async def _whole(self, turn: Turn, upstream: Upstream) -> Ending:
+        body = await upstream.read()
+        self._used(turn, parse_usage(body))
+        self._error = ""
+        return partial(
+            send_whole,
+            headers=self._head(upstream),
+            body=body,
+            client_stall_s=self._gateway.config.client_stall_s,
+        )
+
+    async def _stream(
+        self, turn: Turn, upstream: Upstream, send: Send, send_body: Send, deadline: float
+    ) -> Ending:
+        await send_head(send, 200, [*self._head(upstream), (b"cache-control", b"no-cache")])
+        events, failure = await relay_events(
+            upstream,
+            send_body,
+            deadline=deadline,
+            client_stall_s=self._gateway.config.client_stall_s,
+            on_first=self._first_event,
+        )
+        self._used(turn, events.usage())
+        self._error = _word(failure) if failure else "engine" if events.failed else ""
+        if failure is None:
+            return partial(send_end, body=b"")
+        log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
+        return partial(send_end, body=failure.event())
+
+    def _used(self, turn: Turn, usage: Usage | None) -> None:
+        if usage is not None:
+            self._metrics.used(usage)
+            turn.used(usage.prompt_tokens + usage.completion_tokens)
+
+    def _first_event(self) -> None:
+        self._metrics.first_token(self._operation, self._seconds(), self._cache)
+
+    def _head(self, upstream: Upstream) -> list[tuple[bytes, bytes]]:
+        session = id_to_header(self._session.id).encode()
+        return [*passed_on(upstream), (SESSION_HEADER.encode(), session)]
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def _word(failure: Failure) -> str:
+    """Name a failure by a word for a metric's label: one of few."""
+    return failure.code or str(failure.status)

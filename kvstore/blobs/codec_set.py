@@ -1,0 +1,70 @@
+"""Which codecs a store uses: one for each tier, and others that it can read.
+
+Memory is read in a hurry and disk is read seldom, so each tier may have a codec of its own. A blob
+says in its header which codec it is in; whatever tier it lies in, it is read by that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvstore.codecs.base import Codec
+from kvstore.config import StoreConfig
+from kvstore.session import TierName
+
+
+@dataclass(frozen=True)
+class CodecSet:
+    """The codec of each tier. Two codecs with one id are the same codec."""
+
+    ram: Codec
+    disk: Codec
+    redis: Codec
+    # May be read, and is not written. Those above are readable anyway.
+    readable: tuple[Codec, ...] = ()
+
+    @classmethod
+    def one(cls, codec: Codec, readable: tuple[Codec, ...] = ()) -> CodecSet:
+        """Use the same codec for every tier."""
+        return cls(codec, codec, codec, readable)
+
+    def of(self, tier: TierName) -> Codec:
+        return {"ram": self.ram, "disk": self.disk, "redis": self.redis}[tier]
+
+    def on(self, tiers: Iterable[TierName]) -> tuple[Codec, ...]:
+        """List the codecs of these tiers without repetition, in this order."""
+        return distinct(map(self.of, tiers))
+
+    @property
+    def written(self) -> tuple[Codec, ...]:
+        """The codecs that blobs are written in, without repetition, memory's first."""
+        return distinct((self.ram, self.disk, self.redis))
+
+    @property
+    def known(self) -> tuple[Codec, ...]:
+        """All codecs that may be read, those that are written first."""
+        return distinct((*self.written, *self.readable))
+
+
+def distinct(codecs: Iterable[Codec]) -> tuple[Codec, ...]:
+    """Keep the first codec of each id."""
+    found: dict[str, Codec] = {}
+    for codec in codecs:
+        found.setdefault(codec.id, codec)
+    return tuple(found.values())
+
+
+def as_set(codecs: Codec | CodecSet) -> CodecSet:
+    return codecs if isinstance(codecs, CodecSet) else CodecSet.one(codecs)
+
+
+def open_codecs(config: StoreConfig, open_one: Callable[[str], Codec]) -> CodecSet:
+    """Open the codecs that a configuration names; a tier without one of its own has memory's.
+
+    ``open_one`` is asked once for each name. Raises what it raises: ``UnknownCodec``.
+    """
+    names = (config.codec, config.disk_codec or config.codec, config.redis_codec or config.codec)
+    opened = {name: open_one(name) for name in dict.fromkeys(names)}
+    ram, disk, redis = (opened[name] for name in names)
+    return CodecSet(ram, disk, redis)

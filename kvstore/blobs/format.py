@@ -1,0 +1,167 @@
+"""The blob: one header, one payload, one checksum. The only thing that tiers ever hold.
+
+    offset  size
+         0     4  magic "TCKV"
+         4     2  format version
+         6     1  kind: c chunk, t tail, s snapshot, p part of a block, r session record
+         7     1  flags, 0 (reserved: bit 0 will say that the payload is sealed with AES-GCM, this
+                  header being the associated data)
+         8    24  codec id, ASCII, zero padded
+        32    32  digest of the model fingerprint
+        64    32  digest of the key that the blob was stored under
+        96    16  digest of the layout: dtype, and heads and widths of every layer
+       112     4  first token
+       116     4  number of tokens
+       120     8  payload length
+       128     4  CRC-32C of bytes 0..128 and of the payload
+       132        payload
+
+A blob says of itself what it is, so a blob under the wrong name, of another model, or of a later
+version is refused, and so is one with a single bit changed. The key says nothing of the codec: it
+is the header that names the one to read the payload with. All integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from kvstore.blobs.chain import FORMAT_VERSION, KEY_BYTES, KINDS
+from kvstore.errors import Corrupt, Mismatch
+from kvstore.shapes import KVLayout
+
+MAGIC: Final = b"TCKV"
+MAX_PAYLOAD_BYTES: Final = 1 << 31
+MAX_CODEC_ID_BYTES: Final = 24
+_HEADER: Final = struct.Struct("<4sHcB24s32s32s16sIIQ")
+_CRC: Final = struct.Struct("<I")
+_CODEC: Final = slice(8, 8 + MAX_CODEC_ID_BYTES)
+HEADER_BYTES: Final = _HEADER.size + _CRC.size
+
+
+@dataclass(frozen=True)
+class Header:
+    """Everything that a blob says of itself."""
+
+    key: bytes  # kind byte and digest
+    codec: bytes
+    fingerprint: bytes
+    layout: bytes
+    first_token: int
+    num_tokens: int
+
+
+class VerifiedBlob(NamedTuple):
+    """A blob whose checksum and name were checked: whoever unpacks it need not do so again."""
+
+    blob: bytes | bytearray | memoryview
+    header: Header
+    payload: memoryview  # a view of ``blob``
+
+
+def verify(blob: bytes | bytearray | memoryview, key: bytes) -> VerifiedBlob:
+    """Check that a blob is whole, and the one of this key.
+
+    Raises:
+        Corrupt, Mismatch: as ``parse``; also for a blob under another blob's name.
+    """
+    header, payload = parse(blob)
+    if header.key != key:
+        raise Mismatch("a blob under another blob's name")
+    return VerifiedBlob(blob, header, payload)
+
+
+def fingerprint_digest(fingerprint: str) -> bytes:
+    return blake2b(fingerprint.encode(), digest_size=32).digest()
+
+
+def layout_digest(layout: KVLayout) -> bytes:
+    layers = ";".join(f"{x.num_kv_heads},{x.head_dim},{x.value_dim}" for x in layout.layers)
+    return blake2b(f"{layout.dtype}|{layers}".encode(), digest_size=16).digest()
+
+
+def codec_field(codec_id: str) -> bytes:
+    """Encode a codec id for the header. Raises ``ValueError`` if it does not fit."""
+    field = codec_id.encode("ascii")
+    if not 0 < len(field) <= MAX_CODEC_ID_BYTES:
+        raise ValueError(f"codec id {codec_id!r} is not 1..{MAX_CODEC_ID_BYTES} ASCII characters")
+    return field
+
+
+def codec_in(blob: bytes | bytearray | memoryview | VerifiedBlob) -> bytes:
+    """Read the codec id that a blob claims, unchecked; of other bytes it gives anything."""
+    if isinstance(blob, VerifiedBlob):
+        return blob.header.codec
+    return bytes(blob[_CODEC]).rstrip(b"\0")
+
+
+def pack(header: Header, payload: bytes | memoryview) -> bytes:
+    """Make one blob; the payload is copied once. Raises ``ValueError`` if that is too large."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a payload of {len(payload)} bytes is over {MAX_PAYLOAD_BYTES}")
+    head = _HEADER.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        header.key[:1],
+        0,
+        header.codec,
+        header.fingerprint,
+        header.key[1:],
+        header.layout,
+        header.first_token,
+        header.num_tokens,
+        len(payload),
+    )
+    return b"".join((head, _CRC.pack(_checksum(head, payload)), payload))
+
+
+def parse(blob: bytes | bytearray | memoryview | VerifiedBlob) -> tuple[Header, memoryview]:
+    """Split a blob into header and payload, checked. The payload is a view, not a copy.
+
+    Raises:
+        Corrupt: not a blob, cut short or grown, or a bit was changed.
+        Mismatch: a blob of a version or with flags that this code does not know.
+    """
+    if isinstance(blob, VerifiedBlob):
+        return blob.header, blob.payload
+    view = memoryview(blob).cast("B")
+    if len(view) < HEADER_BYTES:
+        raise Corrupt("shorter than a header")
+    head = view[: _HEADER.size]
+    fields = _HEADER.unpack(head)
+    magic, version, kind, flags, codec, fingerprint, digest, layout, first, count, length = fields
+    if magic != MAGIC:
+        raise Corrupt("not a blob of the cold store")
+    if version != FORMAT_VERSION or flags:
+        raise Mismatch(f"blob of format {version}, flags {flags}: written by another release")
+    if length != len(view) - HEADER_BYTES:
+        raise Corrupt(f"{len(view) - HEADER_BYTES} payload bytes where {length} were written")
+    payload = view[HEADER_BYTES:]
+    if _checksum(head, payload) != _CRC.unpack_from(view, _HEADER.size)[0]:
+        raise Corrupt("checksum differs")
+    if kind not in KINDS:
+        raise Mismatch(f"blob of unknown kind {kind!r}")
+    return Header(kind + digest, codec.rstrip(b"\0"), fingerprint, layout, first, count), payload
+
+
+def expect(found: Header, wanted: Header) -> None:
+    """Compare a header with the one asked for. Raises ``Mismatch`` naming the first difference."""
+    for name in ("key", "codec", "fingerprint", "layout", "first_token", "num_tokens"):
+        if getattr(found, name) != getattr(wanted, name):
+            raise Mismatch(f"the blob's {name} is not the one asked for")
+
+
+def _checksum(head: bytes | memoryview, payload: bytes | memoryview) -> int:
+    # The library takes bytes and arrays but no memoryview; frombuffer copies nothing.
+    crc = google_crc32c.value(np.frombuffer(head, np.uint8))
+    if len(payload):
+        crc = google_crc32c.extend(crc, np.frombuffer(payload, np.uint8))
+    return int(crc)
+
+
+assert KEY_BYTES == 33  # kind and digest have their fixed places in the header

@@ -1,0 +1,188 @@
+"""State that does not grow with the tokens: recurrent layers, rotating windows.
+
+Such a state cannot be cut back to an earlier token, so it is kept exact, as a snapshot at one
+position. The engine hands over a *tree*: nested lists, tuples and dicts of plain values and arrays,
+in whatever shape its own cache classes want back. On the wire the tree is msgpack in which every
+container carries a number saying what it is, and arrays refer to one raw section behind it:
+
+    u32 length of the structure | u32 0 | structure | zeros up to 64 bytes | arrays, 64-byte aligned
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvstore.errors import Corrupt
+from kvstore.shapes import NUMPY_DTYPES
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """An array of a state, bit for bit. ``dtype`` is a numpy name, or "bfloat16" for uint16."""
+
+    dtype: str
+    array: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
+
+StateTree: TypeAlias = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | StateArray
+    | list["StateTree"]
+    | tuple["StateTree", ...]
+    | dict[str, "StateTree"]
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The whole state after exactly ``position`` tokens."""
+
+    position: int
+    state: StateTree
+
+
+MAX_DEPTH: Final = 32
+MAX_NODES: Final = 1 << 16
+MAX_NDIM: Final = 8
+_ALIGNMENT: Final = 64
+_LIST, _TUPLE, _DICT, _ARRAY = range(4)
+_PLAIN = "bool float32 float64 complex64 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+_DTYPES: Final = {**{name: np.dtype(name) for name in _PLAIN.split()}, **NUMPY_DTYPES}
+
+
+def state_nbytes(tree: StateTree) -> int:
+    """Count the bytes of all arrays of the tree."""
+    if isinstance(tree, StateArray):
+        return tree.nbytes
+    if isinstance(tree, dict):
+        return sum(state_nbytes(x) for x in tree.values())
+    return sum(state_nbytes(x) for x in tree) if isinstance(tree, list | tuple) else 0
+
+
+def encode_state(tree: StateTree) -> bytes:
+    """Write the tree as bytes. Raises ``TypeError``, ``ValueError``: it cannot be kept exactly."""
+    writer = _Writer()
+    structure = msgspec.msgpack.encode(writer.node(tree, 0))
+    head = struct.pack("<II", len(structure), 0) + structure
+    return b"".join((head, bytes(-len(head) % _ALIGNMENT), *writer.arrays))
+
+
+def decode_state(payload: memoryview) -> StateTree:
+    """Read the tree; arrays are copied out of ``payload``.
+
+    Raises ``Corrupt``: not what ``encode_state`` writes. Allocates no more than the payload's size.
+    """
+    if len(payload) < 8:
+        raise Corrupt("a snapshot without a head")
+    length, zero = struct.unpack_from("<II", payload)
+    first = 8 + length
+    if zero or first > len(payload):
+        raise Corrupt("a snapshot's structure is longer than the snapshot")
+    try:
+        structure = msgspec.msgpack.decode(payload[8:first])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Corrupt(f"a snapshot's structure cannot be read: {error}") from error
+    return _Reader(payload[first + -first % _ALIGNMENT :]).node(structure, 0)
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.arrays: list[bytes] = []
+        self._nbytes = 0
+        self._num_nodes = 0
+
+    def node(self, tree: StateTree, depth: int) -> object:
+        self._num_nodes += 1
+        if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
+            raise ValueError("a state tree is too deep or too large to be stored")
+        if tree is None or isinstance(tree, bool | float | str):
+            return tree
+        if isinstance(tree, int):
+            return int(tree)
+        if isinstance(tree, StateArray):
+            return self._array(tree)
+        if isinstance(tree, dict):
+            return [_DICT, [[_key(k), self.node(v, depth + 1)] for k, v in tree.items()]]
+        if isinstance(tree, list | tuple):
+            kind = _LIST if isinstance(tree, list) else _TUPLE
+            return [kind, [self.node(x, depth + 1) for x in tree]]
+        raise TypeError(f"{type(tree).__name__} cannot be part of a stored state")
+
+    def _array(self, leaf: StateArray) -> object:
+        dtype = _DTYPES.get(leaf.dtype)
+        if dtype is None or leaf.array.dtype != dtype or leaf.array.ndim > MAX_NDIM:
+            raise TypeError(f"a {leaf.array.ndim}-d {leaf.array.dtype} is no {leaf.dtype} state")
+        raw = leaf.array.tobytes()
+        offset, padding = self._nbytes, -len(raw) % _ALIGNMENT
+        self.arrays += [raw, bytes(padding)]
+        self._nbytes += len(raw) + padding
+        return [_ARRAY, leaf.dtype, list(leaf.array.shape), offset]
+
+
+class _Reader:
+    def __init__(self, arrays: memoryview) -> None:
+        self._arrays = arrays
+        self._num_nodes = 0
+        self._nbytes = 0
+
+    def node(self, raw: Any, depth: int) -> StateTree:
+        self._num_nodes += 1
+        if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
+            raise Corrupt("a snapshot is too deep or too large")
+        if raw is None or isinstance(raw, bool | int | float | str):
+            return raw
+        match raw:
+            case [0, list(items)]:
+                return [self.node(x, depth + 1) for x in items]
+            case [1, list(items)]:
+                return tuple(self.node(x, depth + 1) for x in items)
+            case [2, list(items)]:
+                return dict(self._items(items, depth))
+            case [3, str(dtype), list(shape), int(offset)]:
+                return self._array(dtype, shape, offset)
+        raise Corrupt("a snapshot holds something that is no state")
+
+    def _items(self, items: list[Any], depth: int) -> Iterable[tuple[str, StateTree]]:
+        for item in items:
+            match item:
+                case [str(key), value]:
+                    yield key, self.node(value, depth + 1)
+                case _:
+                    raise Corrupt("a snapshot's dict holds something that is no entry")
+
+    def _array(self, name: str, shape: list[Any], offset: int) -> StateArray:
+        dtype = _DTYPES.get(name)
+        sane = len(shape) <= MAX_NDIM and all(type(x) is int and x >= 0 for x in shape)
+        if dtype is None or not sane or offset < 0:
+            raise Corrupt("a snapshot's array has no sane dtype, shape or place")
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._nbytes += nbytes
+        # Arrays may not share bytes, or a small payload could ask for a lot of memory.
+        if max(offset + nbytes, self._nbytes) > len(self._arrays):
+            raise Corrupt("a snapshot's array lies outside the snapshot")
+        array = np.frombuffer(bytearray(self._arrays[offset : offset + nbytes]), dtype)
+        try:
+            return StateArray(name, array.reshape(shape))
+        except (ValueError, OverflowError) as error:  # no elements, but an absurd width
+            raise Corrupt("a snapshot's array has no sane shape") from error
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"a state's dict key must be a string, not {type(key).__name__}")
+    return key

@@ -1,0 +1,203 @@
+"""Names of blobs for an engine that hashes its own blocks.
+
+vLLM cuts a request into blocks and gives each a hash over everything that its KV depends on: the
+hash before it, its token ids, the tenant's salt, adapters, images. Here ``chunk_blocks`` blocks in
+a row make one chunk, named by the hash of its *last* block, which by the chain stands for all
+tokens before it. What is left over behind the last full chunk is one tail. Layers that do not keep
+all tokens (recurrent ones, sliding windows) have a state, stored behind a few of the blocks. Tokens
+behind the last full block have no hash of the engine's; they are the *part* of a block, named by
+the hash of the block before it and their ids.
+
+    key = kind, H(version, fingerprint, tokens per block, number of blocks, last hash)
+
+The hash knows nothing of weights, dtype or ranks: they are in the fingerprint.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+from kvstore.blobs import format as blobs
+from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, PART, RECORD, SNAPSHOT, TAIL
+from kvstore.blobs.packer import RECORD_CODEC, Packer
+from kvstore.by_blocks.records import (
+    HASH_BYTES,
+    BlockRecord,
+    decode_block_record,
+    encode_block_record,
+)
+from kvstore.errors import Mismatch
+from kvstore.tiers.base import Blob
+
+_BLOCKS: Final = b"thermoclineblock"
+_STATE: Final = b"thermoclineblkst"
+_PART: Final = b"thermoclinepart"
+_SESSION: Final = b"thermoclineblkss"
+
+
+@dataclass(frozen=True)
+class BlobSpan:
+    """One blob of a chain of blocks: a full chunk, the tail, a part, or the state behind a block.
+
+    A state covers no blocks of its own: it lies between ``first_block - 1`` and ``first_block``.
+    A part covers no full one: its tokens are the first ``part_tokens`` of ``first_block``.
+    """
+
+    key: bytes
+    first_block: int
+    num_blocks: int
+    part_tokens: int = 0
+
+    @property
+    def end_block(self) -> int:
+        return self.first_block + self.num_blocks
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.key[:1] == CHUNK
+
+    @property
+    def is_tail(self) -> bool:
+        return self.key[:1] == TAIL
+
+    @property
+    def is_part(self) -> bool:
+        return self.key[:1] == PART
+
+    @property
+    def is_whole_rows(self) -> bool:
+        """True for blobs that are rows as they are, whatever the codec."""
+        return self.key[:1] in (TAIL, PART)
+
+    @property
+    def is_state(self) -> bool:
+        return self.key[:1] == SNAPSHOT
+
+
+class BlockKeys:
+    """Makes the keys of one store: one model, one rank, one size of chunks.
+
+    Args:
+        fingerprint: of weights, dtype, rank and layout.
+        block_tokens: tokens per block of the engine.
+        chunk_blocks: blocks per chunk.
+    """
+
+    def __init__(self, fingerprint: str, block_tokens: int, chunk_blocks: int) -> None:
+        self._prefix = _joined(fingerprint.encode())
+        self.block_tokens = block_tokens
+        self.chunk_blocks = chunk_blocks
+
+    def span(self, hashes: Sequence[bytes], first_block: int, num_blocks: int) -> BlobSpan:
+        """Name the blob of these blocks; ``first_block`` is a multiple of ``chunk_blocks``."""
+        kind = CHUNK if num_blocks == self.chunk_blocks else TAIL
+        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
+        last = hashes[first_block + num_blocks - 1]
+        digest = _digest(_BLOCKS, self._prefix, sizes, last)
+        return BlobSpan(kind + digest, first_block, num_blocks)
+
+    def chunks(self, hashes: Sequence[bytes], first_block: int = 0) -> list[BlobSpan]:
+        """Name all full chunks, from the one that holds ``first_block`` on."""
+        size = self.chunk_blocks
+        first = first_block - first_block % size
+        return [self.span(hashes, i, size) for i in range(first, len(hashes) - size + 1, size)]
+
+    def tails(self, hashes: Sequence[bytes], first_block: int) -> list[BlobSpan]:
+        """Name every tail that may begin at ``first_block``, the longest first."""
+        longest = min(self.chunk_blocks - 1, len(hashes) - first_block)
+        return [self.span(hashes, first_block, n) for n in range(longest, 0, -1)]
+
+    def whole(self, hashes: Sequence[bytes], first_block: int = 0) -> list[BlobSpan]:
+        """Name the blobs that cover these blocks, from the chunk that holds ``first_block`` on."""
+        num_full = len(hashes) // self.chunk_blocks * self.chunk_blocks
+        return self.chunks(hashes, first_block) + self.tails(hashes, num_full)[:1]
+
+    def state(self, hashes: Sequence[bytes], num_blocks: int) -> BlobSpan:
+        """Name the state, after ``num_blocks`` blocks, of layers that do not keep all tokens."""
+        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, num_blocks)
+        digest = _digest(_STATE, self._prefix, sizes, hashes[num_blocks - 1])
+        return BlobSpan(SNAPSHOT + digest, num_blocks, 0)
+
+    def part(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> BlobSpan:
+        """Name the blob of the ``tokens`` behind all these blocks; there is at least one block."""
+        sizes = struct.pack("<III", FORMAT_VERSION, self.block_tokens, len(hashes))
+        ids = struct.pack(f"<{len(tokens)}I", *tokens)
+        digest = _digest(_PART, self._prefix, sizes, hashes[-1], ids)
+        return BlobSpan(PART + digest, len(hashes), 0, len(tokens))
+
+    def covering(self, hashes: Sequence[bytes], part: Sequence[int]) -> list[BlobSpan]:
+        """Name what ``whole`` does, and the part behind it if there is one."""
+        return self.whole(hashes) + ([self.part(hashes, part)] if part else [])
+
+    def spans(self, record: BlockRecord) -> list[BlobSpan]:
+        """Name all blobs of a session, states first, since no restore works without one."""
+        hashes = record.block_hashes
+        states = [self.state(hashes, x) for x in record.states]
+        return [*states, *self.covering(hashes, record.part)]
+
+    def num_tokens(self, span: BlobSpan) -> int:
+        return span.num_blocks * self.block_tokens + span.part_tokens
+
+    def record_key(self, tenant: str, session_id: str) -> bytes:
+        """Key of a session's record; differs from those of other engines, models and ranks."""
+        names = (
+            tenant.encode("utf-8", "surrogatepass"),
+            session_id.encode("utf-8", "surrogatepass"),
+        )
+        return RECORD + _digest(_SESSION, self._prefix, *names)
+
+
+def _joined(*parts: bytes) -> bytes:
+    return b"".join(struct.pack("<Q", len(x)) + x for x in parts)
+
+
+def _digest(person: bytes, *parts: bytes) -> bytes:
+    return blake2b(_joined(*parts), digest_size=DIGEST_BYTES, person=person).digest()
+
+
+class BlockRecords:
+    """Tells the ledger about records of chains of blocks: see ``RecordKind``."""
+
+    def __init__(self, keys: BlockKeys, packer: Packer, fingerprint: str) -> None:
+        self._keys = keys
+        self._packer = packer
+        self._fingerprint = blobs.fingerprint_digest(fingerprint)
+
+    def key(self, tenant: str, session_id: str) -> bytes:
+        return self._keys.record_key(tenant, session_id)
+
+    def blob_keys(self, record: BlockRecord) -> list[bytes]:
+        return [x.key for x in self._keys.spans(record)]
+
+    def first_blob(self, record: BlockRecord, blob_keys: Sequence[bytes]) -> bytes | None:
+        first = self._keys.whole(record.block_hashes[: self._keys.chunk_blocks])
+        return first[0].key if first else None
+
+    def left_behind(self, record: BlockRecord) -> Sequence[bytes]:
+        return record.left_behind
+
+    def nbytes(self, record: BlockRecord) -> int:
+        ids = 36 * len(record.part)
+        return len(record.hashes) + 33 * len(record.left_behind) + ids
+
+    def is_usable(self, record: BlockRecord) -> bool:
+        """True if a codec of it is known; the key names the model already."""
+        return self._packer.reads_any(record.codecs)
+
+    def pack(self, record: BlockRecord) -> Blob:
+        key, size = self.key(record.tenant, record.id), len(record.hashes) // HASH_BYTES
+        header = blobs.Header(key, RECORD_CODEC, self._fingerprint, bytes(16), 0, size)
+        return blobs.pack(header, encode_block_record(record))
+
+    def unpack(self, key: bytes, blob: Blob) -> BlockRecord:
+        header, payload = blobs.parse(blob)
+        if (header.key, header.fingerprint) != (key, self._fingerprint):
+            raise Mismatch("the record is of another model, rank or session")
+        record = decode_block_record(payload)
+        if record.block_tokens != self._keys.block_tokens:
+            raise Mismatch("the record has blocks of another size")
+        return record

@@ -1,0 +1,113 @@
+"""What a new save makes of the older record of a session of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore.blobs.packer import Packer
+from kvstore.by_blocks.names import BlobSpan, BlockKeys
+from kvstore.by_blocks.records import BlockRecord, common_blocks
+from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.record import bytes_of_leading, codecs_of
+from kvstore.session import SessionRef
+from kvstore.tiers.base import Blob
+
+MAX_LEFT_BEHIND: Final = 4096
+
+
+class BlockReviser:
+    """Makes the new record of a session at a save. Thread-safe."""
+
+    def __init__(
+        self,
+        keys: BlockKeys,
+        index: SessionIndex[BlockRecord],
+        packer: Packer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._keys = keys
+        self._index = index
+        self._packer = packer
+        self._clock = clock
+
+    def revise(
+        self,
+        session: SessionRef,
+        hashes: Sequence[bytes],
+        old: BlockRecord | None,
+        fresh: Mapping[bytes, Blob],
+        states: Sequence[int],
+        part: Sequence[int],
+    ) -> tuple[BlockRecord, list[bytes]]:
+        """Give the new record, and keys of blobs that nobody needs once it is written."""
+        chain = self._keys.covering(hashes, part)
+        states = states or _still_good(old, hashes)
+        state_keys = [self._keys.state(hashes, x).key for x in states]
+        state_bytes = max((len(fresh[x]) for x in state_keys if x in fresh), default=0)
+        state_bytes = state_bytes or (old.state_bytes if old else 0)
+        record = BlockRecord(
+            tenant=session.tenant,
+            id=session.id,
+            hashes=b"".join(hashes),
+            block_tokens=self._keys.block_tokens,
+            last_used_s=self._clock(),
+            codecs=codecs_of(self._packer.readable, old.codecs if old else ()),
+            pinned=old.pinned if old else False,
+            packed_bytes=self._chain_bytes(hashes, chain, fresh, old) + len(states) * state_bytes,
+            states=tuple(states),
+            state_bytes=state_bytes,
+            part=tuple(part),
+        )
+        if old is None:
+            return record, []
+        current = {*(x.key for x in chain), *state_keys}
+        before = [x for x in self._keys.spans(old) if x.key not in current]
+        # A tail or part that grew is worth nothing any more, nor is a state that a later one
+        # follows; chunks of another branch may be asked for.
+        tails = [x.key for x in before if not x.is_chunk]
+        chunks = [x.key for x in before if x.is_chunk]
+        left = [x for x in dict.fromkeys([*old.left_behind, *chunks]) if x not in current]
+        record = msgspec.structs.replace(record, left_behind=tuple(left[-MAX_LEFT_BEHIND:]))
+        return record, self._index.unshared(tails, self._index.key(old))
+
+    def _chain_bytes(
+        self,
+        hashes: Sequence[bytes],
+        chain: list[BlobSpan],
+        fresh: Mapping[bytes, Blob],
+        old: BlockRecord | None,
+    ) -> int:
+        known, known_bytes = self._known_bytes(hashes, old)
+        return known_bytes + sum(
+            len(fresh[x.key]) if x.key in fresh else self._span_bytes(x) for x in chain[known:]
+        )
+
+    def _known_bytes(self, hashes: Sequence[bytes], old: BlockRecord | None) -> tuple[int, int]:
+        """Count the leading chunks that the older record has, too, and their bytes there."""
+        size = self._keys.chunk_blocks
+        known = common_blocks(old.block_hashes, hashes) // size if old else 0
+        if old is None or not known:
+            return 0, 0
+        spans = self._keys.covering(old.block_hashes, old.part)
+        tokens = [self._keys.num_tokens(x) for x in spans if x.is_whole_rows]
+        rows_bytes = sum(self._packer.tail_nbytes(n, old.codecs) for n in tokens)
+        rest = rows_bytes + len(old.states) * old.state_bytes
+        num_chunks = len(old.block_hashes) // size
+        return known, bytes_of_leading(known, num_chunks, old.packed_bytes, rest)
+
+    def _span_bytes(self, span: BlobSpan) -> int:
+        tokens = self._keys.num_tokens(span)
+        if span.is_whole_rows:
+            return self._packer.tail_nbytes(tokens)
+        return self._packer.chunk_nbytes(span.first_block * self._keys.block_tokens, tokens)
+
+
+def _still_good(old: BlockRecord | None, hashes: Sequence[bytes]) -> Sequence[int]:
+    """Find the states of the session that lie on its new chain, too."""
+    if old is None or not old.states:
+        return ()
+    common = common_blocks(old.block_hashes, hashes)
+    return [x for x in old.states if x <= common]

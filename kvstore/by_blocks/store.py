@@ -1,0 +1,288 @@
+"""The cold store of an engine that manages its own blocks and hashes (vLLM).
+
+``ColdStore`` works on tokens and on arrays that an engine lends it for as long as it takes. Here
+the engine cuts and names the blocks, and lends them only for moments. So the work is split: the
+caller copies blocks out and in, and encodes and decodes them with ``packer``; this class knows
+which blobs exist, where, and whose they are. Tiers, write-behind, format and codecs are the same.
+
+    missing -> (caller encodes) -> commit           at the end of a turn
+    fetch -> (caller decodes)                       on return
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.packer import Packer
+from kvstore.by_blocks.names import BlobSpan, BlockKeys, BlockRecords
+from kvstore.by_blocks.reader import BlockReader
+from kvstore.by_blocks.reader import Fetched as Fetched
+from kvstore.by_blocks.records import BlockRecord
+from kvstore.by_blocks.reviser import BlockReviser
+from kvstore.codecs.base import Codec
+from kvstore.config import StoreConfig
+from kvstore.ledger.eviction_notices import OnGone
+from kvstore.ledger.ledger import Ledger
+from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.stats import Counters, StoreStats
+from kvstore.tiers.base import Blob, Tier
+from kvstore.workers import Workers
+
+CLOSE_FLUSH_S: Final = 10.0
+DISCARD_S: Final = 2.0  # a restore waits for it
+
+# By key, what is new of a session in this codec.
+Again: TypeAlias = Callable[[Codec], Mapping[bytes, Blob]]
+
+
+class BlockStore:
+    """Thread-safe; commits of one session must not overlap. Owns ``tiers`` and closes them."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        packer: Packer,
+        keys: BlockKeys,
+        fingerprint: str,
+        tiers: Sequence[Tier],
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        has_state: bool = False,
+    ) -> None:
+        """``has_state``: the model has layers that do not keep all tokens."""
+        self.packer = packer
+        self.keys = keys
+        self._config = config
+        self._closed = False
+        records = BlockRecords(keys, packer, fingerprint)
+        self.ledger = ledger = Ledger(
+            config, records, packer, tiers, clock=clock, monotonic=monotonic
+        )
+        self._reviser = BlockReviser(keys, ledger.index, packer, clock)
+        self._reader = BlockReader(ledger, keys, packer, has_state=has_state)
+
+    @property
+    def workers(self) -> Workers:
+        """The store's threads, for whoever packs and unpacks its blobs."""
+        return self.ledger.workers
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of this store, as ``stats`` reports them."""
+        return self.ledger.counters
+
+    # ---- turn end
+
+    def missing(
+        self, hashes: Sequence[bytes], states: Iterable[int] = (), part: Sequence[int] = ()
+    ) -> list[BlobSpan]:
+        """List the blobs of the chain that no tier holds yet.
+
+        Args:
+            states: after how many blocks.
+            part: ids of the tokens behind the last block.
+        """
+        spans = [*self.keys.covering(hashes, part), *(self.keys.state(hashes, x) for x in states)]
+        levels = self.ledger.stack.locate([x.key for x in spans]).levels
+        return [x for x, level in zip(spans, levels, strict=True) if level is None]
+
+    def unlisted(
+        self, hashes: Sequence[bytes], states: Iterable[int] = (), part: Sequence[int] = ()
+    ) -> list[BlobSpan]:
+        """List the blobs of the chain that no known session has.
+
+        About what ``missing`` says, but at once: no tier is asked.
+        """
+        size = self.keys.chunk_blocks
+
+        def is_new(chunk: int) -> bool:
+            return bool(self.ledger.index.unused([self.keys.span(hashes, chunk * size, size).key]))
+
+        # Who has a chunk has all before it.
+        first = bisect_left(range(len(hashes) // size), True, key=is_new) * size
+        spans = [
+            *self.keys.whole(hashes, first),
+            *(self.keys.state(hashes, x) for x in states),
+            *([self.keys.part(hashes, part)] if part else []),
+        ]
+        new = {*self.ledger.index.unused([x.key for x in spans])}
+        return [x for x in spans if x.key in new]
+
+    def commit(
+        self,
+        session: SessionRef,
+        hashes: Sequence[bytes],
+        fresh: Mapping[bytes, Blob],
+        states: Sequence[int] = (),
+        part: Sequence[int] = (),
+        again: Again | None = None,
+    ) -> BlockRecord | None:
+        """The session is now this chain. Fast tier at once, slower ones behind.
+
+        None if no tier takes it: the session stays what it was.
+
+        Args:
+            fresh: new blobs, in the codec of the fastest tier (the first of ``save_codecs``).
+            states: after how many blocks a state is stored; those before that still hold are kept
+                if there are none.
+            part: ids of the tokens behind the last block that are stored, too.
+            again: ``fresh`` in another codec, packed from the same rows. Called for each other one
+                of ``save_codecs``, once the fastest tier has the session; without it slower tiers
+                get copies of what that has.
+        """
+        with self.ledger.claims.claim(self.ledger.record_key(session)):
+            old = self.ledger.find(session)
+            record, obsolete = self._reviser.revise(session, hashes, old, fresh, states, part)
+            kept = self.ledger.committer.commit(record, fresh, obsolete)
+            if kept:
+                self._replicate(record, fresh, obsolete, again)
+        self.counters.add("saves" if kept else "saves_failed")
+        return record if kept else None
+
+    def _replicate(
+        self,
+        record: BlockRecord,
+        fresh: Mapping[bytes, Blob],
+        obsolete: Sequence[bytes],
+        again: Again | None,
+    ) -> None:
+        codecs = self.packer.codecs
+        forms: dict[str, Mapping[bytes, Blob]] = {}
+        try:
+            if again is not None and fresh:
+                for codec in codecs.on(self.ledger.stack.names)[1:]:
+                    forms[codec.id] = again(codec)
+        finally:  # what there is in no form of their own they get as it is
+            self.ledger.committer.replicate(
+                record, lambda tier: forms.get(codecs.of(tier).id, fresh), obsolete
+            )
+
+    @property
+    def save_codecs(self) -> tuple[Codec, ...]:
+        """Codecs that new blobs are wanted in, the fastest tier's first. Empty without tiers."""
+        return self.packer.codecs.on(self.ledger.stack.names)
+
+    @property
+    def home_codec(self) -> Codec:
+        """The fastest tier's."""
+        return next(iter(self.save_codecs), self.packer.codec)
+
+    # ---- return
+
+    def fetch(
+        self,
+        session: SessionRef | None,
+        hashes: Sequence[bytes],
+        first_block: int,
+        deadline_s: float | None = None,
+    ) -> Fetched:
+        """Verified blobs for blocks ``first_block ..`` of a prompt. Blocks.
+
+        Raises ``StoreClosed``, and nothing else: what cannot be had is a ``reason``.
+        """
+        known = self._reader.known(session, hashes)
+        wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
+        fetched = self._reader.fetch(known, hashes, first_block, wait_s)
+        fetched = dataclasses.replace(fetched, hashes=hashes)
+        if fetched.spans:
+            key = self.ledger.record_key(session) if session and known.record else None
+            keys = [x.key for x, _ in fetched.spans]
+            self.workers.later(self.ledger.promotion.used, key, keys, fetched.from_slower)
+        return fetched
+
+    def peek(
+        self, session: SessionRef | None, hashes: Sequence[bytes], first_block: int
+    ) -> tuple[int, MissReason | None]:
+        """Say how far ``fetch`` would come if all blobs are good, and why not further.
+
+        Reads no blob. A part of a block counts as a block. Raises ``StoreClosed``.
+        """
+        known = self._reader.known(session, hashes)
+        return self._reader.peek(known, hashes, first_block)
+
+    def discard(self, key: bytes) -> None:
+        """A blob that could not be decoded must not be offered again."""
+        self.counters.add("corrupt")
+        self.workers.quiet(DISCARD_S)  # or a copy on its way to a faster tier would come after
+        for level in range(len(self.ledger.stack)):
+            self.ledger.stack.delete(level, [key])
+
+    # ---- in between
+
+    def record(self, session: SessionRef) -> BlockRecord | None:
+        """The session's record, also one in codecs that are not known here."""
+        return self.ledger.find_anywhere(session)
+
+    def records(self) -> list[BlockRecord]:
+        """All known sessions in codecs known here, wherever they rest."""
+        return self.ledger.index.usable()
+
+    def tier_of(self, record: BlockRecord) -> TierName | None:
+        """The slowest tier that a restore has to read; None if not even the beginning is held."""
+        return self.ledger.tier_of(record)
+
+    def warm(self, session: SessionRef) -> None:
+        """Bring the whole session to the fastest tier. Blocks."""
+        record = self.ledger.find(session)
+        if record is not None:
+            self.fetch(session, record.block_hashes, 0)
+            self.workers.quiet(self._config.restore_deadline_s)
+
+    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
+        """Bring the session to ``tier``, then drop faster copies. Blocks; says where it rests."""
+        return self.ledger.demote(session, tier)
+
+    def pin(self, session: SessionRef, pinned: bool) -> None:
+        """Raises ``PinLimit``: pinned sessions would take more than they may."""
+        self.ledger.pin(session, pinned)
+
+    def forget(self, session: SessionRef) -> bool:
+        """Remove the session from every tier, except what another session here uses. Blocks.
+
+        A save of it that has begun must have ended: what it commits later, stays.
+        """
+        return self.ledger.forget(session)
+
+    def expire(self) -> None:
+        """Forget sessions that nobody came back to for ``ttl_s``; done now and then anyway."""
+        self.ledger.expire()
+
+    # ---- the store itself
+
+    @property
+    def codecs(self) -> CodecSet:
+        """The codecs that the store uses now."""
+        return self.packer.codecs
+
+    def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
+        """Use these codecs from now on: see ``ColdStore.adopt``."""
+        self.ledger.adopt(codecs, keep=keep)
+
+    def listen(self, on_gone: OnGone) -> None:
+        """``on_gone`` hears, on a store thread, of each session that its ttl or eviction took.
+
+        It is told within a minute, and of a ``SessionRef`` without a salt.
+        """
+        self.ledger.listen(on_gone)
+
+    def stats(self, save_queue_bytes: int = 0) -> StoreStats:
+        """A moment of the store. ``save_queue_bytes``: hot bytes that wait at the caller's."""
+        return self.ledger.stats(save_queue_bytes)
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until every tier has what it takes of all commits; False if time ran out."""
+        return self.ledger.flush(deadline_s)
+
+    def close(self) -> None:
+        """Flush for a bounded time, stop all threads, close the tiers. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.flush(CLOSE_FLUSH_S)
+        self.ledger.close()

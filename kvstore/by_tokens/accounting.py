@@ -1,0 +1,49 @@
+"""How many bytes one session really takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.blobs.chain import CHUNK, KEY_BYTES, SNAPSHOT, TAIL
+from kvstore.blobs.codec_tags import TAG_BYTES
+from kvstore.by_tokens.records import SessionRecord
+from kvstore.ledger.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class SessionBytes:
+    """Blobs as they rest in the fastest tier that has them, headers included.
+
+    Shared chunks count for each session.
+    """
+
+    chunks: int
+    tail: int
+    snapshots: int
+    record: int
+    keys: int
+    num_blobs: int
+
+    @property
+    def total(self) -> int:
+        return self.chunks + self.tail + self.snapshots + self.record + self.keys
+
+
+def measure(ledger: Ledger[SessionRecord], record: SessionRecord) -> SessionBytes:
+    """Read every blob that is still held and add up their bytes; for benchmarks and tests."""
+    stack, keys = ledger.stack, ledger.index.blob_keys(record)
+    sizes = {CHUNK: 0, TAIL: 0, SNAPSHOT: 0}
+    num_blobs = 1
+    for key, level in zip(keys, stack.locate(keys).levels, strict=True):
+        blob = None if level is None else stack.find(level, [key])[0]
+        if blob is not None:
+            sizes[key[:1]] += len(blob)
+            num_blobs += 1
+    return SessionBytes(
+        chunks=sizes[CHUNK],
+        tail=sizes[TAIL],
+        snapshots=sizes[SNAPSHOT],
+        record=len(ledger.kind.pack(record)),
+        keys=num_blobs * KEY_BYTES + (num_blobs - 1) * TAG_BYTES,
+        num_blobs=num_blobs,
+    )

@@ -1,0 +1,100 @@
+"""All blobs of one session, by key, in the order in which they matter.
+
+A session's blobs are its full chunks, and behind them either the tail or, for a model whose cache
+cannot be cut, its snapshots. The order is that of the tokens: whoever evicts from the end loses the
+least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.blobs import format as blobs
+from kvstore.blobs.chain import Chain, KeySpace
+from kvstore.blobs.packer import RECORD_CODEC, Packer
+from kvstore.by_tokens.records import SessionRecord, decode_record, encode_record, left_behind_keys
+from kvstore.errors import Mismatch
+from kvstore.tiers.base import Blob
+
+
+@dataclass(frozen=True)
+class SessionKeys:
+    """The keys of one session's blobs, by kind."""
+
+    chunks: list[bytes]
+    tail: bytes | None
+    snapshots: dict[int, bytes]  # by position, ascending
+
+    def in_order(self, chunk_tokens: int) -> list[bytes]:
+        """Chunks and snapshots by the last token they need, the tail at the end."""
+        ends = [((i + 1) * chunk_tokens, key) for i, key in enumerate(self.chunks)]
+        placed = sorted(ends + list(self.snapshots.items()), key=lambda x: x[0])
+        return [key for _, key in placed] + ([self.tail] if self.tail else [])
+
+
+class KeyMaker:
+    """Knows which kinds of blobs this store's sessions have.
+
+    Args:
+        growing: the model has layers that grow with the tokens.
+        needs_state: its cache cannot be cut back, so sessions have snapshots and no tail.
+    """
+
+    def __init__(self, space: KeySpace, *, growing: bool, needs_state: bool) -> None:
+        self.space = space
+        self.growing = growing
+        self.needs_state = needs_state
+
+    def record_key(self, record: SessionRecord) -> bytes:
+        """The key that the record itself rests under."""
+        return self.space.record_key(record.tenant, record.id)
+
+    def of(self, record: SessionRecord, chain: Chain | None = None) -> SessionKeys:
+        """The keys of all its blobs. ``chain``: of the record's tokens, if it was hashed before."""
+        chain = chain or self.space.chain(record.root, record.tokens)
+        has_tail = self.growing and not self.needs_state and record.tail_tokens > 0
+        return SessionKeys(
+            chain.chunk_keys if self.growing else [],
+            chain.tail_key(record.tenant, record.id) if has_tail else None,
+            {x: chain.snapshot_key(x) for x in record.snapshots},
+        )
+
+
+class TokenRecords:
+    """Tells the ledger about records of chains of tokens: see ``RecordKind``."""
+
+    def __init__(self, keys: KeyMaker, packer: Packer) -> None:
+        self._keys = keys
+        self._packer = packer
+
+    def key(self, tenant: str, session_id: str) -> bytes:
+        return self._keys.space.record_key(tenant, session_id)
+
+    def blob_keys(self, record: SessionRecord) -> list[bytes]:
+        return self._keys.of(record).in_order(self._keys.space.chunk_tokens)
+
+    def first_blob(self, record: SessionRecord, blob_keys: Sequence[bytes]) -> bytes | None:
+        return blob_keys[0] if blob_keys else None
+
+    def left_behind(self, record: SessionRecord) -> Sequence[bytes]:
+        return left_behind_keys(record)
+
+    def nbytes(self, record: SessionRecord) -> int:
+        return len(record.token_ids) + len(record.left_behind)
+
+    def is_usable(self, record: SessionRecord) -> bool:
+        ours = record.fingerprint == self._packer.fingerprint
+        return ours and self._packer.reads_any(record.codecs)
+
+    def pack(self, record: SessionRecord) -> Blob:
+        key = self.key(record.tenant, record.id)
+        header = self._packer.record_header(key, record.num_tokens)
+        return blobs.pack(header, encode_record(record))
+
+    def unpack(self, key: bytes, blob: Blob) -> SessionRecord:
+        """A record by whatever model; who uses it compares ``root``."""
+        header, payload = blobs.parse(blob)
+        if header.key != key or header.codec != RECORD_CODEC:
+            raise Mismatch("the record is of another session")
+        return decode_record(payload)

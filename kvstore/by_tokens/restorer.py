@@ -1,0 +1,203 @@
+"""Reading a match back into live KV.
+
+Blobs are read in batches, a few ahead of the codec threads, and each is verified and decoded by a
+codec thread straight into its place in the final arrays. A blob that is missing or damaged in one
+tier is looked for in the others; where none has it, the tokens before it are still good. When time
+runs out, whatever came first is kept: prefill does the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, TypeVar
+
+from kvstore.blobs.chain import SNAPSHOT, TAIL, Tokens, no_tokens
+from kvstore.blobs.packer import Packer
+from kvstore.blobs.snapshot import StateTree
+from kvstore.by_tokens.matcher import BlobRead, Match
+from kvstore.by_tokens.records import SessionRecord
+from kvstore.errors import TierUnavailable
+from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.reading import CopyReader
+from kvstore.session import MissReason, TierName
+from kvstore.shapes import KVPair, KVRun, slice_tokens
+from kvstore.tiers.base import Blob
+
+T = TypeVar("T")
+READ_BATCH: Final = 8  # blobs per call to a tier
+READS_AHEAD: Final = 2  # batches being read while earlier ones are decoded
+
+# What a tier said when asked for a blob.
+Answer: TypeAlias = Blob | TierUnavailable | None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The KV of ``tokens``, (num_tokens,) int32, as the engine wants it.
+
+    ``run``: per growing layer K and V, (num_kv_heads, num_tokens, head_dim), the engine's dtype
+    (bf16 as uint16), C-contiguous, the receiver's to keep. ``state``: for a cache that cannot be
+    cut, its state after exactly these tokens. ``tier``: the slowest that was read. ``reason``: why
+    fewer tokens than the match promised. ``lossy_tokens``: behind so many there is nothing that a
+    lossy codec has been at; whoever saves these rows again says so.
+    """
+
+    num_tokens: int
+    run: list[KVPair] = field(repr=False)
+    state: StateTree = field(repr=False)
+    tier: TierName | None
+    reason: MissReason | None
+    tokens: Tokens = field(default_factory=no_tokens, repr=False)
+    lossy_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The end of one read: the copy that was good, or why there was none."""
+
+    read: BlobRead
+    level: int | None
+    blob: Blob | None = None
+    state: StateTree = None
+    reason: MissReason | None = None
+
+
+class Restorer:
+    """Thread-safe; every ``load`` works on arrays of its own."""
+
+    def __init__(self, ledger: Ledger[SessionRecord], packer: Packer) -> None:
+        self._stack = ledger.stack
+        self._workers = ledger.workers
+        self._monotonic = ledger.monotonic
+        self._copies = CopyReader(ledger.stack, ledger.counters)
+        self._packer = packer
+
+    def load(self, match: Match, deadline_s: float) -> tuple[Restored, list[tuple[bytes, Blob]]]:
+        """The restored prefix, and those of its blobs that the fastest tier lacks."""
+        give_up_at = self._monotonic() + deadline_s
+        out = self._packer.layout.empty(match.num_tokens)
+        decodes = self._start_decoding(match.reads, out, give_up_at)
+        good, reason = self._leading_good(decodes, len(match.reads), give_up_at)
+        for future in decodes:
+            future.cancel()
+        restored = self._assemble(match, good, out, reason)
+        return restored, [(x.read.key, x.blob) for x in good if x.level and x.blob is not None]
+
+    # ---- reading
+
+    def _start_decoding(
+        self, reads: Sequence[BlobRead], out: KVRun, give_up_at: float
+    ) -> list[Future[_Outcome]]:
+        """One future per read, in order; fewer if reading took too long."""
+        decodes: list[Future[_Outcome]] = []
+        first = 0
+        for batch, answers in self._read_ahead(reads, give_up_at):
+            for read, answer in zip(batch, answers, strict=True):
+                target = slice_tokens(out, first, first + read.take)
+                decodes.append(self._workers.codec(self._decode, read, answer, target))
+                first += read.take
+        return decodes
+
+    def _read_ahead(
+        self, reads: Sequence[BlobRead], give_up_at: float
+    ) -> Iterator[tuple[Sequence[BlobRead], list[Answer]]]:
+        waiting = deque(reads[i : i + READ_BATCH] for i in range(0, len(reads), READ_BATCH))
+        under_way: deque[tuple[Sequence[BlobRead], Future[list[Answer]]]] = deque()
+        while waiting or under_way:
+            while waiting and len(under_way) < READS_AHEAD:
+                batch = waiting.popleft()
+                under_way.append((batch, self._workers.read(self._read, batch)))
+            batch, future = under_way.popleft()
+            answers = self._in_time(future, give_up_at)
+            if answers is None:
+                return
+            yield batch, answers
+
+    def _read(self, reads: Sequence[BlobRead]) -> list[Answer]:
+        """Read blobs on a reader thread: neighbours that rest in the same tier with one call."""
+        answers: list[Answer] = []
+        for level, group in itertools.groupby(reads, key=lambda x: x.level):
+            keys = [x.key for x in group]
+            try:
+                answers += self._stack.get(level, keys)
+            except TierUnavailable as error:
+                answers += [error] * len(keys)
+        return answers
+
+    def _in_time(self, future: Future[T], give_up_at: float) -> T | None:
+        """The result, or None if it does not come in time."""
+        try:
+            return future.result(timeout=max(give_up_at - self._monotonic(), 0.0))
+        except TimeoutError:
+            return None
+
+    # ---- decoding, on a codec thread
+
+    def _decode(self, read: BlobRead, answer: Answer, target: KVRun) -> _Outcome:
+        """Unpack the copy of the planned tier, else the first good one of any other."""
+
+        def asked(level: int) -> Blob | None:
+            if level != read.level:
+                return self._stack.get(level, [read.key])[0]
+            if isinstance(answer, TierUnavailable):
+                raise answer
+            return answer
+
+        levels = (read.level, *(i for i in range(len(self._stack)) if i != read.level))
+        found = self._copies.read(
+            read.key, levels, lambda blob: self._unpack(read, blob, target), asked
+        )
+        if isinstance(found, str):
+            return _Outcome(read, None, reason=found)
+        return _Outcome(read, found.level, found.blob, found.value)
+
+    def _unpack(self, read: BlobRead, blob: Blob, target: KVRun) -> StateTree:
+        key, first, count = read.key, read.first_token, read.num_tokens
+        if read.kind == SNAPSHOT:
+            return self._packer.unpack_snapshot(blob, key, first, count, target)
+        if read.kind == TAIL:
+            self._packer.unpack_tail(blob, key, first, count, target)
+        else:
+            self._packer.unpack_chunk(blob, key, first, count, target)
+        return None
+
+    # ---- putting together
+
+    def _leading_good(
+        self, decodes: list[Future[_Outcome]], num_reads: int, give_up_at: float
+    ) -> tuple[list[_Outcome], MissReason | None]:
+        good: list[_Outcome] = []
+        for future in decodes:
+            outcome = self._in_time(future, give_up_at)
+            if outcome is None:
+                return good, "deadline"
+            if outcome.level is None:
+                return good, outcome.reason
+            good.append(outcome)
+        return good, None if len(good) == num_reads else "deadline"
+
+    def _assemble(
+        self, match: Match, good: list[_Outcome], out: list[KVPair], reason: MissReason | None
+    ) -> Restored:
+        if reason is not None and match.reads and match.reads[-1].kind == SNAPSHOT:
+            good = []  # without the state at its end, a run of tokens is of no use
+        num_tokens = sum(x.read.take for x in good)
+        if num_tokens < match.num_tokens:
+            # A late thread may still be writing behind the good prefix: give away a copy.
+            out = [(k.copy(), v.copy()) for k, v in slice_tokens(out, 0, num_tokens)]
+        levels = [x.level for x in good if x.level is not None]
+        tier = self._stack.name(max(levels)) if levels else None
+        state = good[-1].state if good else None
+        tokens = match.tokens[:num_tokens]
+        return Restored(num_tokens, out, state, tier, reason, tokens, self._lossy_tokens(good))
+
+    def _lossy_tokens(self, good: list[_Outcome]) -> int:
+        ends = [0]
+        for x in good:
+            if x.blob is not None and self._packer.is_lossy(x.blob):
+                ends.append(x.read.first_token + x.read.take)
+        return max(ends)

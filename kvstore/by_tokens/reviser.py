@@ -1,0 +1,118 @@
+"""What a new save makes of a session's older record.
+
+The new record replaces the old one whatever their tokens have in common: the new is longer (the
+usual update), shorter (an answer is generated again), or leaves it half-way (an edited message). Of
+the old one the tail goes, and so do states that are no longer kept. Chunks of a branch that was
+left stay, for the user may go back; the record remembers them so that ``forget`` finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.blobs.chain import CHUNK, Chain, Tokens, common_prefix
+from kvstore.blobs.packer import Packer
+from kvstore.by_tokens.keys import KeyMaker
+from kvstore.by_tokens.records import SessionRecord, left_behind_keys
+from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.record import codecs_of
+from kvstore.session import SessionRef
+
+MAX_LEFT_BEHIND: Final = 1024  # chunks of abandoned branches that a record remembers
+
+
+@dataclass(frozen=True)
+class SessionUpdate:
+    """A session as it is to be saved, next to what was saved before."""
+
+    session: SessionRef
+    tokens: Tokens
+    root: bytes
+    chain: Chain
+    old: SessionRecord | None
+
+    @property
+    def common(self) -> int:
+        """Tokens of the older record that still hold."""
+        if self.old is None or self.old.root != self.root:
+            return 0
+        return common_prefix(self.old.tokens, self.tokens)
+
+
+@dataclass(frozen=True)
+class Revision:
+    record: SessionRecord
+    obsolete: list[bytes]  # keys that nobody needs once the record is replaced
+
+
+def kept_positions(old: Iterable[int], new: Iterable[int], most: int) -> tuple[int, ...]:
+    """Choose the snapshots to keep: the first (its system prompt, often) and the newest."""
+    every = sorted({*old, *new})
+    if len(every) <= most:
+        return tuple(every)
+    return (every[0], *every[len(every) - most + 1 :]) if most > 1 else (every[-1],)
+
+
+class Reviser:
+    def __init__(self, keys: KeyMaker, index: SessionIndex[SessionRecord], packer: Packer) -> None:
+        self._keys = keys
+        self._index = index
+        self._packer = packer
+
+    def revise(
+        self,
+        update: SessionUpdate,
+        snapshots: tuple[int, ...],
+        now_s: float,
+        packed_bytes: int,
+        state_bytes: int,
+    ) -> Revision:
+        remembered, overflow = self._left_behind(update)
+        record = SessionRecord(
+            tenant=update.session.tenant,
+            id=update.session.id,
+            fingerprint=self._packer.fingerprint,
+            codecs=codecs_of(self._packer.readable, update.old.codecs if update.old else ()),
+            root=update.root,
+            token_ids=update.tokens.tobytes(),
+            tail_tokens=len(update.tokens) % self._keys.space.chunk_tokens,
+            snapshots=snapshots,
+            last_used_s=now_s,
+            left_behind=remembered,
+            pinned=update.old.pinned if update.old else False,
+            packed_bytes=packed_bytes,
+            state_bytes=state_bytes,
+        )
+        return Revision(record, self._obsolete(update, record, overflow))
+
+    def _left_behind(self, update: SessionUpdate) -> tuple[bytes, list[bytes]]:
+        """Digests of abandoned chunks, oldest first, and keys of those too many to remember."""
+        if update.old is None:
+            return b"", []
+        abandoned = left_behind_keys(update.old) + self._abandoned_now(update)
+        current = set(update.chain.chunk_keys)
+        keys = [x for x in dict.fromkeys(abandoned) if x not in current]
+        overflow, keys = keys[:-MAX_LEFT_BEHIND], keys[-MAX_LEFT_BEHIND:]
+        return b"".join(x[len(CHUNK) :] for x in keys), overflow
+
+    def _abandoned_now(self, update: SessionUpdate) -> list[bytes]:
+        assert update.old is not None
+        size, old = self._keys.space.chunk_tokens, update.old
+        shared = update.common // size
+        if not self._keys.growing or shared == old.num_tokens // size:
+            return []
+        return self._keys.of(old).chunks[shared:]
+
+    def _obsolete(
+        self, update: SessionUpdate, record: SessionRecord, overflow: list[bytes]
+    ) -> list[bytes]:
+        if update.old is None:
+            return []
+        before = self._keys.of(update.old)
+        now = self._keys.of(record, update.chain)
+        kept = {now.tail, *now.snapshots.values()}
+        shareable = [x for x in before.snapshots.values() if x not in kept] + overflow
+        gone = self._index.unshared(shareable, self._keys.record_key(update.old))
+        return gone + ([before.tail] if before.tail and before.tail not in kept else [])

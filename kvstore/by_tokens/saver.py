@@ -1,0 +1,121 @@
+"""Saving turns, off the critical path.
+
+One thread takes saves from the queue, one at a time, first into the fastest tier, then, packed anew
+from the same rows where a slower tier has a codec of its own, into the others. Only chunks that no
+tier holds are encoded, by the codec threads: the work is proportional to the new tokens, and an
+existing chunk is never encoded again, nor are rows that were restored from a lossy copy of it, so a
+session that sleeps a hundred times loses nothing more than once. The
+record is written last: whoever finds it finds what it names. The process may end at any moment: the
+session is then as it was after this turn or the one before. A power cut may lose the sessions that
+were being saved, because the disk tier overwrites what it replaces while its last commit may not
+have reached the medium; they are computed anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Final
+
+from kvstore.by_tokens.encoder import Encoded, Encoder
+from kvstore.by_tokens.keys import KeyMaker
+from kvstore.by_tokens.records import SessionRecord
+from kvstore.by_tokens.reviser import Reviser, SessionUpdate
+from kvstore.by_tokens.save_queue import OnDone, SaveJob, SaveQueue
+from kvstore.ledger.ledger import Ledger
+
+LOOK_S: Final = 15.0  # how long one look at the queue may take
+
+_log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Owns the thread that saves."""
+
+    def __init__(
+        self,
+        queue: SaveQueue,
+        encoder: Encoder,
+        reviser: Reviser,
+        keys: KeyMaker,
+        ledger: Ledger[SessionRecord],
+    ) -> None:
+        self._queue = queue
+        self._encoder = encoder
+        self._reviser = reviser
+        self._keys = keys
+        self._ledger = ledger
+        self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._queue.closed:
+            job = self._queue.take(LOOK_S)
+            if job is not None:
+                self._serve(job)
+            job = None  # while waiting for the next: its listeners may hold a session's KV
+
+    def _serve(self, job: SaveJob) -> None:
+        record = None
+        try:
+            record = self._save(job)
+        except Exception:  # the edge of this thread: one bad save must not end all others
+            _log.exception("a session could not be saved")
+        self._ledger.counters.add("saves" if record else "saves_failed")
+        self._queue.finish(job)
+        for on_done in job.on_done:
+            _tell(on_done, record)
+
+    def _save(self, job: SaveJob) -> SessionRecord | None:
+        root = self._keys.space.root(job.session.salt)
+        chain = self._keys.space.chain(root, job.tokens)
+        update = SessionUpdate(job.session, job.tokens, root, chain, self._ledger.find(job.session))
+        encoded = self._encoder.encode(update, job)
+        revision = self._reviser.revise(
+            update,
+            encoded.snapshots,
+            self._ledger.clock(),
+            encoded.packed_bytes,
+            encoded.state_bytes,
+        )
+        record = revision.record
+        if not self._ledger.committer.commit(record, encoded.fresh, revision.obsolete):
+            return None
+        forms = {encoded.codec.id: encoded.fresh}
+        try:
+            self._pack_for_slower(update, job, encoded, forms)
+        finally:  # what there is in no form of their own they copy from the fastest tier
+            self._queue.encoded(job)
+            fresh_of = encoded.codecs.of
+            self._ledger.committer.replicate(
+                record, lambda tier: forms.get(fresh_of(tier).id, encoded.fresh), revision.obsolete
+            )
+        return record
+
+    def _pack_for_slower(
+        self,
+        update: SessionUpdate,
+        job: SaveJob,
+        encoded: Encoded,
+        forms: dict[str, dict[bytes, bytes]],
+    ) -> None:
+        """Pack by every other codec that a tier has, once the fastest tier has the session."""
+        for codec in self._encoder.others(encoded):
+            if self._queue.is_pressed(job):
+                self._ledger.counters.add(
+                    "saves_copied"
+                )  # denser would be better, later would be worse
+                return
+            forms[codec.id] = self._encoder.encode_again(update, job, encoded, codec)
+
+
+def _tell(on_done: OnDone, record: SessionRecord | None) -> None:
+    try:
+        on_done(record)
+    except Exception:  # the listener's own defect must not end the saving thread
+        _log.exception("a listener of a finished save failed")

@@ -1,0 +1,306 @@
+"""The cold store: sessions in, sessions out.
+
+A cold session is only a cache. ``save`` may be skipped, a tier may lose a blob or be down, a blob
+may be damaged: each costs a recompute of the tokens concerned and nothing else. What ``load`` gives
+back was verified blob by blob against the tokens it was computed from, the tenant's salt, the model
+and the codec.
+
+The parts, in the order in which a session meets them: ``save_queue`` and ``saver`` (turn end),
+``encoder`` and ``reviser`` (which blobs, which record), then ``matcher`` and ``restorer`` (on
+return). Which sessions there are, where they rest and who leaves is the ledger's business
+(``kvstore.ledger``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstore.blobs.chain import KeySpace, Tokens, as_tokens, common_prefix
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.packer import Packer
+from kvstore.blobs.snapshot import Snapshot as Snapshot
+from kvstore.blobs.snapshot import StateArray as StateArray
+from kvstore.blobs.snapshot import StateTree as StateTree
+from kvstore.blobs.snapshot import state_nbytes
+from kvstore.by_tokens.accounting import SessionBytes, measure
+from kvstore.by_tokens.encoder import Encoder
+from kvstore.by_tokens.keys import KeyMaker, TokenRecords
+from kvstore.by_tokens.matcher import Match as Match
+from kvstore.by_tokens.matcher import Matcher
+from kvstore.by_tokens.records import SessionRecord
+from kvstore.by_tokens.restorer import Restored as Restored
+from kvstore.by_tokens.restorer import Restorer
+from kvstore.by_tokens.reviser import Reviser
+from kvstore.by_tokens.save_queue import Offered, OnDone, SaveJob, SaveQueue
+from kvstore.by_tokens.saver import Saver
+from kvstore.chunk_size import chunk_tokens
+from kvstore.codecs.base import Codec
+from kvstore.config import StoreConfig
+from kvstore.errors import StoreClosed
+from kvstore.ledger.claims import Claims
+from kvstore.ledger.eviction_notices import OnGone
+from kvstore.ledger.ledger import Ledger
+from kvstore.session import SessionRef, TierName
+from kvstore.shapes import KVRun, StoredModel
+from kvstore.stats import StoreStats
+from kvstore.tiers.base import Tier
+
+WAIT_S: Final = 30.0  # for saves of the session that are under way
+CLOSE_FLUSH_S: Final = 10.0
+
+
+class ColdStore:
+    """Thread-safe. Owns ``tiers`` (fastest first) and closes them.
+
+    Raises:
+        UnknownCodec: a codec cannot take this layout.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        model: StoredModel,
+        codecs: Codec | CodecSet,
+        tiers: Sequence[Tier],
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self.layout = model.layout
+        self._closed = False
+        self.packer = packer = Packer(codecs, model.layout, model.fingerprint)
+        space = KeySpace(model.fingerprint, chunk_tokens(config), model.name)
+        growing = bool(model.layout.layers)
+        self.keys = keys = KeyMaker(space, growing=growing, needs_state=model.needs_state)
+        claims = Claims()
+        self._queue = queue = SaveQueue(config.save_queue_bytes, claims)
+        self.ledger = ledger = Ledger(
+            config,
+            TokenRecords(keys, packer),
+            packer,
+            tiers,
+            claims=claims,
+            is_awaited=queue.is_waiting,
+            clock=clock,
+            monotonic=monotonic,
+        )
+        self._matcher = Matcher(ledger, keys, packer)
+        self._restorer = Restorer(ledger, packer)
+        encoder = Encoder(ledger, packer, keys, config.max_snapshots)
+        self._saver = Saver(queue, encoder, Reviser(keys, ledger.index, packer), keys, ledger)
+        self._saver.start()
+
+    # ---- turn end
+
+    def save(
+        self,
+        session: SessionRef,
+        token_ids: Sequence[int] | Tokens,
+        run: KVRun,
+        snapshots: Sequence[Snapshot] = (),
+        on_done: OnDone | None = None,
+        lossy_tokens: int = 0,
+    ) -> bool:
+        """Keep this session's KV. Any thread; returns at once.
+
+        Args:
+            run: views of the KV of ``token_ids``, from the first token on; all growing layers,
+                the layout's dtype. They are read later, on store threads, so their memory must not
+                change, and are let go of as soon as they are encoded.
+            snapshots: states at positions within ``token_ids`` (models that need them only).
+            on_done: called on a store thread with the session's new record, or with None if it
+                could not be saved. Of a save that gave way to a newer one it is called with the
+                newer one's record.
+            lossy_tokens: if any of the KV was restored, what ``Restored`` said of it. Chunks among
+                these tokens that no tier has any more are kept as rows, not packed once more.
+
+        Returns:
+            False if the save was skipped, because too much is waiting or nothing can hold it;
+            ``on_done`` is then not called.
+        """
+        tokens = as_tokens(token_ids)
+        if len(run):
+            tokens = tokens[: run[0][0].shape[1]]
+        key = self.ledger.record_key(session)
+        nbytes = self._unsaved_bytes(key, tokens) + sum(state_nbytes(x.state) for x in snapshots)
+        listeners = [] if on_done is None else [on_done]
+        job = SaveJob(key, session, tokens, run, tuple(snapshots), nbytes, listeners, lossy_tokens)
+        possible = len(tokens) > 0 and len(self.ledger.stack) > 0
+        offered = self._queue.offer(job) if possible else Offered.REFUSED
+        if offered is Offered.SUPERSEDED:
+            self.ledger.counters.add("saves_superseded")
+        if offered is Offered.REFUSED:
+            self.ledger.counters.add("saves_skipped")
+        return offered is not Offered.REFUSED
+
+    def settled(self, session: SessionRef) -> bool:
+        """No save of this session is waiting or running."""
+        return self._queue.settled(self.ledger.record_key(session))
+
+    # ---- return
+
+    def match(
+        self,
+        session: SessionRef | None,
+        salt: bytes,
+        token_ids: Sequence[int] | Tokens,
+        limit: int,
+        boundaries: Sequence[int] = (),
+    ) -> Match:
+        """The longest prefix of at most ``limit`` tokens that can be restored.
+
+        By the session's own record token by token, else by content in full chunks (another session
+        of the tenant began alike). A model that needs state can only resume where a snapshot is:
+        its record's, or at one of ``boundaries`` if anybody left one there.
+        """
+        if self._closed:
+            return Match(0, None, "disabled")
+        match = self._matcher.match(session, salt, token_ids, limit, boundaries)
+        if match.reason is not None:
+            self.ledger.counters.add(f"misses.{match.reason}")
+        return match
+
+    def prepare(self, session: SessionRef) -> Match:
+        """All that the session's record covers, for a restore ahead of the prompt."""
+        record = self.record(session)
+        if record is None:
+            return Match(0, None, "disabled" if self._closed else "never-stored")
+        return self._matcher.match(session, session.salt, record.tokens, record.num_tokens)
+
+    def load(self, match: Match, deadline_s: float | None = None) -> Restored:
+        """Read and decode what ``match`` promised, or the good prefix of it. Blocks.
+
+        Never raises for bad or missing blobs, or for tiers that are down. Blobs that came from a
+        slower tier are put into the fastest one afterwards, in the background.
+        """
+        wait_s = self._config.restore_deadline_s if deadline_s is None else deadline_s
+        try:
+            restored, slow = self._restorer.load(match, wait_s)
+            if restored.num_tokens:
+                keys = [x.key for x in match.reads]
+                used = self.ledger.promotion.used
+                self.ledger.workers.later(used, match.record_key, keys, slow)
+        except StoreClosed:
+            return Restored(0, self.layout.empty(0), None, None, "disabled")
+        self.ledger.counters.add("restores", int(restored.num_tokens > 0))
+        self.ledger.counters.add("restored_tokens", restored.num_tokens)
+        if restored.reason is not None:
+            self.ledger.counters.add(f"misses.{restored.reason}")
+        return restored
+
+    # ---- in between
+
+    def record(self, session: SessionRef) -> SessionRecord | None:
+        """The record of the session, if its blobs can be used by this engine."""
+        return None if self._closed else self._matcher.usable_record(session)
+
+    def records(self) -> list[SessionRecord]:
+        """All sessions of this model, in codecs known here, that rest in local tiers."""
+        return [] if self._closed else self.ledger.resting_here()
+
+    def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
+        """The slowest tier that a restore has to read; None if not even the beginning is held."""
+        record = session if isinstance(session, SessionRecord) else self.record(session)
+        return None if record is None or self._closed else self.ledger.tier_of(record)
+
+    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
+        """Bring the session to ``tier`` and drop faster copies. Blocks; says where it rests now.
+
+        A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
+        """
+        if self._closed:
+            return None
+        self._queue.wait_settled(self.ledger.record_key(session), WAIT_S)
+        return self.ledger.demote(session, tier)
+
+    def pin(self, session: SessionRef, pinned: bool) -> None:
+        """Keep the session's blobs from eviction, or stop to. Blocks while a save of it runs.
+
+        Nothing happens for a session that was never saved. Raises ``PinLimit``: with it, pinned
+        sessions would take more than their share.
+        """
+        if not self._closed:
+            self._queue.wait_settled(self.ledger.record_key(session), WAIT_S)
+            self.ledger.pin(session, pinned)
+
+    def is_pinned(self, session: SessionRef) -> bool:
+        """True if its record says so by now. Asks memory only, so it does not wait."""
+        record = self.ledger.index.get(self.ledger.record_key(session))
+        return record is not None and record.pinned
+
+    def forget(self, session: SessionRef) -> bool:
+        """Remove the session from every tier; False if nothing was known of it. Blocks.
+
+        Afterwards no tier holds anything of it but chunks that another session here uses. A tier
+        that is down is told when it is back.
+        """
+        if self._closed:
+            return False
+        dropped = self._queue.drop(self.ledger.record_key(session))
+        was_known = self.ledger.forget(session)
+        for on_done in dropped.on_done if dropped else ():
+            on_done(None)
+        return was_known or dropped is not None
+
+    def expire(self) -> None:
+        """Forget sessions that nobody came back to for ``ttl_s``; done now and then anyway."""
+        self.ledger.expire()
+
+    def session_bytes(self, session: SessionRef) -> SessionBytes | None:
+        """Bytes that the session takes, counted blob by blob; for benchmarks."""
+        record = self.record(session)
+        return measure(self.ledger, record) if record else None
+
+    # ---- the store itself
+
+    @property
+    def codecs(self) -> CodecSet:
+        """The codecs that the store uses now."""
+        return self.packer.codecs
+
+    def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
+        """Use these codecs from now on. Any thread; waits for nobody.
+
+        What is stored stays as it is. ``keep``: codecs that could be read before still can;
+        otherwise their blobs are as good as gone. Warm new codecs first. Raises ``UnknownCodec``,
+        with nothing changed: one of them cannot take this layout.
+        """
+        self.ledger.adopt(codecs, keep=keep)
+
+    def listen(self, on_gone: OnGone) -> None:
+        """Call ``on_gone``, on a store thread, for each session that its ttl or eviction took.
+
+        It is told within a minute, and of a ``SessionRef`` without a salt.
+        """
+        self.ledger.listen(on_gone)
+
+    def stats(self) -> StoreStats:
+        """A moment of the store."""
+        return self.ledger.stats(self._queue.nbytes)
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until every tier has what it takes of all saves; False if time ran out."""
+        give_up_at = self.ledger.monotonic() + deadline_s
+        if self._closed or not self._queue.wait_idle(deadline_s):
+            return False
+        return self.ledger.flush(give_up_at - self.ledger.monotonic())
+
+    def close(self) -> None:
+        """Flush for a bounded time, stop all threads, close the tiers. Safe to call twice."""
+        if self._closed:
+            return
+        self.flush(CLOSE_FLUSH_S)
+        self._closed = True
+        dropped = self._queue.close()
+        self._saver.join()
+        self.ledger.close()
+        for on_done in (x for job in dropped for x in job.on_done):
+            on_done(None)
+
+    def _unsaved_bytes(self, key: bytes, tokens: Tokens) -> int:
+        record = self.ledger.index.get(key)
+        known = common_prefix(record.tokens, tokens) if record else 0
+        return (len(tokens) - known) * self.layout.bytes_per_token

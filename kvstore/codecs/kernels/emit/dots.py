@@ -1,0 +1,224 @@
+"""Products of small integers, exact, by whatever instruction the host has for them.
+
+A tile is a few tokens by a few vectors of columns, its sums in registers. What is multiplied lies
+in *groups* of 32 bits: four bytes where the host has a dot product of bytes (VNNI, ARM's sdot),
+else two words of 16 bits. Sums of integers know no order, so all hosts agree to the last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kvstore.codecs.kernels.emit.emitter import I8, I16, I32, I64, Emitter, Value
+from kvstore.codecs.kernels.emit.features import host_features
+
+# (emitter, sums, groups of one token in all lanes, groups of the columns) -> sums
+Dot: TypeAlias = Callable[[Emitter, Value, Value, Value], Value]
+TILE_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class HostVectors:
+    """The vectors and dot products of this machine; they stay the same while a process lives."""
+
+    lanes: int  # 32-bit integers of a vector
+    tile_vectors: int  # vectors of columns of a tile
+    bytes_dot: str  # "vnni", "sdot", or empty: it has none
+    words_dot: str  # "vnni", "madd", or empty: it has none
+
+    @property
+    def group(self) -> int:
+        """Components of a group when unpacking: bytes if there is a dot product of bytes."""
+        return 4 if self.bytes_dot else 2
+
+    @property
+    def offset(self) -> int:
+        """A number added to levels, because VNNI multiplies unsigned bytes by signed ones."""
+        return 128 if self.bytes_dot == "vnni" else 0
+
+    @property
+    def tile_columns(self) -> int:
+        """The columns of a tile."""
+        return self.lanes * self.tile_vectors
+
+
+@functools.cache
+def host_vectors() -> HostVectors:
+    """Choose by the features of this machine."""
+    features = host_features()
+    if "avx512bw" in features:
+        vnni = "vnni" if "avx512vnni" in features else ""
+        return HostVectors(16, 4, vnni, vnni or "madd")
+    if "avx2" in features:
+        vnni = "vnni" if "avxvnni" in features else ""
+        return HostVectors(8, 2, vnni, vnni or "madd")
+    return HostVectors(4, 4, "sdot" if "dotprod" in features else "", "")
+
+
+def emit_tile(e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value, ...]) -> None:
+    """Emit sums of products for ``tokens`` by ``vectors`` times ``e.lanes`` columns, to memory.
+
+    ``args``: addresses of the first token's first group, of the columns' first groups, of what the
+    sums begin with and of where they go; number of groups; bytes from one group to the next of a
+    token and of a column; bytes from one token to the next of the sums.
+    """
+    source, matrix, begin, target, count, source_step, matrix_step, target_step = args
+    b = e.builder
+    sums = [[e.variable(e.words) for _ in range(vectors)] for _ in range(tokens)]
+    for column in range(vectors):
+        first = e.load(begin, 4 * e.lanes * column, e.words)
+        for row in sums:
+            b.store(first, row[column])
+    _emit_products(e, sums, dot, (source, matrix, count, source_step, matrix_step))
+    _emit_stores(e, sums, target, target_step)
+
+
+def emit_split_tile(
+    e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value, ...]
+) -> None:
+    """Emit sums of products of words, shifted right and rounded, plus sums of ``dot``, to memory.
+
+    ``args``: for the words and then for the others: address of the first token's first group,
+    address of the columns' first groups, number of groups. Then: by how many bits the words' sums
+    are shifted; addresses of what is added to them afterwards and of where sums go; bytes from one
+    token to the next of the sums. Groups of a tile and of its columns lie side by side.
+    """
+    *words, finer, begin, target, target_step = args
+    b = e.builder
+    one = ir.Constant(I32, 1)
+    half = e.splat_word(b.lshr(b.shl(one, finer), one))
+    sums = [[e.variable(e.words) for _ in range(vectors)] for _ in range(tokens)]
+    for total in (total for row in sums for total in row):
+        b.store(half, total)
+    steps = (ir.Constant(I64, 4 * tokens), ir.Constant(I64, 4 * e.lanes * vectors))
+    _emit_products(e, sums, dot_of_words, (*words[:3], *steps))
+    shift = e.splat_word(finer)
+    for column in range(vectors):
+        first = e.load(begin, 4 * e.lanes * column, e.words)
+        for row in sums:
+            b.store(b.add(b.ashr(b.load(row[column]), shift), first), row[column])
+    _emit_products(e, sums, dot, (*words[3:], *steps))
+    _emit_stores(e, sums, target, target_step)
+
+
+def _emit_products(e: Emitter, sums: list[list[Value]], dot: Dot, args: tuple[Value, ...]) -> None:
+    source, matrix, count, source_step, matrix_step = args
+    b = e.builder
+    with cgutils.for_range(b, count) as loop:
+        at = b.add(source, b.mul(loop.index, source_step))
+        columns = b.add(matrix, b.mul(loop.index, matrix_step))
+        known = [e.load(columns, 4 * e.lanes * k, e.words) for k in range(len(sums[0]))]
+        for token, row in enumerate(sums):
+            groups = e.splat_word(e.load(at, 4 * token, I32))
+            for total, column_groups in zip(row, known, strict=True):
+                b.store(dot(e, b.load(total), groups, column_groups), total)
+
+
+def _emit_stores(e: Emitter, sums: list[list[Value]], target: Value, target_step: Value) -> None:
+    for row in sums:
+        for column, total in enumerate(row):
+            e.store(e.builder.load(total), target, 4 * e.lanes * column)
+        target = e.builder.add(target, target_step)
+
+
+def dot_of_bytes(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Value:
+    """Add products of groups of four bytes to ``sums``; the host has an instruction for it."""
+    if host_vectors().bytes_dot == "vnni":
+        return e.call(f"llvm.x86.avx512.vpdpbusd.{32 * e.lanes}", e.words, sums, tokens, columns)
+    name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+    quads = ir.VectorType(I8, 16)
+    pair = [e.builder.bitcast(x, quads) for x in (tokens, columns)]
+    return e.call(name, e.words, sums, *pair)
+
+
+def dot_of_words(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Value:
+    """Add products of groups of two 16-bit words to ``sums``, on any host."""
+    kind = host_vectors().words_dot
+    if kind == "vnni":
+        return e.call(f"llvm.x86.avx512.vpdpwssd.{32 * e.lanes}", e.words, sums, tokens, columns)
+    if kind == "madd":
+        halves = ir.VectorType(I16, 2 * e.lanes)
+        name = "llvm.x86.avx512.pmaddw.d.512" if e.lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+        pair = [e.builder.bitcast(x, halves) for x in (tokens, columns)]
+        return e.builder.add(sums, e.call(name, e.words, *pair))
+    b, half = e.builder, e.all_words(16)
+    low = b.mul(*(b.ashr(b.shl(x, half), half) for x in (tokens, columns)))
+    high = b.mul(*(b.ashr(x, half) for x in (tokens, columns)))
+    return b.add(b.add(sums, low), high)
+
+
+def emit_levels(b: Any, bits: int, offset: int, args: tuple[Value, ...]) -> None:
+    """Emit code that makes bytes of codes: 64 for each component, a level plus ``offset`` each.
+
+    ``bits``: planes of a code.
+
+    ``args``: address of the lowest plane and bytes to the next; address of the first component's
+    magnitudes, a byte each, and bytes to the next component's; address of the first row of 64
+    bytes; number of components. The highest plane says that a level is positive.
+    """
+    source, step, table, table_step, target, count = args
+    with cgutils.for_range(b, count) as loop:
+        planes = b.mul(b.mul(loop.index, ir.Constant(I64, bits)), step)
+        levels = b.add(table, b.mul(loop.index, table_step))
+        row = b.add(target, b.mul(loop.index, ir.Constant(I64, 64)))
+        _emit_component(Emitter(b, 16), bits, offset, (b.add(source, planes), step, levels, row))
+
+
+def _emit_component(e: Emitter, bits: int, offset: int, args: tuple[Value, ...]) -> None:
+    source, step, table, target = args
+    b = e.builder
+    addresses = [b.add(source, b.mul(step, ir.Constant(I64, k))) for k in range(bits)]
+    planes = [e.load(address, 0, I64) for address in addresses]
+    lanes = ir.VectorType(I8, 64)
+    levels = [_splat_byte(e, e.load(table, k, I8), lanes) for k in range(1 << (bits - 1))]
+    mask_type = ir.VectorType(ir.IntType(1), 64)
+    for plane in planes[:-1]:
+        mask = b.bitcast(b.not_(b.xor(plane, planes[-1])), mask_type)
+        pairs = zip(levels[::2], levels[1::2], strict=True)
+        levels = [b.select(mask, high, low) for low, high in pairs]
+    negative = b.sub(ir.Constant(lanes, None), levels[0])
+    signed = b.select(b.bitcast(planes[-1], mask_type), levels[0], negative)
+    if offset:
+        signed = b.xor(signed, ir.Constant(lanes, [ir.Constant(I8, offset)] * 64))
+    e.store(signed, target, 0)
+
+
+def _splat_byte(e: Emitter, byte: Value, lanes: Value) -> Value:
+    empty = ir.Constant(lanes, ir.Undefined)
+    first = e.builder.insert_element(empty, byte, ir.Constant(I32, 0))
+    zeros = ir.Constant(ir.VectorType(I32, lanes.count), None)
+    return e.builder.shuffle_vector(first, first, zeros)
+
+
+def emit_groups(b: Any, group: int, args: tuple[Value, ...]) -> None:
+    """Emit code that makes of every ``group`` rows of 64 bytes 64 groups, one for each token.
+
+    ``args``: addresses of the rows and of the groups, number of groups.
+    """
+    source, target, count = args
+    with cgutils.for_range(b, count) as loop:
+        rows = b.mul(loop.index, ir.Constant(I64, 64 * group))
+        groups = b.mul(loop.index, ir.Constant(I64, 256))
+        _emit_group(Emitter(b, 16), group, b.add(source, rows), b.add(target, groups))
+
+
+def _emit_group(e: Emitter, group: int, source: Value, target: Value) -> None:
+    b = e.builder
+    rows = [e.load(source, 64 * k, ir.VectorType(I8, 64)) for k in range(group)]
+    if group == 2:
+        rows = [b.sext(row, ir.VectorType(I16, 64)) for row in rows]
+        vectors = e.zipped(rows[0], rows[1])
+    else:
+        low = [b.bitcast(x, ir.VectorType(I16, 32)) for x in e.zipped(rows[0], rows[1])]
+        high = [b.bitcast(x, ir.VectorType(I16, 32)) for x in e.zipped(rows[2], rows[3])]
+        vectors = [x for pair in zip(low, high, strict=True) for x in e.zipped(*pair)]
+    at = 0
+    for vector in vectors:
+        e.store(vector, target, at)
+        at += 256 // len(vectors)

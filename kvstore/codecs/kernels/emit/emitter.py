@@ -1,0 +1,210 @@
+"""Emits the few operations on vectors that a row needs, as LLVM IR.
+
+All arithmetic is plain IEEE: no fast-math flag is ever set, so LLVM may neither reorder nor fuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+F32, I8, I16, I32, I64 = (ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64)))
+SIGN_BIT = 1 << 31
+Value = Any  # an llvmlite value; the library carries no types
+
+
+class BFloat(ir.types.Type):  # type: ignore[misc]
+    """LLVM's bf16, which llvmlite has no name for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+def f32(value: float | np.float32) -> Value:
+    """A float constant, rounded to fp32: llvmlite takes no others."""
+    return ir.Constant(F32, float(np.float32(value)))
+
+
+def all_of(kind: Value, value: int) -> Value:
+    """A vector of equal integers."""
+    return in_turn(kind, value)
+
+
+def in_turn(kind: Value, *values: int) -> Value:
+    """A vector of these integers, repeated until it is full."""
+    numbers = values * (kind.count // len(values))
+    return ir.Constant(kind, [ir.Constant(kind.element, x) for x in numbers])
+
+
+def log2(power: int) -> int:
+    """Return the exponent of a power of two."""
+    return power.bit_length() - 1
+
+
+class Emitter:
+    """Writes operations on vectors of ``lanes`` elements with ``builder``."""
+
+    def __init__(self, builder: Value, lanes: int):
+        self.builder = builder
+        self.lanes = lanes
+        self.floats = ir.VectorType(F32, lanes)
+        self.words = ir.VectorType(I32, lanes)
+
+    # ---- memory, at an address and an offset in bytes; nothing need be aligned
+
+    def load(self, base: Value, offset: int, kind: Value) -> Value:
+        """Load a value of LLVM type ``kind``."""
+        address = self.builder.add(base, ir.Constant(I64, offset))
+        loaded = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    def store(self, value: Value, base: Value, offset: int) -> None:
+        """Store a value of any LLVM type."""
+        address = self.builder.add(base, ir.Constant(I64, offset))
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        self.builder.store(value, pointer).align = 1
+
+    def prefetch(self, base: Value, nbytes: int) -> None:
+        """Load ``nbytes`` into the first cache; the address need not be valid."""
+        kind = ir.IntType(8).as_pointer()
+        flags = [ir.Constant(I32, x) for x in (0, 3, 1)]  # to read, often, as data
+        for offset in range(0, nbytes, 64):
+            address = self.builder.inttoptr(self.builder.add(base, ir.Constant(I64, offset)), kind)
+            self.call("llvm.prefetch.p0", ir.VoidType(), address, *flags)
+
+    def variable(self, kind: Value) -> Value:
+        """A variable that a loop may change; LLVM keeps it in a register."""
+        utilities: Any = cgutils
+        return utilities.alloca_once(self.builder, kind)
+
+    # ---- constants and casts
+
+    def all_words(self, value: int) -> Value:
+        """A vector of 32-bit integers, all the same."""
+        return self.word_list([value] * self.lanes)
+
+    def word_list(self, values: Iterable[int]) -> Value:
+        """A vector of these 32-bit integers, as many as there are lanes."""
+        return ir.Constant(self.words, [ir.Constant(I32, int(v)) for v in values])
+
+    def halves(self, value: int) -> Value:
+        """A vector of 16-bit integers, all the same."""
+        return all_of(ir.VectorType(I16, self.lanes), value)
+
+    def all_floats(self, value: float | np.float32) -> Value:
+        """A vector of fp32 numbers, all the same."""
+        return ir.Constant(self.floats, [f32(value)] * self.lanes)
+
+    def splat(self, scalar: Value) -> Value:
+        """Copy an fp32 number into all lanes."""
+        return self._splat(scalar, self.floats)
+
+    def splat_word(self, scalar: Value) -> Value:
+        """Copy a 32-bit integer into all lanes."""
+        return self._splat(scalar, self.words)
+
+    def _splat(self, scalar: Value, kind: Value) -> Value:
+        empty = ir.Constant(kind, ir.Undefined)
+        first = self.builder.insert_element(empty, scalar, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(first, first, self.all_words(0))
+
+    def as_words(self, floats: Value) -> Value:
+        """Reinterpret the bits of fp32 numbers as integers."""
+        return self.builder.bitcast(floats, self.words)
+
+    def as_floats(self, words: Value) -> Value:
+        """Reinterpret the bits of integers as fp32 numbers."""
+        return self.builder.bitcast(words, self.floats)
+
+    def zipped(self, first: Value, second: Value) -> list[Value]:
+        """Interleave the elements of two vectors of any type and length, into two vectors."""
+        count = first.type.count
+        pairs = [k for lane in range(count) for k in (lane, count + lane)]
+        kind = ir.VectorType(I32, count)
+        halves = (pairs[:count], pairs[count:])
+        masks = [ir.Constant(kind, [ir.Constant(I32, k) for k in half]) for half in halves]
+        return [self.builder.shuffle_vector(first, second, mask) for mask in masks]
+
+    # ---- arithmetic
+
+    def magnitude(self, floats: Value) -> Value:
+        """Clear the sign bits."""
+        return self.as_floats(self.builder.and_(self.as_words(floats), self.all_words(0x7FFFFFFF)))
+
+    def flip(self, floats: Value, masks: Value) -> Value:
+        """Flip the bits of fp32 numbers that are set in ``masks``: their signs."""
+        return self.as_floats(self.builder.xor(self.as_words(floats), masks))
+
+    def choose(self, first: Value, second: Value, lanes: Iterable[int]) -> Value:
+        """Choose any lanes of two vectors; those of ``second`` count from ``self.lanes``."""
+        return self.builder.shuffle_vector(first, second, self.word_list(lanes))
+
+    def square_and_add(self, x: Value, addend: Value) -> Value:
+        """Compute x * x + addend, only for x whose square is exact."""
+        return self.multiply_exactly(x, x, addend)
+
+    def multiply_exactly(self, x: Value, y: Value, addend: Value) -> Value:
+        """Compute x * y + addend, fused where the host can: only for products that are exact."""
+        return self._call(f"llvm.fmuladd.v{self.lanes}f32", x, y, addend)
+
+    def nearest(self, floats: Value) -> Value:
+        """Round to whole numbers, halves to even."""
+        return self._call(f"llvm.rint.v{self.lanes}f32", floats)
+
+    def sqrt(self, value: Value) -> Value:
+        """Compute square roots of a number or a vector."""
+        suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
+        return self._call(f"llvm.sqrt.{suffix}", value)
+
+    def popcount(self, word: Value) -> Value:
+        """Count the set bits of an integer of any width; the count is i32."""
+        count = self._call(f"llvm.ctpop.{word.type}", word)
+        if word.type.width > 32:
+            return self.builder.trunc(count, I32)
+        return count if word.type.width == 32 else self.builder.zext(count, I32)
+
+    def _call(self, name: str, *values: Value) -> Value:
+        return self.call(name, values[0].type, *values)
+
+    def call(self, name: str, result: Value, *values: Value) -> Value:
+        """Call an intrinsic of LLVM."""
+        declared = self.builder.module.globals.get(name)
+        if declared is None:
+            kind = ir.FunctionType(result, [value.type for value in values])
+            declared = ir.Function(self.builder.module, kind, name)
+        return self.builder.call(declared, values)
+
+    # ---- masks: one bit per lane
+
+    def whole_bytes(self, masks: Sequence[Value]) -> list[Value]:
+        """Turn masks into integers of eight bits or more, lowest lane lowest; join short ones."""
+        while masks[0].type.count < 8:
+            pairs = zip(masks[::2], masks[1::2], strict=True)
+            masks = [self._side_by_side(low, high) for low, high in pairs]
+        return [self.builder.bitcast(m, ir.IntType(m.type.count)) for m in masks]
+
+    def _side_by_side(self, low: Value, high: Value) -> Value:
+        width = 2 * low.type.count
+        lanes = ir.Constant(ir.VectorType(I32, width), [ir.Constant(I32, k) for k in range(width)])
+        return self.builder.shuffle_vector(low, high, lanes)
+
+    def load_mask(self, base: Value, first_bit: int) -> Value:
+        """Load ``lanes`` bits of memory as a mask, beginning with bit ``first_bit``."""
+        width = max(self.lanes, 8)
+        bits = self.load(base, first_bit // 8, ir.IntType(width))
+        mask = self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), width))
+        if width == self.lanes:
+            return mask
+        lanes = range(first_bit % 8, first_bit % 8 + self.lanes)
+        return self.builder.shuffle_vector(mask, mask, self.word_list(lanes))

@@ -1,0 +1,151 @@
+"""Emits norms, butterflies and Paley's matrix on vectors; the counterpart of ``rows.rotation``.
+
+The rows hold whole numbers. Their sums may wrap around on the way, and the order of adding is free.
+
+A *stretch* is two vectors of a row. Its *layout* says where its elements are, as bits of an
+element's number: first the bit that tells the two vectors apart, then the bits of the lane from the
+highest. A
+butterfly of distance ``2^k`` pairs elements whose numbers differ in bit ``k``. If that bit stands
+first in the layout, it is an addition and a subtraction of whole vectors. So stretches go from
+layout to layout, by two shuffles each, until every bit has stood first. Bits beyond a stretch tell
+vectors apart anyway. A split row (see ``dtypes``) has bit 0 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from kvstore.codecs.kernels.emit.emitter import Emitter, Value, log2
+from kvstore.codecs.rows.rotation import Order, base_matrix
+
+Layout: TypeAlias = tuple[int, ...]
+
+
+def natural(lanes: int) -> Layout:
+    """Give the layout of a stretch whose elements lie in ascending order."""
+    return tuple(range(log2(lanes), -1, -1))
+
+
+def split(lanes: int) -> Layout:
+    """The layout of even elements in one vector and odd ones in the other."""
+    return (0, *range(log2(lanes), 0, -1))
+
+
+def exchanged(layout: Layout, lane_bits: Sequence[int]) -> list[Layout]:
+    """Return ``layout`` and its successors, as its first bit is exchanged with these in turn."""
+    layouts = [layout]
+    for bit in lane_bits:
+        swapped = list(layouts[-1])
+        swapped[0], swapped[-1 - bit] = swapped[-1 - bit], swapped[0]
+        layouts.append(tuple(swapped))
+    return layouts
+
+
+def rotate(e: Emitter, order: Order, row: list[Value], layouts: Sequence[Layout]) -> list[Value]:
+    """Multiply a row by the Hadamard matrix; its layout goes from the first to the last."""
+    row = through(e, add_and_subtract(e, row, 1), layouts)
+    for bit in range(1, log2(order.power // e.lanes)):
+        row = add_and_subtract(e, row, 1 << bit)
+    return _multiply_base(e, base_matrix(order.base), row)
+
+
+def between_stretches(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
+    """Do the part of the transposed Hadamard matrix that combines whole stretches."""
+    row = _multiply_base(e, base_matrix(order.base).T, row)
+    for bit in reversed(range(1, log2(order.power // e.lanes))):
+        row = add_and_subtract(e, row, 1 << bit)
+    return row
+
+
+def through(e: Emitter, row: list[Value], layouts: Sequence[Layout]) -> list[Value]:
+    """Go through the layouts, with a butterfly of the first bit of each but the first."""
+    for old, new in zip(layouts, layouts[1:], strict=False):
+        row = add_and_subtract(e, rearranged(e, row, old, new), 1)
+    return row
+
+
+def rearranged(e: Emitter, row: list[Value], old: Layout, new: Layout) -> list[Value]:
+    """Bring each stretch of a row from one layout to another."""
+    lanes = _old_lanes(old, new)
+    halves = (lanes[: e.lanes], lanes[e.lanes :])
+    pairs = zip(row[::2], row[1::2], strict=True)
+    return [e.choose(a, b, half) for a, b in pairs for half in halves]
+
+
+def _old_lanes(old: Layout, new: Layout) -> list[int]:
+    """Return for each lane of a stretch the lane that its element comes from."""
+    last = len(old) - 1
+    moves = [(last - new.index(bit), last - k) for k, bit in enumerate(old)]
+    return [sum((lane >> n & 1) << o for n, o in moves) for lane in range(2 << last)]
+
+
+def add_and_subtract(e: Emitter, row: list[Value], distance: int) -> list[Value]:
+    """Do a butterfly of vectors that are ``distance`` apart: their sums and differences."""
+
+    def one(i: int) -> Value:
+        if i & distance:
+            return e.builder.sub(row[i ^ distance], row[i])
+        return e.builder.add(row[i], row[i | distance])
+
+    return [one(i) for i in range(len(row))]
+
+
+def _multiply_base(e: Emitter, matrix: np.ndarray, row: list[Value]) -> list[Value]:
+    if len(matrix) == 1:
+        return row
+    groups = _groups(row, len(row) // len(matrix))
+    return [_signed_sum(e, signs, terms) for signs in matrix for terms in zip(*groups, strict=True)]
+
+
+def _groups(row: list[Value], length: int) -> list[list[Value]]:
+    return [row[i : i + length] for i in range(0, len(row), length)]
+
+
+def _signed_sum(e: Emitter, signs: np.ndarray, terms: tuple[Value, ...]) -> Value:
+    total = terms[0] if signs[0] > 0 else e.builder.neg(terms[0])
+    for sign, term in zip(signs[1:], terms[1:], strict=True):
+        total = e.builder.add(total, term) if sign > 0 else e.builder.sub(total, term)
+    return total
+
+
+def partial_norm(e: Emitter, order: Order, neighbours: list[Value]) -> Value:
+    """Add sums of neighbours' squares to one sum per lane, in the order of ``squared_norms``."""
+    terms, per_group = neighbours, order.power // (2 * e.lanes)
+    while len(terms) // per_group % 2 == 0:
+        terms = _fold(e, terms)
+    first, *others = _groups(terms, per_group)
+    for group in others:
+        first = [e.builder.fadd(a, b) for a, b in zip(first, group, strict=True)]
+    while len(first) > 1:
+        first = _fold(e, first)
+    return first[0]
+
+
+def sums_of_lanes(e: Emitter, rows: list[Value]) -> Value:
+    """Return one vector with the sum of each row, for as many rows as a vector has lanes.
+
+    The upper half of the lanes is added onto the lower, again and again.
+    """
+    half = len(rows) // 2
+    while half:
+        pairs = zip(rows[:half], rows[half:], strict=True)
+        rows = [e.builder.fadd(*_halves(e, a, b, half)) for a, b in pairs]
+        half //= 2
+    return rows[0]
+
+
+def _halves(e: Emitter, a: Value, b: Value, bit: int) -> tuple[Value, Value]:
+    """Return the lanes of two vectors without ``bit``, and those with it.
+
+    Lanes of ``b`` go where the lane has ``bit``.
+    """
+    without = [k & ~bit | (e.lanes if k & bit else 0) for k in range(e.lanes)]
+    return e.choose(a, b, without), e.choose(a, b, (k | bit for k in without))
+
+
+def _fold(e: Emitter, terms: list[Value]) -> list[Value]:
+    half = len(terms) // 2
+    return [e.builder.fadd(a, b) for a, b in zip(terms[:half], terms[half:], strict=True)]

@@ -1,0 +1,165 @@
+"""Emits the unpacking of rows; the counterpart of ``rows.rotated_rows``."""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+
+from kvstore.codecs import floats
+from kvstore.codecs.kernels.emit.dtypes import store_natural, store_row
+from kvstore.codecs.kernels.emit.emitter import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Emitter,
+    Value,
+    all_of,
+    f32,
+    in_turn,
+    log2,
+)
+from kvstore.codecs.kernels.emit.features import host_features
+from kvstore.codecs.kernels.rows import rotation
+from kvstore.codecs.kernels.rows.row_shape import RowShape
+from kvstore.codecs.rows.rotation import sign_masks
+
+# Layouts of 64 elements from planes, or from pairs, to the one that ``_natural_sums`` needs; see
+# ``pack_rows``.
+FROM_PLANES = [
+    *((5, 4, 3, 2, 1, 0), (2, 4, 3, 1, 0, 5), (1, 4, 3, 0, 5, 2)),
+    *((0, 4, 3, 5, 2, 1), (3, 4, 0, 5, 2, 1), (4, 3, 2, 1, 0, 5)),
+]
+FROM_PAIRS = [
+    *((3, 5, 4, 2, 1, 0), (2, 5, 4, 1, 0, 3), (1, 5, 4, 0, 3, 2)),
+    *((0, 5, 4, 3, 2, 1), (4, 3, 2, 1, 0, 5)),
+]
+
+
+def emit_unpack(e: Emitter, shape: RowShape, packed: Value, scale: Value, row: Value) -> None:
+    """Emit the unpacking of one row from ``packed`` and ``scale`` to ``row``, all addresses."""
+    bits = e.builder.zext(e.load(scale, 0, I16), I32)
+    size = e.builder.shl(e.builder.add(bits, ir.Constant(I32, floats.REBIAS)), ir.Constant(I32, 13))
+    unit = e.splat(e.builder.fmul(e.builder.bitcast(size, F32), f32(shape.rows.unit_of(shape.dim))))
+    if shape.fits_16_bits and shape.wide_lanes > e.lanes:
+        sums, store = _natural_sums(e, shape, packed), store_natural
+    else:
+        sums, store = _split_sums(e, shape, packed), store_row
+    x = [e.builder.fmul(e.builder.sitofp(v, e.floats), unit) for v in sums]
+    store(e, shape.dtype, row, sign_masks(shape.dim), x)
+
+
+def _split_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
+    """Return rotated levels in 32 bits, as split vectors."""
+    kind = I16 if shape.fits_16_bits else I32
+    z = [_levels(e, shape, packed, i, kind) for i in range(shape.dim // e.lanes)]
+    *most, last = rotation.exchanged(rotation.natural(e.lanes), range(log2(e.lanes))[::-1])
+    z = rotation.add_and_subtract(e, rotation.between_stretches(e, shape.order, z), 1)
+    z = rotation.rearranged(e, rotation.through(e, z, most), most[-1], last)
+    return rotation.add_and_subtract(e, [e.builder.sext(x, e.words) for x in z], 1)
+
+
+def _natural_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
+    """Return rotated levels in 32 bits, in natural order, by way of 16 bits and twice the lanes.
+
+    At the end bit 4 tells two vectors apart, and bit 5 tells neighbours apart, whose sums and
+    differences have 32 bits.
+    """
+    wide, num_stretches = Emitter(e.builder, shape.wide_lanes), shape.dim // 64
+    if _has_pairs(shape):
+        stretches = [_pairs_of_levels(wide, shape, packed, i) for i in range(num_stretches)]
+        z, layouts = [x for pair in stretches for x in pair], FROM_PAIRS
+    else:
+        z = [_levels(wide, shape, packed, i, I16) for i in range(2 * num_stretches)]
+        layouts = FROM_PLANES
+    z = rotation.through(wide, rotation.between_stretches(wide, shape.order, z), layouts)
+    row = []
+    for first, second in zip(z[::2], z[1::2], strict=True):
+        pairs = zip(_neighbours(e, first), _neighbours(e, second), strict=True)
+        row += [x for pair in pairs for x in pair]
+    return row
+
+
+def _neighbours(e: Emitter, halves: Value) -> tuple[Value, Value]:
+    """Return sums and differences of neighbours, in 32 bits."""
+    b, shift = e.builder, e.all_words(16)
+    if "avx512bw" in host_features():
+        ones = [in_turn(halves.type, 1, sign) for sign in (1, -1)]
+        name = "llvm.x86.avx512.pmaddw.d.512"
+        both = [e.call(name, e.words, halves, x) for x in ones]
+        return both[0], both[1]
+    words = b.bitcast(halves, e.words)
+    low, high = b.ashr(b.shl(words, shift), shift), b.ashr(words, shift)
+    return b.add(low, high), b.sub(low, high)
+
+
+def _has_pairs(shape: RowShape) -> bool:
+    """Tell whether codes can be looked up in pairs, in a table of 64, and one load takes a row."""
+    has_tables = {"avx512vbmi", "gfni"} <= host_features()
+    return has_tables and shape.num_bits == 3 and shape.dim <= 128
+
+
+def _pairs_of_levels(e: Emitter, shape: RowShape, packed: Value, i: int) -> tuple[Value, Value]:
+    """Return sums and differences of levels of stretch ``i`` whose numbers differ in bit 3.
+
+    A product of bits takes six of them, three of each, from the planes to a byte for each of both
+    halves of a sum. The byte numbers an entry of a table of lower halves and one of upper halves.
+    """
+    bytes_type = ir.VectorType(I8, 64)
+    planes = _load_planes(e, packed, shape.num_bits * shape.dim // 8)
+    matrices = _bytes([_row_of_bits(shape, i, k // 8, 7 - k % 8) for k in range(64)])
+    chosen = e.call("llvm.x86.avx512.permvar.qi.512", bytes_type, planes, matrices)
+    bits = _bytes([1 << (4 * (k // 8 % 2) + k % 8 // 2) for k in range(64)])
+    product = "llvm.x86.vgf2p8affineqb.512"
+    numbers = e.call(product, bytes_type, bits, chosen, ir.Constant(I8, 0))
+    numbers = e.builder.or_(numbers, _bytes([64 * (k % 2) for k in range(64)]))
+    levels = np.concatenate([shape.rows.levels, -shape.rows.levels])
+    first, second = levels[np.arange(64) % 8], levels[np.arange(64) // 8]
+    name = "llvm.x86.avx512.vpermi2var.qi.512"
+    kind = ir.VectorType(I16, 32)
+    pair = []
+    for sums in (first + second, first - second):
+        low, high = _bytes((sums & 0xFF).tolist()), _bytes((sums >> 8 & 0xFF).tolist())
+        pair.append(e.builder.bitcast(e.call(name, bytes_type, low, numbers, high), kind))
+    return pair[0], pair[1]
+
+
+def _row_of_bits(shape: RowShape, stretch: int, word: int, bit: int) -> int:
+    """Return the byte of a packed row that gives bit ``bit`` of 8 numbers.
+
+    Byte 63 is beyond the row and zero.
+
+    ``word``: 8 of the 64 numbers, two for each of the elements ``16 (word // 2) + 4 (word % 2)``
+    and on, whose lower three bits say which bit of the byte it is.
+    """
+    if bit >= 2 * shape.num_bits:
+        return 63
+    plane, is_second = bit % shape.num_bits, bit // shape.num_bits
+    return plane * shape.dim // 8 + 8 * stretch + 2 * (word // 2) + is_second
+
+
+def _load_planes(e: Emitter, packed: Value, nbytes: int) -> Value:
+    """Load a packed row with zeros behind it; memory behind it is not read."""
+    one_bit, lanes = ir.IntType(1), ir.VectorType(I64, 8)
+    which = [ir.Constant(one_bit, 8 * k < nbytes) for k in range(lanes.count)]
+    mask = ir.Constant(ir.VectorType(one_bit, lanes.count), which)
+    address = e.builder.inttoptr(packed, lanes.as_pointer())
+    args = (address, ir.Constant(I32, 1), mask, ir.Constant(lanes, None))
+    loaded = e.call("llvm.masked.load.v8i64.p0", lanes, *args)
+    return e.builder.bitcast(loaded, ir.VectorType(I8, 64))
+
+
+def _levels(e: Emitter, shape: RowShape, packed: Value, i: int, kind: Value) -> Value:
+    """Return vector ``i`` of levels: the one that the magnitude bits choose, with its sign."""
+    first, lanes = i * e.lanes, ir.VectorType(kind, e.lanes)
+    masks = [e.load_mask(packed, k * shape.dim + first) for k in range(shape.num_bits)]
+    levels = [all_of(lanes, level) for level in shape.rows.levels.tolist()]
+    for mask in masks[:-1]:
+        pairs = zip(levels[::2], levels[1::2], strict=True)
+        levels = [e.builder.select(mask, high, low) for low, high in pairs]
+    return e.builder.select(masks[-1], e.builder.neg(levels[0]), levels[0])
+
+
+def _bytes(values: list[int]) -> Value:
+    return in_turn(ir.VectorType(I8, len(values)), *values)

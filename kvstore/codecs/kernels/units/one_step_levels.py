@@ -1,0 +1,95 @@
+"""Turns symbols into groups of levels, in numba; see ``stages.uniform`` and ``class_coder``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
+from kvstore.codecs.kernels.units.host_intrinsics import GROUP, OFFSET
+from kvstore.codecs.stages.integer_rows import BYTE
+from kvstore.codecs.stages.uniform import LARGEST_CODE, LARGEST_LEVEL
+
+# Columns of the properties of a coded component; three more say what is added to a level.
+UNIT, COMPONENT, LARGEST, ESCAPE, LOW_BITS, PER_STEP = range(6)
+NARROW = np.uint8 if GROUP == 4 else np.int16
+BITS_OF_NARROW = 255 if GROUP == 4 else -1
+
+
+@njit
+def levels_of_row(symbols: Any, low: Any, known: Any, rare: Any, num_rare: Any, levels: Any) -> Any:
+    """Put the levels of one component, int32 (tokens,), into ``levels``.
+
+    ``symbols``, ``low``: uint8 (tokens,); ``known``: int32 (9,), the component's properties.
+    Returns how many of the ``rare`` codes have been used so far.
+    """
+    largest, low_bits = known[LARGEST], known[LOW_BITS]
+    for token in range(len(symbols)):
+        levels[token] = np.int32(symbols[token]) - largest
+    escapes = 0
+    for token in range(len(symbols)):
+        escapes += symbols[token] == known[ESCAPE]
+    if escapes:
+        for token in range(len(symbols)):
+            if symbols[token] == known[ESCAPE]:
+                levels[token] = rare[num_rare]
+                num_rare += 1
+    if low_bits:
+        for token in range(len(symbols)):
+            levels[token] = np.int32((levels[token] << low_bits) + low[token])
+    per_step = known[PER_STEP]
+    first, second, third = known[PER_STEP + 1], known[PER_STEP + 2], known[PER_STEP + 3]
+    for token in range(len(symbols)):
+        code = min(max(levels[token], np.int32(-LARGEST_CODE)), np.int32(LARGEST_CODE))
+        size = np.int32(abs(code))
+        added = third if size > 2 else (second if size > 1 else (first if size else np.int32(0)))
+        level = min(np.int32(np.int32(size * per_step) + added), np.int32(LARGEST_LEVEL))
+        levels[token] = -level if code < 0 else level
+    return num_rare
+
+
+@njit
+def put_words(levels: Any, component: Any, num_groups: Any, words: Any) -> None:
+    """Put levels into ``words``, int16: tile by tile, pair by pair of components.
+
+    A pair has two components of ``TILE_TOKENS`` tokens.
+    """
+    group, lane = component // 2, component % 2
+    for token in range(len(levels)):
+        tile, within = token // TILE_TOKENS, token % TILE_TOKENS
+        at = ((tile * num_groups + group) * TILE_TOKENS + within) * 2 + lane
+        words[at] = np.int16(levels[token])
+
+
+@njit
+def put_narrow(levels: Any, component: Any, num_groups: Any, narrow: Any) -> Any:
+    """Write one component's levels, clipped to a byte, into ``narrow``, grouped by tile.
+
+    Returns how many levels were too large and were cut.
+    """
+    group, lane, beyond = component // GROUP, component % GROUP, 0
+    for token in range(len(levels)):
+        level = levels[token]
+        cut = min(max(level, np.int32(-BYTE)), np.int32(BYTE))
+        beyond += level != cut
+        tile, within = token // TILE_TOKENS, token % TILE_TOKENS
+        at = ((tile * num_groups + group) * TILE_TOKENS + within) * GROUP + lane
+        narrow[at] = NARROW((cut + OFFSET) & BITS_OF_NARROW)
+    return beyond
+
+
+@njit
+def note_beyond(levels: Any, component: Any, beyond: Any, count: Any) -> Any:
+    """Append to ``beyond`` what ``put_narrow`` cut off; return how many entries it has.
+
+    ``beyond``: int32 (3, any), tokens, components and what was cut off.
+    """
+    for token in range(len(levels)):
+        level = levels[token]
+        cut = min(max(level, np.int32(-BYTE)), np.int32(BYTE))
+        if level != cut:
+            beyond[0, count], beyond[1, count], beyond[2, count] = token, component, level - cut
+            count += 1
+    return count

@@ -1,0 +1,245 @@
+"""Packs rows to integer codes in one pass, in numba; the inverse of ``unpack_fixed_rate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
+from kvstore.codecs.kernels.numba_functions import (
+    LINE,
+    NBYTES,
+    address_of,
+    array_of,
+    compiled,
+    first_line_of,
+    tuple_of,
+)
+from kvstore.codecs.kernels.sources import SOURCES
+from kvstore.codecs.kernels.units.gains import codes_of, fit, measure, put_pairs, steps_of
+from kvstore.codecs.kernels.units.host_intrinsics import (
+    HOST,
+    LANES,
+    load_rows,
+    put_codes,
+    put_columns,
+    put_integers,
+    put_squares,
+    tile_of_rows,
+)
+from kvstore.codecs.kernels.units.unit_arguments import BLOCK, ROPE_TABLES, SEGMENTS, count_of
+from kvstore.codecs.stages.integer_klt import MAX_BITS
+
+TILE_COLUMNS = HOST.tile_columns
+
+
+@njit
+def _load_block(
+    unit: Any, block: Any, count: Any, means: Any, columns: Any, ropes: Any, sources: Any, rows: Any
+) -> None:
+    rope_of, halves, cosines, sines, dim, as_words = ropes
+    addresses, strides = sources
+    for segment in range(addresses.shape[1]):
+        rope, column, stride = rope_of[unit, segment], segment * dim, strides[unit, segment]
+        angle = NBYTES * (rope * cosines.shape[1] + block) * cosines.shape[2]
+        args = (
+            addresses[unit, segment] + block * stride,
+            means + NBYTES * column,
+            address_of(cosines) + angle,
+            address_of(sines) + angle,
+            rows + NBYTES * column,
+            stride,
+            NBYTES * cosines.shape[2],
+            NBYTES * columns,
+            count,
+            halves[rope],
+            dim,
+        )
+        if as_words:
+            load_rows(SOURCES, 1, args)
+        else:
+            load_rows(SOURCES, 0, args)
+
+
+@njit
+def _columns_of_block(words: Any, columns: Any, count: Any, groups: Any) -> None:
+    """Transpose rows of pairs of 16-bit integers to columns of 64 pairs, one for each token."""
+    for first in range(0, count, LANES):
+        for column in range(0, columns // 2, LANES):
+            source = words + 2 * first * columns + NBYTES * column
+            target = groups + NBYTES * (column * BLOCK + first)
+            put_columns(SOURCES, (source, 2 * columns, target, NBYTES * BLOCK))
+
+
+@njit
+def _components_of_block(
+    matrix: Any,
+    num_rows: Any,
+    live: Any,
+    groups: Any,
+    num_groups: Any,
+    begin: Any,
+    count: Any,
+    sums: Any,
+) -> None:
+    for component in range(0, live, TILE_TOKENS):
+        for first in range(0, count, TILE_COLUMNS):
+            args = (
+                matrix + NBYTES * component,
+                groups + NBYTES * first,
+                begin,
+                sums + NBYTES * (component * BLOCK + first),
+                num_groups,
+                NBYTES * num_rows,
+                NBYTES * BLOCK,
+                NBYTES * BLOCK,
+            )
+            tile_of_rows(SOURCES, args)
+
+
+@njit
+def _codes_of_block(
+    numbers: Any,
+    bounds: Any,
+    values: Any,
+    rates: Any,
+    width: Any,
+    planes: Any,
+    sums: Any,
+    runs: Any,
+) -> None:
+    along, energy = address_of(sums[0]), address_of(sums[1])
+    for bits in range(MAX_BITS, 0, -1):
+        args = (numbers, bounds, values, rates, width, planes, along, energy, runs[bits])
+        if bits == 1:
+            put_codes(SOURCES, 1, args)
+        elif bits == 2:
+            put_codes(SOURCES, 2, args)
+        elif bits == 3:
+            put_codes(SOURCES, 3, args)
+        elif bits == 4:
+            put_codes(SOURCES, 4, args)
+        elif bits == 5:
+            put_codes(SOURCES, 5, args)
+        else:
+            put_codes(SOURCES, 6, args)
+        numbers += runs[bits] * NBYTES * BLOCK
+        bounds += runs[bits] * width
+        values += runs[bits] * width
+        rates += runs[bits] * NBYTES
+        planes += runs[bits] * bits * 8
+
+
+@njit
+def _put_planes(
+    block_planes: Any, num_planes: Any, count: Any, planes: Any, at: Any, step: Any
+) -> None:
+    """Put the planes of a block into the payload; bits without a token are zero."""
+    nbytes, last = (count + 7) // 8, np.uint8(0xFF >> (-count % 8))
+    for k in range(num_planes):
+        for i in range(nbytes):
+            planes[at + i] = block_planes[k, i]
+        planes[at + nbytes - 1] &= last
+        at += step
+
+
+def _pack_function(sources: int) -> Any:
+    """Make the function; ``sources`` enters numba's cache key, which covers one file only."""
+
+    def pack_units(
+        segments: Any, num_tokens: int, units: Any, sizes: Any, ropes: Any, pairs: Any, planes: Any
+    ) -> bool:
+        """Pack rows; False if one cannot be represented, and then the output has no meaning.
+
+        ``units``: runs, matrix, bounds, values, rates, means, gains (ends, sizes), see
+        ``fused_rate.Tables``. ``sizes``: pairs of columns, factor of a sum of squares, scale of
+        integers. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. Output: ``pairs``, uint8
+        (units, pairs of tokens), and ``planes``, uint8 (bytes,).
+        """
+        runs, matrix, bounds, values, rates, means, gain_ends, gain_tables = units
+        num_pairs, share, scale = sizes
+        plane_nbytes, columns, num_components = (
+            (num_tokens + 7) // 8,
+            means.shape[1],
+            rates.shape[1],
+        )
+        scratch = np.zeros((4, LINE + NBYTES * BLOCK * max(columns, num_components)), np.uint8)
+        rows, words = first_line_of(scratch[0]), first_line_of(scratch[1])
+        groups, sums = first_line_of(scratch[2]), first_line_of(scratch[3])
+        begin, block_planes = (
+            np.zeros(BLOCK, np.int32),
+            np.zeros((MAX_BITS * num_components, 8), np.uint8),
+        )
+        steps, gains = np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.float32)
+        codes = np.zeros(BLOCK, np.uint8)
+        squares, factors = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+        fits = np.zeros((2, BLOCK), np.float32)
+        plane = 0
+        for unit in range(len(runs)):
+            num_planes, live = count_of(runs[unit])
+            ends, table = gain_ends[unit], gain_tables[unit]
+            for block in range(0, num_tokens, BLOCK):
+                count = min(num_tokens - block, BLOCK)
+                mean = address_of(means[unit])
+                _load_block(unit, block, count, mean, columns, ropes, segments, rows)
+                squared = (rows, NBYTES * columns, columns, address_of(squares), count)
+                put_squares(SOURCES, squared)
+                here = (steps[:count], codes[:count], gains[:count])
+                if not measure(squares[:count], share, ends, table, *here):
+                    return False
+                for token in range(count):
+                    factors[token] = np.float32(1) / gains[token] * scale
+                put_integers(sources, (rows, address_of(factors), words, columns, count))
+                _columns_of_block(words, columns, count, groups)
+                factor, start = address_of(matrix[unit]), address_of(begin)
+                _components_of_block(
+                    factor, num_components, live, groups, num_pairs, start, count, sums
+                )
+                fits[:] = 0
+                _codes_of_block(
+                    sums,
+                    address_of(bounds[unit]),
+                    address_of(values[unit]),
+                    address_of(rates[unit]),
+                    NBYTES * bounds.shape[2],
+                    address_of(block_planes),
+                    fits,
+                    runs[unit],
+                )
+                at = plane * plane_nbytes + block // 8
+                _put_planes(block_planes, num_planes, count, planes, at, plane_nbytes)
+                fit(gains[:count], fits)
+                steps_of(gains[:count], steps[:count])
+                codes_of(steps[:count], ends, codes[:count])
+                put_pairs(codes[:count], pairs[unit, block // 2 : (block + count + 1) // 2])
+            plane += num_planes
+        scratch[0, 0] = 0  # numba frees an array behind its last use, and an address is no use
+        return True
+
+    return pack_units
+
+
+_FLOATS = array_of(types.float32, 3)
+_UNITS = tuple_of(
+    array_of(types.int64, 2),
+    array_of(types.uint32, 3),
+    array_of(types.int32, 3),
+    _FLOATS,
+    array_of(types.float32, 2),
+    array_of(types.float32, 2),
+    array_of(types.int32, 2),
+    array_of(types.float32, 2),
+)
+pack = compiled(
+    types.boolean,
+    _pack_function(SOURCES),
+    SEGMENTS,
+    types.int64,
+    _UNITS,
+    tuple_of(types.int64, types.float32, types.float32),
+    tuple_of(*ROPE_TABLES, types.boolean),
+    array_of(types.uint8, 2),
+    array_of(types.uint8, 1),
+)

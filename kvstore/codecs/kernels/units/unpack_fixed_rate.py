@@ -1,0 +1,198 @@
+"""Unpacks integer codes to rows in one pass, in numba; see ``stages.integer_klt``.
+
+64 tokens of a unit at a time stay in the first cache: planes become levels, levels become groups,
+groups are multiplied by the unit's matrix, and sums become rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
+from kvstore.codecs.kernels.numba_functions import (
+    LINE,
+    NBYTES,
+    address_of,
+    array_of,
+    compiled,
+    first_line_of,
+    tuple_of,
+)
+from kvstore.codecs.kernels.sources import SOURCES
+from kvstore.codecs.kernels.units.host_intrinsics import (
+    GROUP,
+    HOST,
+    put_groups,
+    put_levels,
+    put_rows,
+    tile_of_levels,
+)
+from kvstore.codecs.kernels.units.unit_arguments import BLOCK, ROPE_TABLES, SEGMENTS, count_of
+from kvstore.codecs.stages.integer_klt import MAX_BITS
+from kvstore.codecs.stages.octave_gain import CODES
+
+TILE_COLUMNS = HOST.tile_columns
+
+
+@njit
+def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, rows: Any) -> None:
+    """Turn planes into levels.
+
+    ``runs``: int64 (MAX_BITS + 1,), how many components have how many bits; those with most bits
+    come first in memory.
+    """
+    for bits in range(MAX_BITS, 0, -1):
+        args = (source, step, table, width, rows, runs[bits])
+        if bits == 1:
+            put_levels(SOURCES, 1, args)
+        elif bits == 2:
+            put_levels(SOURCES, 2, args)
+        elif bits == 3:
+            put_levels(SOURCES, 3, args)
+        elif bits == 4:
+            put_levels(SOURCES, 4, args)
+        elif bits == 5:
+            put_levels(SOURCES, 5, args)
+        else:
+            put_levels(SOURCES, 6, args)
+        source += runs[bits] * bits * step
+        table += runs[bits] * width
+        rows += runs[bits] * BLOCK
+
+
+@njit
+def _tail_of_planes(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any) -> Any:
+    """Copy planes from byte ``start`` on into words of eight bytes.
+
+    Reading so many at once from the last plane would pass its end.
+    """
+    tail = np.zeros((num_planes + 1, 8), np.uint8)
+    for k in range(num_planes):
+        for i in range(nbytes - start):
+            tail[k, i] = planes[(first + k) * nbytes + start + i]
+    return tail
+
+
+@njit
+def _rows_of_tile(
+    sums: Any,
+    unit: Any,
+    token: Any,
+    count: Any,
+    gain: Any,
+    means: Any,
+    width: Any,
+    ropes: Any,
+    targets: Any,
+) -> None:
+    rope_of, halves, cosines, sines, dim, as_words = ropes
+    addresses, strides = targets
+    for segment in range(addresses.shape[1]):
+        rope, column, stride = rope_of[unit, segment], segment * dim, strides[unit, segment]
+        angle = NBYTES * (rope * cosines.shape[1] + token) * cosines.shape[2]
+        args = (
+            sums + NBYTES * column,
+            means + NBYTES * column,
+            address_of(cosines) + angle,
+            address_of(sines) + angle,
+            gain,
+            addresses[unit, segment] + token * stride,
+            NBYTES * width,
+            NBYTES * cosines.shape[2],
+            stride,
+            count,
+            halves[rope],
+            dim,
+        )
+        if as_words:
+            put_rows(SOURCES, 1, args)
+        else:
+            put_rows(SOURCES, 0, args)
+
+
+def _unpack_function(sources: int) -> Any:
+    """Make the function; ``sources`` enters numba's cache key, which covers one file only."""
+
+    def unpack_units(
+        planes: Any, num_tokens: int, units: Any, pairs: Any, ropes: Any, targets: Any
+    ) -> None:
+        """Unpack rows into ``targets``.
+
+        ``planes``: uint8 (bytes,). ``units``: runs, levels, matrix, begins, means, gains, see
+        ``fused_rate.Tables``. ``pairs``: uint8 (units, pairs of tokens). ``ropes``: ``ROPE_TABLES``
+        and whether rows are fp32.
+        """
+        runs, levels, matrix, begins, means, gain_tables = units
+        gains = np.empty(BLOCK, np.float32)
+        plane_nbytes, width = (num_tokens + 7) // 8, begins.shape[1]
+        scratch = np.zeros((3, LINE + NBYTES * BLOCK * max(width, levels.shape[1])), np.uint8)
+        rows, groups, sums = (
+            first_line_of(scratch[0]),
+            first_line_of(scratch[1]),
+            first_line_of(scratch[2]),
+        )
+        plane = 0
+        for unit in range(len(runs)):
+            num_planes, num_components = count_of(runs[unit])
+            num_groups = (num_components + GROUP - 1) // GROUP
+            table, factors = address_of(levels[unit]), address_of(matrix[unit])
+            begin, mean = address_of(begins[unit]), address_of(means[unit])
+            for block in range(0, num_tokens, BLOCK):
+                count, start = min(num_tokens - block, BLOCK), block // 8
+                source = address_of(planes) + plane * plane_nbytes + start
+                step = np.int64(plane_nbytes)
+                # The other bytes of a short block's words are the next plane's; no token uses them.
+                beyond = (plane + num_planes - 1) * plane_nbytes + start + 8 > len(planes)
+                tail = _tail_of_planes(planes, plane, num_planes * beyond, start, plane_nbytes)
+                if beyond:
+                    source, step = address_of(tail), np.int64(8)
+                for token in range(count):
+                    pair = pairs[unit, (block + token) // 2]
+                    gains[token] = gain_tables[unit, (pair >> (4 * (token % 2))) & (CODES - 1)]
+                _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
+                if beyond:
+                    tail[0, 0] = 0  # not freed before this
+                put_groups(sources, (rows, groups, num_groups))
+                for first in range(0, count, TILE_TOKENS):
+                    for column in range(0, width, TILE_COLUMNS):
+                        args = (
+                            groups + NBYTES * first,
+                            factors + NBYTES * column,
+                            begin + NBYTES * column,
+                            sums + NBYTES * column,
+                            num_groups,
+                            NBYTES * BLOCK,
+                            NBYTES * width,
+                            NBYTES * width,
+                        )
+                        tile_of_levels(SOURCES, args)
+                    token, rest = block + first, min(TILE_TOKENS, count - first)
+                    gain_at = address_of(gains) + NBYTES * first
+                    _rows_of_tile(sums, unit, token, rest, gain_at, mean, width, ropes, targets)
+            plane += num_planes
+        scratch[0, 0] = 0  # numba frees an array behind its last use, and an address is no use
+
+    return unpack_units
+
+
+_UNITS = tuple_of(
+    array_of(types.int64, 2),
+    array_of(types.uint8, 3),
+    array_of(types.uint32, 3),
+    array_of(types.int32, 2),
+    array_of(types.float32, 2),
+    array_of(types.float32, 2),
+)
+unpack = compiled(
+    types.void,
+    _unpack_function(SOURCES),
+    types.Array(types.uint8, 1, "C", readonly=True),
+    types.int64,
+    _UNITS,
+    types.Array(types.uint8, 2, "C", readonly=True),
+    tuple_of(*ROPE_TABLES, types.boolean),
+    SEGMENTS,
+)

@@ -1,0 +1,60 @@
+"""Products of rows of 16-bit words and a matrix of them, in numba; see ``stacks.products``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
+from kvstore.codecs.kernels.numba_functions import NBYTES, address_of, array_of, compiled
+from kvstore.codecs.kernels.sources import SOURCES
+from kvstore.codecs.kernels.units.host_intrinsics import HOST, tile_of_rows
+
+TOKENS, COLUMNS = TILE_TOKENS, HOST.tile_columns
+
+
+def _products_function(sources: int) -> Any:
+    """Make the function; ``sources`` enters numba's cache key, which covers one file only."""
+
+    def products(tiles: Any, panels: Any, sums: Any) -> None:
+        """Multiply and put the products into ``sums``, int32 (components, tokens).
+
+        ``tiles``: uint32 (tiles, pairs, TOKENS), ``panels``: uint32 (panels, pairs, COLUMNS): two
+        words side by side; both may be padded beyond ``sums``.
+        """
+        scratch = np.empty((TOKENS, COLUMNS), np.int32)
+        zeros = np.zeros(COLUMNS, np.int32)
+        num_pairs = np.int64(tiles.shape[1])
+        for panel in range(panels.shape[0]):
+            count = min(sums.shape[0] - panel * COLUMNS, COLUMNS)
+            for tile in range(tiles.shape[0]):
+                args = (
+                    address_of(tiles[tile]),
+                    address_of(panels[panel]),
+                    address_of(zeros),
+                    address_of(scratch),
+                    num_pairs,
+                    NBYTES * TOKENS,
+                    NBYTES * COLUMNS,
+                    NBYTES * COLUMNS,
+                )
+                tile_of_rows(sources, args)
+                for column in range(count):
+                    for token in range(min(sums.shape[1] - tile * TOKENS, TOKENS)):
+                        target = tile * TOKENS + token
+                        sums[panel * COLUMNS + column, target] = scratch[token, column]
+        # numba frees an array behind its last use, and an address is no use
+        scratch[0, 0], zeros[0] = 0, 0
+
+    return products
+
+
+products = compiled(
+    types.void,
+    _products_function(SOURCES),
+    array_of(types.uint32, 3),
+    array_of(types.uint32, 3),
+    array_of(types.int32, 2),
+)

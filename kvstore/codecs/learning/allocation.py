@@ -1,0 +1,36 @@
+"""Bits dealt out to components.
+
+Entropy-coded presets need none of this: one step for all is the optimal allocation by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from kvstore.codecs.rows.lloyd_max import gauss_error
+
+
+def greedy_bits(variances: np.ndarray, total: int, most: int = 8) -> np.ndarray:
+    """Gives one bit after another to the component whose error shrinks most by it.
+
+    ``variances``: floats of any shape, weighted by what an error matters. Returns int64 of that
+    shape, 0 to ``most``, which sum up to ``total``. Raises ``ValueError`` if they cannot.
+    """
+    errors = [gauss_error(1 << bits) for bits in range(most + 1)]
+    gains = [before - after for before, after in zip(errors, errors[1:], strict=False)]
+    flat = np.asarray(variances, np.float64).reshape(-1)
+    if total > most * len(flat):
+        raise ValueError(f"{total} bits for {len(flat)} components of {most} at most")
+    bits = np.zeros(len(flat), np.int64)
+    heap = [(-value * gains[0], number) for number, value in enumerate(flat)]
+    heapq.heapify(heap)
+    for _ in range(total):
+        _, number = heap[0]
+        bits[number] += 1
+        if bits[number] == most:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (-flat[number] * gains[bits[number]], number))
+    return bits.reshape(np.shape(variances))

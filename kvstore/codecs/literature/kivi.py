@@ -1,0 +1,24 @@
+"""KIVI: groups of 32 with 2 bits, keys by channel, values by token.
+
+Idea: channels of keys differ in size and tokens of values do, so each is grouped along what is
+even.
+Formula: code = round((x - smallest) / step), with fp16 smallest and step for each group.
+Size: 3 bits, the two numbers of a group included.
+Paper: KIVI, arXiv 2402.02750.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from kvstore.codecs.base import Codec
+from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
+from kvstore.codecs.literature.stages.min_max import grouped
+from kvstore.codecs.stacks.stack_codec import StackCodec
+
+
+def kivi() -> Codec:
+    """Makes the preset ``kivi``."""
+    keys = functools.partial(grouped, bits=2, along="tokens")
+    values = functools.partial(grouped, bits=2, along="width")
+    return StackCodec("kivi.1", HeadPipelines(keys, values))

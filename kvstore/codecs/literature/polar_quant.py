@@ -1,0 +1,106 @@
+"""PolarQuant: recursive polar coordinates of rotated rows.
+
+Idea: sixteen neighbours are eight pairs; each pair is an angle and a radius; radii are paired
+again, and so on for four levels, which leaves fifteen angles and one radius. Of a rotated row the
+first angles are uniform and the later ones crowd around 45 degrees, the more the later.
+Formula: an angle of level l has the density sin(2 a)^(2^l - 1); each level has Lloyd's levels of
+it.
+Size: angles of 4, 2, 2 and 2 bits and a radius of 16: 3.875 bits.
+Paper: PolarQuant, arXiv 2502.02617.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from kvstore.codecs.base import Codec
+from kvstore.codecs.literature.stages import half_columns
+from kvstore.codecs.literature.stages.half_range import HalfRange
+from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
+from kvstore.codecs.literature.stages.rotated import SignHadamard
+from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.stack_codec import StackCodec
+from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.errors import UnknownCodec
+
+BLOCK = 16
+LEVEL_BITS = (4, 2, 2, 2)
+GRID = 1 << 14  # of the quarter circle, while levels are sought
+ROUNDS = 200
+
+
+def polar() -> Codec:
+    """Makes the preset ``polar``."""
+    return StackCodec("polar.1", HeadPipelines(_polar, _polar))
+
+
+class Polar:
+    """Codes angles level by level, then the blocks' radii as fp16. Implements ``Quantiser``."""
+
+    def __init__(self, width: int) -> None:
+        """Raises ``UnknownCodec`` for a width that is no multiple of a block."""
+        if width % BLOCK:
+            raise UnknownCodec(f"vectors of {width} values are no blocks of {BLOCK}; use codec raw")
+        self._num_blocks = width // BLOCK
+
+    @property
+    def bits(self) -> np.ndarray:
+        """The bits of every column of codes, int64 (angles + 2 * blocks,)."""
+        angles = [[n] * self._angles_of(level) for level, n in enumerate(LEVEL_BITS)]
+        return np.concatenate([*angles, half_columns.BITS * self._num_blocks])
+
+    def quantise(self, components: np.ndarray) -> np.ndarray:
+        radii, columns = components, []
+        for level in range(len(LEVEL_BITS)):
+            first, second = radii[..., ::2], radii[..., 1::2]
+            columns.append(_angle_codes(np.arctan2(second, first), level))
+            radii = np.hypot(first, second)
+        return np.concatenate([*columns, half_columns.to_columns(radii)], axis=-1)
+
+    def restore(self, codes: np.ndarray) -> np.ndarray:
+        ends = np.cumsum([self._angles_of(level) for level in range(len(LEVEL_BITS))])
+        *columns, halves = np.split(codes, ends, axis=-1)
+        radii = half_columns.from_columns(halves)
+        for level in range(len(LEVEL_BITS) - 1, -1, -1):
+            angles = angle_levels(level)[np.minimum(columns[level], (1 << LEVEL_BITS[level]) - 1)]
+            pairs = np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=-1)
+            radii = pairs.reshape(*radii.shape[:-1], -1)
+        return radii
+
+    def _angles_of(self, level: int) -> int:
+        return self._num_blocks * BLOCK >> (level + 1)
+
+
+def _angle_codes(angles: np.ndarray, level: int) -> np.ndarray:
+    levels = angle_levels(level)
+    if level == 0:  # a circle of equal cells
+        cells = np.floor(angles * np.float32(len(levels) / (2 * np.pi)))
+        return cells.astype(np.int64).astype(np.uint8) % len(levels)
+    bounds = (levels[1:] + levels[:-1]) / 2
+    return np.searchsorted(bounds, angles).astype(np.uint8)
+
+
+@functools.cache
+def angle_levels(level: int) -> np.ndarray:
+    """Returns Lloyd's levels for the angles of normal variables, fp32 (2 ** bits,)."""
+    num_levels = 1 << LEVEL_BITS[level]
+    if level == 0:
+        circle = (np.arange(num_levels) + 0.5) * (2 * np.pi / num_levels)
+        return circle.astype(np.float32)
+    angles = (np.arange(GRID) + 0.5) * (np.pi / 2 / GRID)
+    density = np.sin(2 * angles) ** ((1 << level) - 1)
+    shares = (np.arange(num_levels) + 0.5) / num_levels
+    levels = np.interp(shares, np.cumsum(density) / density.sum(), angles)
+    for _ in range(ROUNDS):
+        cells = np.searchsorted((levels[1:] + levels[:-1]) / 2, angles)
+        levels = np.bincount(cells, density * angles) / np.bincount(cells, density)
+    found: np.ndarray = levels.astype(np.float32)
+    return found
+
+
+def _polar(shape: StackShape) -> Pipeline:
+    rotation, quantiser = SignHadamard(shape), Polar(shape.width)
+    coder = planes_of(shape, quantiser.bits)
+    return Pipeline(shape, (), HalfRange(shape), (rotation,), quantiser, coder)

@@ -1,0 +1,58 @@
+"""QJL: a sketch of signs for keys, groups for values.
+
+Idea: a key needs no scale or zero point if only the signs of its projections onto D random
+directions are kept, and its norm. Values go in groups of 32 with 2 bits, as in KIVI.
+Formula: k is restored as sqrt(pi / 2) / D |k| S^T sign(S k), which is unbiased.
+Size: keys 1 + 16 / D bits, values 3 bits.
+Paper: QJL, arXiv 2406.03482.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from kvstore.codecs.base import Codec
+from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal_bits, planes_of
+from kvstore.codecs.literature.stages.min_max import grouped
+from kvstore.codecs.literature.stages.sign import Sign
+from kvstore.codecs.literature.stages.sketch import directions, sign_size
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.stack_codec import StackCodec
+from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stages.gain import HalfGain
+
+
+def qjl() -> Codec:
+    """Makes the preset ``qjl``."""
+    values = functools.partial(grouped, bits=2, along="width")
+    return StackCodec("qjl.1", HeadPipelines(_sketched, values))
+
+
+class Sketch:
+    """Projects rows onto the directions, for ``Sign(1)`` behind it. Implements ``Transform``."""
+
+    def __init__(self, width: int, num_signs: int) -> None:
+        self._directions = directions(width, num_signs)
+        self._size = sign_size(width, num_signs)
+
+    def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
+        return np.matmul(stack, self._directions.T), b""
+
+    def read(self, reader: Reader, num_tokens: int) -> object:
+        return None
+
+    def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
+        restored: np.ndarray = np.matmul(stack, self._directions * self._size)
+        return restored
+
+    def note_nbytes(self, num_tokens: int) -> int:
+        return 0
+
+
+def _sketched(shape: StackShape) -> Pipeline:
+    sketch, gain = Sketch(shape.width, shape.width), HalfGain(shape, is_fitted=False)
+    coder = planes_of(shape, equal_bits(shape, 1))
+    return Pipeline(shape, (), gain, (sketch,), Sign(1), coder)

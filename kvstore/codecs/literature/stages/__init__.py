@@ -1,0 +1,1 @@
+"""Stages and drawn numbers that several methods of the literature share."""

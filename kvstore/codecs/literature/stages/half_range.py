@@ -1,0 +1,23 @@
+"""No gain at all, for methods whose own numbers are fp16: rows beyond those are kept exact."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.codecs.floats import FP16_LARGEST
+from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stages.gain import FP16_SMALLEST, NoGain, root_mean_squares
+
+
+class HalfRange(NoGain):
+    """Leaves rows their size, and keeps those that fp16 cannot hold. Implements ``Gain``."""
+
+    def __init__(self, shape: StackShape) -> None:
+        super().__init__(shape)
+        self._sizes_of = shape
+        self._largest = FP16_LARGEST / np.float32(2 * np.sqrt(shape.width))
+
+    def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sizes = root_mean_squares(stack, self._sizes_of)
+        fits = (sizes == 0) | ((sizes >= 2 * FP16_SMALLEST) & (sizes <= self._largest))
+        return np.ones_like(sizes), ~fits

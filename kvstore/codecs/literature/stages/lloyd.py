@@ -1,0 +1,83 @@
+"""Lloyd-Max: each component, over its deviation, to the nearest of a normal variable's levels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.codecs.rows.lloyd_max import MAX_LEVELS, gauss_table
+from kvstore.codecs.stages.compiled import compiled_stages
+
+
+class LloydMax:
+    """Takes the number of bounds below a value as its code. Implements ``Quantiser``."""
+
+    def __init__(self, num_levels: np.ndarray, deviations: np.ndarray) -> None:
+        """``num_levels``: integers, ``deviations``: floats, both (units, components).
+
+        One level means that nothing is kept of a component.
+        """
+        self._shape = num_levels.shape
+        self._deviations = np.array(deviations, np.float32).reshape(-1)
+        self._scales = 1 / np.maximum(self._deviations, np.float32(1e-12))
+        numbers, kinds = np.unique(num_levels, return_inverse=True)
+        self._kinds = kinds.reshape(-1).astype(np.int64)
+        self._counts = numbers.astype(np.int64) - 1
+        self._bounds = np.full((len(numbers), MAX_LEVELS), np.inf, np.float32)
+        self._levels = np.zeros((len(numbers), MAX_LEVELS), np.float32)
+        for kind, number in enumerate(numbers.tolist()):
+            self._bounds[kind, : number - 1] = gauss_table(number).all_bounds()
+            self._levels[kind, :number] = gauss_table(number).all_levels()
+
+    def quantise(self, components: np.ndarray) -> np.ndarray:
+        rows = self._rows(components)
+        codes = np.zeros(rows.shape, np.uint8)
+        fast = compiled_stages()
+        known = (self._kinds, self._bounds, self._counts)
+        (fast.quantise_levels if fast else _quantise)(rows, self._scales, *known, codes)
+        return self._stack(codes)
+
+    def restore(self, codes: np.ndarray) -> np.ndarray:
+        rows = self._rows(codes)
+        out = np.empty(rows.shape, np.float32)
+        fast = compiled_stages()
+        known = (self._kinds, self._levels, self._counts)
+        (fast.restore_levels if fast else _restore)(rows, self._deviations, *known, out)
+        return self._stack(out)
+
+    def _rows(self, stack: np.ndarray) -> np.ndarray:
+        rows = np.ascontiguousarray(stack.swapaxes(1, 2))
+        return rows.reshape(len(self._kinds), stack.shape[1])
+
+    def _stack(self, rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(*self._shape, rows.shape[1]).swapaxes(1, 2)
+
+
+def _quantise(
+    rows: np.ndarray,
+    scales: np.ndarray,
+    kinds: np.ndarray,
+    bounds: np.ndarray,
+    counts: np.ndarray,
+    codes: np.ndarray,
+) -> None:
+    for kind, count in enumerate(counts.tolist()):
+        chosen = kinds == kind
+        values = rows[chosen] * scales[chosen, None]
+        below = np.zeros(values.shape, np.uint8)
+        for bound in bounds[kind, :count]:
+            below += values > bound
+        codes[chosen] = below
+
+
+def _restore(
+    codes: np.ndarray,
+    deviations: np.ndarray,
+    kinds: np.ndarray,
+    levels: np.ndarray,
+    counts: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    for kind, count in enumerate(counts.tolist()):
+        chosen = kinds == kind
+        values = levels[kind][np.minimum(codes[chosen], count)]
+        out[chosen] = values * deviations[chosen, None]

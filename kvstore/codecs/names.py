@@ -1,0 +1,172 @@
+"""The names of all codecs, for whoever needs only names: nothing heavy is imported here.
+
+``presets`` makes a codec of a name, ``calibrated`` one of a name and a profile; both find the code
+by the import strings of this table. ``OWN`` are the product's codecs. ``LITERATURE`` are methods of
+papers and of the projects that this one grew from: for comparison, measured by the same tests, and
+never served unless they are named.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class CodecEntry(NamedTuple):
+    """One row of the table.
+
+    ``bits``: per value, for heads of 128 values and chunks of 128 tokens; headers and the exact
+    first tokens of a session are not counted. Of a learned codec, about what models take.
+    """
+
+    bits: float
+    sentence: str
+    make: str = ""  # import string of what makes the codec; "" = only a profile can
+    learn: str = ""  # import string of its ``CalibratedPreset``; "" = nothing to learn
+    exact: bool = False  # nothing is lost
+    small_chunks: bool = False  # chunks of few tokens take no more bytes per token
+
+
+EXACT: Final = "raw"
+
+_ROWS: Final = "kvstore.codecs.rows.row_codec"
+_ONE_STEP: Final = "kvstore.codecs.one_step.one_step"
+_PAPERS: Final = "kvstore.codecs.literature"
+
+OWN: Final[dict[str, CodecEntry]] = {
+    "raw": CodecEntry(
+        16,
+        "Keeps every byte as the engine has it.",
+        make="kvstore.codecs.raw:RawCodec",
+        exact=True,
+        small_chunks=True,
+    ),
+    "lm3": CodecEntry(
+        3.25,
+        "Eight Lloyd-Max levels without rotation; the control.",
+        make=f"{_ROWS}:lm3",
+        small_chunks=True,
+    ),
+    "tq3": CodecEntry(
+        3.125,
+        "Rotates every row by signs and a Hadamard matrix, then takes three bits a value.",
+        make=f"{_ROWS}:tq3",
+        small_chunks=True,
+    ),
+    "tq4": CodecEntry(
+        4.125,
+        "Rotates every row by signs and a Hadamard matrix, then takes four bits a value.",
+        make=f"{_ROWS}:tq4",
+        small_chunks=True,
+    ),
+    "dense3": CodecEntry(
+        3.2,
+        "Three bits at a fixed rate: a learned transform of each head, or tq3 without a profile.",
+        make=f"{_ROWS}:dense3",
+        learn="kvstore.codecs.fixed_rate.fixed_rate:DENSE3",
+        small_chunks=True,
+    ),
+    "balanced": CodecEntry(
+        1.5,
+        "A learned transform of each layer, entropy-coded: half the size of dense3.",
+        learn=f"{_ONE_STEP}:BALANCED",
+    ),
+    "max": CodecEntry(
+        0.8,
+        "A learned transform of ten layers at once, entropy-coded: the densest.",
+        learn=f"{_ONE_STEP}:MAX",
+    ),
+    "safe": CodecEntry(
+        5.3,
+        "A learned transform of each layer with a fine step: greedy text hardly ever changes.",
+        learn=f"{_ONE_STEP}:SAFE",
+    ),
+}
+
+LITERATURE: Final[dict[str, CodecEntry]] = {
+    "spectral": CodecEntry(
+        2.5,
+        "SpectralQuant: many bits for principal components with variance, few for the others.",
+        learn=f"{_PAPERS}.spectral_quant:SPECTRAL",
+    ),
+    "ratequant": CodecEntry(
+        2.6,
+        "RateQuant: TurboQuant-MSE with the bits dealt out to heads by what errors cost.",
+        learn=f"{_PAPERS}.rate_quant:RATEQUANT",
+    ),
+    "kvquant": CodecEntry(
+        3.375,
+        "KVQuant: keys before RoPE in groups by channel, values in groups by token.",
+        learn=f"{_PAPERS}.kv_quant:KVQUANT",
+    ),
+    "commvq": CodecEntry(
+        2.125,
+        "CommVQ: eight neighbours as a sum of two learned vectors.",
+        learn=f"{_PAPERS}.comm_vq:COMMVQ",
+    ),
+    "manthan": CodecEntry(
+        3.25,
+        "ManthanQuant: eight Lloyd-Max levels and an fp32 norm; the arithmetic of lm3.",
+        make=f"{_PAPERS}.manthan_quant:manthan",
+    ),
+    **{
+        f"tq{num_bits}": CodecEntry(
+            num_bits + 0.125,
+            f"TurboQuant-MSE with {num_bits} bit{'s' if num_bits > 1 else ''} a value.",
+            make=f"{_PAPERS}.turbo_quant:tq{num_bits}",
+        )
+        for num_bits in (1, 2, 5, 6, 7, 8)
+    },
+    "tqprod": CodecEntry(
+        3.25,
+        "TurboQuant-prod: two bits of levels and one sign of a sketch of what they missed.",
+        make=f"{_PAPERS}.turbo_quant:tqprod",
+    ),
+    "base11": CodecEntry(
+        3.625,
+        "turboquant-mlx: eleven levels after a rotation, as digits of large numbers.",
+        make=f"{_PAPERS}.turboquant_mlx:base11",
+    ),
+    "rvq": CodecEntry(
+        2.125,
+        "VeloxQuant's residual quantiser: a sign, then the sign of what it missed.",
+        make=f"{_PAPERS}.rvq:rvq",
+    ),
+    "vecinfer": CodecEntry(
+        2.1875,
+        "VecInfer: smoothed keys, rotated, and four neighbours by one of 256 vectors.",
+        make=f"{_PAPERS}.vecinfer:vecinfer",
+    ),
+    "polar": CodecEntry(
+        3.875,
+        "PolarQuant: angles of recursive polar coordinates, and one radius of sixteen values.",
+        make=f"{_PAPERS}.polar_quant:polar",
+    ),
+    "qjl": CodecEntry(
+        2.0625,
+        "QJL: a sketch of signs for keys, groups of two bits for values.",
+        make=f"{_PAPERS}.qjl:qjl",
+    ),
+    "rabitq": CodecEntry(
+        2.6875,
+        "RaBitQ: one sign a value for rotated keys, TurboQuant of four bits for values.",
+        make=f"{_PAPERS}.rabitq:rabitq",
+    ),
+    "playground": CodecEntry(
+        3.0625,
+        "turboQuantPlayground: rotated keys of three bits, values in groups of two bits.",
+        make=f"{_PAPERS}.turboquant_playground:playground",
+    ),
+    "kivi": CodecEntry(
+        3.0,
+        "KIVI: groups of 32 values of two bits, keys by channel and values by token.",
+        make=f"{_PAPERS}.kivi:kivi",
+    ),
+}
+
+CODECS: Final[dict[str, CodecEntry]] = {**OWN, **LITERATURE}
+# The product's codecs that need no profile.
+READY: Final = tuple(name for name, entry in OWN.items() if entry.make)
+# The product's codecs that learn a model; "dense3" is among both.
+CALIBRATED: Final = tuple(name for name, entry in OWN.items() if entry.learn)
+# All codecs that learn a model.
+LEARNABLE: Final = tuple(name for name, entry in CODECS.items() if entry.learn)

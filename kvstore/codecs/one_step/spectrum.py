@@ -1,0 +1,184 @@
+"""Axes and components of the samples of one stack, while a preset of one step is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvstore.codecs.entropy.tables import classes_of
+from kvstore.codecs.learning.samples import Samples
+from kvstore.codecs.learning.statistics import principal_axes, unit_rows
+from kvstore.codecs.one_step.prediction_design import (
+    PredictionWindow,
+    band_of,
+    expectations,
+    predictors_of,
+)
+from kvstore.codecs.one_step.step_design import rows_of
+from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stages.gain import COARSE, root_mean_squares
+from kvstore.codecs.stages.integer_rows import StepRows
+from kvstore.codecs.stages.metric import HeadMetric
+from kvstore.codecs.stages.prediction import Predictors
+
+SAMPLED_TOKENS = 2048  # of all texts together: enough for the step and the symbol tables
+# A component whose deviation is less than this share of a step is dropped: its rare codes cost
+# more than they mend.
+LIVE_RATIO = 0.3
+COMPONENTS_ROUNDED_TO = 16
+# Less than a half, since a code of one costs several bits more than a zero.
+ROUNDING = 0.4
+
+
+class Spectrum:
+    """Principal axes of a stack, and the components of some sampled rows on them.
+
+    ``deviations``: of components, fp32 (units, components), falling. ``left``: of what is not
+    expected of them, the same where nothing is. ``basis``: columns, fp32 (units, width,
+    components).
+    """
+
+    def __init__(self, samples: Samples, shape: StackShape, means: np.ndarray) -> None:
+        self._samples, self._shape, self._means = samples, shape, means
+        self._metric = HeadMetric(shape, samples.roots(shape))
+        self._sampled: list[np.ndarray] = []
+        steps: list[np.ndarray] = []
+        most = -(-SAMPLED_TOKENS // len(samples.texts))
+        self.deviations, self.basis = principal_axes(self._rows(steps, most))
+        self.left = self.deviations
+        self._weights: list[np.ndarray] = []
+        self._components = np.empty(0)
+        self._window = PredictionWindow(0, 0)
+        self._gain_steps = np.rint(np.concatenate(steps, axis=1)).astype(np.int64)
+        self._gain_centres = np.rint(self._gain_steps.mean(axis=1)).astype(np.int64)
+        self._project()
+
+    def _rows(self, steps: list[np.ndarray], most: int) -> Iterator[np.ndarray]:
+        """Yields all rows, once. Some are kept, for what needs less than a covariance does."""
+        for stack, gains in unit_rows(self._samples, self._shape, self._means, self._sizes):
+            steps.append(COARSE * np.log2(gains))
+            rows, _ = self._metric.forward(stack, 0)
+            self._sampled.append(rows[:, :: -(-rows.shape[1] // most)].copy())
+            yield rows
+
+    def _sizes(self, stack: np.ndarray) -> np.ndarray:
+        sizes = root_mean_squares(stack, self._shape)
+        steps = np.rint(COARSE * np.log2(np.maximum(sizes, 1e-9)))
+        gains: np.ndarray = np.exp2(steps / COARSE).astype(np.float32)
+        return gains
+
+    def _project(self) -> None:
+        """Computes components of the rows that were kept, fp32 (units, components, tokens)."""
+        rows = np.concatenate(self._sampled, axis=1)
+        self._components = np.matmul(self.basis.swapaxes(1, 2), rows.swapaxes(1, 2))
+
+    def predict(self, window: PredictionWindow, step: float) -> None:
+        """Learns what first components are expected to be; goes through all samples again."""
+        size = min(window.components, self._shape.width) // 2 * 2
+        depth = min(window.depth, self._shape.num_units - 1)
+        if not size or not depth:
+            return
+        self._window = PredictionWindow(size, depth)
+        found = expectations(
+            band_of(self._first_components(size), self._window), self._window, step
+        )
+        self.left = self.deviations.copy()
+        for unit, known in enumerate(found):
+            self.basis[unit, :, :size] = self.basis[unit, :, :size] @ known.turn
+            self.deviations[unit, :size] = known.deviations
+            self.left[unit, :size] = known.left
+        self._weights = [known.weights.astype(np.float32) for known in found]
+        self._project()
+
+    def _first_components(self, size: int) -> Iterator[np.ndarray]:
+        first = np.ascontiguousarray(self.basis[:, :, :size])
+        for stack, _ in unit_rows(self._samples, self._shape, self._means, self._sizes):
+            rows, _ = self._metric.forward(stack, 0)
+            yield np.matmul(rows, first)
+
+    def truncate(self, step: float) -> None:
+        """Forgets components that this step leaves at zero."""
+        live = int((self.deviations > LIVE_RATIO * step).sum(axis=1).max())
+        rounded = -(-max(live, 1) // COMPONENTS_ROUNDED_TO) * COMPONENTS_ROUNDED_TO
+        live = min(rounded, self._shape.width)
+        self.basis = self.basis[:, :, :live]
+        self._components = self._components[:, :live]
+        self.deviations = self.deviations[:, :live].astype(np.float32)
+        self.left = self.left[:, :live].astype(np.float32)
+        self._forget(live)
+
+    def _forget(self, live: int) -> None:
+        size, depth = self._window.components, self._window.depth
+        if live >= size:
+            return
+        self._window = PredictionWindow(live // 2 * 2, depth)
+        kept = self._window.components
+        by_unit = [x.reshape(-1, size, size)[:, :kept, :kept] for x in self._weights]
+        self._weights = [x.reshape(-1, kept) for x in by_unit]
+
+    def beyond(self, step: float) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the unexpected part of the sampled components, and its deviations.
+
+        Both fp32, (rows, tokens) and (rows,). The units before a unit are taken to be known as
+        ``step`` leaves them.
+        """
+        beyond = self._components.copy()
+        size, known = self._window.components, list[np.ndarray]()
+        for unit, weights in enumerate(self._weights):
+            first = beyond[unit, :size]
+            before = known[max(unit - self._window.depth, 0) :]
+            expected = weights.T @ np.concatenate(before) if len(weights) else np.zeros_like(first)
+            first -= expected
+            known.append(expected + np.float32(step) * codes_of(first, step))
+        return beyond.reshape(self.left.size, -1), self.left.reshape(-1)
+
+    def codes(self, step: float) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the codes of the sampled components and their classes.
+
+        Both int64, (rows, tokens) and (rows,).
+        """
+        components, deviations = self.beyond(step)
+        return codes_of(components, step), classes_of(deviations / step)
+
+    def integers(self, step: float, shifts: np.ndarray) -> tuple[StepRows, np.ndarray, Predictors]:
+        """Returns rows, levels and predictors.
+
+        ``shifts``: fp32 (NUM_CLASSES, NUM_SHIFTS), of centroids.
+        """
+        axes = self.basis.swapaxes(1, 2)
+        # The metric's roots are symmetric, so rows go through it as columns would.
+        encode, _ = self._metric.forward(axes, 0)
+        decode = self._metric.backward(axes, 0, None) * np.float32(step)
+        known = (self.deviations / step, shifts[classes_of(self.left / step)])
+        rows, levels = rows_of(encode, decode, *known)
+        return rows, levels, predictors_of(self._weights, levels[:, :, 0], self._window)
+
+    def learned(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of a profile that are no integers of rows."""
+        return {
+            "left": self.left,
+            "gain_centres": self._gain_centres.astype(np.int16),
+            "gain_classes": self._gain_classes().astype(np.uint8),
+        }
+
+    def _gain_classes(self) -> np.ndarray:
+        deviations = (self._gain_steps - self._gain_centres[:, None]).std(axis=1)
+        classes: np.ndarray = np.maximum(classes_of(deviations), 1)
+        return classes
+
+    def gain_codes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the codes of the samples' gains and their classes.
+
+        Both int64, (gain groups of all units, tokens) and (gain groups of all units,).
+        """
+        codes = (self._gain_steps - self._gain_centres[:, None]).swapaxes(1, 2)
+        classes = self._gain_classes().reshape(-1)
+        return codes.reshape(len(classes), -1), classes
+
+
+def codes_of(components: np.ndarray, step: float) -> np.ndarray:
+    """Returns the codes that ``UniformStep`` makes of components, int64 of the same shape."""
+    sizes = np.floor(np.abs(components) / step + ROUNDING)
+    codes: np.ndarray = (np.sign(components) * sizes).astype(np.int64)
+    return codes

@@ -1,0 +1,39 @@
+"""How a model turns its keys by their positions (RoPE, arXiv 2104.09864).
+
+RoPE turns pairs of channels by position times frequency. This is the description only, a part of
+every profile; ``stages.un_rope`` turns keys back by it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import numpy as np
+
+
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The turns that a model gives the first channels of every head of its keys.
+
+    ``frequencies``: radians per token, one for each pair of channels. ``interleaved``: channel 2i
+    is paired with 2i + 1, not channel i with i + len(frequencies).
+    """
+
+    frequencies: tuple[float, ...]
+    interleaved: bool = False
+
+    @property
+    def num_channels(self) -> int:
+        """The number of channels that are turned; they are the first ones of a head."""
+        return 2 * len(self.frequencies)
+
+
+@functools.lru_cache(maxsize=256)
+def angle_tables(rope: Rope, first_token: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns cosines and sines for tokens ``first_token ..``.
+
+    Both fp32 (num_tokens, channels / 2).
+    """
+    positions = np.arange(first_token, first_token + num_tokens, dtype=np.float64)
+    angles = np.outer(positions, np.array(rope.frequencies, np.float64))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -1,0 +1,111 @@
+"""K or V of one layer that is packed already, where the store expects an array.
+
+An engine may keep its *live* cache packed in a row codec's own bytes. Then nothing has to be
+encoded to save it, and nothing decoded to wake it. This array carries such rows through the store:
+it can be sliced by tokens, copied and written to like the numpy array in whose place it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvstore.codecs import floats
+from kvstore.codecs.rows.row_format import RowFormat
+from kvstore.shapes import NUMPY_DTYPES, DType
+
+# Heads, tokens.
+Slices: TypeAlias = tuple[slice, slice]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedArray:
+    """Values (num_kv_heads, num_tokens, dim) of the engine's ``dtype``, packed row by row.
+
+    A row whose scale is zero is kept as it is, in ``exact``. For every other row ``exact`` has no
+    meaning, and is memory that was never touched.
+    """
+
+    rows: RowFormat
+    dtype_name: DType
+    codes: np.ndarray  # uint8 (num_kv_heads, num_tokens, packed_nbytes)
+    scales: np.ndarray  # (num_kv_heads, num_tokens)
+    exact: np.ndarray  # uint16 (num_kv_heads, num_tokens, dim)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values, (num_kv_heads, num_tokens, dim)."""
+        return self.exact.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The numpy dtype of the unpacked values."""
+        return NUMPY_DTYPES[self.dtype_name]
+
+    @property
+    def is_exact(self) -> bool:
+        """True if no row is packed."""
+        return not self.scales.any()
+
+    def __getitem__(self, where: Slices) -> PackedArray:
+        """Returns a view of some heads and tokens."""
+        return self._with(self.codes[where], self.scales[where], self.exact[where])
+
+    def __setitem__(self, everywhere: Any, values: PackedArray | np.ndarray) -> None:
+        """Takes ``values`` in place of all rows; ``everywhere`` is ``...``, nothing else.
+
+        ``values``: a packed array, or an array of the engine's dtype, which is kept as it is, in 16
+        bits.
+        """
+        assert everywhere is Ellipsis
+        if not isinstance(values, PackedArray):
+            self.scales[...] = 0
+            self.exact[...] = floats.to_stored(values, self.dtype_name)
+            return
+        self.codes[...] = values.codes
+        self.scales[...] = values.scales
+        kept = values.scales == 0
+        self.exact[kept] = values.exact[kept]
+
+    def fill(self, value: float) -> None:
+        """Set every element to ``value``; all rows are then stored unpacked."""
+        self[...] = np.full(self.shape, value, self.dtype)
+
+    def copy(self) -> PackedArray:
+        """Returns a copy in memory of its own."""
+        copied = empty_packed(self.rows, self.dtype_name, self.shape)
+        copied[...] = self
+        return copied
+
+    def view(self, dtype: Any) -> np.ndarray:
+        """Returns the unpacked values under another dtype."""
+        return self.__array__().view(dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Unpacks with numpy, for looking at."""
+        values = np.array(floats.from_stored(self.exact, self.dtype_name))
+        packed = self.scales != 0
+        if packed.any():
+            rows = self.rows.unpack(self.codes[packed], self.scales[packed], self.shape[2])
+            values[packed] = floats.narrow(rows, self.dtype_name)
+        return values if dtype is None else values.astype(dtype)
+
+    def _with(self, codes: np.ndarray, scales: np.ndarray, exact: np.ndarray) -> PackedArray:
+        return PackedArray(self.rows, self.dtype_name, codes, scales, exact)
+
+
+def empty_packed(rows: RowFormat, dtype: DType, shape: tuple[int, ...]) -> PackedArray:
+    """Make an uninitialised array whose rows all count as unpacked.
+
+    ``shape`` is (num_kv_heads, num_tokens, dim).
+    """
+    heads, num_tokens, dim = shape
+    return PackedArray(
+        rows,
+        dtype,
+        np.empty((heads, num_tokens, rows.packed_nbytes(dim)), np.uint8),
+        np.zeros((heads, num_tokens), rows.scale_dtype),
+        np.empty(shape, np.uint16),
+    )

@@ -1,0 +1,122 @@
+"""A row codec for runs that an engine keeps packed: their bytes go into a payload as they are.
+
+Rows that are not packed yet (the engine keeps its newest tokens as they are) are packed here, for
+the first time. So a session saved from a packed cache has the bytes it would have had if its rows
+had gone through the codec once, and never loses anything a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from kvstore.codecs import floats
+from kvstore.codecs.arrays import check_run
+from kvstore.codecs.base import Codec, Payload
+from kvstore.codecs.rows.packed_array import PackedArray
+from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.codecs.rows.payload import KEPT_DTYPE, ArraySlot, PayloadPlan, plan_payload
+from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.errors import UnknownCodec
+from kvstore.shapes import KVLayout, KVRun
+
+
+@dataclass(frozen=True)
+class PackedCodec:
+    """Packs runs of ``PackedArray``. Implements ``kvstore.codecs.base.Codec``."""
+
+    inner: RowCodec
+
+    @property
+    def id(self) -> str:
+        return self.inner.id
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def check(self, layout: KVLayout) -> None:
+        self.inner.check(layout)
+
+    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return self.inner.packed_nbytes(layout, num_tokens, first_token)
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
+        arrays = _arrays(run)
+        if all(array.is_exact for array in arrays):  # nothing of it is packed: the fast way
+            return self.inner.encode(_exact_run(arrays, layout), layout, first_token)
+        plan = plan_payload(self.inner.rows, layout, check_run(run, layout), first_token)
+        payload = np.empty(plan.nbytes, np.uint8)
+        for array, slot in zip(arrays, plan.slots, strict=True):
+            self._fill(payload, array, slot)
+        return b"".join([payload.data, *_kept_rows(arrays, plan, payload)])
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        plan = plan_payload(self.inner.rows, layout, check_run(out, layout), first_token)
+        view = np.frombuffer(payload, np.uint8)
+        kept = self.inner.check_payload(view, plan)
+        arrays = _arrays(out)
+        for array, slot in zip(arrays, plan.slots, strict=True):
+            sinks, shape = slot.num_sinks, (slot.num_heads, slot.num_tokens)
+            array.exact[:, :sinks] = slot.sinks(view)
+            array.scales[:, :sinks] = 0
+            array.scales[:, sinks:] = slot.scales(view).reshape(shape)
+            array.codes[:, sinks:] = slot.packed(view).reshape(*shape, slot.row_nbytes)
+        at = plan.nbytes
+        for number, rows in plan.split_rows(kept):
+            slot = plan.slots[number]
+            end = at + len(rows) * slot.dim * KEPT_DTYPE.itemsize
+            values = view[at:end].view(KEPT_DTYPE).reshape(len(rows), slot.dim)
+            arrays[number].exact[slot.positions(rows)] = values
+            at = end
+
+    def _fill(self, payload: np.ndarray, array: PackedArray, slot: ArraySlot) -> None:
+        sinks = slot.num_sinks
+        # The first tokens of a session are never packed; whoever did would have lost them.
+        if array.scales[:, :sinks].any():
+            raise ValueError("the first tokens of a packed run are packed")
+        slot.sinks(payload)[:] = array.exact[:, :sinks]
+        scales, packed = slot.scales(payload), slot.packed(payload)
+        scales[:] = array.scales[:, sinks:].reshape(-1)
+        packed[:] = array.codes[:, sinks:].reshape(slot.num_rows, slot.row_nbytes)
+        fresh = np.flatnonzero(scales == 0)
+        if len(fresh):
+            stored = array.exact[slot.positions(fresh)]
+            values = floats.widen(stored, array.dtype_name)
+            packed[fresh], scales[fresh] = self.inner.rows.pack(values)
+
+
+def packed_codec(codec: Codec, layout: PackedLayout) -> PackedCodec:
+    """Makes the codec for a packed cache, if that is packed in this very codec's arithmetic.
+
+    Raises:
+        UnknownCodec: it is not.
+    """
+    if isinstance(codec, RowCodec) and codec.rows == layout.rows:
+        return PackedCodec(codec)
+    name = f"tq{layout.num_bits}"
+    raise UnknownCodec(
+        f"a live cache packed by {name} can only be kept cold by {name}, not by {codec.id}"
+    )
+
+
+def _arrays(run: KVRun) -> Sequence[PackedArray]:
+    return [cast(PackedArray, array) for pair in run for array in pair]
+
+
+def _exact_run(arrays: Sequence[PackedArray], layout: KVLayout) -> KVRun:
+    plain = [floats.from_stored(array.exact, layout.dtype) for array in arrays]
+    return list(zip(plain[::2], plain[1::2], strict=True))
+
+
+def _kept_rows(
+    arrays: Sequence[PackedArray], plan: PayloadPlan, payload: np.ndarray
+) -> Iterator[memoryview]:
+    """Yields the rows that cannot be packed, as they are; their packed bytes become zero."""
+    for number, rows in plan.split_rows(plan.kept_rows(payload)):
+        slot = plan.slots[number]
+        slot.packed(payload)[rows] = 0
+        yield np.ascontiguousarray(arrays[number].exact[slot.positions(rows)]).data

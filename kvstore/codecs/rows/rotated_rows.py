@@ -1,0 +1,147 @@
+"""``tq3`` and ``tq4``: rotate whole numbers, compare with thresholds, keep the length right.
+
+1. x = the row in fp32, values below 2^-63 taken as zero. norm = sqrt(sum x^2).
+2. n = signs * x * (a power of two / norm, its last twelve bits cleared), rounded to whole numbers.
+   z = H n; an element of z is about as large as that power of two (see ``rotation``).
+3. code = the sign of z, and how many of the Lloyd-Max bounds do not exceed its size. Bounds are
+   whole 64ths of the power of two (finer from five bits on) and z is rounded down to those; a
+   negative v has size -1 - v.
+4. scale = norm / sqrt(sum of level[code]^2), about the row's rms. It gives the unpacked row the
+   length of the original, which the levels alone do not (norm correction). Kept as fp16.
+
+Unpacking: +-level[code], whole 64ths as well, the rotation back, times scale / sqrt(dim), signs.
+
+All sums are of whole numbers, small enough for fp32: they are exact in any order, and kernels
+compute them in 16 bits. The product in step 2 is exact too, since a row's values have at most
+eleven bits. See ``docs/decisions/0039-whole-numbers-in-rows.md``.
+
+A scale that fp16 cannot hold as a normal number (all-zero rows, rows of denormals, infinities,
+NaN) is written as zero, and the row is kept as it is. Together with the cut at 2^-63 this keeps
+every denormal out of the arithmetic: threads that flush them to zero (a library built with
+-ffast-math does that to its whole process) get the same bytes, and none of it is slow.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.codecs import floats
+from kvstore.codecs.rows import packing, rotation
+from kvstore.codecs.rows.lloyd_max import gauss_table
+
+SMALLEST = np.float32(2.0**-63)
+SPARE_BITS = 12  # of a factor, cleared: its product with a 16-bit float is exact in fp32
+
+
+@dataclass(frozen=True)
+class RotatedRows:
+    """``num_bits`` per value: a sign and ``num_bits - 1`` of magnitude.
+
+    Implements ``RowFormat``.
+    """
+
+    num_bits: int
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        return np.dtype("<u2")
+
+    @property
+    def one(self) -> int:
+        """The number of levels and bounds, which are whole numbers, that make the rms of a row."""
+        return 64 << min(max(self.num_bits - 4, 0), 3)
+
+    @property
+    def levels(self) -> np.ndarray:
+        """The upper half of the levels, int32 (levels,), ascending."""
+        return self._whole(gauss_table(1 << self.num_bits).levels)
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """The bounds between ``levels``, int32 (levels - 1,)."""
+        return self._whole(gauss_table(1 << self.num_bits).bounds)
+
+    def supports(self, dim: int) -> bool:
+        return rotation.order_of(dim) is not None
+
+    def packed_nbytes(self, dim: int) -> int:
+        return self.num_bits * dim // 8
+
+    def pack(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # Infinite and undefined rows are computed like all others; their scale becomes zero.
+        with np.errstate(all="ignore"):
+            x = np.where(np.abs(rows) < SMALLEST, np.float32(0), rows)
+            norms = np.sqrt(rotation.squared_norms(x))
+            whole = np.rint(x * factors_of(norms, rows.shape[1])[:, None])
+            z = rotation.rotate(rotation.flip_signs(whole, rotation.sign_masks(rows.shape[1])))
+            places = np.floor(z * np.float32(self.one / size_of(rows.shape[1])))
+            magnitudes = self._magnitudes(places)
+            scales = norms / self._lengths(magnitudes)
+        codes = magnitudes | (places < 0).astype(np.uint8) << (self.num_bits - 1)
+        return packing.to_planes(codes, self.num_bits), floats.round_to_normal_fp16(scales)
+
+    def unpack(self, packed: np.ndarray, scales: np.ndarray, dim: int) -> np.ndarray:
+        codes = packing.from_planes(packed, self.num_bits)
+        levels = self.levels.astype(np.float32)
+        z = rotation.rotate_back(np.concatenate([levels, -levels])[codes])
+        units = floats.widen_normal_fp16(scales) * self.unit_of(dim)
+        return rotation.flip_signs(z * units[:, None], rotation.sign_masks(dim))
+
+    def are_all_packed(self, scales: np.ndarray) -> bool:
+        # Whatever is below the range wraps around to far above it.
+        least = np.uint16(floats.FP16_SMALLEST_NORMAL)
+        width = floats.FP16_INFINITY - floats.FP16_SMALLEST_NORMAL
+        return bool((scales - least).max(initial=0) < width)
+
+    def are_scales(self, scales: np.ndarray) -> bool:
+        return bool(np.all((scales == 0) | floats.is_normal_fp16(scales)))
+
+    def _magnitudes(self, places: np.ndarray) -> np.ndarray:
+        sizes = np.where(places < 0, -1 - places, places)
+        counts = np.zeros(sizes.shape, np.uint8)
+        for bound in self.bounds:
+            counts += sizes >= bound
+        return counts
+
+    def _lengths(self, magnitudes: np.ndarray) -> np.ndarray:
+        """Returns sqrt(sum of squared levels) of every row, fp32 (num_rows,)."""
+        squares = np.array(squared_levels(self.num_bits), np.int32)
+        energies = squares[magnitudes].sum(axis=1, dtype=np.int32).astype(np.float32)
+        lengths: np.ndarray = np.sqrt(energies) * np.float32(1 / self.one)
+        return lengths
+
+    def unit_of(self, dim: int) -> np.float32:
+        """Returns the value that a one of rotated levels stands for in a row of scale 1."""
+        return inverse_root(dim) / np.float32(self.one)
+
+    def _whole(self, values: tuple[float, ...]) -> np.ndarray:
+        return np.array([round(value * self.one) for value in values], np.int32)
+
+
+def size_of(dim: int) -> int:
+    """Returns the norm of a row in whole numbers; rotated, every one of them fits into 16 bits."""
+    return 1 << (14 - (dim.bit_length() - 1) // 2)
+
+
+def factors_of(norms: np.ndarray, dim: int) -> np.ndarray:
+    """Returns the factors that give rows of these norms the norm ``size_of``, fp32 (num_rows,).
+
+    ``norms``: fp32 (num_rows,).
+    """
+    bits = (np.float32(size_of(dim)) / norms).view(np.uint32)
+    factors: np.ndarray = (bits >> SPARE_BITS << SPARE_BITS).view(np.float32)
+    return factors
+
+
+@functools.cache
+def squared_levels(num_bits: int) -> tuple[int, ...]:
+    """Returns the squares of the upper half of the levels."""
+    return tuple(int(level) ** 2 for level in RotatedRows(num_bits).levels)
+
+
+def inverse_root(dim: int) -> np.float32:
+    """Returns 1 / sqrt(dim), rounded once."""
+    return np.float32(1 / np.sqrt(dim))

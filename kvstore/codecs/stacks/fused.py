@@ -1,0 +1,183 @@
+"""What codecs that pack in one pass have in common: addresses of rows, turns, and a proof.
+
+A *fused* packer does all stages of a pipeline at once, in a compiled kernel. Before it is used it
+has to give the pipeline's own bytes and rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from kvstore.codecs import floats
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.rope import Rope, angle_tables
+from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
+from kvstore.codecs.stacks.stack_shape import KEY, StackShape
+from kvstore.shapes import DType, KVLayout, KVRun
+
+logger = logging.getLogger(__name__)
+K = TypeVar("K")  # kernels
+LINE = 64  # bytes
+VECTOR = 16  # channels
+
+# Maps arrays of one dtype to addresses and strides, int64 (arrays, 4).
+AddressesOf: TypeAlias = Callable[[Sequence[np.ndarray]], np.ndarray]
+
+
+class FusedPacker(StackPacker, Protocol):
+    """A packer that does in one pass what its pipeline does stage by stage."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The definition, which also takes over where the kernels cannot."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadAddresses:
+    """The addresses of the head vectors of a stack's units in a run."""
+
+    shape: StackShape
+    addresses_of: AddressesOf
+
+    def __call__(self, run: KVRun, first: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns the address of every head's row of token ``first``, and the bytes between rows.
+
+        Both int64 (units, vectors of a unit). None if the values of a row do not lie side by side.
+        """
+        arrays = [array for pair in run for array in pair]
+        starts, heads, tokens, values = self.addresses_of(arrays).T
+        if np.any(values != arrays[0].itemsize):
+            return None
+        array, head = self._numbers
+        strides = tokens[array]
+        return starts[array] + head * heads[array] + first * strides, strides
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        pairs = np.array([[(s.array, s.head) for s in unit] for unit in self.shape.units], np.int64)
+        return pairs[..., 0].copy(), pairs[..., 1].copy()
+
+
+@dataclass(frozen=True, eq=False)
+class RopeTables:
+    """The turns of a stack's keys, as kernels take them.
+
+    ``ropes``: those in use. ``of_vector``: int64 (units, vectors of a unit), 0 = not turned, or 1
+    more than the number of its rope. ``halves``: int64 (ropes + 1,), pairs of channels that each
+    turns.
+    """
+
+    ropes: tuple[Rope, ...]
+    of_vector: np.ndarray
+    halves: np.ndarray
+
+    def of(
+        self, shape: StackShape, first_token: int, num_tokens: int, dtype: DType
+    ) -> tuple[object, ...]:
+        """Returns the arguments of a kernel for tokens ``first_token ..``."""
+        angles = _angles(self.ropes, int(self.halves.max(initial=1)), first_token, num_tokens)
+        return (self.of_vector, self.halves, *angles, shape.units[0][0].dim, dtype == "float32")
+
+
+def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables | None:
+    """Makes the tables, or returns None if the kernels do not know how some channels are turned."""
+    used = tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+    if any(rope.interleaved or len(rope.frequencies) % VECTOR for rope in used):
+        return None
+    numbers = {rope: number + 1 for number, rope in enumerate(used)}
+    numbers_of = [
+        [numbers[rope] if s.side == KEY and (rope := ropes[s.layer]) else 0 for s in unit]
+        for unit in shape.units
+    ]
+    halves = np.array([0, *(len(rope.frequencies) for rope in used)], np.int64)
+    return RopeTables(used, np.array(numbers_of, np.int64), halves)
+
+
+def fits_vector_units(shape: StackShape) -> bool:
+    """Says whether all heads have one size, a multiple of what kernels take at a time."""
+    dims = {segment.dim for unit in shape.units for segment in unit}
+    return len(dims) == 1 and not min(dims) % VECTOR
+
+
+def if_installed(load: Callable[[], K], codecs: str) -> K | None:
+    """Returns what ``load`` imports, or None without numba; ``codecs`` is their name in the log.
+
+    Compiling takes seconds, once on a machine: only who packs shall pay for it.
+    """
+    try:
+        return load()
+    except ImportError as error:
+        logger.info("%s run stage by stage, slower: %s", codecs, error)
+        return None
+
+
+def proven_or_pipeline(
+    fused: FusedPacker, layout: KVLayout, run: KVRun, codecs: str
+) -> StackPacker:
+    """Returns ``fused``, or its pipeline if the two disagree about ``run``."""
+    if agrees(fused, layout, run):
+        return fused
+    logger.warning("the kernels of %s are wrong on this host: using the pipeline", codecs)
+    return fused.pipeline
+
+
+def agrees(fused: FusedPacker, layout: KVLayout, run: KVRun) -> bool:
+    """Says whether a packer gives the same bytes and rows as its pipeline.
+
+    A compiler is not to be trusted with a cache.
+    """
+    outs = [layout.empty(run[0][0].shape[1]) for _ in range(2)]
+    parts: tuple[StackPacker, ...] = (fused, fused.pipeline)
+    payloads = [part.encode(run, 0, 9, layout.dtype) for part in parts]
+    for part, out in zip(parts, outs, strict=True):
+        for array in (x for pair in out for x in pair):
+            array.fill(0)
+        part.decode(Reader(memoryview(payloads[1])), out, 0, 9, layout.dtype)
+    flat = [[x.tobytes() for pair in out for x in pair] for out in outs]
+    return payloads[0] == payloads[1] and flat[0] == flat[1]
+
+
+def wave_run(layout: KVLayout, num_tokens: int = 70) -> KVRun:
+    """Makes a run with rows of all kinds."""
+    run = layout.empty(num_tokens)
+    for number, array in enumerate(x for pair in run for x in pair):
+        ramp = np.arange(array.size, dtype=np.float32).reshape(array.shape) + number
+        values = np.sin(ramp * ramp)
+        array[:] = values if layout.dtype == "float32" else floats.narrow(values, layout.dtype)
+    return run
+
+
+def padded(array: np.ndarray, *lengths: int) -> np.ndarray:
+    """Returns ``array`` with zeros behind it along the axes after the first, up to ``lengths``."""
+    missing = [(0, length - have) for length, have in zip(lengths, array.shape[1:], strict=False)]
+    rest = [(0, 0)] * (array.ndim - 1 - len(missing))
+    return np.pad(array, [(0, 0), *missing, *rest])
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """Returns a copy that begins with a line of the processor's cache."""
+    raw = np.empty(array.nbytes + LINE, np.uint8)
+    start = -raw.ctypes.data % LINE
+    copy: np.ndarray = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@functools.lru_cache(maxsize=64)  # megabytes each where chunks and heads are large
+def _angles(
+    ropes: tuple[Rope, ...], half: int, first_token: int, num_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns cosines and sines, each fp32 (ropes + 1, tokens, half)."""
+    shape = (len(ropes) + 1, num_tokens, max(half, VECTOR))
+    cosines, sines = aligned(np.zeros(shape, np.float32)), aligned(np.zeros(shape, np.float32))
+    for number, rope in enumerate(ropes):
+        cos, sin = angle_tables(rope, first_token, num_tokens)
+        cosines[number + 1, :, : cos.shape[1]] = cos
+        sines[number + 1, :, : sin.shape[1]] = sin
+    return cosines, sines

@@ -1,0 +1,108 @@
+"""Rows of 16-bit integers times a matrix of them: exact, by whatever the host is quickest with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+
+import numpy as np
+
+from kvstore.codecs.stacks.fused import aligned, if_installed
+
+logger = logging.getLogger(__name__)
+
+
+class Int16Products:
+    """Products of int16 rows and matrices.
+
+    Sums of 32 bits wrap around, so that no order matters.
+    """
+
+    def __init__(self, matrix: np.ndarray, live: np.ndarray) -> None:
+        """``matrix``: int16 (units, components, width). ``live``: integers (units,), how many
+        components count.
+        """
+        self._width, self._live = matrix.shape[2], live.tolist()
+        self._kernels = _kernels()
+        rows = [x[:n] for x, n in zip(matrix, self._live, strict=True)]
+        self._matrix, self._panels = rows, list[np.ndarray]()
+        if self._kernels is None:
+            return
+        self._panels = [panels_of(x, self._kernels.COLUMNS) for x in rows]
+        if self._agree():
+            self._matrix = []  # as large as the panels, and in them
+        else:
+            logger.warning("products of words are wrong on this host: using numpy")
+            self._kernels, self._panels = None, []
+
+    def sums(self, unit: int, rows: np.ndarray) -> np.ndarray:
+        """Returns int32 (live components, tokens) for ``rows``, int16 (tokens, width), of one unit.
+
+        Raises:
+            ValueError: rows of another width, a defect in the caller.
+        """
+        if self._kernels is None:
+            return self.reference(unit, rows)
+        tokens, width = rows.shape
+        if width != self._width:  # the kernel reads as many
+            raise ValueError(f"rows of {width} values, not {self._width}")
+        each = self._kernels.TOKENS
+        words = np.zeros((-(-tokens // each), each, -(-width // 2) * 2), np.int16)
+        words.reshape(-1, words.shape[2])[:tokens, :width] = rows
+        tiles = np.ascontiguousarray(words.view(np.uint32).swapaxes(1, 2))
+        sums = np.empty((self._live[unit], tokens), np.int32)
+        self._kernels.products(tiles, self._panels[unit], sums)
+        return sums
+
+    def reference(self, unit: int, rows: np.ndarray) -> np.ndarray:
+        """Returns the same sums by numpy: fp64 holds all sums of as many products as there are."""
+        if self._matrix:
+            matrix = self._matrix[unit]
+        else:
+            matrix = _unpanelled(self._panels[unit], self._live[unit], self._width)
+        products: np.ndarray = np.matmul(matrix.astype(np.float64), rows.T.astype(np.float64))
+        return products.astype(np.int64).astype(np.int32)
+
+    def _agree(self) -> bool:
+        """Says whether kernels are right for a few components.
+
+        A compiler is not to be trusted with a cache.
+        """
+        tokens, width = 5, self._width
+        numbers = np.arange(tokens * width) * 40503 % 65535 - 32767
+        rows = numbers.reshape(tokens, width).astype(np.int16)
+        unit = int(np.argmax(self._live))
+        some = self._matrix[unit][::7].astype(np.int64)
+        expected = np.matmul(some, rows.T.astype(np.int64)).astype(np.int32)
+        return np.array_equal(self.sums(unit, rows)[::7], expected)
+
+
+def panels_of(matrix: np.ndarray, columns: int) -> np.ndarray:
+    """Returns neighbours in 32 bits, panel by panel of components: uint32 (panels, pairs, columns).
+
+    ``matrix``: int16 (components, width). A panel has ``columns`` components.
+    """
+    components, width = matrix.shape
+    num_panels = -(-components // columns)
+    padded = np.zeros((num_panels * columns, -(-width // 2) * 2), np.int16)
+    padded[:components, :width] = matrix
+    pairs = padded.view(np.uint32).reshape(num_panels, columns, padded.shape[1] // 2)
+    return aligned(pairs.swapaxes(1, 2))
+
+
+def _unpanelled(panels: np.ndarray, components: int, width: int) -> np.ndarray:
+    """Undoes ``panels_of``: int16 (components, width)."""
+    rows = np.ascontiguousarray(panels.swapaxes(1, 2)).reshape(-1, panels.shape[1])
+    return rows.view(np.int16)[:components, :width]
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    return if_installed(_load_kernels, "products of words")
+
+
+def _load_kernels() -> ModuleType:
+    from kvstore.codecs.kernels.units import word_products
+
+    return word_products

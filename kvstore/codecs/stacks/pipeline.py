@@ -1,0 +1,182 @@
+"""The stages of a preset in order, for one stack.
+
+    position and centre -> gain -> transforms -> quantiser -> coder
+
+A chunk of a stack in bytes: kept groups (how many, which, their 16-bit values), the note of each
+transform, gains, codes. A gain group of a token that no gain can represent (infinite, undefined,
+out of range) is kept as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from kvstore.codecs.reader import Reader, count_bytes
+from kvstore.codecs.stacks.stack_shape import StackShape, TokenColumns
+from kvstore.codecs.stacks.stage_protocols import Coder, Gain, Quantiser, Transform
+from kvstore.errors import Corrupt
+from kvstore.shapes import DType, KVRun
+
+
+class StackPacker(Protocol):
+    """Packs one stack of a run: a pipeline, or something quicker that agrees with it.
+
+    Only tokens ``first ..`` of a run are packed; the first of them is token ``first_token`` of the
+    session.
+    """
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Returns the length of a chunk of which nothing is kept.
+
+        It is an estimate where codes are entropy-coded.
+        """
+
+    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+        """Returns this stack's part of a payload. ``run`` is read only."""
+
+    def decode(
+        self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
+    ) -> None:
+        """Fills this stack's part of ``out``.
+
+        Raises:
+            Corrupt: the payload is not one of these; ``out`` may then hold anything.
+        """
+
+
+# Maps components and codes to factors of the gains, fp32 (units, tokens, 1).
+FitGains: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Packs a stack stage by stage. Implements ``StackPacker``."""
+
+    shape: StackShape
+    before: tuple[Transform, ...]  # the gain: un-RoPE, means
+    gain: Gain
+    after: tuple[Transform, ...]  # the gain, on rows of unit size
+    quantiser: Quantiser
+    coder: Coder
+    # Of gains to codes; least squares of what is restored unless given.
+    fit_gains: FitGains | None = None
+
+    def nbytes(self, num_tokens: int) -> int:
+        notes = sum(t.note_nbytes(num_tokens) for t in (*self.before, *self.after))
+        return 4 + notes + self.gain.nbytes(num_tokens) + self.coder.nbytes(num_tokens)
+
+    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+        stack = self.shape.gather(run, first, dtype)
+        packed, kept = self._pack(stack, first_token)
+        return b"".join([self._kept_bytes(run, first, kept, dtype), *packed])
+
+    def decode(
+        self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
+    ) -> None:
+        num_tokens = out[0][0].shape[1] - first
+        kept, exact = self.read_kept(reader, num_tokens)
+        stack = self._unpack(reader, num_tokens, first_token)
+        self.shape.scatter(stack, out, first, dtype)
+        self.put_kept(out, first, kept, exact, dtype)
+
+    def _pack(self, stack: np.ndarray, first_token: int) -> tuple[list[bytes], np.ndarray]:
+        """Returns all but the kept groups, and which those are: bool (units, tokens, gain groups).
+
+        ``stack``: fp32 (units, tokens, width) of 16-bit values; it is overwritten.
+        """
+        notes = []
+        with np.errstate(all="ignore"):
+            for transform in self.before:
+                stack, note = transform.forward(stack, first_token)
+                notes.append(note)
+        gains, kept = self.gain.measure(stack)
+        gains[kept] = 1
+        self._divide(stack, gains, kept)
+        for transform in self.after:
+            stack, note = transform.forward(stack, first_token)
+            notes.append(note)
+        codes = self.quantiser.quantise(stack)
+        if self.gain.is_fitted:
+            gains *= (self.fit_gains or self._fit_gains)(stack, codes)
+        return [*notes, self.gain.write(gains), self.coder.write(codes)], kept
+
+    def _unpack(self, reader: Reader, num_tokens: int, first_token: int) -> np.ndarray:
+        """Returns fp32 (units, tokens, width), not yet rounded; kept groups hold anything."""
+        before = [transform.read(reader, num_tokens) for transform in self.before]
+        after = [transform.read(reader, num_tokens) for transform in self.after]
+        gains = self.gain.read(reader, num_tokens)
+        stack = self.quantiser.restore(self.coder.read(reader, num_tokens))
+        for transform, note in zip(self.after[::-1], after[::-1], strict=True):
+            stack = transform.backward(stack, first_token, note)
+        for number, part in enumerate(self.shape.gain_groups):
+            stack[:, :, part.start : part.stop] *= gains[:, :, number, None]
+        for transform, note in zip(self.before[::-1], before[::-1], strict=True):
+            stack = transform.backward(stack, first_token, note)
+        return stack
+
+    def _divide(self, stack: np.ndarray, gains: np.ndarray, kept: np.ndarray) -> None:
+        factors = 1 / np.where(gains > 0, gains, 1)
+        for number, part in enumerate(self.shape.gain_groups):
+            stack[:, :, part.start : part.stop] *= factors[:, :, number, None]
+        for unit, token, number in zip(*np.nonzero(kept), strict=True):
+            part = self.shape.gain_groups[number]
+            stack[unit, token, part.start : part.stop] = 0
+
+    def _fit_gains(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        return _least_squares(components, self.quantiser.restore(codes))
+
+    def _kept_bytes(self, run: KVRun, first: int, kept: np.ndarray, dtype: DType) -> bytes:
+        """Takes kept values from the run itself.
+
+        A float may lose the bits of what is not a number.
+        """
+        numbers = np.flatnonzero(kept)
+        places = self._places(numbers, kept.shape[1])
+        stored = [self.shape.stored(run, first, place, dtype).tobytes() for place in places]
+        return b"".join([count_bytes(len(numbers)), numbers.astype("<u4").tobytes(), *stored])
+
+    def read_kept(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Returns the numbers of kept groups, int64 (kept,), and the bits of each.
+
+        The bits are uint16 (columns,).
+
+        Raises:
+            Corrupt: the payload is shorter, or the numbers are not in order.
+        """
+        most = self.shape.num_units * num_tokens * len(self.shape.gain_groups)
+        numbers = reader.take("<u4", reader.count(most)).astype(np.int64)
+        if len(numbers) and (numbers.max() >= most or np.any(np.diff(numbers) <= 0)):
+            raise Corrupt("kept rows are out of order or beyond the end")
+        places = self._places(numbers, num_tokens)
+        return numbers, [reader.take("<u2", x.columns.stop - x.columns.start) for x in places]
+
+    def put_kept(
+        self, out: KVRun, first: int, numbers: np.ndarray, exact: list[np.ndarray], dtype: DType
+    ) -> None:
+        """Writes to ``out`` what ``read_kept`` returned."""
+        places = self._places(numbers, out[0][0].shape[1] - first)
+        for place, bits in zip(places, exact, strict=True):
+            self.shape.put_stored(out, first, place, bits, dtype)
+
+    def _places(self, numbers: np.ndarray, num_tokens: int) -> list[TokenColumns]:
+        parts = self.shape.gain_groups
+        rows, part_numbers = np.divmod(numbers, len(parts))
+        units, tokens = np.divmod(rows, max(num_tokens, 1))
+        chosen = [parts[number] for number in part_numbers]
+        columns = [slice(part.start, part.stop) for part in chosen]
+        each = zip(units.tolist(), tokens.tolist(), columns, strict=True)
+        return [TokenColumns(*place) for place in each]
+
+
+def _least_squares(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:
+    """Returns the factors by which quantised rows come closest, fp32 (units, tokens, 1)."""
+    along = np.einsum("utw,utw->ut", exact, quantised)
+    energy = np.einsum("utw,utw->ut", quantised, quantised)
+    usual = (along > 0) & (energy > 0)
+    factors = np.where(usual, along / np.where(usual, energy, 1), 1)[:, :, None]
+    limited: np.ndarray = np.clip(factors, 0.5, 2)
+    return limited

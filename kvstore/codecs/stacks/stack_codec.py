@@ -1,0 +1,67 @@
+"""A codec made of stages; see ``pipeline`` for their order.
+
+    payload: exact first tokens (16-bit values, array by array), then each stack's chunk
+
+The first four tokens of a session are kept as they are: attention leans on them far more than on
+any other, and without them everything that removes means collapses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvstore.codecs import floats
+from kvstore.codecs.arrays import check_run
+from kvstore.codecs.base import NUM_SINKS
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.pipeline import StackPacker
+from kvstore.shapes import KVLayout, KVRun
+
+# Makes one packer for each stack of a layout, the same objects every time.
+Assemble: TypeAlias = Callable[[KVLayout], Sequence[StackPacker]]
+
+
+@dataclass(frozen=True)
+class StackCodec:
+    """Packs a run stack by stack. Implements ``kvstore.codecs.base.Codec``."""
+
+    id: str
+    # Raises UnknownCodec for a layout that it cannot take.
+    assemble: Assemble = field(compare=False, repr=False)
+    exact: bool = False
+
+    def check(self, layout: KVLayout) -> None:
+        self.assemble(layout)
+
+    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        sinks = _num_sinks(num_tokens, first_token)
+        exact = 2 * sinks * layout.elements_per_token
+        behind = num_tokens - sinks
+        return exact + sum(x.nbytes(behind) for x in self.assemble(layout) if behind)
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+        num_tokens = check_run(run, layout)
+        sinks = _num_sinks(num_tokens, first_token)
+        arrays = [array for pair in run for array in pair]
+        chunks = [floats.to_stored(x[:, :sinks], layout.dtype).tobytes() for x in arrays if sinks]
+        if num_tokens > sinks:
+            for part in self.assemble(layout):
+                chunks.append(part.encode(run, sinks, first_token + sinks, layout.dtype))
+        return b"".join(chunks)
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        num_tokens = check_run(out, layout)
+        sinks = _num_sinks(num_tokens, first_token)
+        reader = Reader(payload)
+        for array in (x for pair in out for x in pair if sinks):
+            stored = reader.take("<u2", array.shape[0], sinks, array.shape[2])
+            array[:, :sinks] = floats.from_stored(stored, layout.dtype)
+        for part in self.assemble(layout) if num_tokens > sinks else ():
+            part.decode(reader, out, sinks, first_token + sinks, layout.dtype)
+        reader.expect_end()
+
+
+def _num_sinks(num_tokens: int, first_token: int) -> int:
+    return min(max(NUM_SINKS - first_token, 0), num_tokens)

@@ -1,0 +1,104 @@
+"""What each kind of stage promises.
+
+A stage that has to remember something of a chunk (its mean, its gains, its codes) returns it as
+bytes when packing, its *note*, and takes it from a ``Reader`` when unpacking. The reader belongs to
+a payload that nobody vouches for: a stage takes what the shape says, checks it, and raises
+``Corrupt``.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.codecs.reader import Reader
+
+
+class Transform(Protocol):
+    """A reversible map of a stack onto one with as many tokens."""
+
+    def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
+        """Returns the mapped stack and the note that ``backward`` needs.
+
+        ``stack``: fp32 (units, tokens, width); it may be overwritten.
+        """
+
+    def read(self, reader: Reader, num_tokens: int) -> object:
+        """Returns the note that ``forward`` left in the payload.
+
+        Raises:
+            Corrupt: the payload is shorter, or ``forward`` writes no such note.
+        """
+
+    def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
+        """Undoes ``forward``.
+
+        ``stack``: fp32, or int32 levels where the quantiser restores those.
+        """
+
+    def note_nbytes(self, num_tokens: int) -> int:
+        """Returns the length of the note of a chunk of ``num_tokens``."""
+
+
+class Gain(Protocol):
+    """Takes the size of each token out of a stack; one gain for each unit, token and gain group."""
+
+    def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns gains, and which of them cannot be represented.
+
+        ``stack``: fp32 (units, tokens, width). Returns fp32 and bool, both (units, tokens, gain
+        groups).
+        """
+
+    def write(self, gains: np.ndarray) -> bytes:
+        """Returns gains as bytes; ``gains``: fp32 (units, tokens, gain groups)."""
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        """Returns the gains that were written, fp32 (units, num_tokens, gain groups).
+
+        Raises:
+            Corrupt: the payload is shorter, or holds no gains.
+        """
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if gains shall fit the quantised stack; only where a unit has one gain group."""
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Returns the length of what ``write`` returns, an estimate where it is entropy-coded."""
+
+
+class Quantiser(Protocol):
+    """Maps components to small integers and back. Stateless."""
+
+    def quantise(self, components: np.ndarray) -> np.ndarray:
+        """Returns integer codes (units, tokens, columns) for fp32 (units, tokens, components).
+
+        Most quantisers have one column of codes for each component.
+        """
+
+    def restore(self, codes: np.ndarray) -> np.ndarray:
+        """Returns values (units, tokens, components) for codes.
+
+        Any codes of a coder give finite ones.
+
+        They are fp32, or int32 levels for a transform in whole numbers.
+        """
+
+
+class Coder(Protocol):
+    """Packs integer codes to bytes and back, without loss."""
+
+    def write(self, codes: np.ndarray) -> bytes:
+        """Returns codes, integers (units, tokens, columns), as bytes."""
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        """Returns the codes of ``num_tokens``; never allocates more than they take.
+
+        Raises:
+            Corrupt: the payload is shorter, or holds no such codes.
+        """
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Returns the length of what ``write`` returns, an estimate where it is entropy-coded."""

@@ -1,0 +1,133 @@
+"""Inner loops of stages as numba functions, with the results of numpy to the last bit.
+
+Rows are components, (units times components, tokens), contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvstore.codecs.kernels.numba_functions import array_of, compiled
+
+
+def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, codes: Any) -> None:
+    """Counts how many bounds of its row's kind lie below each value times its scale."""
+    scaled = np.empty(x.shape[1], np.float32)
+    for row in range(x.shape[0]):
+        kind = kinds[row]
+        for token in range(x.shape[1]):
+            scaled[token] = x[row, token] * scales[row]
+            codes[row, token] = 0
+        for k in range(counts[kind]):
+            bound = bounds[kind, k]
+            for token in range(x.shape[1]):
+                codes[row, token] += np.uint8(scaled[token] > bound)
+
+
+def _restore_levels(
+    codes: Any, deviations: Any, kinds: Any, levels: Any, counts: Any, out: Any
+) -> None:
+    """Fills ``out`` with levels times deviations. Codes beyond the last level stand for it."""
+    table = np.empty(levels.shape[1], np.float32)
+    for row in range(codes.shape[0]):
+        kind = kinds[row]
+        last = counts[kind]
+        for k in range(last + 1):
+            table[k] = levels[kind, k] * deviations[row]
+        for token in range(codes.shape[1]):
+            out[row, token] = table[min(codes[row, token], last)]
+
+
+def _pack_planes(words: Any, bits: Any, packed: Any) -> None:
+    """Packs eight codes of a byte each, a uint64, into one byte of each plane.
+
+    ``words``: uint64 (rows, words), the lowest token lowest. ``packed``: uint8 (planes, words). The
+    product moves the lowest bit of byte k to bit 56 + k.
+    """
+    plane = 0
+    for row in range(words.shape[0]):
+        for place in range(bits[row]):
+            for at in range(words.shape[1]):
+                eight = (words[row, at] >> np.uint64(place)) & np.uint64(0x0101010101010101)
+                gathered = (eight * np.uint64(0x0102040810204080)) >> np.uint64(56)
+                packed[plane, at] = np.uint8(gathered)
+            plane += 1
+
+
+def _unpack_planes(packed: Any, bits: Any, spread: Any, words: Any) -> None:
+    """Undoes ``_pack_planes``; ``words`` must be zeros.
+
+    ``spread``: for every byte its bits as eight bytes, uint64 (256,).
+    """
+    plane = 0
+    for row in range(words.shape[0]):
+        for place in range(bits[row]):
+            for at in range(words.shape[1]):
+                words[row, at] |= spread[packed[plane, at]] << np.uint64(place)
+            plane += 1
+
+
+def _turn_keys(
+    stack: Any, units: Any, start: int, cos: Any, sin: Any, direction: Any, interleaved: bool
+) -> None:
+    """Turns the channels of some units by RoPE.
+
+    ``stack``: fp32 (units, tokens, width), in place.
+    """
+    half = cos.shape[1]
+    for number in range(len(units)):
+        unit = units[number]
+        for token in range(stack.shape[1]):
+            for k in range(half):
+                first = start + (2 * k if interleaved else k)
+                second = first + (1 if interleaved else half)
+                x, y = stack[unit, token, first], stack[unit, token, second]
+                c, s = cos[token, k], sin[token, k] * direction
+                stack[unit, token, first] = x * c - y * s
+                stack[unit, token, second] = x * s + y * c
+
+
+def _round_to_bf16(words: Any, out: Any) -> None:
+    """Rounds bit patterns of fp32, uint32 (n,), to those of bf16, uint16 (n,); a NaN stays one."""
+    for i in range(len(words)):
+        word = words[i]
+        rounded = (
+            word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+        ) >> np.uint32(16)
+        is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[i] = np.uint16((word >> np.uint32(16)) | np.uint32(0x40) if is_nan else rounded)
+
+
+_FLOATS = array_of(types.float32, 2)
+_SCALES = array_of(types.float32, 1)
+_BYTES = array_of(types.uint8, 2)
+_WORDS = array_of(types.uint64, 2)
+_NUMBERS = array_of(types.int64, 1)
+
+quantise_levels = compiled(
+    types.void, _quantise_levels, _FLOATS, _SCALES, _NUMBERS, _FLOATS, _NUMBERS, _BYTES
+)
+restore_levels = compiled(
+    types.void, _restore_levels, _BYTES, _SCALES, _NUMBERS, _FLOATS, _NUMBERS, _FLOATS
+)
+pack_planes = compiled(types.void, _pack_planes, _WORDS, _NUMBERS, _BYTES)
+unpack_planes = compiled(
+    types.void, _unpack_planes, _BYTES, _NUMBERS, array_of(types.uint64, 1), _WORDS
+)
+turn_keys = compiled(
+    types.void,
+    _turn_keys,
+    array_of(types.float32, 3),
+    _NUMBERS,
+    types.int64,
+    _FLOATS,
+    _FLOATS,
+    types.float32,
+    types.boolean,
+)
+round_to_bf16 = compiled(
+    types.void, _round_to_bf16, array_of(types.uint32, 1), array_of(types.uint16, 1)
+)

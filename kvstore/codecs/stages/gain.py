@@ -1,0 +1,136 @@
+"""The size of every token, taken out before the transform and put back after it.
+
+Noise then scales with the token: tokens with small values are often the most attended, and a step
+that suits the large ones would drown them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.codecs.floats import FP16_LARGEST
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stacks.stage_protocols import Coder
+from kvstore.errors import Corrupt
+
+FP16_SMALLEST = np.float32(2.0**-14)
+COARSE = 4  # steps to a factor of two: 1.5 dB each
+REACH = 31 * COARSE
+
+
+def root_mean_squares(stack: np.ndarray, shape: StackShape) -> np.ndarray:
+    """Returns the size of every gain group, fp32 (units, tokens, gain groups).
+
+    ``stack``: fp32 (units, tokens, width). A size is infinite or undefined where a value of its
+    group is.
+    """
+    sizes = np.empty((*stack.shape[:2], len(shape.gain_groups)), np.float32)
+    with np.errstate(all="ignore"):
+        for number, part in enumerate(shape.gain_groups):
+            x = stack[:, :, part.start : part.stop]
+            np.einsum("utw,utw->ut", x, x, out=sizes[:, :, number])
+            sizes[:, :, number] /= part.stop - part.start
+        return np.sqrt(sizes)
+
+
+class NoGain:
+    """Leaves rows their size. Implements ``Gain``."""
+
+    is_fitted = False
+
+    def __init__(self, shape: StackShape) -> None:
+        self._shape = shape
+
+    def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sizes = root_mean_squares(stack, self._shape)
+        return np.ones_like(sizes), ~np.isfinite(sizes)
+
+    def write(self, gains: np.ndarray) -> bytes:
+        return b""
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        return np.ones(
+            (self._shape.num_units, num_tokens, len(self._shape.gain_groups)), np.float32
+        )
+
+    def nbytes(self, num_tokens: int) -> int:
+        return 0
+
+
+class HalfGain:
+    """Keeps an fp16 number for each row. Implements ``Gain``.
+
+    ``is_fitted``: the gain that fits the *quantised* row best, which costs nothing and takes off
+    the shrinkage of a quantiser.
+    """
+
+    def __init__(self, shape: StackShape, is_fitted: bool = True) -> None:
+        self._shape = shape
+        self.is_fitted = is_fitted and len(shape.gain_groups) == 1
+
+    def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        gains = root_mean_squares(stack, self._shape)
+        # Fitting may change a gain by a factor of two: that much range is left.
+        fits = (gains == 0) | ((gains >= 2 * FP16_SMALLEST) & (gains <= FP16_LARGEST / 2))
+        return gains, ~fits
+
+    def write(self, gains: np.ndarray) -> bytes:
+        return gains.astype("<f2").tobytes()
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        shape = (self._shape.num_units, num_tokens, len(self._shape.gain_groups))
+        gains = reader.take("<f2", *shape).astype(np.float32)
+        if not np.isfinite(gains).all():
+            raise Corrupt("a gain is none that was written")
+        return gains
+
+    def nbytes(self, num_tokens: int) -> int:
+        return 2 * self._shape.num_units * num_tokens * len(self._shape.gain_groups)
+
+
+class LogGain:
+    """Keeps equal steps of 1.5 dB, as integers that are entropy-coded. Implements ``Gain``."""
+
+    is_fitted = False
+
+    def __init__(self, shape: StackShape, centres: np.ndarray, coder: Coder) -> None:
+        """``centres``: integers (units, gain groups), in steps.
+
+        Gains lie within ``REACH`` steps of them.
+        """
+        self._shape = shape
+        self._centres = centres[:, None].astype(np.int32)
+        self._coder = coder
+
+    def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Measures gains.
+
+        A row too small for any gets the smallest, which is close enough to nothing.
+        """
+        sizes = root_mean_squares(stack, self._shape)
+        steps = self._steps(sizes)
+        fits = steps <= REACH
+        steps = np.where(fits, np.maximum(steps, -REACH), 0)
+        return self._gains(steps), ~fits
+
+    def write(self, gains: np.ndarray) -> bytes:
+        steps = np.clip(self._steps(gains), -REACH, REACH)
+        return self._coder.write(steps.astype(np.int32))
+
+    def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
+        codes = self._coder.read(reader, num_tokens).astype(np.int32)
+        return self._gains(np.clip(codes, -REACH, REACH))
+
+    def nbytes(self, num_tokens: int) -> int:
+        return self._coder.nbytes(num_tokens)
+
+    def _steps(self, sizes: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            steps: np.ndarray = np.rint(np.float32(COARSE) * np.log2(sizes)) - self._centres
+        return steps
+
+    def _gains(self, steps: np.ndarray) -> np.ndarray:
+        octaves = (steps + self._centres) / np.float32(COARSE)
+        gains: np.ndarray = np.exp2(np.clip(octaves, -60, 60)).astype(np.float32)
+        return gains

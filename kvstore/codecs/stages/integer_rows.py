@@ -1,0 +1,133 @@
+"""A transform in whole numbers, which restores the same bits on every host.
+
+Packing multiplies rows of unit size, rounded to 16 bits, by rows of 16 bits. Restoring adds up
+levels times other rows:
+
+A component of small deviation has levels of a byte and a row of bytes, which processors multiply
+fastest. The few of large deviation, the *wide* ones, would be restored too coarsely by bytes: their
+levels and rows have 16 bits, and their sums are finer by a power of two. All sums are of 32 bits
+and wrap around, so that their order does not matter; sums of what a packer writes never get there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.int16_products import Int16Products
+
+BYTE = 127
+LARGEST_INPUT = 32767
+LARGEST_SIZE = 30_000.0  # norm of a row to pack; gains come in steps, so some are larger
+ENCODE_NORM = 32000.0
+# How many rows are made floats at a time. fp32 adds up as many products of two bytes exactly, fp64
+# as many of two words; and they take megabytes, not as much as all that was learned.
+ROWS_AT_ONCE = 256
+
+
+def input_scale(width: int) -> float:
+    """Returns the factor for rows of unit size.
+
+    One whose size lies in a single channel then still fits 16 bits.
+    """
+    return float(2.0 ** np.floor(np.log2(LARGEST_SIZE) - np.log2(width) / 2))
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The integers of a stack's units: rows that give components, and rows that restore them.
+
+    Components of a unit are in this order: wide ones, then those of bytes, then dead ones.
+
+    ``encode``: int16 (units, components, width), and ``rates``: fp32 (units, components): what a
+    one in its sums is worth. ``wide``: int16 (units, most wide ones, width), ``rows``: int8 (units,
+    most others, width), zeros behind what a unit has. ``counts``: int32 (units, 3): wide ones,
+    others, and by how many bits the sums of wide ones are finer. ``scales``: fp32 (units,), powers
+    of two: what a one in the other sums is worth. Raises ``ValueError`` if the arrays do not fit
+    together.
+    """
+
+    encode: np.ndarray
+    rates: np.ndarray
+    wide: np.ndarray
+    rows: np.ndarray
+    counts: np.ndarray
+    scales: np.ndarray
+
+    def __post_init__(self) -> None:
+        units, width = len(self.counts), self.rows.shape[2]
+        matrices = {x.shape[::2] for x in (self.encode, self.wide, self.rows)}
+        others = (self.rates.shape, self.scales.shape, self.counts.shape[1:])
+        if matrices != {(units, width)} or others != (self.encode.shape[:2], (units,), (3,)):
+            raise ValueError(f"rows of integers of shapes {matrices}, {others}")
+        limits = (self.wide.shape[1], self.rows.shape[1], 15)
+        if np.any(self.counts < 0) or np.any(self.counts > limits):
+            raise ValueError("more rows of integers than there are")
+        if np.any(self.live > self.encode.shape[1]):
+            raise ValueError("rows of integers of components that there are not")
+
+    @property
+    def live(self) -> np.ndarray:
+        """The number of components that are restored, of each unit, int (units,)."""
+        live: np.ndarray = self.counts[:, :2].sum(axis=1)
+        return live
+
+
+class IntegerRows:
+    """Maps rows onto components and levels back, in whole numbers. Implements ``Transform``."""
+
+    def __init__(self, rows: StepRows) -> None:
+        """Keeps the rows to pack with in the order that kernels want, and not twice."""
+        self._products = Int16Products(rows.encode, rows.live)
+        self._rates, self._live = rows.rates, rows.live.tolist()
+        self._wide, self._rows = rows.wide, rows.rows
+        self._counts, self._scales = rows.counts, rows.scales
+        self._input_scale = np.float32(input_scale(rows.rows.shape[2]))
+
+    def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
+        rows = np.rint(stack * self._input_scale)
+        words = np.clip(rows, -LARGEST_INPUT, LARGEST_INPUT).astype(np.int16)
+        # Component by component in memory, which is the order of the coders.
+        components = np.zeros((*self._rates.shape, stack.shape[1]), np.float32)
+        for unit, live in enumerate(self._live):
+            sums = self._products.sums(unit, words[unit])
+            np.multiply(sums, self._rates[unit, :live, None], out=components[unit, :live])
+        return components.swapaxes(1, 2), b""
+
+    def read(self, reader: Reader, num_tokens: int) -> object:
+        return None
+
+    def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
+        """Restores rows, fp32 (units, tokens, width).
+
+        ``stack``: int32 levels (units, tokens, components).
+        """
+        restored = np.empty((*stack.shape[:2], self._rows.shape[2]), np.float32)
+        for unit, (wide, others, finer) in enumerate(self._counts.tolist()):
+            levels = stack[unit]
+            sums = _product(levels[:, :wide], self._wide[unit, :wide])
+            sums = _wrapped(sums + ((1 << finer) >> 1)) >> finer
+            behind = slice(wide, wide + others)
+            sums += _product(levels[:, behind], self._rows[unit, :others])
+            restored[unit] = _wrapped(sums).astype(np.float32) * self._scales[unit]
+        return restored
+
+    def note_nbytes(self, num_tokens: int) -> int:
+        return 0
+
+
+def _wrapped(sums: np.ndarray) -> np.ndarray:
+    return sums.astype(np.int32).astype(np.int64)
+
+
+def _product(levels: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns exact products, int64, by floats, for which BLAS is quick."""
+    small = rows.dtype == np.int8 and int(np.abs(levels).max(initial=0)) <= BYTE
+    kind = np.float32 if small else np.float64
+    sums = np.zeros((len(levels), rows.shape[1]), np.int64)
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        sums += np.matmul(levels[:, part].astype(kind), rows[part].astype(kind)).astype(np.int64)
+    return sums

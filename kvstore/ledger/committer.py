@@ -1,0 +1,116 @@
+"""Writing a session into the tiers: at once to the fastest, soon to the slower ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Generic
+
+from kvstore.ledger.claims import Claims
+from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.pins import PinnedSession, Pins
+from kvstore.ledger.record import R, RecordKind
+from kvstore.ledger.stack import TierStack
+from kvstore.ledger.write_behind import Delivery, WriteBehind, deliver
+from kvstore.session import TierName
+from kvstore.tiers.base import Blob
+
+
+class Committer(Generic[R]):
+    """Thread-safe for different sessions; whoever commits one of them has claimed it.
+
+    A record reaches a slower tier only through that tier's queue, so that an older one which still
+    waits there never comes after it.
+    """
+
+    def __init__(
+        self,
+        kind: RecordKind[R],
+        stack: TierStack,
+        slower: Sequence[WriteBehind],
+        index: SessionIndex[R],
+        pins: Pins,
+    ) -> None:
+        self._kind = kind
+        self._stack = stack
+        self._slower = slower
+        self._index = index
+        self._pins = pins
+
+    def commit(self, record: R, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]) -> bool:
+        """Write a session into the fastest tier; ``replicate`` is to follow.
+
+        Args:
+            fresh: new blobs by key.
+            obsolete: keys of blobs that nobody needs once the record is there.
+
+        Returns:
+            False if no tier has the session or will try to; it then is what it was.
+        """
+        if not len(self._stack):
+            return False
+        delivery = self._delivery(record, fresh, obsolete)
+        if not deliver(self._stack, 0, delivery, whole=False).recorded and not self._slower:
+            return False
+        self.take(record, delivery.chain)
+        return True
+
+    def take(self, record: R, blob_keys: Sequence[bytes] | None = None) -> None:
+        """Know the session as this record says, and pin its blobs if it says so."""
+        self._index.put(record, blob_keys)
+        self.follow_pin(record)
+
+    def replicate(
+        self,
+        record: R,
+        fresh_of: Callable[[TierName], Mapping[bytes, Blob]],
+        obsolete: Sequence[bytes],
+    ) -> None:
+        """Queue what was committed for the slower tiers; each may have blobs of its own codec."""
+        for level, tier in enumerate(self._slower, 1):
+            fresh = fresh_of(self._stack.name(level))
+            tier.offer(self._delivery(record, fresh, obsolete))
+
+    def replace(self, record: R) -> None:
+        """Write a changed record over the same blobs, in every tier."""
+        if self.commit(record, {}, ()):
+            self.replicate(record, lambda tier: {}, ())
+
+    def follow_pin(self, record: R) -> None:
+        """Pin what the record names, if it says so; let go of what an older one named."""
+        if record.pinned:
+            self._pins.follow(self.pin_of(record))
+        else:
+            self._pins.release(self._index.key(record))
+
+    def pin_of(self, record: R) -> PinnedSession:
+        """The session as ``Pins`` counts it."""
+        key = self._index.key(record)
+        keys = [key, *self._index.blob_keys(record)]
+        return PinnedSession(key, record.tenant, keys, record.pinned_bytes)
+
+    def send(self, level: int, record: R) -> Future[bool]:
+        """Bring a claimed session as it is to one slower tier; the result says if all is there."""
+        delivery = self._delivery(record, {}, ())
+        self._slower[level - 1].offer(delivery)
+        return delivery.done
+
+    def cancel(self, record_key: bytes) -> None:
+        """Drop writes of this session that wait; none of them is under way when this returns."""
+        for tier in self._slower:
+            tier.cancel(record_key)
+
+    def catch_up(self, claims: Claims) -> None:
+        """Send again what slower tiers did not take."""
+        for level, tier in enumerate(self._slower, 1):
+            for key in tier.take_behind():
+                with claims.claim(key):
+                    record = self._index.get(key)
+                    if record is not None:
+                        self.send(level, record)
+
+    def _delivery(
+        self, record: R, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
+    ) -> Delivery:
+        key, blob = self._index.key(record), self._kind.pack(record)
+        return Delivery(key, blob, self._index.blob_keys(record), fresh, obsolete)

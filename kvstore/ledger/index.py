@@ -1,0 +1,263 @@
+"""Which sessions a store knows, and which blobs they share.
+
+The index is a belief. It saves reading a record at every turn, lists the sessions, and says which
+blobs more than one of them needs; whether a session can be restored, only the tiers say. It is
+filled from the local tiers at the start, is bounded in bytes, and loses the longest unused first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Generic, NamedTuple
+
+import msgspec
+
+from kvstore.blobs.chain import KEY_BYTES, RECORD
+from kvstore.errors import Corrupt, Mismatch, Unusable
+from kvstore.ledger.eviction_notices import Restorable
+from kvstore.ledger.record import R, RecordKind
+from kvstore.ledger.stack import TierStack
+from kvstore.session import SessionRef
+from kvstore.stats import Counters
+from kvstore.tiers.base import Blob
+
+ENTRY_BYTES: Final = 512  # what Python keeps for each session besides its record
+BLOB_KEY_BYTES: Final = KEY_BYTES + 152  # of a key as an object, and of its place in the counter
+MAX_LAPSED: Final = 4096  # sessions of which it is remembered that their time ran out
+
+
+class _Entry(NamedTuple, Generic[R]):
+    record: R
+    blob_keys: tuple[bytes, ...]
+    nbytes: int
+
+
+class SessionIndex(Generic[R]):
+    """Records by record key. Thread-safe; tiers are read without the lock held.
+
+    Args:
+        max_bytes: of memory; the longest unused sessions are dropped beyond it.
+        ttl_s: how long a session that nobody uses is kept; 0: for ever.
+    """
+
+    def __init__(
+        self,
+        kind: RecordKind[R],
+        stack: TierStack,
+        counters: Counters,
+        clock: Callable[[], float],
+        *,
+        max_bytes: int,
+        ttl_s: float,
+    ) -> None:
+        self._kind = kind
+        self._stack = stack
+        self._counters = counters
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, _Entry[R]] = OrderedDict()  # longest unused first
+        self._lapsed: OrderedDict[bytes, None] = OrderedDict()
+        self._users: Counter[bytes] = Counter()  # sessions by blob
+        self._nbytes = 0
+        self._num_removals = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # ---- what is known
+
+    def key_of(self, session: SessionRef) -> bytes:
+        """The key of the session's record."""
+        return self._kind.key(session.tenant, session.id)
+
+    def key(self, record: R) -> bytes:
+        """The key of the record itself."""
+        return self._kind.key(record.tenant, record.id)
+
+    def blob_keys(self, record: R) -> list[bytes]:
+        """Keys of all blobs of the session, in the order in which they matter."""
+        with self._lock:
+            entry = self._entries.get(self.key(record))
+        if entry is not None and entry.record is record:
+            return list(entry.blob_keys)
+        return self._kind.blob_keys(record)
+
+    def owned(self, record: R) -> list[bytes]:
+        """Keys of all blobs that go with the session: those it needs, and those it left behind."""
+        return [*self.blob_keys(record), *self._kind.left_behind(record)]
+
+    def all(self) -> list[R]:
+        """Every known record, the longest unused first."""
+        with self._lock:
+            return [x.record for x in self._entries.values()]
+
+    def usable(self) -> list[R]:
+        """Records of sessions that could be restored here, if tiers still hold their blobs."""
+        return [x for x in self.all() if self._kind.is_usable(x) and not self.is_over(x)]
+
+    def restorable(self) -> Iterator[Restorable]:
+        """The usable sessions, each with the blob without which nothing of it can be restored."""
+        with self._lock:
+            entries = list(self._entries.items())
+        for key, entry in entries:
+            record = entry.record
+            first = self._kind.first_blob(record, entry.blob_keys)
+            if first is not None and self._kind.is_usable(record) and not self.is_over(record):
+                yield Restorable(key, SessionRef(record.tenant, record.id, b""), first)
+
+    def get(self, key: bytes) -> R | None:
+        """The record under this key, from memory only."""
+        with self._lock:
+            entry = self._entries.get(key)
+        return None if entry is None else entry.record
+
+    def find(self, tenant: str, session_id: str) -> R | None:
+        """The session's record from memory, else from the local tiers."""
+        key = self._kind.key(tenant, session_id)
+        with self._lock:
+            entry, num_removals = self._entries.get(key), self._num_removals
+        if entry is not None:
+            return entry.record
+        found = self._newest(key, self._stack.local)
+        if found is not None:
+            keys = self._kind.blob_keys(found)
+            with self._lock:
+                # A save may have been faster; or the session was removed while it was read.
+                if key not in self._entries and num_removals == self._num_removals:
+                    self._insert(key, found, keys)
+        return found
+
+    def find_anywhere(self, tenant: str, session_id: str) -> R | None:
+        """The session's record from memory or a local tier, else from one that engines share."""
+        return self.find(tenant, session_id) or self.find_shared(tenant, session_id)
+
+    def find_shared(self, tenant: str, session_id: str) -> R | None:
+        """The session's record as another engine left it in a tier that engines share."""
+        return self._newest(self._kind.key(tenant, session_id), self._stack.shared)
+
+    def everywhere(self, key: bytes) -> list[R]:
+        """Every copy of a record: a slow tier may hold an older one."""
+        copies = [self.get(key), *(self._read(i, key) for i in range(len(self._stack)))]
+        return [x for x in copies if x is not None]
+
+    # ---- which blobs sessions share
+
+    def unused(self, keys: Iterable[bytes]) -> list[bytes]:
+        """List those of ``keys`` that no known session needs."""
+        with self._lock:
+            return [x for x in keys if x not in self._users]
+
+    def unshared(self, keys: Iterable[bytes], record_key: bytes) -> list[bytes]:
+        """List those of ``keys`` that no known session needs, but the one under ``record_key``."""
+        with self._lock:
+            entry = self._entries.get(record_key)
+            own = {*entry.blob_keys} if entry is not None else set()
+            return [x for x in keys if self._users[x] <= (x in own)]
+
+    # ---- changes
+
+    def load(self) -> None:
+        """Read all records in the local tiers; the newest one of a session counts."""
+        found: dict[bytes, R] = {}
+        for level in self._stack.local:
+            for key, blob in self._stack.scan(level, RECORD):
+                record = self._parsed(level, key, blob)
+                if record is not None and _is_newer(record, found.get(key)):
+                    found[key] = record
+        for record in sorted(found.values(), key=lambda x: x.last_used_s):
+            self.put(record)
+
+    def put(self, record: R, blob_keys: Sequence[bytes] | None = None) -> None:
+        """Remember the session as it is now. ``blob_keys``: its own, where they are known."""
+        keys = self._kind.blob_keys(record) if blob_keys is None else blob_keys
+        with self._lock:
+            self._insert(self.key(record), record, keys)
+
+    def use(self, key: bytes) -> None:
+        """Note that somebody came back to the session."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                used = msgspec.structs.replace(entry.record, last_used_s=self._clock())
+                self._entries[key] = entry._replace(record=used)
+                self._entries.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        """Forget the session."""
+        with self._lock:
+            self._num_removals += 1
+            self._take_out(key)
+
+    # ---- sessions whose time ran out
+
+    def is_over(self, record: R) -> bool:
+        """True if nobody came back for longer than sessions are kept."""
+        age_s = self._clock() - record.last_used_s
+        return bool(self._ttl_s) and age_s > self._ttl_s and not record.pinned
+
+    def note_lapse(self, key: bytes) -> None:
+        """Remember, of a session that was removed, that its time had run out."""
+        with self._lock:
+            self._lapsed[key] = None
+            if len(self._lapsed) > MAX_LAPSED:
+                self._lapsed.popitem(last=False)
+
+    def has_lapsed(self, tenant: str, session_id: str) -> bool:
+        """True if the session was removed because its time had run out."""
+        with self._lock:
+            return self._kind.key(tenant, session_id) in self._lapsed
+
+    # ---- reading tiers
+
+    def _newest(self, key: bytes, levels: Iterable[int]) -> R | None:
+        copies = [x for i in levels if (x := self._read(i, key)) is not None]
+        return max(copies, key=lambda x: x.last_used_s, default=None)
+
+    def _read(self, level: int, key: bytes) -> R | None:
+        blob = self._stack.find(level, [key])[0]
+        return None if blob is None else self._parsed(level, key, blob)
+
+    def _parsed(self, level: int, key: bytes, blob: Blob) -> R | None:
+        try:
+            record = self._kind.unpack(key, blob)
+            if self.key(record) != key:
+                raise Mismatch("the record is of another session, or of another model's")
+        except Corrupt:
+            self._counters.add("corrupt")
+            self._stack.delete(level, [key])
+            return None
+        except Unusable:  # others' records may rest in the same tier; they are not touched
+            return None
+        self._stack.meet(record.codecs)
+        return record
+
+    # ---- with the lock held
+
+    def _insert(self, key: bytes, record: R, blob_keys: Iterable[bytes]) -> None:
+        self._take_out(key)
+        self._lapsed.pop(key, None)
+        keys = tuple(blob_keys)
+        nbytes = ENTRY_BYTES + self._kind.nbytes(record) + BLOB_KEY_BYTES * len(keys)
+        self._entries[key] = _Entry(record, keys, nbytes)
+        self._users.update(keys)
+        self._nbytes += nbytes
+        while self._nbytes > self._max_bytes and len(self._entries) > 1:
+            self._take_out(next(iter(self._entries)))
+
+    def _take_out(self, key: bytes) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        self._nbytes -= entry.nbytes
+        for blob_key in entry.blob_keys:
+            self._users[blob_key] -= 1
+            if not self._users[blob_key]:
+                del self._users[blob_key]
+
+
+def _is_newer(record: R, other: R | None) -> bool:
+    return other is None or other.last_used_s < record.last_used_s

@@ -1,0 +1,199 @@
+"""The bookkeeping of one store: its tiers, its sessions, and all that happens between turns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Generic
+
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.codec_tags import CodecTags
+from kvstore.blobs.packer import Packer
+from kvstore.config import StoreConfig
+from kvstore.ledger.claims import Claims
+from kvstore.ledger.committer import Committer
+from kvstore.ledger.eviction_notices import EvictionNotices, OnGone
+from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.pins import Pins
+from kvstore.ledger.promotion import Promotion
+from kvstore.ledger.record import R, RecordKind
+from kvstore.ledger.stack import TierStack
+from kvstore.ledger.upkeep import Upkeep
+from kvstore.ledger.write_behind import WriteBehind
+from kvstore.periodic import Periodic
+from kvstore.session import SessionRef, TierName
+from kvstore.stats import Counters, StoreStats
+from kvstore.tiers.base import Tier
+from kvstore.workers import Workers
+
+HOUSEKEEPING_S: Final = 15.0
+
+
+def _nobody_waits(record_key: bytes) -> bool:
+    return False
+
+
+class Ledger(Generic[R]):
+    """Thread-safe. Owns ``tiers`` (fastest first), the threads that write them, and the workers.
+
+    A store hands it records of its own kind and is handed them back; what a prompt matches, how
+    blobs are named and who packs them is the store's business.
+
+    Args:
+        claims: those of the store's own queue of saves, if it has one.
+        is_awaited: says of a record key whether a save of that session waits to be done.
+        clock: seconds of the wall clock, for what is stored.
+        monotonic: seconds that never jump, for deadlines.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        kind: RecordKind[R],
+        packer: Packer,
+        tiers: Sequence[Tier],
+        *,
+        claims: Claims | None = None,
+        is_awaited: Callable[[bytes], bool] = _nobody_waits,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kind = kind
+        self.counters = Counters()
+        self.workers = Workers(config.num_threads)
+        self.claims = claims or Claims()
+        self.clock = clock
+        self.monotonic = monotonic
+        self._packer = packer
+        self._switching = threading.Lock()
+        self.stack = TierStack(tiers, self.counters)
+        self._tag_tiers()
+        self.index = SessionIndex(
+            kind,
+            self.stack,
+            self.counters,
+            clock,
+            max_bytes=config.index_bytes,
+            ttl_s=config.ttl_s,
+        )
+        self.index.load()
+        self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
+        self._slower = [
+            WriteBehind(
+                self.stack, level, config.write_queue_bytes, self.counters, self.index.unused
+            )
+            for level in range(1, len(self.stack))
+        ]
+        self.committer = Committer(kind, self.stack, self._slower, self.index, self.pins)
+        for record in reversed(self.index.all()):  # where the share is smaller now, the newest stay
+            self.committer.follow_pin(record)
+        self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
+        self._notices = EvictionNotices(self.stack, self.index.restorable)
+        self._upkeep = Upkeep(
+            self.stack,
+            self.index,
+            self.committer,
+            self.pins,
+            self.claims,
+            self.workers,
+            self._notices,
+            is_awaited,
+        )
+        self._housekeeping = Periodic(self._upkeep.expire, HOUSEKEEPING_S, "kvstore-upkeep")
+
+    # ---- sessions between their turns
+
+    def find_anywhere(self, session: SessionRef) -> R | None:
+        """The session's record from memory or a local tier, else from one that engines share."""
+        return self.index.find_anywhere(session.tenant, session.id)
+
+    def find(self, session: SessionRef) -> R | None:
+        """The session's record from memory, else from the local tiers."""
+        return self.index.find(session.tenant, session.id)
+
+    def resting_here(self) -> list[R]:
+        """Sessions that can be restored here and whose record is in a local tier."""
+        return self._upkeep.resting_here()
+
+    def tier_of(self, record: R) -> TierName | None:
+        """The slowest tier that a restore has to read; None if not even the beginning is held."""
+        return self._upkeep.tier_of(record)
+
+    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
+        """Bring the session to ``tier`` and drop faster copies. Blocks; says where it rests now.
+
+        A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
+        """
+        return self._upkeep.demote(session, tier)
+
+    def pin(self, session: SessionRef, pinned: bool) -> None:
+        """Keep the session's blobs from eviction, or stop to. Raises ``PinLimit``."""
+        self._upkeep.pin(session.tenant, session.id, self.record_key(session), pinned)
+
+    def forget(self, session: SessionRef) -> bool:
+        """Remove what only this session uses from every tier; False if nothing was known of it."""
+        return self._upkeep.forget(self.record_key(session))
+
+    def expire(self) -> None:
+        """Do now what is done every quarter of a minute: ttl, notices, deletions still owed."""
+        self._upkeep.expire()
+
+    def listen(self, on_gone: OnGone) -> None:
+        """Call ``on_gone``, on a thread of the ledger, for each session that ttl or eviction took.
+
+        It is told within a minute, and of a ``SessionRef`` without a salt.
+        """
+        self._notices.listen(on_gone)
+
+    def record_key(self, session: SessionRef) -> bytes:
+        """The key that the session's record rests under."""
+        return self.kind.key(session.tenant, session.id)
+
+    # ---- codecs
+
+    def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
+        """Use these codecs from now on. Nobody waits: who has begun ends with those of before.
+
+        What is stored stays as it is, and is found under the tags of all codecs that can be read.
+        Raises ``UnknownCodec``, with nothing changed.
+        """
+        with self._switching:
+            # A blob says in its header what it is in, so it does not matter which is first.
+            self._packer.adopt(codecs, keep=keep)
+            self._tag_tiers()
+            self.pins.renew()
+
+    def _tag_tiers(self) -> None:
+        codecs, readable = self._packer.codecs, self._packer.readable
+        self.stack.tag([CodecTags.among(codecs.of(x).id, readable) for x in self.stack.names])
+
+    # ---- the whole
+
+    def stats(self, save_queue_bytes: int) -> StoreStats:
+        """A moment of the store."""
+        codecs = self._packer.codecs
+        return StoreStats(
+            counters=self.counters.as_dict(),
+            save_queue_bytes=save_queue_bytes,
+            write_queue_bytes={self.stack.name(i): x.nbytes for i, x in enumerate(self._slower, 1)},
+            num_sessions=len(self.index),
+            tiers=self.stack.stats(),
+            codecs={name: codecs.of(name).id for name in self.stack.names},
+        )
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until every tier has what it takes of all commits; False if time ran out."""
+        give_up_at = self.monotonic() + deadline_s
+        quiet = self.workers.quiet(deadline_s)
+        self.committer.catch_up(self.claims)
+        idle = [x.wait_idle(max(give_up_at - self.monotonic(), 0.0)) for x in self._slower]
+        return quiet and all(idle) and self.stack.flush()
+
+    def close(self) -> None:
+        """Stop all threads and close the tiers; what still waits is dropped. Once."""
+        self._housekeeping.close()
+        for tier in self._slower:
+            tier.close()
+        self.workers.close()
+        self.stack.close()

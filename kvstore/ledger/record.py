@@ -1,0 +1,94 @@
+"""What a ledger keeps of a session, and what it asks a store about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from kvstore.tiers.base import Blob
+
+MAX_CODECS: Final = 16  # that a session's record remembers
+
+
+class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a session's record that is the same for every kind of store.
+
+    A record rests in the tiers beside the session's blobs and is written after them, so that
+    whoever finds it finds what it names.
+    """
+
+    tenant: str
+    id: str
+    codecs: tuple[str, ...] = ()  # ids that its blobs may be in, the newest first
+    last_used_s: float  # wall clock, for display and ttl only
+    pinned: bool = False
+    packed_bytes: int = 0  # of all blobs of the session but this record, headers included
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose KV is stored."""
+        raise NotImplementedError
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that the session takes of the pins' share while it is pinned."""
+        raise NotImplementedError
+
+
+R = TypeVar("R", bound=StoredSession)
+
+
+class RecordKind(Protocol[R]):
+    """Answers a ledger's questions about the records of one store. Pure; any thread."""
+
+    def key(self, tenant: str, session_id: str) -> bytes:
+        """The key that the session's record rests under."""
+
+    def blob_keys(self, record: R) -> list[bytes]:
+        """Keys of all blobs of the session, in the order in which they matter.
+
+        The order is that of use: whoever evicts from the end loses the least.
+        """
+
+    def first_blob(self, record: R, blob_keys: Sequence[bytes]) -> bytes | None:
+        """The key of the blob without which nothing can be restored; None if nothing can.
+
+        ``blob_keys``: as the method of that name gives them.
+        """
+
+    def left_behind(self, record: R) -> Sequence[bytes]:
+        """Keys of blobs that an edited history left behind and that may still be asked for."""
+
+    def nbytes(self, record: R) -> int:
+        """Memory that the record takes, in bytes."""
+
+    def is_usable(self, record: R) -> bool:
+        """True if the session's blobs are of this model and in a codec that is known here."""
+
+    def pack(self, record: R) -> Blob:
+        """The record as a blob."""
+
+    def unpack(self, key: bytes, blob: Blob) -> R:
+        """The record in a blob that rested under ``key``.
+
+        Raises:
+            Corrupt: the blob is damaged and may be removed.
+            Mismatch: another model, rank or release wrote it and may still want it.
+        """
+
+
+def codecs_of(now: Iterable[str], before: Iterable[str]) -> tuple[str, ...]:
+    """The codecs a session's blobs may be in: those of now, and those of the record before."""
+    return tuple(dict.fromkeys([*now, *before]))[:MAX_CODECS]
+
+
+def bytes_of_leading(known: int, num_chunks: int, packed_bytes: int, other_bytes: int) -> int:
+    """Estimate the bytes of the first ``known`` of a session's ``num_chunks`` full chunks.
+
+    Args:
+        packed_bytes: of all blobs of the session, as its record says.
+        other_bytes: of those among them that are no full chunks: tail, part, states.
+    """
+    return max(packed_bytes - other_bytes, 0) * known // num_chunks if num_chunks else 0

@@ -1,0 +1,260 @@
+"""The tiers of one store, fastest first, with every failure turned into a miss.
+
+A tier is named here by its level in the stack: 0 is the fastest. Tiers are inclusive: a blob may
+rest in several of them, and the fastest copy is the one to read. Whoever asks speaks of keys; under
+which codec's tag a blob lies, and in which it is put, is known here alone (``codec_tags``). One key
+has one blob in a tier as a rule, and never two that say different things.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from kvstore.blobs.codec_tags import CodecTags, tag_of, tagged
+from kvstore.errors import TierUnavailable
+from kvstore.session import SHARED_TIERS, TIER_NAMES, TierName
+from kvstore.stats import Counters
+from kvstore.tiers.base import Blob, Tier, TierStats
+
+MAX_MET: Final = 64  # tags of codecs that only others have, or that were used long ago
+# What was pinned, tier by tier, under the names that it had.
+PinnedNames: TypeAlias = tuple[list[bytes], ...]
+
+
+@dataclass(frozen=True)
+class Located:
+    """Levels of the fastest tiers that have each key. ``down``: some tier did not say."""
+
+    levels: list[int | None]
+    down: bool
+
+    @property
+    def num_leading(self) -> int:
+        """Number of keys, from the first one on, that are held without a hole."""
+        return self.levels.index(None) if None in self.levels else len(self.levels)
+
+
+class TierStack:
+    """Thread-safe, as its tiers are. Nothing here raises ``TierUnavailable`` except ``get``."""
+
+    def __init__(self, tiers: Sequence[Tier], counters: Counters) -> None:
+        self._tiers = tuple(tiers)
+        self._counters = counters
+        self._names: tuple[TierName, ...] = tuple(_name(x) for x in tiers)
+        # Replaced as a whole while other threads look.
+        self._tags: tuple[CodecTags, ...] = tuple(CodecTags() for _ in tiers)
+        self._meeting = threading.Lock()
+        self._met: tuple[bytes, ...] = ()  # tags of all codecs that anything here may be in
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers themselves, fastest first; for who looks at them directly."""
+        return self._tiers
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    @property
+    def local(self) -> list[int]:
+        """Levels of tiers that no other machine writes to."""
+        return [i for i, name in enumerate(self._names) if name not in SHARED_TIERS]
+
+    @property
+    def shared(self) -> list[int]:
+        return [i for i, name in enumerate(self._names) if name in SHARED_TIERS]
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes that a blob takes besides its own, in the tier where that is most."""
+        return max((x.overhead_bytes for x in self._tiers), default=0)
+
+    @property
+    def names(self) -> tuple[TierName, ...]:
+        return self._names
+
+    def name(self, i: int) -> TierName:
+        return self._names[i]
+
+    def level(self, name: TierName) -> int | None:
+        return self._names.index(name) if name in self._names else None
+
+    def tag(self, tags: Sequence[CodecTags]) -> None:
+        """Put and look for blobs under these tags from now on: one ``CodecTags`` for each tier."""
+        self._tags = tuple(tags)
+        self._meet(x for one in tags for x in (one.home, *one.others))
+
+    def meet(self, codec_ids: Iterable[str]) -> None:
+        """Note that blobs may be in these codecs, too: a deletion looks there as well."""
+        self._meet(map(tag_of, codec_ids))
+
+    def _meet(self, tags: Iterable[bytes]) -> None:
+        with self._meeting:
+            self._met = tuple(dict.fromkeys((*self._met, *tags)))[:MAX_MET]
+
+    def get(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
+        """Read blobs from one tier; None for those it lacks. Raises ``TierUnavailable``."""
+        tags = self._tags[i]
+        try:
+            found = self._tiers[i].get_many([tags.one(key) for key in keys])
+            for tag in tags.others:
+                rest = {j: tagged(keys[j], tag) for j, x in enumerate(found) if x is None}
+                rest = {j: x for j, x in rest.items() if x != keys[j]}  # records have no tag
+                if rest:
+                    again = self._tiers[i].get_many(list(rest.values()))
+                    found = _filled(found, dict(zip(rest, again, strict=True)))
+            return found
+        except TierUnavailable:
+            self._count_down(i)
+            raise
+
+    def find(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
+        try:
+            return self.get(i, keys)
+        except TierUnavailable:
+            return [None] * len(keys)
+
+    def holds(self, i: int, keys: Sequence[bytes]) -> list[bool]:
+        try:
+            return self._contains(i, keys)
+        except TierUnavailable:
+            self._count_down(i)
+            return [False] * len(keys)
+
+    def may_hold(self, i: int, key: bytes) -> bool:
+        """False only if the tier says that it does not hold the blob."""
+        try:
+            return self._contains(i, [key])[0]
+        except TierUnavailable:
+            self._count_down(i)
+            return True
+
+    def locate(self, keys: Sequence[bytes]) -> Located:
+        """Find the fastest tier of each blob; slower ones are asked only for the rest."""
+        levels: list[int | None] = [None] * len(keys)
+        down = False
+        for i in range(len(self)):
+            missing = [j for j, level in enumerate(levels) if level is None]
+            if not missing:
+                break
+            try:
+                held = self._contains(i, [keys[j] for j in missing])
+            except TierUnavailable:
+                self._count_down(i)
+                down = True
+                continue
+            for j, yes in zip(missing, held, strict=True):
+                levels[j] = i if yes else None
+        return Located(levels, down)
+
+    def put(self, i: int, items: Sequence[tuple[bytes, Blob]]) -> bool:
+        """Write blobs to one tier; True if it now holds every one of them."""
+        tags = self._tags[i]
+        named = [(tags.new(key, blob), blob) for key, blob in items]
+        try:
+            return not items or self._tiers[i].put_many(named) == len(items)
+        except TierUnavailable:
+            self._count_down(i)
+            return False
+
+    def replace(self, i: int, key: bytes, blob: Blob) -> bool:
+        try:
+            return self._tiers[i].replace(self._tags[i].new(key, blob), blob)
+        except TierUnavailable:
+            self._count_down(i)
+            return False
+
+    def delete(self, i: int, keys: Sequence[bytes]) -> bool:
+        """Delete blobs, in whatever codec, from one tier; False if it could not be asked to."""
+        tags = (self._tags[i].home, *self._tags[i].others, *self._met)
+        names = dict.fromkeys(tagged(key, tag) for tag in tags for key in keys)
+        try:
+            if keys:
+                self._tiers[i].delete_many(names)
+            return True
+        except TierUnavailable:
+            self._count_down(i)
+            return False
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note in every tier that these were used, ``keys[0]`` as the most recent."""
+        for i in range(len(self)):
+            self.touch_in(i, keys)
+
+    def touch_in(self, i: int, keys: Sequence[bytes]) -> None:
+        try:
+            self._tiers[i].touch(self._tags[i].all(keys))
+        except TierUnavailable:
+            self._count_down(i)
+
+    def pin(self, keys: Sequence[bytes]) -> PinnedNames:
+        """Keep these blobs from eviction in every tier, until ``unpin``."""
+        pinned = tuple(tags.all(keys) for tags in self._tags)
+        for tier, names in zip(self._tiers, pinned, strict=True):
+            tier.pin(names)
+        return pinned
+
+    def unpin(self, pinned: PinnedNames) -> None:
+        for tier, names in zip(self._tiers, pinned, strict=True):
+            tier.unpin(names)
+
+    @contextmanager
+    def pinned_in(self, i: int, keys: Sequence[bytes]) -> Iterator[None]:
+        names = self._tags[i].all(keys)
+        self._tiers[i].pin(names)
+        try:
+            yield
+        finally:
+            self._tiers[i].unpin(names)
+
+    def scan(self, i: int, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
+        """List blobs under the names that the tier has for them. Ends early if the tier fails."""
+        try:
+            yield from self._tiers[i].scan(prefix)
+        except TierUnavailable:
+            self._count_down(i)
+
+    def stats(self) -> list[TierStats]:
+        return [x.stats() for x in self._tiers]
+
+    def flush(self) -> bool:
+        done = [self._flushed(i) for i in range(len(self))]
+        return all(done)
+
+    def close(self) -> None:
+        for tier in self._tiers:
+            tier.close()
+
+    def _contains(self, i: int, keys: Sequence[bytes]) -> list[bool]:
+        """Ask a tier for blobs in every codec at once. Raises ``TierUnavailable``, not counted."""
+        tags = self._tags[i]
+        if not tags.others:
+            return self._tiers[i].contains_many([tags.one(key) for key in keys])
+        names = tags.all(keys)
+        held = {x for x, yes in zip(names, self._tiers[i].contains_many(names), strict=True) if yes}
+        return [not held.isdisjoint(tags.all([key])) for key in keys]
+
+    def _flushed(self, i: int) -> bool:
+        try:
+            self._tiers[i].flush()
+            return True
+        except TierUnavailable:
+            self._count_down(i)
+            return False
+
+    def _count_down(self, i: int) -> None:
+        self._counters.add(f"unavailable.{self._names[i]}")
+
+
+def _filled(blobs: list[Blob | None], more: dict[int, Blob | None]) -> list[Blob | None]:
+    return [more.get(j) if blob is None else blob for j, blob in enumerate(blobs)]
+
+
+def _name(tier: Tier) -> TierName:
+    for name in TIER_NAMES:
+        if tier.name == name:
+            return name
+    raise ValueError(f"a tier named {tier.name!r}; there are {', '.join(TIER_NAMES)}")

@@ -1,0 +1,186 @@
+"""What happens to a session between its turns: moving it, pinning, forgetting, running out."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Final, Generic
+
+import msgspec
+
+from kvstore.ledger.claims import Claims
+from kvstore.ledger.committer import Committer
+from kvstore.ledger.eviction_notices import EvictionNotices
+from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.pins import Pins
+from kvstore.ledger.record import R
+from kvstore.ledger.stack import TierStack
+from kvstore.session import SessionRef, TierName
+from kvstore.workers import Workers
+
+WAIT_S: Final = 30.0  # for writes of the session that are under way
+MAX_OWED: Final = 1024
+
+
+class Upkeep(Generic[R]):
+    """Thread-safe. Every verb may wait for a commit of the session, or for a tier.
+
+    Args:
+        is_awaited: says of a record key whether a save of that session waits to be done.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        index: SessionIndex[R],
+        committer: Committer[R],
+        pins: Pins,
+        claims: Claims,
+        workers: Workers,
+        notices: EvictionNotices,
+        is_awaited: Callable[[bytes], bool],
+    ) -> None:
+        self._stack = stack
+        self._index = index
+        self._committer = committer
+        self._pins = pins
+        self._claims = claims
+        self._workers = workers
+        self._notices = notices
+        self._is_awaited = is_awaited
+        self._deletions = _Deletions(stack, index)
+        self._pinning = threading.Lock()  # the share is looked at and taken in one step
+
+    def tier_of(self, record: R) -> TierName | None:
+        """The slowest tier that a restore has to read; None if not even the beginning is held."""
+        located = self._stack.locate(self._index.blob_keys(record))
+        levels = [x for x in located.levels[: located.num_leading] if x is not None]
+        return self._stack.name(max(levels)) if levels else None
+
+    def resting_here(self) -> list[R]:
+        """Sessions that can be restored here and whose record is in a local tier."""
+        usable = self._index.usable()
+        keys = [self._index.key(x) for x in usable]
+        held = [self._stack.holds(level, keys) for level in self._stack.local]
+        return [x for x, *there in zip(usable, *held, strict=True) if any(there)]
+
+    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
+        """Bring the session to ``tier``, then drop the faster copies; says where it rests now.
+
+        None if nothing is known of the session.
+        """
+        level = self._stack.level(tier)
+        with self._claims.claim(self._index.key_of(session)):  # or an older record might be sent
+            record = self._index.find_anywhere(session.tenant, session.id)
+            if record is None:
+                return None
+            sent = None
+            if level and not record.pinned:
+                sent = self._committer.send(level, record)
+        if level and sent is not None and _is_taken(sent):
+            self._drop_above(level, record)
+        return self.tier_of(record)
+
+    def _drop_above(self, level: int, record: R) -> None:
+        key, blob_keys = self._index.key(record), self._index.blob_keys(record)
+        with self._claims.claim(key):
+            now = self._index.get(key)
+            if now is None or now.pinned or self._index.blob_keys(now) != blob_keys:
+                return  # forgotten, pinned or saved again meanwhile
+            own = [key, *self._index.unshared(blob_keys, key)]
+            for faster in range(level):
+                self._stack.delete(faster, own)
+
+    def pin(self, tenant: str, session_id: str, key: bytes, pinned: bool) -> None:
+        """Pin or unpin a session; nothing happens for one that was never saved.
+
+        Raises ``PinLimit``: pinned sessions would take more than their share.
+        """
+        with self._claims.claim(key), self._pinning:
+            record = self._index.find_anywhere(tenant, session_id)
+            if record is None or record.pinned == pinned:
+                return
+            if pinned:
+                self._pins.check(self._committer.pin_of(record))
+            self._committer.replace(msgspec.structs.replace(record, pinned=pinned))
+
+    def forget(self, key: bytes) -> bool:
+        """Remove every blob of the session that no other session here uses.
+
+        False if nothing was known of it.
+        """
+        with self._claims.claim(key):
+            return self._remove(key)
+
+    def expire(self) -> None:
+        """Forget whom nobody came back to, tell of what was evicted, do deletions still owed."""
+        for record in self._index.all():
+            if self._index.is_over(record):
+                self._let_lapse(self._index.key(record))
+        self._notices.look()
+        self._deletions.retry()
+
+    def _let_lapse(self, key: bytes) -> None:
+        with self._claims.claim(key):
+            record = self._index.get(key)
+            # Somebody may have come back since the look, and the save of that turn may wait.
+            if record is None or not self._index.is_over(record) or self._is_awaited(key):
+                return
+            self._remove(key)
+            self._index.note_lapse(key)
+        self._notices.tell(SessionRef(record.tenant, record.id, b""))
+
+    def _remove(self, key: bytes) -> bool:
+        """Remove a claimed session."""
+        self._committer.cancel(key)
+        copies = self._index.everywhere(key)
+        self._index.remove(key)
+        self._workers.quiet(WAIT_S)  # blobs on their way to a faster tier
+        self._pins.release(key)
+        doomed = sorted({x for copy in copies for x in self._index.owned(copy)})
+        # A reader may have found the record again meanwhile, since it is deleted last: whoever is
+        # interrupted here can begin again. So the session itself does not count as a user.
+        for keys in (self._index.unshared(doomed, key), [key]):
+            self._deletions.everywhere(keys)
+        self._index.remove(key)
+        return bool(copies)
+
+
+def _is_taken(sent: Future[bool]) -> bool:
+    """Wait until a tier has all of a session; False if it could not, or took too long."""
+    try:
+        return sent.result(timeout=WAIT_S)
+    except TimeoutError:
+        return False
+
+
+class _Deletions(Generic[R]):
+    """Removes blobs from every tier, later also from one that is down just now. Thread-safe."""
+
+    def __init__(self, stack: TierStack, index: SessionIndex[R]) -> None:
+        self._stack = stack
+        self._index = index
+        # What a tier could not be asked to delete, for when it is back.
+        self._owed: deque[tuple[int, Sequence[bytes]]] = deque(maxlen=MAX_OWED)
+        self._retrying = threading.Lock()
+
+    def everywhere(self, keys: Iterable[bytes]) -> None:
+        for level in range(len(self._stack)):
+            self._delete(level, list(keys))
+
+    def retry(self) -> None:
+        """Ask once more for each; what fails again stays owed.
+
+        Blobs that a session needs by now, and records of sessions that came back, are kept.
+        """
+        with self._retrying:
+            for _ in range(len(self._owed)):
+                level, keys = self._owed.popleft()
+                still = [x for x in self._index.unused(keys) if self._index.get(x) is None]
+                self._delete(level, still)
+
+    def _delete(self, level: int, keys: Sequence[bytes]) -> None:
+        if not self._stack.delete(level, keys):
+            self._owed.append((level, keys))

@@ -1,0 +1,246 @@
+"""Bringing a session to a tier: chunks first, the record last.
+
+``deliver`` does it for one tier, now. ``WriteBehind`` does it for a slower tier on a thread of its
+own, behind a bounded queue. A delivery that was skipped or cut short leaves the tier with what it
+had: an older record that is still true, and perhaps some chunks more. It is remembered as *behind*
+and made good by the next save, a demotion or a flush: what is missing is then read from the faster
+tiers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from kvstore.ledger.stack import TierStack
+from kvstore.stats import Counters
+from kvstore.tiers.base import Blob
+
+WRITE_BATCH: Final = 16  # blobs per call to a tier
+# A tier that is down for days would else be owed every session there ever was. Of the one longest
+# behind it is forgotten; its next save brings all that is missing, as any save does.
+MAX_BEHIND: Final = 65_536
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One session as of one save.
+
+    Args:
+        chain: keys of every blob that the record needs, in order.
+        fresh: those blobs that this save made, still in memory.
+        obsolete: keys of blobs that the older record needed and nobody does now.
+    """
+
+    record_key: bytes
+    record: Blob
+    chain: Sequence[bytes]
+    fresh: Mapping[bytes, Blob] = field(default_factory=dict)
+    obsolete: Sequence[bytes] = ()
+    done: Future[bool] = field(default_factory=Future)
+
+    @property
+    def nbytes(self) -> int:
+        """Packed bytes that wait in memory."""
+        return len(self.record) + sum(map(len, self.fresh.values()))
+
+
+class Delivered(NamedTuple):
+    recorded: bool  # the tier's record is now the new one
+    complete: bool  # and nothing that it needs is lacking
+
+
+def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) -> Delivered:
+    """Make one tier hold the session. A tier that could not take all of it keeps an older record.
+
+    Args:
+        whole: also fetch what the tier lacks of older saves from the faster tiers. Without it only
+            the fresh blobs are written.
+    """
+    wanted = delivery.chain if whole else [x for x in delivery.chain if x in delivery.fresh]
+    held = stack.holds(level, wanted)
+    missing = [key for key, there in zip(wanted, held, strict=True) if not there]
+    complete = _write(stack, level, delivery, missing)
+    # Part of a session is better than none, but not than an older one that is whole.
+    if not complete and stack.may_hold(level, delivery.record_key):
+        return Delivered(False, False)
+    if not stack.replace(level, delivery.record_key, delivery.record):
+        return Delivered(False, False)
+    stack.touch_in(level, [delivery.record_key, *delivery.chain])
+    return Delivered(True, stack.delete(level, delivery.obsolete) and complete)
+
+
+def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
+    """Put what is missing, as far as somebody has it; True if that was all."""
+    # Pinned meanwhile, so that the end of a long session never makes room by evicting its head.
+    with stack.pinned_in(level, delivery.chain):
+        done = [
+            _write_batch(stack, level, delivery.fresh, missing[i : i + WRITE_BATCH])
+            for i in range(0, len(missing), WRITE_BATCH)
+        ]
+    return all(done)
+
+
+def _write_batch(
+    stack: TierStack, level: int, fresh: Mapping[bytes, Blob], keys: Sequence[bytes]
+) -> bool:
+    blobs = {key: fresh[key] for key in keys if key in fresh}
+    for faster in range(level):
+        rest = [key for key in keys if key not in blobs]
+        found = stack.find(faster, rest) if rest else []
+        blobs |= {key: x for key, x in zip(rest, found, strict=True) if x is not None}
+    items = [(key, blobs[key]) for key in keys if key in blobs]
+    return stack.put(level, items) and len(items) == len(keys)
+
+
+class WriteBehind:
+    """The queue and the thread of one slower tier.
+
+    Args:
+        unused: picks those of some keys that no session needs by now.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        level: int,
+        max_bytes: int,
+        counters: Counters,
+        unused: Callable[[Sequence[bytes]], Sequence[bytes]] = list,
+        *,
+        max_behind: int = MAX_BEHIND,
+    ) -> None:
+        self._stack = stack
+        self._level = level
+        self._max_bytes = max_bytes
+        self._max_behind = max_behind
+        self._counters = counters
+        self._changed = threading.Condition()
+        self._unused = unused
+        self._waiting: deque[tuple[int, Delivery]] = deque()  # by number, see ``_num_offered``
+        self._num_offered = 0
+        self._nbytes = 0  # waiting and being written
+        self._current: bytes | None = None
+        self._behind: dict[bytes, int] = {}  # number of the save that is lacking; longest first
+        # Keys that deliveries which failed should have deleted: the next one of the session does.
+        self._obsolete: dict[bytes, Sequence[bytes]] = {}
+        self._closed = False
+        name = f"kvstore-write-{stack.name(level)}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def offer(self, delivery: Delivery) -> None:
+        """Queue a delivery without waiting. ``delivery.done`` tells whether it all was taken."""
+        with self._changed:
+            self._num_offered += 1
+            number = self._num_offered
+            full = self._nbytes and self._nbytes + delivery.nbytes > self._max_bytes
+            if not full and not self._closed:
+                self._waiting.append((number, delivery))
+                self._nbytes += delivery.nbytes
+                self._changed.notify_all()
+                return
+        self._settle(number, delivery, False)
+
+    def take_behind(self) -> set[bytes]:
+        """Take the record keys of sessions whose newest save is not here; the caller sends them."""
+        with self._changed:
+            behind, self._behind = self._behind, {}
+            return set(behind)
+
+    def cancel(self, record_key: bytes) -> None:
+        """Forget what waits for this session; returns when none of it is being written."""
+        with self._changed:
+            dropped = [x for _, x in self._waiting if x.record_key == record_key]
+            self._waiting = deque(x for x in self._waiting if x[1].record_key != record_key)
+            self._nbytes -= sum(x.nbytes for x in dropped)
+            self._changed.wait_for(lambda: self._current != record_key)
+            self._behind.pop(record_key, None)
+            owed = self._obsolete.pop(record_key, ())
+        obsolete = [key for x in dropped for key in x.obsolete]
+        self._stack.delete(self._level, self._unused([*owed, *obsolete]))
+        for delivery in dropped:
+            delivery.done.set_result(False)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing waits and nothing is written; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._waiting and self._current is None, timeout_s
+            )
+
+    def close(self) -> None:
+        """Stop the thread; what still waits is dropped."""
+        with self._changed:
+            self._closed = True
+            dropped, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+        for _, delivery in dropped:
+            delivery.done.set_result(False)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Write one delivery; False once closed.
+
+        It is a function of its own so that nothing holds blobs while the next is awaited.
+        """
+        found = self._next()
+        if found is None:
+            return False
+        number, delivery = found
+        self._settle(number, delivery, self._is_delivered(delivery))
+        with self._changed:
+            self._nbytes -= delivery.nbytes
+            self._current = None
+            self._changed.notify_all()
+        return True
+
+    def _is_delivered(self, delivery: Delivery) -> bool:
+        try:
+            return deliver(self._stack, self._level, delivery, whole=True).complete
+        except Exception:  # the edge of this thread: a defect in a tier must not end it
+            _log.exception("writing to %s failed", self._stack.name(self._level))
+            return False
+
+    def _next(self) -> tuple[int, Delivery] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return None
+            number, delivery = self._waiting.popleft()
+            self._current = delivery.record_key
+            owed = self._obsolete.pop(delivery.record_key, ())
+        chain = set(delivery.chain)
+        still = [x for x in self._unused(owed) if x not in chain]
+        return number, replace(delivery, obsolete=[*still, *delivery.obsolete])
+
+    def _settle(self, number: int, delivery: Delivery, complete: bool) -> None:
+        if not complete:
+            self._counters.add(f"behind.{self._stack.name(self._level)}")
+        key = delivery.record_key
+        with self._changed:
+            if self._behind.get(key, 0) <= number:  # a newer save may be lacking already
+                self._behind.pop(key, None)
+                if not complete:
+                    self._behind[key] = number
+            if not complete and delivery.obsolete:
+                self._obsolete[key] = [*self._obsolete.get(key, ()), *delivery.obsolete]
+            for remembered in (self._behind, self._obsolete):
+                if len(remembered) > self._max_behind:
+                    del remembered[next(iter(remembered))]
+        delivery.done.set_result(complete)

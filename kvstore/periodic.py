@@ -1,0 +1,32 @@
+"""A thread that looks after something now and then."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+
+class Periodic:
+    """Calls ``work`` every ``every_s`` seconds, until ``close``."""
+
+    def __init__(self, work: Callable[[], None], every_s: float, name: str) -> None:
+        self._work = work
+        self._every_s = every_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; waits for a call of ``work`` that has begun."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every_s):
+            try:
+                self._work()
+            except Exception:  # the edge of this thread: a bad round must not be the last one
+                _log.exception("a round of %s failed", self._thread.name)

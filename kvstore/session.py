@@ -1,0 +1,32 @@
+"""Who a session is, where it may rest, and why a part of it could not be reused."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias, get_args
+
+import msgspec
+
+TierName: TypeAlias = Literal["ram", "disk", "redis"]
+TIER_NAMES: Final[tuple[TierName, ...]] = get_args(TierName)  # fastest first
+# Engines on other machines write to these, too.
+SHARED_TIERS: Final[frozenset[TierName]] = frozenset({"redis"})
+# Why something that was once computed has to be computed again.
+MissReason: TypeAlias = Literal[
+    "never-stored",  # nothing of this session was ever saved here
+    "diverged",  # the new prompt leaves the stored one
+    "evicted",  # a tier ran out of room
+    "ttl",
+    "fingerprint",  # saved by another model, dtype or layout, or by codecs not known here
+    "corrupt",
+    "deadline",  # a slow tier; prefill is faster
+    "unavailable",  # a tier is down
+    "disabled",  # this engine serves without hibernation
+]
+
+
+class SessionRef(msgspec.Struct, frozen=True):
+    """Names one session of one tenant. ``salt`` is the tenant's; it enters every chunk key."""
+
+    tenant: str
+    id: str
+    salt: bytes

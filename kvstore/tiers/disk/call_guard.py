@@ -1,0 +1,97 @@
+"""Guards the disk tier's calls: none runs after ``close``, and LMDB's errors become ours."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lmdb
+
+from kvstore.errors import TierUnavailable
+
+log = logging.getLogger(__name__)
+
+# EIO: what LMDB makes of a write that a full file system cut short.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
+
+
+def is_want_of_room(error: lmdb.Error) -> bool:
+    """Tell whether an error says that the map or the file system is full."""
+    return isinstance(error, lmdb.MapFullError) or error.code in _NO_ROOM
+
+
+class CallGuard:
+    """Lets calls in until it is closed. Thread-safe.
+
+    Closing an LMDB environment unmaps the file; a thread still reading would crash the process,
+    so ``close`` waits until all calls have ended.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+        self._damaged = False
+        self._num_errors = 0
+
+    @property
+    def num_errors(self) -> int:
+        """The number of errors counted so far."""
+        return self._num_errors
+
+    @property
+    def damaged(self) -> bool:
+        """Tell whether a call found the tree damaged; every later call is then refused."""
+        return self._damaged
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Guard one use of the LMDB environment; every use is inside one of these.
+
+        Raises:
+            TierUnavailable: closed, found damaged earlier, or LMDB or the file system failed now.
+        """
+        self._enter()
+        try:
+            yield
+        except (lmdb.Error, OSError) as error:
+            self.count(error)
+            raise TierUnavailable(f"disk tier: {error}") from error
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        with self._changed:
+            if self._closed:
+                raise TierUnavailable("disk tier: closed")
+            if self._damaged:
+                raise TierUnavailable("disk tier: damaged; set aside at the next start")
+            self._inside += 1
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def count(self, error: lmdb.Error | OSError) -> None:
+        """Count an error; the first one, and the first sign of damage, are logged as well."""
+        with self._changed:
+            self._num_errors += 1
+            damage = isinstance(error, _DAMAGE) and not self._damaged
+            self._damaged = self._damaged or damage
+            first = self._num_errors == 1
+        if first or damage:
+            log.warning("disk tier: %s (further errors are only counted)", error)
+
+    def close(self) -> bool:
+        """Refuse further calls and wait for those inside; False if it was closed before."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._closed = True
+            self._changed.wait_for(lambda: self._inside == 0)
+            return True

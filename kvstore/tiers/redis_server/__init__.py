@@ -1,0 +1,6 @@
+"""The Redis tier: blobs on a Redis or Valkey server that several engines may share.
+
+``redis_tier`` implements ``Tier`` and keeps the budget; ``blobs`` writes, reads and removes whole
+blobs; ``fragments`` names and checks their entries; ``link`` talks to the server within a deadline;
+``breaker`` stops asking one that does not answer.
+"""

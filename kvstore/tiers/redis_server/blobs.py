@@ -1,0 +1,283 @@
+"""Writes, reads and removes whole blobs on a Redis server; nobody sees half a blob.
+
+Each method is one exchange with the server, or a few; every one may raise ``TierUnavailable``. A
+command that the server refuses (out of memory and not allowed to evict, a read-only replica, an
+access rule) concerns its own blob only and is counted as an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.errors import Corrupt, TierUnavailable
+from kvstore.tiers.redis_server.fragments import (
+    MANIFEST_BYTES,
+    BlobManifest,
+    cut,
+    entry_names,
+    fragment_names,
+    manifest_name,
+    new_manifest,
+    parse_manifest,
+    parse_manifest_name,
+    scan_pattern,
+    verified,
+)
+from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
+
+BATCH_BYTES = 4 << 20  # of blobs that travel together
+BATCH_KEYS = 256
+UNFINISHED_S = 600  # fragments whose manifest never came expire by themselves
+SCAN_COUNT = 1000
+MAX_SCANS = 2000  # a bound on the work, two million entries
+
+# Removes a damaged blob, unless a writer has put a new manifest in its place.
+_REMOVE_IF_SAME = (
+    "if redis.call('getrange', KEYS[1], 0, #ARGV[1] - 1) == ARGV[1] then "
+    "return redis.call('unlink', unpack(KEYS)) end return 0"
+)
+
+
+@dataclass
+class _ReadProgress:
+    """The blobs that one ``read`` has found so far, and the damaged ones it has to remove."""
+
+    until: float  # the moment at which the read must be over
+    blobs: dict[bytes, bytes] = field(default_factory=dict)
+    removals: list[Command] = field(default_factory=list)
+
+    def remove(self, names: Sequence[bytes], manifest: bytes) -> None:
+        """Have a damaged blob removed: while its manifest is there, nobody stores it again."""
+        self.removals.append(("EVAL", _REMOVE_IF_SAME, len(names), *names, manifest))
+
+
+class RedisBlobs:
+    """The blobs on one server. Thread-safe; keeps nothing in memory.
+
+    Args:
+        ttl_ms: entries expire this long after they were written or touched; 0 = never.
+    """
+
+    def __init__(self, link: RedisLink, ttl_ms: int) -> None:
+        self._link = link
+        self._ttl_ms = ttl_ms
+
+    def exist(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether its manifest is there."""
+        replies = self._link.run([("EXISTS", manifest_name(key)) for key in keys])
+        return [reply == 1 for reply in replies]
+
+    def manifests(self, keys: Sequence[bytes]) -> dict[bytes, BlobManifest]:
+        """Return the manifests of the keys that have a readable one."""
+        commands = [("GETRANGE", manifest_name(key), 0, MANIFEST_BYTES - 1) for key in keys]
+        found: dict[bytes, BlobManifest] = {}
+        for key, raw in zip(keys, self._link.run(commands), strict=True):
+            try:
+                found[key] = parse_manifest(_value(raw))
+            except Corrupt:
+                continue
+        return found
+
+    # Reading
+
+    def read(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the blobs that are whole, as far as they came within one deadline.
+
+        Damaged ones are removed from the server.
+
+        Raises:
+            TierUnavailable: the server failed before a single blob was read.
+        """
+        progress = _ReadProgress(self._link.deadline())
+        try:
+            for first in range(0, len(keys), BATCH_KEYS):
+                manifests = self._read_manifests(keys[first : first + BATCH_KEYS], progress)
+                for batch in _batches(
+                    {key: manifest.length for key, manifest in manifests.items()}
+                ):
+                    self._read_fragments({key: manifests[key] for key in batch}, progress)
+            if progress.removals:
+                self._link.run(progress.removals)
+        except TierUnavailable:
+            if not progress.blobs:
+                raise
+        return progress.blobs
+
+    def _read_manifests(
+        self, keys: Sequence[bytes], progress: _ReadProgress
+    ) -> dict[bytes, BlobManifest]:
+        """Return manifests of blobs in fragments; small blobs come along and are read at once."""
+        manifests: dict[bytes, BlobManifest] = {}
+        replies = self._link.run([("GET", manifest_name(key)) for key in keys], progress.until)
+        for key, raw in zip(keys, map(_value, replies), strict=True):
+            if not raw:
+                continue
+            try:
+                manifest = parse_manifest(raw)
+                if manifest.num_fragments:
+                    manifests[key] = manifest
+                else:
+                    progress.blobs[key] = verified(raw[MANIFEST_BYTES:], manifest)
+            except Corrupt as error:
+                self._link.count(str(error))
+                progress.remove([manifest_name(key)], raw[:MANIFEST_BYTES])
+        return manifests
+
+    def _read_fragments(
+        self, manifests: Mapping[bytes, BlobManifest], progress: _ReadProgress
+    ) -> None:
+        names = [
+            name for key, manifest in manifests.items() for name in fragment_names(key, manifest)
+        ]
+        replies = iter(self._link.run([("GET", name) for name in names], progress.until))
+        for key, manifest in manifests.items():
+            fragments = [_value(next(replies)) for _ in range(manifest.num_fragments)]
+            try:
+                progress.blobs[key] = verified(b"".join(fragments), manifest)
+            except Corrupt as error:
+                if all(fragments):  # else the server evicted some, which is no error
+                    self._link.count(str(error))
+                progress.remove(entry_names(key, manifest), manifest.pack())
+
+    # Writing
+
+    def write(self, blobs: Mapping[bytes, bytes]) -> Iterator[dict[bytes, BlobManifest]]:
+        """Write blobs in order, over whatever is there; yield what each batch has written."""
+        for batch in _batches({key: len(blob) for key, blob in blobs.items()}):
+            manifests = {key: new_manifest(blobs[key]) for key in batch}
+            refused = self._write_fragments(manifests, blobs)
+            refused |= self._write_manifests(
+                [x for x in batch if x not in refused], manifests, blobs
+            )
+            if refused:
+                self.remove({key: manifests[key] for key in refused}, with_manifests=False)
+            yield {key: manifest for key, manifest in manifests.items() if key not in refused}
+
+    def _write_fragments(
+        self, manifests: Mapping[bytes, BlobManifest], blobs: Mapping[bytes, bytes]
+    ) -> set[bytes]:
+        """Write all fragments; return the keys of which the server refused one."""
+        expiry = self._ttl_ms or UNFINISHED_S * 1000
+        owners: list[bytes] = []
+        commands: list[Command] = []
+        for key, manifest in manifests.items():
+            for name, fragment in cut(key, manifest, blobs[key]):
+                owners.append(key)
+                commands.append(("SET", name, fragment, "PX", expiry))
+        replies = self._link.run(commands) if commands else []
+        return {x for x, reply in zip(owners, replies, strict=True) if self._is_refusal(reply)}
+
+    def _write_manifests(
+        self,
+        keys: Sequence[bytes],
+        manifests: Mapping[bytes, BlobManifest],
+        blobs: Mapping[bytes, bytes],
+    ) -> set[bytes]:
+        """Make blobs visible whose fragments are there, and remove the fragments they replace.
+
+        Returns the keys that the server refused.
+        """
+        commands: list[Command] = []
+        for key in keys:
+            inline = b"" if manifests[key].num_fragments else blobs[key]
+            commands.append(("GETSET", manifest_name(key), manifests[key].pack() + inline))
+        commands += [x for key in keys for x in self._expiry_commands(key, manifests[key])]
+        replies = self._link.run(commands)[: len(keys)] if commands else []
+        refused: set[bytes] = set()
+        replaced: list[Command] = []
+        for key, old in zip(keys, replies, strict=True):
+            if self._is_refusal(old):
+                refused.add(key)
+            elif names := _replaced_names(key, _value(old)):
+                replaced.append(("UNLINK", *names))
+        if replaced:
+            self._link.run(replaced)
+        return refused
+
+    def _expiry_commands(self, key: bytes, manifest: BlobManifest) -> Iterator[Command]:
+        if self._ttl_ms:
+            yield "PEXPIRE", manifest_name(key), self._ttl_ms
+        else:
+            yield from (("PERSIST", name) for name in fragment_names(key, manifest))
+
+    def _is_refusal(self, reply: Reply) -> bool:
+        if isinstance(reply, Exception):
+            self._link.count(str(reply))
+            return True
+        return False
+
+    def remove(
+        self, manifests: Mapping[bytes, BlobManifest], *, with_manifests: bool = True
+    ) -> None:
+        """Remove the entries of these blobs, or their fragments alone."""
+        names = entry_names if with_manifests else fragment_names
+        listed = [names(key, manifest) for key, manifest in manifests.items()]
+        commands: list[Command] = [("UNLINK", *x) for x in listed if x]
+        if commands:
+            self._link.run(commands)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove blobs, also those with damaged manifests; return how many keys were there."""
+        manifests = self.manifests(keys)
+        self.remove(manifests)
+        others: list[Command] = [("UNLINK", manifest_name(x)) for x in keys if x not in manifests]
+        replies = self._link.run(others) if others else []
+        return len(manifests) + len([x for x in replies if x == 1])
+
+    # Keeping and finding
+
+    def touch(self, manifests: Mapping[bytes, BlobManifest]) -> None:
+        """Restart the server's clocks for expiry and eviction; the last blob is the most recent."""
+        commands: list[Command] = []
+        for key, manifest in manifests.items():
+            names = entry_names(key, manifest)
+            if self._ttl_ms:
+                commands += [("PEXPIRE", name, self._ttl_ms) for name in names]
+            else:
+                commands.append(("TOUCH", *names))
+        if commands:
+            self._link.run(commands)
+
+    def find(self, prefix: bytes) -> list[bytes]:
+        """Return the keys with ``prefix``, sorted; walks the server's whole key space."""
+        found: set[bytes] = set()
+        cursor = b"0"
+        for _ in range(MAX_SCANS):
+            command = ("SCAN", cursor, "MATCH", scan_pattern(prefix), "COUNT", SCAN_COUNT)
+            (reply,) = self._link.run([command])
+            if self._is_refusal(reply):
+                raise TierUnavailable(f"redis tier: {reply}")
+            cursor, names = reply
+            found.update(key for key in map(parse_manifest_name, names) if key is not None)
+            if cursor == b"0":
+                break
+        return sorted(found)
+
+
+def _value(reply: Reply) -> bytes:
+    """Return an entry's bytes; empty if it is missing or refused, which no entry of ours is."""
+    return reply if isinstance(reply, bytes) else b""
+
+
+def _replaced_names(key: bytes, old: bytes) -> list[bytes]:
+    """Return the fragment names of the blob whose manifest ``old`` was just replaced."""
+    try:
+        before = parse_manifest(old)
+    except Corrupt:
+        return []
+    return fragment_names(key, before)
+
+
+def _batches(lengths: Mapping[bytes, int]) -> Iterable[list[bytes]]:
+    """Yield keys in order, in batches of at most ``BATCH_BYTES`` and ``BATCH_KEYS``, or of one."""
+    batch: list[bytes] = []
+    total = 0
+    for key, length in lengths.items():
+        if batch and (total + length > BATCH_BYTES or len(batch) >= BATCH_KEYS):
+            yield batch
+            batch, total = [], 0
+        batch.append(key)
+        total += length
+    if batch:
+        yield batch

@@ -1,0 +1,193 @@
+"""The link to a Redis server: pooled connections, deadlines, one kind of error for callers.
+
+redis-py keeps the connections and speaks the protocol; this file sends command batches over them
+itself, since only so a deadline can hold *between* the replies of one pipeline. Nothing is ever
+retried: a miss costs a prefill, and a retry would cost the same time again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.redis_server.breaker import Breaker, BreakerState
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+except ImportError as error:
+    raise ImportError("the redis tier needs redis-py: pip install 'thermocline[redis]'") from error
+
+log = logging.getLogger(__name__)
+
+Command: TypeAlias = tuple[bytes | str | int | memoryview, ...]
+# What redis-py makes of a reply; a command that the server refused has its error in the list.
+Reply: TypeAlias = Any
+
+MAX_CONNECTIONS = 16
+READ_BYTES = 256 << 10
+
+
+class RedisLink:
+    """Runs command batches against one server. Thread-safe.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``. Nothing is connected before the first run.
+        deadline_s: for one batch, connecting included. A silent server is given up after half of
+            it, so that a batch never takes longer than one and a half times this.
+
+    Raises:
+        ValueError: the URL is not one; the message does not repeat its password.
+    """
+
+    def __init__(
+        self, url: str, deadline_s: float, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = masked(url)
+        self._secrets = _secrets(url)
+        self._deadline_s = deadline_s
+        self._monotonic = monotonic
+        self._breaker = Breaker(monotonic)
+        self._counting = threading.Lock()
+        self._num_errors = 0
+        self._answered = False  # ever
+        try:
+            self._pool: Any = redis.BlockingConnectionPool.from_url(
+                url,
+                protocol=2,
+                max_connections=MAX_CONNECTIONS,
+                timeout=deadline_s,
+                socket_timeout=deadline_s / 2,
+                socket_connect_timeout=deadline_s / 2,
+                socket_read_size=READ_BYTES,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise ValueError(f"redis_url {self.name}: {self._scrub(str(error))}") from None
+
+    def __repr__(self) -> str:
+        return f"RedisLink({self.name})"
+
+    @property
+    def available(self) -> bool:
+        """Tell whether the server answers.
+
+        False until the first answer, and from the failure that opens the breaker to the probe that
+        succeeds.
+        """
+        return self._answered and self._breaker.state is BreakerState.CLOSED
+
+    @property
+    def num_errors(self) -> int:
+        """The number of errors counted so far."""
+        return self._num_errors
+
+    def deadline(self) -> float:
+        """Return the moment at which a call that starts now must be over."""
+        return self._monotonic() + self._deadline_s
+
+    def run(self, commands: Sequence[Command], until: float | None = None) -> list[Reply]:
+        """Send all commands, then read all replies, in order.
+
+        A command that the server refuses has its error in the list.
+
+        Raises:
+            TierUnavailable: no connection, no answer before ``until``, or the breaker is open.
+        """
+        permit = self._breaker.ask()
+        if permit is None:
+            raise TierUnavailable(f"redis tier: {self.name} did not answer lately")
+        answered = False
+        try:
+            replies = self._exchange(commands, self.deadline() if until is None else until)
+            answered = self._answered = True
+            return replies
+        except (redis.RedisError, OSError, _TooLate) as error:
+            raise self._unavailable(error) from None
+        finally:
+            (self._breaker.succeed if answered else self._breaker.fail)(permit)
+
+    def _exchange(self, commands: Sequence[Command], until: float) -> list[Reply]:
+        connection = self._pool.get_connection()
+        whole = False
+        try:
+            for packed in connection.pack_commands(commands):
+                self._check_time(until)
+                connection.send_packed_command([packed])
+            replies = []
+            for _ in commands:
+                self._check_time(until)
+                replies.append(_read(connection))
+            whole = True
+            return replies
+        finally:
+            if not whole:  # replies are still on their way: nobody else may read them
+                connection.disconnect()
+            self._pool.release(connection)
+
+    def _check_time(self, until: float) -> None:
+        if self._monotonic() > until:
+            raise _TooLate(f"no full answer within {self._deadline_s} s")
+
+    def _unavailable(self, error: Exception) -> TierUnavailable:
+        text = self._scrub(f"{type(error).__name__}: {error}")
+        self.count(text)
+        return TierUnavailable(f"redis tier: {self.name}: {text}")
+
+    def count(self, what: str) -> None:
+        """Count an error; the first one of this process is logged as well."""
+        with self._counting:
+            self._num_errors += 1
+            first = self._num_errors == 1
+        if first:
+            log.warning("redis tier %s: %s (further errors are only counted)", self.name, what)
+
+    def _scrub(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._pool.disconnect()
+
+
+class _TooLate(Exception):
+    pass
+
+
+def _read(connection: Any) -> Reply:
+    """Read one reply; a refusal by the server is returned, a broken connection raises."""
+    try:
+        return connection.read_response()
+    except redis.ResponseError as error:
+        return error
+
+
+def masked(url: str) -> str:
+    """Return the URL with every password replaced; ``***`` if it is no URL."""
+    parts = urlsplit(url)
+    if "@" in parts.path or "@" in parts.scheme or not parts.scheme:
+        return "***"
+    if not _secrets(url):
+        return url
+    address = parts.netloc
+    if "@" in address:
+        login, _, host = address.rpartition("@")
+        user, colon, _ = login.partition(":")
+        address = f"{user}{':***' if colon else ''}@{host}"
+    query = [(k, "***" if k == "password" else v) for k, v in parse_qsl(parts.query)]
+    return urlunsplit(parts._replace(netloc=address, query=urlencode(query, safe="*/")))
+
+
+def _secrets(url: str) -> list[str]:
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    found = [x for x in (parts.password, query.get("password")) if x]
+    return found + [unquote(x) for x in found]

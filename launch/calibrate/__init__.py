@@ -1,0 +1,6 @@
+"""Has a model measured by its engine: ``thermocline calibrate``, and once at a model's first start.
+
+``orders.py`` says what to measure, ``program.py`` runs the engine's program in the foreground and
+``background_run.py`` beside a server; ``profile_notes.py`` finds the result again. The measuring
+itself is in ``engines/calibration``.
+"""

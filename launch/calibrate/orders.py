@@ -1,0 +1,158 @@
+"""The order for a calibration: from the command line's options, or for a model's first start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from engines.calibration.messages import CalibrationOrder
+from engines.kv_budget import UNSTATED_CONTEXT, stated_context
+from kvstore.chunk_size import USUAL_TOKENS
+from kvstore.codecs.names import CODECS, OWN
+from kvstore.codecs.presets import check_name
+from kvstore.config import AUTO
+from kvstore.errors import UnknownCodec
+from launch.errors import LaunchError, UsageError
+from launch.machine.memory import available_memory
+from launch.model import find_model
+from launch.settings.effective_settings import EffectiveSettings
+
+USUAL_CONTEXTS = "2048,6144"
+# For the measurement at a model's first start: the presets that ``auto`` chooses among except
+# ``max``, which takes longer to learn than all the others together.
+FIRST_PRESETS = ("dense3", "balanced", "tq4", "safe")
+FIRST_CONTEXT = 1024
+FIRST_SCORED = 128
+FIRST_WINDOWS = 8
+BEHIND_CONTEXT: Final = 512  # tokens after the context: the scored ones, a needle's question
+MOST_CONTEXT: Final = 1 << 20  # tokens that an order may ask for
+SNIFFED_BYTES: Final = 1 << 16  # of a file, to see whether it is text
+# Names that stand for several presets.
+GROUPS: Final = {"ours": tuple(OWN), "all": tuple(CODECS)}
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """The options of ``thermocline calibrate``, as the user wrote them."""
+
+    texts: Sequence[Path]
+    eval_texts: Sequence[Path]
+    presets: str | None  # names, or "ours", "all", separated by commas; None = ours
+    contexts: str | None  # None = the usual ones that the model can take
+    needles: bool
+
+
+def order_of(effective: EffectiveSettings, options: CalibrateOptions) -> CalibrationOrder:
+    """The order that these options ask for.
+
+    Raises:
+        UsageError, LaunchError: it cannot be measured; says what to do.
+    """
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    model.require_weights()
+    for path in (*options.texts, *options.eval_texts):
+        _check_text(path)
+    if both := {x.resolve() for x in options.texts} & {x.resolve() for x in options.eval_texts}:
+        raise UsageError(f"{both.pop()} cannot be learned from and be judged by; take another")
+    order = CalibrationOrder(
+        model_path=model.path,
+        dtype=effective.settings.engine.dtype,
+        vllm=effective.settings.engine.vllm,
+        presets=presets_of(options.presets),
+        contexts=_contexts(options.contexts, stated_context(model.config())),
+        fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
+        eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
+        chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
+        data_path=str(effective.folders.data),
+        most_bytes=available_memory(),
+        log_level=effective.settings.log_level,
+    )
+    return order if options.needles else replace(order, depths=())
+
+
+def _check_text(path: Path) -> None:
+    """Raises ``UsageError`` for a file that is missing, empty or no text."""
+    if not path.is_file():  # a pipe would be empty when the program comes to read it
+        raise UsageError(f"{path} is no file that can be read")
+    try:
+        with path.open("rb") as file:
+            begin = file.read(SNIFFED_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path} is no file that can be read: {error.strerror}") from error
+    if not begin.strip():
+        raise UsageError(f"{path} is empty")
+    if b"\0" in begin:
+        raise UsageError(f"{path} is not text; give a file in UTF-8")
+
+
+def first_order(effective: EffectiveSettings) -> CalibrationOrder:
+    """A quick order for a model at its first start: few texts, one context length.
+
+    Raises:
+        UsageError, LaunchError: there is no such model, or it takes no prompt worth packing.
+    """
+    settings = effective.settings
+    model = find_model(settings.engine.model, effective.folders.cache)
+    longest = stated_context(model.config()) or UNSTATED_CONTEXT
+    context = min(FIRST_CONTEXT, (longest - FIRST_SCORED) // 128 * 128)
+    if context < 128:
+        raise LaunchError(f"{model.name} takes no more than {longest} tokens")
+    store = settings.store
+    named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
+    return CalibrationOrder(
+        model_path=model.path,
+        dtype=settings.engine.dtype,
+        vllm=settings.engine.vllm,
+        presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
+        contexts=(context,),
+        num_windows=FIRST_WINDOWS,
+        window_tokens=min(1024, context),
+        num_scored=FIRST_SCORED,
+        depths=(0.5,),
+        with_bounds=False,  # nobody looks at them, and they cost as much as learning
+        chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
+        data_path=str(effective.folders.data),
+        log_level=settings.log_level,
+    )
+
+
+def presets_of(names: str | None) -> tuple[str, ...]:
+    """The presets behind a list of names and groups, each once. Raises ``UsageError``."""
+    wanted = [x.strip() for x in ("ours" if names is None else names).split(",")]
+    each = dict.fromkeys(preset for name in wanted for preset in GROUPS.get(name, (name,)))
+    for name in each:
+        try:
+            check_name(name)
+        except UnknownCodec as error:
+            raise UsageError(f"--presets: {error}") from error
+    return tuple(each)
+
+
+def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
+    """Context lengths to measure; ``longest`` is what the model can take, None if unknown."""
+    text = USUAL_CONTEXTS if wished is None else wished
+    try:
+        contexts = tuple(dict.fromkeys(int(x) for x in text.split(",")))
+    except ValueError:
+        raise UsageError(f"--contexts {text}: write numbers of tokens, such as 2048,6144") from None
+    if max(contexts) > MOST_CONTEXT:
+        raise UsageError(f"--contexts {text}: {MOST_CONTEXT} tokens are the most")
+    if min(contexts) < 128:
+        raise UsageError(f"--contexts {text}: fewer than 128 tokens are never packed")
+    most = max(contexts) if longest is None else longest - BEHIND_CONTEXT
+    if most < 128:
+        raise UsageError(
+            f"this model takes {longest} tokens; to measure it takes {128 + BEHIND_CONTEXT}"
+        )
+    if wished is None:
+        return tuple(x for x in contexts if x <= most) or (most // 128 * 128,)
+    if max(contexts) > most:
+        raise UsageError(
+            f"--contexts {text}: this model takes {longest} tokens, of which {BEHIND_CONTEXT} are"
+            f" needed behind the context; ask for {most} at most"
+        )
+    return contexts

@@ -1,0 +1,140 @@
+"""Plots rate against distortion: what each preset costs a model, and how far from the bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from engines.calibration.messages import CalibrationReport, WaterFilling
+from kvstore.codecs.names import OWN
+from kvstore.codecs.quality import Quality
+from launch.calibrate.output_files import check_output, whole_file
+from launch.calibrate.plot_labels import place_labels
+from launch.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES: Final = (".png", ".svg", ".pdf")
+LEAST_KL: Final = 1e-5  # smaller ones are rounding errors
+MOST_DB: Final = 3.0  # larger errors are drawn here
+INSTALL: Final = "pip install 'thermocline[plot]'"
+BITS: Final = "bits per element, everything counted"
+GROUPS: Final = (("ours", "o", "tab:blue"), ("of the literature", "s", "tab:orange"))
+CONTEXT_MARKERS: Final = "o^Dv*"
+
+
+def check_path(path: Path) -> None:
+    """Check that a plot can be written there, before minutes are spent. Raises ``UsageError``."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"--plot {path}: give a name that ends in {', '.join(SUFFIXES)}")
+    check_output("--plot", path)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--plot needs matplotlib; run: {INSTALL}") from error
+
+
+def draw(report: CalibrationReport, path: Path) -> None:
+    """Plot the rows of ``report`` into ``path``. Raises ``LaunchError`` if it cannot be written."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in report.rows if row.error_k + row.error_v > 0]
+    contexts = sorted({row.context for row in rows})
+    first = [row for row in rows if contexts and row.context == contexts[0]]
+    residual = [row for row in first if row.residual_error is not None]
+    num_panels = 3 if residual and report.bounds else 2
+    figure = Figure(figsize=(6.5 * num_panels, 6), layout="constrained")
+    panels = figure.subplots(1, num_panels)
+    _draw_quality(panels[0], rows, contexts)
+    _draw_errors(panels[1], first)
+    if num_panels == 3:
+        _draw_residuals(panels[2], residual, report.bounds)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=150)
+
+
+def _draw_quality(axes: Axes, rows: Sequence[Quality], contexts: Sequence[int]) -> None:
+    """KL against bits. Each context has its own marker; presets are named at the first context."""
+    for number, context in enumerate(contexts):
+        for ours, (group, _, color) in zip((True, False), GROUPS, strict=True):
+            shown = [x for x in rows if x.context == context and (x.preset in OWN) == ours]
+            axes.scatter(
+                [row.bits_per_element for row in shown],
+                [max(row.kl, LEAST_KL) for row in shown],
+                marker=CONTEXT_MARKERS[number % len(CONTEXT_MARKERS)],
+                facecolors="none" if number else color,
+                edgecolors=color,
+                label=f"{group}, {context} tokens",
+                zorder=3,
+            )
+    axes.set(
+        xlabel=BITS,
+        ylabel="KL of the next token, nats",
+        title="What the model notices",
+        yscale="log",
+    )
+    _finish(axes)
+    named = [row for row in rows if contexts and row.context == contexts[0]]
+    points = [(row.bits_per_element, max(row.kl, LEAST_KL)) for row in named]
+    place_labels(axes, [row.preset for row in named], points)
+
+
+def _draw_errors(axes: Axes, rows: Sequence[Quality]) -> None:
+    """Squared error of K and V together in dB, beside the bound for a white Gaussian."""
+    points = [(row.bits_per_element, _db((row.error_k + row.error_v) / 2)) for row in rows]
+    _draw_points(axes, rows, points)
+    _draw_gaussian(axes, rows)
+    axes.set(
+        xlabel=BITS,
+        ylabel="squared error, dB of the rows themselves",
+        title="What is lost of rows",
+    )
+    _finish(axes)
+    place_labels(axes, [row.preset for row in rows], points)
+
+
+def _draw_residuals(axes: Axes, rows: Sequence[Quality], bounds: Sequence[WaterFilling]) -> None:
+    """Squared error of what remains of rows without RoPE, mean and size, beside water-filling."""
+    points = [(row.bits_per_element, _db(row.residual_error or 0)) for row in rows]
+    _draw_points(axes, rows, points)
+    _draw_gaussian(axes, rows)
+    for bound in bounds:
+        errors = [_db(x) for x in bound.residual_errors]
+        axes.plot(bound.bits, errors, lw=1, label=f"water-filling over {bound.scope}")
+    axes.set(
+        xlabel=BITS,
+        ylabel="squared error, dB of rows less RoPE, mean and size",
+        title="What is lost of what has to be told",
+    )
+    _finish(axes)
+    place_labels(axes, [row.preset for row in rows], points)
+
+
+def _draw_points(
+    axes: Axes, rows: Sequence[Quality], points: Sequence[tuple[float, float]]
+) -> None:
+    for ours, (group, marker, color) in zip((True, False), GROUPS, strict=True):
+        pairs = zip(rows, points, strict=True)
+        shown = [point for row, point in pairs if (row.preset in OWN) == ours]
+        if shown:
+            right, up = zip(*shown, strict=True)
+            axes.scatter(right, up, marker=marker, c=color, label=group, zorder=3)
+
+
+def _draw_gaussian(axes: Axes, rows: Sequence[Quality]) -> None:
+    rates = np.linspace(0, max([row.bits_per_element for row in rows], default=4), 50)
+    axes.plot(rates, -20 * np.log10(2) * rates, "k--", lw=1, label="Gaussian bound $2^{-2R}$")
+
+
+def _db(error: float) -> float:
+    return min(float(10 * np.log10(max(error, 1e-12))), MOST_DB)
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

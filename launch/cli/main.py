@@ -1,0 +1,219 @@
+"""The command ``thermocline``.
+
+Options that choose settings are declared as parameters and read by ``options.chosen``, all at once.
+Mistakes of the user end in one sentence on standard error: exit code 2 for what was asked, 1 for
+what could not be done.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.cli import key_file, options
+from launch.cli import sessions as sessions_cli
+from launch.cli.printing import print_json, print_table
+from launch.errors import LaunchError, UsageError
+from launch.settings.schema import flat, masked
+from launch.settings.units import shown
+
+app = typer.Typer(
+    name="thermocline",
+    help="Serves a language model to many chats; the quiet ones sleep, packed, and wake up fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+app.add_typer(sessions_cli.app, name="sessions", no_args_is_help=True)
+keys_app = typer.Typer(help="API keys.")
+app.add_typer(keys_app, name="keys", no_args_is_help=True)
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    model: options.Model = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="mlx, vllm, fake, attached or module:Attr; default: by hardware."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[str | None, typer.Option(help="Port to listen on; 0 = any.")] = None,
+    hot: options.Hot = None,
+    ram: options.Ram = None,
+    disk: options.Disk = None,
+    redis: Annotated[str | None, typer.Option(metavar="URL", help="Cold KV in Redis.")] = None,
+    codec: options.Codec = None,
+    idle_after: Annotated[
+        str | None, typer.Option(metavar="TIME", help="A session this quiet hibernates.")
+    ] = None,
+    api_keys: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Lines made by `thermocline keys new`.")
+    ] = None,
+    allow_anonymous: Annotated[
+        bool | None,
+        typer.Option("--allow-anonymous", help="Serve other machines without API keys."),
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call it.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Attach to a running engine.")] = None,
+    engine_control: Annotated[
+        str | None, typer.Option(help="Its control address: unix:/path or tcp://host:port.")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Secret and cold sessions.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+) -> None:
+    """Start the gateway and its engine; stop with Ctrl-C."""
+    from launch.serve.run import serve as run
+
+    raise typer.Exit(run(options.chosen(context, os.environ), os.environ))
+
+
+@app.command("config")
+def show_config(
+    context: typer.Context,
+    model: options.Model = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the settings that would be used here, and where each comes from."""
+    resolved = options.chosen(context, os.environ).resolved
+    rows = {name: masked(name, value) for name, value in flat(resolved.settings).items()}
+    if as_json:
+        print_json({k: {"value": v, "from": resolved.origin(k)} for k, v in rows.items()})
+        return
+    print_table(
+        ("setting", "value", "from"),
+        [(name, shown(name, value), resolved.origin(name)) for name, value in rows.items()],
+    )
+
+
+@app.command()
+def plan(
+    context: typer.Context,
+    model: options.Model = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option("--context", metavar="N,N", help="Tokens per session, such as 2048,8192."),
+    ] = None,
+    hot: options.Hot = None,
+    ram: options.Ram = None,
+    disk: options.Disk = None,
+    codec: options.Codec = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say beforehand how many sessions fit, from config.json alone."""
+    from launch.cli.plan_table import print_plan
+    from launch.plan.capacity_plan import plan_of
+
+    found = plan_of(options.chosen(context, os.environ), lengths)
+    if as_json:
+        print_json(found)
+    else:
+        print_plan(found)
+
+
+@app.command()
+def doctor(
+    context: typer.Context,
+    model: options.Model = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+    as_json: options.Json = False,
+) -> None:
+    """Look for what would keep a server from starting or from being fast."""
+    from launch.doctor import examine
+
+    findings = examine(options.chosen(context, os.environ), os.environ)
+    if as_json:
+        print_json(findings)
+    else:
+        print_table(("", "about", "finding"), [(x.verdict, x.about, x.text) for x in findings])
+    raise typer.Exit(1 if any(x.verdict == "failure" for x in findings) else 0)
+
+
+@app.command()
+def calibrate(
+    context: typer.Context,
+    model: options.Model = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Learn from this; may be repeated.")
+    ] = None,
+    eval_text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Judge by this; may be repeated.")
+    ] = None,
+    presets: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="Codecs to measure, or: ours, all.")
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Tokens that go through the codec [2048,6144]."),
+    ] = None,
+    needles: Annotated[bool, typer.Option(help="Hide pass keys in the texts, too.")] = True,
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the rows there.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Draw rate against distortion.")
+    ] = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+) -> None:
+    """Measure what each codec costs this model. Takes minutes; a running server is left alone."""
+    from launch.calibrate.orders import CalibrateOptions
+    from launch.calibrate.output_files import check_output, write_json
+    from launch.calibrate.plot import check_path, draw
+    from launch.calibrate.program import calibrate as run
+    from launch.cli.calibration_table import print_report
+
+    if plot is not None:
+        check_path(plot)
+    if json is not None:
+        check_output("--json", json)
+    chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
+    report = run(options.chosen(context, os.environ), chosen, os.environ)
+    print_report(report)
+    if json is not None:
+        write_json(report, json)
+    if plot is not None:
+        draw(report, plot)
+    if not report.profile:
+        raise LaunchError("what was learned is not kept; the lines above say why")
+
+
+@keys_app.command("new")
+def new_key(
+    tenant: Annotated[str, typer.Argument(help="Whose sessions the key opens.")],
+    append: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the line to this file (0600).")
+    ] = None,
+) -> None:
+    """Make an API key. It is shown once; the server keeps only its hash."""
+    key, line = key_file.new_key(tenant)
+    if append is not None:
+        key_file.append_line(append, line)
+    print(f"key:  {key}")
+    print(f"line: {line}")
+    if append is None:
+        print("Put the line into a file and start with: thermocline serve --api-keys FILE")
+
+
+def main() -> None:
+    try:
+        app()
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -1,0 +1,101 @@
+"""Options of the command line that choose settings, shared by several commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from launch.settings.effective_settings import EffectiveSettings, effective_settings
+from launch.settings.fields import Fields
+from launch.settings.schema import Settings
+from launch.settings.sources import (
+    Layer,
+    from_assignments,
+    from_environment,
+    from_file,
+    from_flags,
+    from_profile,
+)
+
+Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings.")]
+Profile = Annotated[str | None, typer.Option("--profile", help="Settings that ship with us.")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="ROOM.FIELD=VALUE", help="Any setting; may be repeated."),
+]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Local folder or hub id; default: the sample model.")
+]
+Codec = Annotated[str | None, typer.Option("--codec", help="auto, raw, dense3, max, tq4 ...")]
+Hot = Annotated[str | None, typer.Option("--hot", metavar="SIZE", help="Live KV, e.g. 4GiB.")]
+Ram = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Cold KV in memory.")]
+Disk = Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Cold KV on disk.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+# Flag -> setting.
+FLAGS: Mapping[str, str] = {
+    "--model": "engine.model",
+    "--engine": "engine.kind",
+    "--engine-url": "engine.url",
+    "--engine-control": "engine.control",
+    "--served-model-name": "engine.served_model_name",
+    "--hot": "engine.hot_bytes",
+    "--host": "gateway.host",
+    "--port": "gateway.port",
+    "--api-keys": "gateway.api_keys_file",
+    "--ram": "store.ram_bytes",
+    "--disk": "store.disk_bytes",
+    "--redis": "store.redis_url",
+    "--codec": "store.codec",
+    "--idle-after": "scheduler.idle_after_s",
+    "--data-dir": "data_dir",
+    "--log-level": "log_level",
+    "--allow-anonymous": "allow_anonymous",
+}
+
+
+def chosen(context: typer.Context, environ: Mapping[str, str]) -> EffectiveSettings:
+    """The settings of a command: its options over all other sources.
+
+    Raises:
+        UsageError: a setting is wrong.
+    """
+    given = context.params
+    flags = {x: given[name] for x in FLAGS if (name := _parameter(x)) in given}
+    sources = layers(
+        environ,
+        profile=given["profile"],
+        config=given["config"],
+        assignments=given["assignments"],
+        flags=flags,
+    )
+    return effective_settings(sources, environ)
+
+
+def _parameter(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def layers(
+    environ: Mapping[str, str],
+    *,
+    profile: str | None = None,
+    config: Path | None = None,
+    assignments: list[str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> list[Layer]:
+    """All sources of settings, weakest first. Raises ``UsageError`` for an unknown name."""
+    fields = Fields(Settings)
+    profile = profile or environ.get("THERMOCLINE_PROFILE")
+    file = config or environ.get("THERMOCLINE_CONFIG")
+    given = {FLAGS[flag]: (flag, value) for flag, value in (flags or {}).items()}
+    return [
+        from_profile(fields, profile) if profile else {},
+        from_file(fields, Path(file)) if file else {},
+        from_environment(fields, environ),
+        from_assignments(fields, assignments or []),
+        from_flags(fields, given),
+    ]

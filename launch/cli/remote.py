@@ -1,0 +1,84 @@
+"""A client of a running gateway's HTTP API, for ``thermocline sessions``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+
+from launch.errors import LaunchError, UsageError
+
+TIMEOUT_S = 120.0  # a demote may have to write to a slow tier first
+
+
+class Remote:
+    """A connection to one gateway on behalf of one caller. Every method blocks.
+
+    Raises (all methods):
+        LaunchError: not reachable, or it refused; with the gateway's own words.
+    """
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        """Raises ``UsageError`` for a key that cannot stand in a header. It is not repeated."""
+        if not all("!" <= character <= "~" for character in api_key):
+            raise UsageError(
+                "the API key holds a space, a line break or another character that no key has;"
+                " look at THERMOCLINE_API_KEY, or --api-key"
+            )
+        self._url = url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def sessions(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._ask("GET", "/v1/sessions")["data"]
+        return found
+
+    def session(self, session_id: str) -> dict[str, Any]:
+        return self._ask("GET", _path(session_id))
+
+    def act(
+        self, verb: str, session_id: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Post ``verb`` (demote, prefetch, pin or unpin) for a session; returns the session."""
+        return self._ask("POST", f"{_path(session_id)}/{verb}", body or {})
+
+    def forget(self, session_id: str) -> dict[str, Any]:
+        return self._ask("DELETE", _path(session_id))
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            return asyncio.run(self._request(method, path, body))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise LaunchError(
+                f"{self._url} does not answer ({reason}); is `thermocline serve` running there?"
+                " Name another address with --url"
+            ) from error
+        except ValueError as error:
+            raise LaunchError(f"{self._url} is not a Thermocline gateway: {error}") from error
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=5)
+        async with (
+            aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http,
+            http.request(method, self._url + path, json=body) as answer,
+        ):
+            content = await answer.json(content_type=None)
+            if not isinstance(content, dict):
+                raise ValueError("its answer is no JSON object")
+            if answer.status >= 400:
+                raise LaunchError(f"{answer.status}: {_message(content)}")
+            return content
+
+
+def _path(session_id: str) -> str:
+    return f"/v1/sessions/{quote(session_id, safe='')}"
+
+
+def _message(content: Mapping[str, Any]) -> str:
+    error = content.get("error")
+    return str(error.get("message")) if isinstance(error, dict) else "refused without a reason"

@@ -1,0 +1,127 @@
+"""``thermocline sessions``: what sleeps and what is awake on a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.cli.options import Json
+from launch.cli.printing import print_json, print_table
+from launch.errors import UsageError
+from launch.settings.units import show_bytes, show_duration
+
+if TYPE_CHECKING:
+    from launch.cli.remote import Remote
+
+app = typer.Typer(help="List, move, pin and forget the sessions of a running server.")
+
+Url = Annotated[
+    str,
+    typer.Option("--url", envvar="THERMOCLINE_URL", help="The gateway's address."),
+]
+Key = Annotated[
+    str,
+    typer.Option("--api-key", envvar="THERMOCLINE_API_KEY", help="If the server needs one."),
+]
+Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
+TIERS = ("ram", "disk", "redis")
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+
+@app.command("list")
+def list_sessions(url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+    """All sessions of the caller, the most recent first."""
+    rows = sorted(_remote(url, api_key).sessions(), key=lambda row: float(row["idle_s"]))
+    _show(rows, as_json)
+
+
+@app.command()
+def show(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+    """One session, or several."""
+    remote = _remote(url, api_key)
+    _show([remote.session(x) for x in ids], as_json)
+
+
+@app.command()
+def demote(
+    ids: Ids,
+    tier: Annotated[str | None, typer.Option(help="Also move the cold copy: ram, disk, redis.")] = (
+        None
+    ),
+    url: Url = DEFAULT_URL,
+    api_key: Key = "",
+    as_json: Json = False,
+) -> None:
+    """Let sessions sleep now."""
+    if tier is not None and tier not in TIERS:
+        raise UsageError(f"there is no tier {tier!r}; there are: {', '.join(TIERS)}")
+    _act("demote", ids, _remote(url, api_key), as_json, {"tier": tier} if tier else {})
+
+
+@app.command()
+def prefetch(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+    """Wake sessions before their next turn."""
+    _act("prefetch", ids, _remote(url, api_key), as_json)
+
+
+@app.command()
+def pin(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+    """Keep sessions from being evicted."""
+    _act("pin", ids, _remote(url, api_key), as_json)
+
+
+@app.command()
+def unpin(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+    """Take a pin back."""
+    _act("unpin", ids, _remote(url, api_key), as_json)
+
+
+@app.command()
+def forget(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "") -> None:
+    """Remove sessions from every tier, for good."""
+    remote = _remote(url, api_key)
+    for session_id in ids:
+        remote.forget(session_id)
+        print(f"forgotten: {session_id}")
+
+
+def _remote(url: str, api_key: str) -> Remote:
+    """Make the client; imported late, since it would double the time that ``--help`` takes."""
+    from launch.cli.remote import Remote
+
+    return Remote(url, api_key)
+
+
+def _act(
+    verb: str,
+    ids: Sequence[str],
+    remote: Remote,
+    as_json: bool,
+    body: Mapping[str, Any] | None = None,
+) -> None:
+    _show([remote.act(verb, x, body) for x in ids], as_json)
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(rows)
+        return
+    print_table(
+        ("id", "state", "tier", "tokens", "bytes", "idle", "pinned"),
+        [
+            (
+                row["id"],
+                row["state"],
+                row["tier"] or "-",
+                str(row["tokens"]),
+                show_bytes(row["bytes"]),
+                show_duration(row["idle_s"]),
+                "yes" if row["pinned"] else "",
+            )
+            for row in rows
+        ],
+        right=("tokens", "bytes", "idle"),
+        empty="no sessions",
+    )

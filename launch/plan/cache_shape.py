@@ -1,0 +1,71 @@
+"""The shape of a session's live cache, which model families compute and the plan counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engines.kv_budget import KVCost
+from kvstore.shapes import KVLayer
+
+FLOAT32_BYTES = 4
+
+
+class NotUnderstood(Exception):
+    """The cache of this model cannot be computed from its config.json; the message says why."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Attention layers that keep their newest ``longest`` tokens only."""
+
+    layer: KVLayer
+    longest: int
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The cache of one session, layer by layer.
+
+    Growing layers are packed by a codec. Windows and recurrent state cannot be cut back to an
+    earlier token; they are kept as they are, in snapshots.
+    """
+
+    growing: tuple[KVLayer, ...] = ()
+    windows: tuple[Window, ...] = ()
+    state_elements: int = 0  # recurrent state in the engine's dtype (convolutions)
+    state_float32: int = 0  # recurrent state that is float32 whatever the engine's dtype is
+    num_states: int = 0  # layers that it belongs to
+    exact_only: str = ""  # why a lossy codec must not touch it; "" = it may
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def needs_state(self) -> bool:
+        return bool(self.windows or self.state_elements or self.state_float32)
+
+    @property
+    def elements_per_token(self) -> int:
+        """The number of values that the growing layers keep for one token."""
+        return sum(_width(layer) for layer in self.growing)
+
+    def state_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Bytes of windows and recurrent state after ``num_tokens``, which do not grow for ever."""
+        windows = sum(_width(w.layer) * min(num_tokens, w.longest) for w in self.windows)
+        return (windows + self.state_elements) * itemsize + self.state_float32 * FLOAT32_BYTES
+
+    def hot_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Bytes of the whole live cache after ``num_tokens``, in a dtype of ``itemsize`` bytes."""
+        growing = self.elements_per_token * num_tokens * itemsize
+        return growing + self.state_bytes(num_tokens, itemsize)
+
+    def cost(self, itemsize: int) -> KVCost:
+        """The cost of mlx_lm's caches, as ``engines.kv_budget`` counts it."""
+        return KVCost(
+            per_token=self.elements_per_token * itemsize,
+            windows=tuple((_width(w.layer) * itemsize, w.longest) for w in self.windows),
+            fixed=self.state_bytes(0, itemsize),
+            num_caches=max(1, len(self.growing) + len(self.windows) + self.num_states),
+        )
+
+
+def _width(layer: KVLayer) -> int:
+    return layer.num_kv_heads * (layer.head_dim + layer.value_dim)

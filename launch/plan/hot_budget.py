@@ -1,0 +1,119 @@
+"""What fits into the budget for live KV, counted as the engine counts it.
+
+mlx_lm takes its working memory out of the same budget: a running row has room to grow, and exists
+twice for a moment when it joins or leaves a batch. The other engines' pools hold only KV.
+
+Both engines cut the model's context down to what fits. But vLLM does not start when the settings
+name a context that does not fit, so ``refusal`` tells of it before vLLM is started.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from engines.config import EngineConfig
+from engines.kv_budget import (
+    SMALLEST_CONTEXT,
+    UNSTATED_CONTEXT,
+    KVCost,
+    alone_bytes,
+    stated_context,
+    too_little,
+)
+from engines.packed_budget import HOT_CODECS, packed_cost
+from kvstore.shapes import NUMPY_DTYPES, DType
+from launch.plan.cache_shape import CacheShape
+from launch.settings.effective_settings import EffectiveSettings
+
+
+@dataclass(frozen=True)
+class HotBudget:
+    """The budget for live KV (``engine.hot_bytes``) together with what it has to hold."""
+
+    shape: CacheShape
+    itemsize: int  # bytes of one element of the live cache
+    hot_bytes: int
+    wanted_context: int  # tokens: the longest context that the model and the settings allow
+    pays_for_work: bool  # the engine is mlx_lm
+    context_is_set: bool = False  # ``wanted_context`` is a number out of the settings
+    packed: KVCost | None = None  # cost of a live cache that is kept packed; None = it is not
+
+    def idle_bytes(self, num_tokens: int) -> int:
+        """Bytes of a session between its turns; at least 1."""
+        if self.packed is not None:
+            return max(1, self.packed.idle_bytes(num_tokens))
+        return max(1, self.shape.hot_bytes(num_tokens, self.itemsize))
+
+    def running_bytes(self, num_tokens: int) -> int:
+        """Bytes of a session while it is answered and nobody else is."""
+        if self.pays_for_work:
+            return alone_bytes(self._cost, num_tokens)
+        return self.idle_bytes(num_tokens)
+
+    def longest_context(self) -> int:
+        """The longest prompt and answer together, in tokens, that the engine will accept."""
+        return bisect_right(
+            range(1, self.wanted_context + 1), self.hot_bytes, key=self.running_bytes
+        )
+
+    def sessions(self, num_tokens: int) -> int:
+        """The number of sessions of this length that can be hot while one of them is answered."""
+        left = self.hot_bytes - self.running_bytes(num_tokens)
+        return 0 if left < 0 else 1 + left // self.idle_bytes(num_tokens)
+
+    def refusal(self) -> str:
+        """The reason why the engine would not start with this budget; "" if it would."""
+        if self.pays_for_work:
+            return too_little(self._cost, self.hot_bytes, self.wanted_context)
+        smallest = (
+            self.wanted_context
+            if self.context_is_set
+            else min(self.wanted_context, SMALLEST_CONTEXT)
+        )
+        least = self.idle_bytes(smallest)
+        if least <= self.hot_bytes:
+            return ""
+        return (
+            f"hot_bytes = {self.hot_bytes} is too little: one context of {smallest} tokens takes"
+            f" {-(-least >> 20)} MiB of vLLM's pool; give it that or more (--hot)"
+            + (", or lower engine.max_context" if self.context_is_set else "")
+        )
+
+    @property
+    def _cost(self) -> KVCost:
+        return self.packed or self.shape.cost(self.itemsize)
+
+
+def hot_budget_of(
+    effective: EffectiveSettings, content: Mapping[str, Any], shape: CacheShape
+) -> HotBudget:
+    """The budget that these settings give to the model of this config.json (``content``)."""
+    engine = effective.settings.engine
+    longest = stated_context(content) or UNSTATED_CONTEXT
+    itemsize = NUMPY_DTYPES[live_dtype(engine, content, effective.widens)].itemsize
+    bits = HOT_CODECS.get(engine.hot_codec)
+    packed = bits and packed_cost(shape.growing, bits, itemsize, engine.prefill_step)
+    return HotBudget(
+        shape,
+        itemsize,
+        engine.hot_bytes,
+        wanted_context=min(engine.max_context or longest, longest),
+        pays_for_work=effective.engine_kind == "mlx",
+        context_is_set=engine.max_context > 0,
+        packed=packed or None,
+    )
+
+
+def live_dtype(engine: EngineConfig, content: Mapping[str, Any], widens: bool) -> DType:
+    """The dtype of the live cache: the one that is set, else the platform's, else the model's."""
+    if engine.dtype != "auto":
+        return engine.dtype
+    if widens:
+        return "float32"
+    text = content.get("text_config") or content
+    stored = text.get("dtype") or text.get("torch_dtype") or content.get("torch_dtype")
+    names: tuple[DType, ...] = get_args(DType)
+    return next((name for name in names if name == stored), "bfloat16")

@@ -1,0 +1,42 @@
+"""Logs on standard error, one line per event, whatever a message holds.
+
+2026-01-31T12:00:00.000Z info  gateway: POST /v1/chat/completions 200 ...
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+# Line ends, escape sequences and other controls come from clients and engines; in a log they
+# would forge lines or steer a terminal.
+_ESCAPED = {code: f"\\x{code:02x}" for code in [*range(32), *range(0x7F, 0xA0)]}
+_ESCAPED |= {ord("\n"): " | ", ord("\t"): " ", 0x2028: " | ", 0x2029: " | "}
+# Bidirectional overrides make text read differently from what it is.
+_ESCAPED |= {code: f"\\u{code:04x}" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]}
+
+_QUIET = ("uvicorn", "uvicorn.error", "asyncio", "aiohttp")
+
+
+class OneLine(logging.Formatter):
+    """Formats a record as one line, with control characters escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        name = record.name.removeprefix("thermocline.")
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        level = record.levelname.lower()
+        return f"{stamp}.{record.msecs:03.0f}Z {level:7} {name}: {text.translate(_ESCAPED)}"
+
+
+def configure_logging(level: str) -> None:
+    """Set up the root logger of this process. Called once, when the server starts."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine())
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.captureWarnings(True)
+    for name in _QUIET:  # they repeat what we say, at the level of our own important lines
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,136 @@
+"""Checks memory and the tiers of the cold store before the engine is started.
+
+A wrong setting then ends the command with one sentence. Once the engine runs, a tier that fails is
+only a cache that is missing, and ends nothing. A Redis that does not answer is treated like that
+from the beginning: it may come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from engines.config import vllm_rank_folder
+from kvstore.config import StoreConfig
+from kvstore.errors import TierInUse, TierUnavailable
+from kvstore.tiers.disk.budget import capacity_within
+from kvstore.tiers.disk.folder import DiskFolder
+from launch.errors import LaunchError, UsageError
+from launch.settings.units import show_bytes
+
+log = logging.getLogger("thermocline.launch")
+
+# An engine whose gateway was killed saves what it holds before it leaves the folder.
+IN_USE_PATIENCE_S = 30.0
+LOOK_EVERY_S = 0.2
+
+
+def check_tiers(
+    config: StoreConfig,
+    *,
+    vllm_ranks: int = 0,
+    in_use_patience_s: float = IN_USE_PATIENCE_S,
+) -> None:
+    """Check that every tier can be opened. Waits while another process is leaving a disk folder.
+
+    Args:
+        vllm_ranks: workers of vLLM, which share the disk limit; 0 = the engine is not vLLM.
+
+    Raises:
+        UsageError: ``store.redis_url`` is not a URL of a Redis server, or ``store.disk_bytes``
+            too little for anything.
+        LaunchError: the disk folder cannot be used, or redis-py is not installed.
+    """
+    if config.disk_bytes:
+        _check_disk_limit(config.disk_bytes // max(1, vllm_ranks))
+        for folder in _disk_folders(Path(config.disk_path), vllm_ranks):
+            _check_disk(folder, in_use_patience_s)
+    if config.redis_url and config.redis_bytes:
+        _check_redis(config)
+
+
+def check_memory(
+    *, weights: int | None, hot_bytes: int, ram_bytes: int, free_bytes: int, available: int | None
+) -> None:
+    """Refuse to start more than the machine's memory holds.
+
+    A machine whose GPU shares its memory would hang: see ``scheduler.headroom``.
+
+    Args:
+        weights: bytes of the weights; None if the model is not here yet.
+        free_bytes: bytes that have to stay free; 0 = nothing is checked.
+        available: bytes that are available now; None if this system does not say.
+
+    Raises:
+        LaunchError: it does not fit; the message has the numbers.
+    """
+    if not free_bytes:
+        return
+    if available is None:
+        log.warning("memory is not watched: this system does not say how much of it is left")
+        return
+    wanted = (weights or 0) + hot_bytes + ram_bytes + free_bytes
+    if wanted > available:
+        parts = f"{show_bytes(hot_bytes)} hot, {show_bytes(ram_bytes)} cold in RAM"
+        if weights is not None:
+            parts = f"{show_bytes(weights)} of weights, {parts}"
+        raise LaunchError(
+            f"{show_bytes(available)} of memory are available, and {show_bytes(wanted)} are needed:"
+            f" {parts}, {show_bytes(free_bytes)} to stay free; lower --hot or --ram, end other"
+            " programs, or take a smaller model"
+        )
+
+
+def _disk_folders(root: Path, vllm_ranks: int) -> list[Path]:
+    """The disk folder of each process that has a disk tier."""
+    owners = [vllm_rank_folder(root, rank) for rank in range(vllm_ranks)] or [root]
+    return [owner / "cold" for owner in owners]
+
+
+def _check_disk_limit(disk_bytes: int) -> None:
+    try:
+        capacity_within(disk_bytes)
+    except TierUnavailable as error:
+        raise UsageError(f"store.{error} (--disk)") from error
+
+
+def _check_disk(folder: Path, patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    waiting = False
+    while True:
+        try:
+            DiskFolder(folder).release(clean=False)
+            return
+        except TierInUse as error:
+            if time.monotonic() >= end:
+                raise LaunchError(_with_options(error)) from error
+            if not waiting:
+                log.warning(
+                    "waiting up to %.0f s until another process leaves %s", patience_s, folder
+                )
+                waiting = True
+            time.sleep(LOOK_EVERY_S)
+        except TierUnavailable as error:
+            raise LaunchError(_with_options(error)) from error
+
+
+def _with_options(error: TierUnavailable) -> str:
+    return f"{error} (--data-dir FOLDER, or --disk 0)"
+
+
+def _check_redis(config: StoreConfig) -> None:
+    try:
+        from kvstore.tiers.redis_server.link import RedisLink  # redis-py is an extra
+    except ImportError as error:
+        raise LaunchError(f"store.redis_url is set, but {error}") from error
+    try:
+        link = RedisLink(config.redis_url, config.redis_deadline_s)
+    except ValueError as error:
+        raise UsageError(f"store.{error}") from error
+    try:
+        link.run([("PING",)])
+    except TierUnavailable:  # the link has logged why
+        log.warning("going on without redis until it answers")
+    finally:
+        link.close()

@@ -1,0 +1,120 @@
+"""Runs the server that ``build`` has wired, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+
+from engines.wire import Welcome
+from gateway.server import DrainingServer, server_of
+from launch.calibrate.first_calibration import FirstCalibration
+from launch.serve.build import BuiltServer, build
+from launch.serve.logs import configure_logging
+from launch.serve.port import listen, take_port, url_of
+from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.schema import masked
+from launch.settings.units import show_bytes
+
+log = logging.getLogger("thermocline.launch")
+
+LOOK_EVERY_S = 0.1
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+
+
+def serve(effective: EffectiveSettings, environ: Mapping[str, str]) -> int:
+    """Serve until a signal; returns the exit code, which is 1 if anything else ended it.
+
+    Raises:
+        UsageError, LaunchError: it cannot be started; says what to do.
+    """
+    configure_logging(effective.settings.log_level)
+    config = effective.settings.gateway
+    with take_port(config) as sock, build(effective, environ) as built:
+        listen(sock, config)
+        server = server_of(built.app, config)
+        url = url_of(sock)
+        _say_settings(effective, built, url)
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            calibration = FirstCalibration(effective, built.engine, environ)
+            runner.run(_run(server, sock, built, url, calibration))
+    log.info("stopped")
+    return 0 if server.started and not built.engine.gave_up else 1
+
+
+async def _run(
+    server: DrainingServer,
+    sock: socket.socket,
+    built: BuiltServer,
+    url: str,
+    calibration: FirstCalibration,
+) -> None:
+    tasks = [
+        asyncio.create_task(_wait_for(built, server, url), name="wait-for-engine"),
+        asyncio.create_task(calibration.run(), name="calibration"),
+    ]
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)  # what they started has ended then
+
+
+async def _wait_for(built: BuiltServer, server: DrainingServer, url: str) -> None:
+    """Wait until the first turn can be taken; stop the server if it is certain that none can."""
+    engine = built.engine
+    began, said = time.monotonic(), ""
+    while (welcome := engine.welcome) is None:
+        if engine.gave_up:
+            server.should_exit = True
+            return
+        if (trouble := engine.trouble) != said:
+            said = trouble
+            log.info("waiting: %s", trouble)
+        await asyncio.sleep(LOOK_EVERY_S)
+    _announce(welcome, time.monotonic() - began)
+    log.info("try: %s", example(welcome.model, url, needs_key=built.needs_key))
+
+
+def _announce(welcome: Welcome, took_s: float) -> None:
+    log.info(
+        "ready after %.1f s: %s by %s (%s), context %d, codec %s",
+        took_s,
+        welcome.model,
+        welcome.engine,
+        welcome.engine_version,
+        welcome.max_context,
+        welcome.codec.name,
+    )
+    if not welcome.hibernation:
+        log.warning("sessions will not hibernate: %s", welcome.hibernation_reason)
+
+
+def example(model: str, url: str, *, needs_key: bool) -> str:
+    """A command line that takes a turn, to be pasted into a shell."""
+    key = ["-H", "authorization: Bearer KEY"] if needs_key else []
+    body = json.dumps({"model": model, "messages": [QUESTION]})
+    return shlex.join(
+        ["curl", f"{url}/v1/chat/completions", "-H", "content-type: application/json", *key]
+        + ["-d", body]
+    )
+
+
+def _say_settings(effective: EffectiveSettings, built: BuiltServer, url: str) -> None:
+    settings = effective.settings
+    log.info("listening on %s; model %s is being loaded", url, built.model_name)
+    log.info(
+        "budgets: hot %s, ram %s, disk %s%s; codec %s",
+        show_bytes(settings.engine.hot_bytes),
+        show_bytes(settings.store.ram_bytes),
+        show_bytes(settings.store.disk_bytes),
+        f", redis {masked('', settings.store.redis_url)}" if settings.store.redis_url else "",
+        settings.store.codec,
+    )
+    if built.blas is not None:
+        log.log(logging.INFO if built.blas.fast else logging.WARNING, "%s", built.blas.message)

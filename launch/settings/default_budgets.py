@@ -1,0 +1,78 @@
+"""The memory and disk budgets of this machine, for those that the user did not set.
+
+Of the memory that is left beside the weights, live KV gets about a third (running turns need it),
+the packed sessions in RAM a third of that (packed they are a fifth of the size), and half stays
+free for prefill, the codec and other programs.
+
+A GPU with memory of its own changes that: it holds the weights and live KV only, and the machine's
+memory is there for packed sessions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvstore.config import StoreConfig
+from kvstore.tiers.disk.budget import MIN_FILE_BYTES
+from launch.settings.fields import Value
+from launch.settings.sources import Layer
+from launch.settings.units import show_bytes
+
+HOT_SHARE = 0.35
+RAM_SHARE = 0.12
+DISK_SHARE = 0.5
+GPU_HOT_SHARE = 0.8  # the rest is for activations, graphs and the driver
+GPU_RAM_SHARE = 0.35
+SMALLEST = 128 << 20
+DISK_MOST = StoreConfig().disk_bytes
+
+
+def weights_bytes(folder: Path, widened: bool) -> int | None:
+    """Bytes of memory that a local model's weights will take; None if they are not here.
+
+    Args:
+        widened: the engine turns 16-bit weights into float32.
+    """
+    stored = sum(x.stat().st_size for x in folder.glob("*.safetensors"))
+    return stored * (2 if widened else 1) or None
+
+
+def default_budgets(
+    available: int, weights: int | None, disk_free: int, gpu_bytes: int = 0
+) -> Layer:
+    """Defaults for ``engine.hot_bytes``, ``store.ram_bytes`` and ``store.disk_bytes``.
+
+    Args:
+        available: bytes of memory that can be allocated now.
+        weights: bytes of it that the model will take; None if unknown: half is then set aside.
+        disk_free: bytes free where the cold sessions will lie.
+        gpu_bytes: free on GPUs with memory of their own, where the model will be; 0 = none.
+    """
+    room = gpu_bytes or available
+    left = room // 2 if weights is None else max(0, room - weights)
+    beside = "an unknown model" if weights is None else f"{show_bytes(weights)} of weights"
+    where = "on the GPU" if gpu_bytes else "of memory available"
+    memory = f"{show_bytes(room)} {where}, beside {beside}"
+    own = f"{show_bytes(available)} of memory available"
+    disk = min(DISK_MOST, _round(disk_free * DISK_SHARE))
+    return {
+        "engine.hot_bytes": _share(left, GPU_HOT_SHARE if gpu_bytes else HOT_SHARE, memory),
+        "store.ram_bytes": (
+            _share(available, GPU_RAM_SHARE, own) if gpu_bytes else _share(left, RAM_SHARE, memory)
+        ),
+        "store.disk_bytes": Value(
+            disk if disk >= MIN_FILE_BYTES else 0,
+            f"derived: {DISK_SHARE:.0%} of {show_bytes(disk_free)} free on disk, at most"
+            f" {show_bytes(DISK_MOST)}",
+        ),
+    }
+
+
+def _share(left: int, share: float, memory: str) -> Value:
+    nbytes = max(SMALLEST, _round(left * share))
+    return Value(nbytes, f"derived: {share:.0%} of {memory}")
+
+
+def _round(nbytes: float) -> int:
+    """``nbytes`` cut down to whole MiB: a budget is an intention, not a measurement."""
+    return int(nbytes) >> 20 << 20

@@ -1,0 +1,101 @@
+"""The settings that are used on this machine: all sources joined, open values filled in."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.config import EngineConfig
+from launch.errors import LaunchError
+from launch.machine.folders import Folders, folders
+from launch.machine.gpus import Gpu, find_gpus
+from launch.machine.interpreters import find_python, require_vllm
+from launch.machine.memory import available_memory, free_disk
+from launch.sample.sample_model import WEIGHTS_BYTES
+from launch.settings.default_budgets import default_budgets, weights_bytes
+from launch.settings.fields import Value
+from launch.settings.schema import Resolved, Settings, resolve
+from launch.settings.sources import Layer
+
+ATTACHABLE = ("auto", "mlx", "vllm", "attached")
+INSTALL_MLX = "pip install 'thermocline[mlx]' (or bash launch/install.sh in a checkout)"
+
+
+@dataclass(frozen=True)
+class EffectiveSettings:
+    """Settings without an open value, and what follows from them on this machine."""
+
+    resolved: Resolved
+    folders: Folders
+    engine_kind: str  # a name in engines.registry, or module:Attr; never "auto"
+    hot_on_gpu: bool = False  # live KV takes nothing of this machine's own memory
+    widens: bool = False  # dtype "auto" means float32, which CPUs multiply fastest
+
+    @property
+    def settings(self) -> Settings:
+        return self.resolved.settings
+
+
+def effective_settings(layers: Sequence[Layer], environ: Mapping[str, str]) -> EffectiveSettings:
+    """Join ``layers``, later ones over earlier ones, and fit open values to this machine.
+
+    Raises:
+        UsageError: a setting is wrong.
+    """
+    chosen = resolve(layers).settings
+    where = folders(chosen.data_dir, chosen.cache_dir, environ)
+    gpus = find_gpus()
+    kind = engine_kind(chosen.engine, gpus)
+    gpus = gpus[: chosen.engine.vllm.tensor_parallel] if kind == "vllm" else []
+    widens = sys.platform == "linux" and kind in ("mlx", "vllm") and not gpus
+    fitted: Layer = {
+        "data_dir": Value(str(where.data), "this system"),
+        "cache_dir": Value(str(where.cache), "this system"),
+    }
+    if kind == "vllm":
+        given = chosen.engine.vllm.python
+        origin = resolve(layers).origin("engine.vllm.python") if given else "found here"
+        layers = [*layers, {"engine.vllm.python": Value(find_python(given), origin)}]
+    fitted |= default_budgets(
+        available_memory(),
+        _weights(chosen.engine, kind, widens),
+        free_disk(where.data),
+        gpu_bytes=_own_memory(gpus),
+    )
+    return EffectiveSettings(resolve([fitted, *layers]), where, kind, _own_memory(gpus) > 0, widens)
+
+
+def engine_kind(engine: EngineConfig, gpus: Sequence[Gpu]) -> str:
+    """The engine to use: the one that is set; for "auto" vLLM if it and a GPU are here, or mlx."""
+    if engine.url and engine.kind in ATTACHABLE:
+        return "attached"
+    if engine.kind != "auto":
+        return engine.kind
+    return "vllm" if gpus and find_python(engine.vllm.python) else "mlx"
+
+
+def require_installed(effective: EffectiveSettings) -> None:
+    """Check that the engine is installed. Raises ``LaunchError`` with the command to install it."""
+    kind = effective.engine_kind
+    if kind == "mlx" and importlib.util.find_spec("mlx_lm") is None:
+        raise LaunchError(f"the mlx engine is not installed; run: {INSTALL_MLX}")
+    if kind == "vllm":
+        require_vllm(effective.settings.engine.vllm.python, effective.settings.store)
+
+
+def _own_memory(gpus: Sequence[Gpu]) -> int:
+    """Bytes free on GPUs that have memory of their own; 0 if they share ours, or there are none."""
+    return sum(x.free_bytes or 0 for x in gpus)
+
+
+def _weights(engine: EngineConfig, kind: str, widens: bool) -> int | None:
+    """Bytes of memory that the model will take, found without loading it; None if unknown."""
+    if kind in ("attached", "fake"):
+        return 0
+    widened = engine.dtype == "float32" or (engine.dtype == "auto" and widens)
+    if not engine.model:
+        return WEIGHTS_BYTES * (2 if widened else 1)
+    return weights_bytes(Path(engine.model).expanduser(), widened)

@@ -1,0 +1,130 @@
+"""The sources of settings: profiles, TOML files, the environment, the command line.
+
+Each source becomes a ``Layer``: dotted names, each with a value and with words that say where it
+stood. A name that no setting has is an error in every source: a misspelt setting that is silently
+ignored is worse than a server that does not start.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from launch.errors import UsageError
+from launch.settings.fields import Fields, Value, unknown
+
+PREFIX = "THERMOCLINE_"
+# Read by the command line itself; not fields of the settings.
+OTHER_VARIABLES = ("CONFIG", "PROFILE", "URL", "API_KEY")
+
+Layer: TypeAlias = dict[str, Value]
+
+
+def nested(layer: Mapping[str, Value]) -> dict[str, Any]:
+    """Turn dotted names into a tree: ``engine.max_batch`` -> ``{"engine": {"max_batch": ...}}``."""
+    tree: dict[str, Any] = {}
+    for name, value in layer.items():
+        *rooms, field = name.split(".")
+        inner = tree
+        for room in rooms:
+            inner = inner.setdefault(room, {})
+        inner[field] = value.value
+    return tree
+
+
+def from_file(fields: Fields, path: Path) -> Layer:
+    """Read a TOML file. Raises ``UsageError``: no such file, not TOML, or an unknown setting."""
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the configuration {path} cannot be read: {error}") from error
+    return from_toml(fields, text, str(path))
+
+
+def from_profile(fields: Fields, name: str) -> Layer:
+    """Read a profile that ships with us. Raises ``UsageError`` with the names there are."""
+    folder = files("launch") / "profiles"
+    names = sorted(x.name.removesuffix(".toml") for x in folder.iterdir() if ".toml" in x.name)
+    if name not in names:
+        raise UsageError(f"there is no profile {name!r}; there are: {', '.join(names)}")
+    return from_toml(fields, (folder / f"{name}.toml").read_text("utf-8"), f"profile {name}")
+
+
+def from_toml(fields: Fields, text: str, origin: str) -> Layer:
+    """Read TOML. Raises ``UsageError``: not TOML, or a key that is no setting."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{origin} is not TOML: {error}") from error
+    layer = {}
+    for name, given in _flat(fields, tree):
+        if name not in fields.types:
+            raise unknown(name, origin, fields.types)
+        layer[name] = fields.value(name, given, origin, is_text=False)
+    return layer
+
+
+def _flat(fields: Fields, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = prefix + key
+        if name in fields.rooms and isinstance(value, dict):
+            yield from _flat(fields, value, f"{name}.")
+        else:
+            yield name, value
+
+
+def from_environment(fields: Fields, environ: Mapping[str, str]) -> Layer:
+    """Read every variable ``THERMOCLINE_*``.
+
+    Raises:
+        UsageError: a variable begins so, and nothing reads it (names are in capitals).
+    """
+    names = {variable_of(name): name for name in fields.types}
+    others = {PREFIX + name for name in OTHER_VARIABLES}
+    layer = {}
+    for variable, text in environ.items():
+        if not variable.upper().startswith(PREFIX) or variable in others:
+            continue
+        if variable not in names:
+            raise _unknown_variable(variable, [*names, *others])
+        name = names[variable]
+        layer[name] = fields.value(name, text, f"environment {variable}", is_text=True)
+    return layer
+
+
+def _unknown_variable(variable: str, known: Sequence[str]) -> UsageError:
+    if variable.upper() in known:
+        return UsageError(
+            f"{variable} in the environment is not read; in capitals it is: {variable.upper()}"
+        )
+    return unknown(variable, "the environment", dict.fromkeys(known))
+
+
+def variable_of(name: str) -> str:
+    """The variable of a setting: ``engine.hot_bytes`` -> ``THERMOCLINE_ENGINE__HOT_BYTES``."""
+    return PREFIX + name.upper().replace(".", "__")
+
+
+def from_flags(fields: Fields, flags: Mapping[str, tuple[str, Any]]) -> Layer:
+    """Take the flags of a command, ``{setting: (flag, value)}``; None was not given."""
+    return {
+        name: fields.value(name, given, flag, is_text=True)
+        for name, (flag, given) in flags.items()
+        if given is not None
+    }
+
+
+def from_assignments(fields: Fields, assignments: Iterable[str]) -> Layer:
+    """Read ``--set room.field=value``, for settings without a flag. Raises ``UsageError``."""
+    layer = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"--set {assignment}: write --set room.field=value")
+        if name not in fields.types:
+            raise unknown(name, "--set", fields.types)
+        layer[name] = fields.value(name, text, "--set", is_text=True)
+    return layer

@@ -1,0 +1,140 @@
+"""Opens both cold stores with the same verbs, for the tests that hold for either.
+
+A *history* is a list of token ids, a multiple of four long: on vLLM's side a block has four tokens,
+and on both sides a chunk has sixteen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvstore.by_blocks.store import BlockStore
+from kvstore.by_tokens.store import ColdStore
+from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.tiers.base import Blob, Tier
+from kvstore.tiers.ram_tier import RamTier
+from tests import block_sessions, kv_sessions
+
+CHUNK = 16
+SALT = b"pepper"
+
+
+def ref(session_id: str = "s", tenant: str = "t") -> SessionRef:
+    return SessionRef(tenant, session_id, SALT)
+
+
+def history(num_tokens: int, seed: int = 0) -> list[int]:
+    assert num_tokens % 4 == 0
+    return np.random.default_rng(seed).integers(0, 50_000, num_tokens).tolist()
+
+
+@dataclass(frozen=True)
+class Back:
+    """What a returning prompt found; its rows were checked bit for bit."""
+
+    num_tokens: int
+    tier: TierName | None
+    reason: MissReason | None
+
+
+class TokenRig:
+    """``ColdStore``: matches by token ids, packs on threads of its own."""
+
+    name: ClassVar[str] = "by_tokens"
+
+    def open(self, tiers: Sequence[Tier], **more: Any) -> ColdStore:
+        return kv_sessions.open_store(tiers, **more)
+
+    def save(self, store: ColdStore, session: SessionRef, tokens: Sequence[int]) -> None:
+        """Returns once every tier has what it will take."""
+        assert store.save(session, tokens, kv_sessions.kv_of(tokens, store.layout))
+        store.flush(20)
+
+    def back(self, store: ColdStore, session: SessionRef | None, prompt: Sequence[int]) -> Back:
+        match, restored = kv_sessions.come_back(store, session, prompt)
+        store.flush(20)
+        return Back(restored.num_tokens, restored.tier, restored.reason or match.reason)
+
+
+class BlockRig:
+    """``BlockStore``: is handed hashes and blobs by an engine that has blocks."""
+
+    name: ClassVar[str] = "by_blocks"
+
+    def open(self, tiers: Sequence[Tier], **more: Any) -> BlockStore:
+        return block_sessions.open_store(tiers, **more)
+
+    def save(self, store: BlockStore, session: SessionRef, tokens: Sequence[int]) -> None:
+        block_sessions.save(store, session, block_sessions.hashes(tokens))
+        store.flush(20)
+
+    def back(self, store: BlockStore, session: SessionRef | None, prompt: Sequence[int]) -> Back:
+        chain = block_sessions.hashes(prompt)
+        fetched = store.fetch(session, chain, 0)
+        block_sessions.check_rows(store, chain, fetched)
+        store.flush(20)
+        return Back(fetched.end_block * block_sessions.BLOCK, fetched.tier, fetched.reason)
+
+
+Rig = TokenRig | BlockRig
+Store = ColdStore | BlockStore
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def blobs_of(tier: Tier) -> dict[bytes, Blob]:
+    return {name: bytes(blob) for name, blob in tier.scan(b"")}
+
+
+def damage(tier: Tier, chosen: Callable[[bytes], bool]) -> int:
+    """Flip a bit in the payload of the chosen blobs; how many there were."""
+    names = [name for name in blobs_of(tier) if chosen(name)]
+    for name in names:
+        bad = bytearray(blobs_of(tier)[name])
+        bad[-1] ^= 1
+        tier.delete_many([name])
+        assert tier.replace(name, bytes(bad))
+    return len(names)
+
+
+MIB = 1 << 20
+LONG = history(100)  # six chunks and a tail of four
+LONGER = [*LONG, *history(20, 1)]
+FORK = [*LONG[:40], *history(60, 2)]
+
+
+class SlowRam(RamTier):
+    """A second tier that needs no folder."""
+
+    name = "disk"
+
+
+def resting(store: Store, session_id: str = "s") -> str | None:
+    record = store.record(ref(session_id))
+    return None if record is None else store.tier_of(record)
+
+
+def session_bytes(rig: Rig) -> int:
+    """What a session of 100 tokens takes of a tier in memory."""
+    tier = RamTier(64 * MIB)
+    store = rig.open([tier])
+    rig.save(store, ref(), LONG)
+    nbytes = tier.stats().nbytes
+    store.close()
+    return nbytes
+
+
+def listed(store: Store) -> set[str]:
+    return {x.id for x in store.records()}

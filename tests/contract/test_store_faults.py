@@ -1,0 +1,253 @@
+"""The promises that both cold stores keep when tiers evict, damage, fail or are shared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.ram_tier import RamTier
+from kvstore.tiers.redis_server.redis_tier import RedisTier
+from tests.contract.store_rig import (
+    LONG,
+    LONGER,
+    MIB,
+    Rig,
+    SlowRam,
+    Store,
+    blobs_of,
+    damage,
+    history,
+    listed,
+    ref,
+    resting,
+    session_bytes,
+)
+from tests.faulty_tier import FaultyTier
+from tests.redis_server import RedisServer, find_binary
+
+# ---- eviction
+
+
+def test_a_session_that_outgrows_a_tier_loses_its_end_first(rig: Rig) -> None:
+    store = rig.open([RamTier(session_bytes(rig) * 3 // 2)])
+    rig.save(store, ref("first"), LONG)
+    rig.save(store, ref("second"), history(100, 6))
+    left = rig.back(store, ref("first"), LONG)
+    assert 0 < left.num_tokens < 100 and left.num_tokens % 16 == 0
+    assert left.reason == "evicted"
+    assert rig.back(store, ref("second"), history(100, 6)).num_tokens == 100
+    store.close()
+
+
+def test_it_is_told_once_of_sessions_that_were_evicted(rig: Rig) -> None:
+    gone: list[str] = []
+    store = rig.open([RamTier(session_bytes(rig) * 22 // 10)])
+    store.listen(lambda session: gone.append(session.id))
+    for number, name in enumerate(("first", "second", "third", "fourth")):
+        rig.save(store, ref(name), history(100, 20 + number))
+    for _ in range(4):
+        store.expire()
+    assert "first" in gone and "fourth" not in gone
+    assert len(gone) == len(set(gone))
+    for name in gone:
+        assert resting(store, name) is None
+    store.close()
+
+
+# ---- damage and outages
+
+
+def test_a_damaged_blob_costs_what_is_behind_it_and_is_removed(
+    rig: Rig, store: Store, tiers: list[Tier]
+) -> None:
+    rig.save(store, ref(), LONG)
+    chunks = sorted(name for name in blobs_of(tiers[0]) if name[:1] == b"c")
+    for tier in tiers:
+        assert damage(tier, lambda name: name == chunks[0]) == 1
+    back = rig.back(store, ref(), LONG)
+    assert back.num_tokens < 100 and back.num_tokens % 16 == 0
+    assert back.reason == "corrupt"
+    assert chunks[0] not in blobs_of(tiers[0]) and chunks[0] not in blobs_of(tiers[1])
+    assert store.stats().counters["corrupt"] == 2
+
+
+def test_a_damaged_blob_is_read_from_the_next_tier(
+    rig: Rig, store: Store, tiers: list[Tier]
+) -> None:
+    rig.save(store, ref(), LONG)
+    assert damage(tiers[0], lambda name: name[:1] == b"c") == 6
+    back = rig.back(store, ref(), LONG)
+    assert (back.num_tokens, back.tier) == (100, "disk")
+
+
+def test_a_damaged_record_is_as_good_as_none_and_is_removed(rig: Rig, tmp_path: Path) -> None:
+    first = rig.open([DiskTier(tmp_path / "cold", 64 * MIB)])
+    rig.save(first, ref(), LONG)
+    first.close()
+    disk = DiskTier(tmp_path / "cold", 64 * MIB)
+    assert damage(disk, lambda name: name[:1] == b"r") == 1
+    store = rig.open([disk])
+    assert listed(store) == set()
+    assert rig.back(store, ref(), LONG).num_tokens >= 96  # full chunks at least, by content
+    assert not [name for name in blobs_of(disk) if name[:1] == b"r"]
+    store.close()
+
+
+def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig) -> None:
+    below = FaultyTier(SlowRam(64 * MIB))
+    store = rig.open([RamTier(64 * MIB), below])
+    below.fails = lambda number, method: True
+    rig.save(store, ref(), LONG)
+    assert store.demote(ref(), "disk") == "ram"
+    assert rig.back(store, ref(), LONG).num_tokens == 100
+    below.fails = lambda number, method: False
+    assert store.flush(20)  # what it missed is made good
+    assert store.demote(ref(), "disk") == "disk"
+    assert rig.back(store, ref(), LONG).num_tokens == 100
+    store.close()
+
+
+# ---- a tier that engines share
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    if find_binary() is None:
+        pytest.skip("no redis-server")
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.mark.redis
+def test_another_engine_goes_on_with_the_session(rig: Rig, server: RedisServer) -> None:
+    def engine() -> Store:
+        return rig.open([RamTier(64 * MIB), RedisTier(server.url, 64 * MIB, deadline_s=5.0)])
+
+    here, there = engine(), engine()
+    rig.save(here, ref(), LONG)
+    back = rig.back(there, ref(), LONG)
+    assert (back.num_tokens, back.tier) == (100, "redis")
+    rig.save(there, ref(), LONGER)
+    assert rig.back(here, ref(), LONGER).num_tokens == 120
+    assert here.forget(ref())
+    here.close()
+    there.close()
+
+
+@pytest.mark.redis
+def test_demoted_to_the_server_nothing_is_left_here(rig: Rig, server: RedisServer) -> None:
+    near = RamTier(64 * MIB)
+    store = rig.open([near, RedisTier(server.url, 64 * MIB, deadline_s=5.0)])
+    rig.save(store, ref("shared"), history(100, 30))
+    assert store.demote(ref("shared"), "redis") == "redis"
+    assert blobs_of(near) == {}
+    assert rig.back(store, ref("shared"), history(100, 30)).tier == "redis"
+    assert store.forget(ref("shared"))
+    store.close()
+
+
+# ---- what happens while something else does
+
+
+class WhenDeleting(RamTier):
+    """Calls ``look`` before anything is deleted."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.look: Callable[[], object] = lambda: None
+
+    def delete_many(self, keys: Iterable[bytes]) -> int:
+        self.look()
+        return super().delete_many(keys)
+
+
+def test_a_session_that_is_looked_up_while_it_is_forgotten_is_gone(rig: Rig) -> None:
+    near = WhenDeleting(64 * MIB)
+    far = WhenDeleting(64 * MIB)
+    far_tier = FaultyTier(far, "disk")
+    store = rig.open([near, far_tier])
+    rig.save(store, ref(), LONG)
+    near.look = lambda: store.record(ref())
+    assert store.forget(ref())
+    near.look = lambda: None
+    assert blobs_of(near) == blobs_of(far) == {}
+    assert rig.back(store, None, LONG).num_tokens == 0
+    store.close()
+
+
+def test_what_a_failed_write_should_have_removed_is_removed_later(rig: Rig) -> None:
+    below = FaultyTier(SlowRam(64 * MIB))
+    store = rig.open([RamTier(64 * MIB), below])
+    rig.save(store, ref(), LONG)  # with a tail
+    below.fails = lambda number, method: method in ("put_many", "replace")
+    rig.save(store, ref(), LONGER)
+    below.fails = lambda number, method: False
+    rig.save(store, ref(), [*LONGER, *history(20, 8)])
+    assert store.flush(20)
+    assert len([x for x in blobs_of(below.inner) if x[:1] == b"t"]) == 1
+    assert store.forget(ref())
+    assert blobs_of(below.inner) == {}
+    store.close()
+
+
+def test_a_deletion_that_is_owed_spares_a_session_that_came_back(rig: Rig) -> None:
+    below = FaultyTier(SlowRam(64 * MIB))
+    store = rig.open([RamTier(64 * MIB), below])
+    rig.save(store, ref(), LONG)
+    below.fails = lambda number, method: method == "delete_many"
+    assert store.forget(ref())
+    below.fails = lambda number, method: False
+    rig.save(store, ref(), LONG)
+    store.expire()
+    assert store.demote(ref(), "disk") == "disk"
+    assert rig.back(store, ref(), LONG).num_tokens == 100
+    store.close()
+
+
+def test_a_pin_is_not_undone_by_a_demotion_that_began_before(rig: Rig, tmp_path: Path) -> None:
+    disk = FaultyTier(DiskTier(tmp_path / "cold", 64 * MIB))
+    store = rig.open([RamTier(64 * MIB), disk])
+    rig.save(store, ref(), LONG)
+    disk.hanging = "replace"
+    disk.go_on.clear()
+    demoting = threading.Thread(target=store.demote, args=(ref(), "disk"))
+    demoting.start()
+    assert disk.entered.wait(10)
+    store.pin(ref(), True)
+    disk.go_on.set()
+    demoting.join(20)
+    assert store.flush(20)
+    store.close()
+    again = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
+    record = again.record(ref())
+    assert record is not None and record.pinned
+    again.close()
+
+
+@pytest.mark.redis
+def test_a_session_that_only_the_server_has_can_be_demoted_and_pinned(
+    rig: Rig, server: RedisServer
+) -> None:
+    def engine() -> Store:
+        return rig.open([RamTier(64 * MIB), RedisTier(server.url, 64 * MIB, deadline_s=5.0)])
+
+    tokens = history(100, 40)
+    first = engine()
+    rig.save(first, ref("far"), tokens)
+    assert first.demote(ref("far"), "redis") == "redis"
+    first.close()
+    again = engine()
+    record = again.record(ref("far"))
+    assert record is not None and again.tier_of(record) == "redis"
+    again.pin(ref("far"), True)
+    record = again.record(ref("far"))
+    assert record is not None and record.pinned
+    again.pin(ref("far"), False)
+    assert again.demote(ref("far"), "redis") == "redis"
+    assert again.forget(ref("far"))
+    again.close()

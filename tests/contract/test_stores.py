@@ -1,0 +1,343 @@
+"""The promises that both cold stores keep, whatever an engine's sessions are made of."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import PinLimit
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.ram_tier import RamTier
+from tests.contract.store_rig import (
+    FORK,
+    LONG,
+    LONGER,
+    MIB,
+    Clock,
+    Rig,
+    SlowRam,
+    Store,
+    TokenRig,
+    blobs_of,
+    history,
+    listed,
+    ref,
+    resting,
+    session_bytes,
+)
+from tests.faulty_tier import FaultyTier
+from tests.kv_sessions import kv_of
+
+# ---- save, extend, fork
+
+
+def test_a_session_comes_back_as_it_was(rig: Rig, store: Store) -> None:
+    rig.save(store, ref(), LONG)
+    back = rig.back(store, ref(), LONGER)
+    assert (back.num_tokens, back.tier, back.reason) == (100, "ram", None)
+    record = store.record(ref())
+    assert record is not None and record.num_tokens == 100
+
+
+def test_an_extended_session_stores_only_what_is_new(
+    rig: Rig, store: Store, tiers: list[Tier]
+) -> None:
+    rig.save(store, ref(), LONG)
+    before = blobs_of(tiers[0])
+    rig.save(store, ref(), LONGER)
+    after = blobs_of(tiers[0])
+    kept = {name for name in before if after.get(name) == before[name]}
+    assert len(kept) == 6  # chunks; the tail and the record are others now
+    assert rig.back(store, ref(), LONGER).num_tokens == 120
+
+
+def test_a_fork_shares_its_beginning_and_both_come_back(rig: Rig, store: Store) -> None:
+    rig.save(store, ref("a"), LONG)
+    rig.save(store, ref("b"), FORK)
+    assert rig.back(store, ref("a"), LONG).num_tokens == 100
+    assert rig.back(store, ref("b"), FORK).num_tokens == 100
+    assert listed(store) == {"a", "b"}
+
+
+def test_a_new_session_finds_what_another_one_of_the_tenant_left(rig: Rig, store: Store) -> None:
+    rig.save(store, ref("a"), LONG)
+    assert rig.back(store, ref("new"), LONG[:80]).num_tokens == 80
+
+
+def test_an_unknown_session_was_never_stored(rig: Rig, store: Store) -> None:
+    assert rig.back(store, ref(), LONG).reason == "never-stored"
+    assert resting(store) is None
+
+
+# ---- restart
+
+
+def test_sessions_on_disk_survive_a_restart(rig: Rig, tmp_path: Path) -> None:
+    first = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
+    rig.save(first, ref("kept"), LONG)
+    rig.save(first, ref("pinned"), FORK)
+    first.pin(ref("pinned"), True)
+    first.close()
+    again = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
+    assert listed(again) == {"kept", "pinned"}
+    record = again.record(ref("pinned"))
+    assert record is not None and record.pinned
+    back = rig.back(again, ref("kept"), LONG)
+    assert (back.num_tokens, back.tier) == (100, "disk")
+    again.close()
+
+
+# ---- pins and their limits
+
+
+def test_a_pinned_session_is_not_demoted_and_outlives_pressure(rig: Rig, tmp_path: Path) -> None:
+    near = RamTier(8 * session_bytes(rig))
+    store = rig.open([near, DiskTier(tmp_path / "cold", 64 * MIB)], tenant_pinned_share=1.0)
+    rig.save(store, ref("kept"), LONG)
+    store.pin(ref("kept"), True)
+    assert store.demote(ref("kept"), "disk") == "ram"
+    for i in range(12):
+        rig.save(store, ref(f"other{i}"), history(100, 10 + i))
+    assert near.stats().evictions
+    assert resting(store, "kept") == "ram"
+    store.close()
+
+
+def test_pins_beyond_the_share_are_refused_and_forgetting_makes_room(
+    rig: Rig, tmp_path: Path
+) -> None:
+    store = rig.open([RamTier(64 * MIB)], tenant_pinned_share=1.0)
+    rig.save(store, ref("a"), LONG)
+    record = store.record(ref("a"))
+    assert record is not None
+    store.close()
+    room = int(2.9 * (record.pinned_bytes + 20 * 256))  # half of it is for pins
+    store = rig.open([RamTier(room)], tenant_pinned_share=1.0)
+    rig.save(store, ref("a"), LONG)
+    rig.save(store, ref("b"), history(100, 5))
+    store.pin(ref("a"), True)
+    with pytest.raises(PinLimit):
+        store.pin(ref("b"), True)
+    record = store.record(ref("b"))
+    assert record is not None and not record.pinned
+    assert store.forget(ref("a"))
+    store.pin(ref("b"), True)
+    store.close()
+
+
+def test_a_pin_is_taken_along_by_the_next_save(rig: Rig, store: Store) -> None:
+    rig.save(store, ref(), LONG)
+    store.pin(ref(), True)
+    rig.save(store, ref(), LONGER)
+    record = store.record(ref())
+    assert record is not None and (record.pinned, record.num_tokens) == (True, 120)
+    store.pin(ref(), False)
+    record = store.record(ref())
+    assert record is not None and not record.pinned
+
+
+def test_a_session_that_was_never_saved_cannot_be_pinned(rig: Rig, store: Store) -> None:
+    store.pin(ref(), True)
+    assert store.record(ref()) is None
+
+
+# ---- the time that sessions are kept
+
+
+def test_nobody_came_back_in_time(rig: Rig, tiers: list[Tier]) -> None:
+    clock, gone = Clock(), []
+    store = rig.open(tiers, ttl_s=60.0, clock=clock)
+    store.listen(gone.append)
+    rig.save(store, ref("old"), LONG)
+    rig.save(store, ref("kept"), FORK)
+    store.pin(ref("kept"), True)
+    clock.now += 61
+    rig.save(store, ref("new"), history(100, 3))
+    store.expire()
+    assert listed(store) == {"kept", "new"}
+    assert [(x.tenant, x.id) for x in gone] == [("t", "old")]
+    assert rig.back(store, ref("old"), history(20, 9)).reason == "ttl"
+    store.close()
+
+
+def test_a_session_that_is_used_does_not_lapse(rig: Rig, tiers: list[Tier]) -> None:
+    clock = Clock()
+    store = rig.open(tiers, ttl_s=60.0, clock=clock)
+    rig.save(store, ref(), LONG)
+    clock.now += 50
+    assert rig.back(store, ref(), LONG).num_tokens == 100
+    clock.now += 50
+    store.expire()
+    assert listed(store) == {"s"}
+    store.close()
+
+
+def expiring(store: Store) -> threading.Thread:
+    """A look for sessions to forget, which waits for whoever has claimed the session ``s``."""
+    thread = threading.Thread(target=store.expire)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    return thread
+
+
+def test_somebody_who_comes_back_while_it_lapses_keeps_the_session(
+    rig: Rig, tiers: list[Tier]
+) -> None:
+    clock = Clock()
+    store = rig.open(tiers, ttl_s=60.0, clock=clock)
+    rig.save(store, ref(), LONG)
+    clock.now += 61
+    key = store.ledger.record_key(ref())
+    with store.ledger.claims.claim(key):
+        looking = expiring(store)
+        store.ledger.index.use(key)
+    looking.join(20)
+    assert rig.back(store, ref(), LONG).num_tokens == 100
+    store.close()
+
+
+def test_a_session_whose_save_waits_does_not_lapse(tiers: list[Tier]) -> None:
+    rig, clock = TokenRig(), Clock()
+    store = rig.open(tiers, ttl_s=60.0, clock=clock)
+    rig.save(store, ref(), LONG)
+    clock.now += 61
+    with store.ledger.claims.claim(store.ledger.record_key(ref())):
+        looking = expiring(store)
+        done: list[object] = []
+        assert store.save(ref(), LONGER, kv_of(LONGER, store.layout), on_done=done.append)
+    looking.join(20)
+    assert store.flush(20)
+    assert len(done) == 1 and done[0] is not None
+    assert rig.back(store, ref(), LONGER).num_tokens == 120
+    store.close()
+
+
+# ---- demotion
+
+
+def test_demoted_it_rests_below_and_a_return_brings_it_near(
+    rig: Rig, store: Store, tiers: list[Tier]
+) -> None:
+    rig.save(store, ref(), LONG)
+    assert store.demote(ref(), "disk") == "disk"
+    assert blobs_of(tiers[0]) == {}
+    assert listed(store) == {"s"}
+    assert rig.back(store, ref(), LONG).tier == "disk"
+    assert resting(store) == "ram"
+    assert rig.back(store, ref(), LONG).tier == "ram"
+
+
+def test_what_another_session_needs_stays_near(rig: Rig, store: Store) -> None:
+    rig.save(store, ref("a"), LONG)
+    rig.save(store, ref("b"), FORK)
+    assert store.demote(ref("a"), "disk") == "disk"
+    assert resting(store, "b") == "ram"
+
+
+@pytest.mark.parametrize("tier", ["ram", "redis"])
+def test_upwards_or_to_a_tier_that_is_off_nothing_moves(rig: Rig, store: Store, tier: str) -> None:
+    rig.save(store, ref(), LONG)
+    assert store.demote(ref(), tier) == "ram"
+    assert store.demote(ref("unknown"), "disk") is None
+
+
+def test_a_session_that_the_lower_tier_cannot_take_stays(rig: Rig) -> None:
+    store = rig.open([RamTier(64 * MIB), SlowRam(4000)])
+    rig.save(store, ref(), LONG)
+    assert store.demote(ref(), "disk") == "ram"
+    assert rig.back(store, ref(), LONG).num_tokens == 100
+    store.close()
+
+
+def test_a_save_during_a_demotion_keeps_its_own_copy_near(rig: Rig) -> None:
+    below = FaultyTier(SlowRam(64 * MIB))
+    store = rig.open([RamTier(64 * MIB), below])
+    rig.save(store, ref(), LONG)
+    below.hanging = "replace"
+    below.go_on.clear()
+    demoting = threading.Thread(target=store.demote, args=(ref(), "disk"))
+    demoting.start()
+    assert below.entered.wait(10)
+    saving = threading.Thread(target=rig.save, args=(store, ref(), LONGER))
+    saving.start()
+    saving.join(0.5)
+    below.go_on.set()
+    demoting.join(20)
+    saving.join(20)
+    assert rig.back(store, ref(), LONGER).num_tokens == 120
+    store.close()
+
+
+# ---- forgetting
+
+
+def test_forgotten_means_that_no_tier_holds_anything(
+    rig: Rig, store: Store, tiers: list[Tier]
+) -> None:
+    rig.save(store, ref(), LONG)
+    rig.save(store, ref(), FORK)  # leaves a branch behind
+    assert store.forget(ref())
+    assert blobs_of(tiers[0]) == blobs_of(tiers[1]) == {}
+    assert rig.back(store, ref(), LONG).num_tokens == 0
+    assert not store.forget(ref())
+
+
+def test_forgetting_leaves_what_others_use(rig: Rig, store: Store, tiers: list[Tier]) -> None:
+    rig.save(store, ref("a"), LONG)
+    rig.save(store, ref("b"), FORK)
+    assert store.forget(ref("a"))
+    assert rig.back(store, ref("b"), FORK).num_tokens == 100
+    assert rig.back(store, None, LONG).num_tokens == 32
+    assert store.forget(ref("b"))
+    assert blobs_of(tiers[0]) == blobs_of(tiers[1]) == {}
+
+
+def test_a_session_that_is_no_longer_listed_is_still_found_and_forgotten(rig: Rig) -> None:
+    tier = RamTier(64 * MIB)
+    store = rig.open([tier], index_bytes=1)
+    rig.save(store, ref("a"), LONG)
+    rig.save(store, ref("b"), history(100, 4))
+    assert rig.back(store, ref("a"), LONG).num_tokens == 100
+    assert store.forget(ref("a")) and not store.forget(ref("a"))
+    assert store.forget(ref("b"))
+    assert blobs_of(tier) == {}
+    store.close()
+
+
+def test_a_tier_that_is_down_is_told_of_a_deletion_when_it_is_back(
+    rig: Rig, tmp_path: Path
+) -> None:
+    disk = FaultyTier(DiskTier(tmp_path / "cold", 64 * MIB))
+    store = rig.open([RamTier(64 * MIB), disk])
+    rig.save(store, ref(), LONG)
+    disk.fails = lambda number, method: method == "delete_many"
+    store.forget(ref())
+    assert disk.stats().num_blobs
+    disk.fails = lambda number, method: False
+    store.expire()
+    assert disk.stats().num_blobs == 0
+    store.close()
+
+
+def test_what_a_return_brings_near_is_not_left_by_forget(rig: Rig, tmp_path: Path) -> None:
+    near = FaultyTier(RamTier(64 * MIB))
+    store = rig.open([near, DiskTier(tmp_path / "cold", 64 * MIB)])
+    rig.save(store, ref(), LONG)
+    store.demote(ref(), "disk")
+    near.hanging = "put_many"
+    near.go_on.clear()
+    returning = threading.Thread(target=rig.back, args=(rig, store, ref(), LONG)[1:])
+    returning.start()
+    assert near.entered.wait(10)  # the blobs are on their way up
+    forgetting = threading.Thread(target=store.forget, args=(ref(),))
+    forgetting.start()
+    near.go_on.set()
+    forgetting.join(20)
+    returning.join(20)
+    assert store.flush(20)
+    assert near.stats().num_blobs == 0
+    store.close()

@@ -1,0 +1,119 @@
+"""The gate on the real engine: a codec serves once it was measured, and is adopted on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from engines.calibration.gate.profiles import save
+from engines.calibration.measuring.cases import Case
+from engines.calibration.measuring.measure import measure
+from engines.mlx_worker.cache.layout import CannotServe, probe
+from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.wire import CodecReport
+from kvstore.codecs.calibrated import learn_profile
+from kvstore.codecs.learning.samples import Samples
+from kvstore.codecs.presets import open_codec
+from tests.integration.mlx_owner.harness import Engine, engine, session, text
+from tests.integration.tiny_models import tiny_model
+
+pytestmark = pytest.mark.mlx
+
+ONE, TWO = session("one"), session("two")
+
+
+def calibrate(data: Path, *presets: str) -> None:
+    """A real profile of the tiny model, learned and measured."""
+    loaded = tiny_model("llama")
+    instrument = MlxInstrument(loaded, probe(loaded.model))
+    windows = [instrument.prefill(text(100 + i, 256)) for i in range(3)]
+    learnable = [x for x in presets if x in ("dense3", "max")]
+    samples = Samples(instrument.layout, instrument.ropes, windows)
+    profile = learn_profile(samples, instrument.fingerprint, learnable)
+    codecs = {name: open_codec(name, profile) for name in presets}
+    cases = [Case("text", tuple(text(7, 256)), tuple(text(8, 256)))]
+    rows = measure(instrument, codecs, cases, 128)
+    save(dataclasses.replace(profile, rows=tuple(rows)), data)
+
+
+async def report_of(it: Engine) -> CodecReport:
+    report = (await it.verbs.stats()).codec
+    assert report is not None
+    return report
+
+
+async def packed_bytes(it: Engine, name: str) -> int:
+    (report,) = [x for x in await it.verbs.sessions() if x.id == name]
+    return report.cold_bytes
+
+
+async def test_a_profile_is_adopted_while_sessions_live(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        assert await report_of(it) == await it.verbs.adopt()
+        before = await report_of(it)
+        assert (before.name, before.unmeasured) == ("raw", True)
+        first = await it.turn(text(1, 300), ONE)
+        await it.settled()
+        calibrate(tmp_path, "dense3", "tq4")
+        after = await it.verbs.adopt()
+        # On random weights either may be the one that keeps the bound.
+        assert after.name in ("dense3", "tq4") and not after.unmeasured, after
+        assert after.rows[0].codec_id == after.id and after.rows[0].kl <= 0.01
+        assert await report_of(it) == after
+        await it.turn(text(2, 300), TWO)
+        await it.settled()
+        await it.demote_all()
+        # Both hold two chunks and a tail; those of the second are packed.
+        assert await packed_bytes(it, "two") < 0.5 * await packed_bytes(it, "one")
+        for ref, start in ((ONE, 1), (TWO, 2)):
+            again = await it.turn(text(start, 300), ref)
+            assert again.cache is not None and again.cache.source == "cold-ram", again.cache
+            assert again.cache.cached_tokens == 299
+            if ref is ONE:
+                assert again.tokens == first.tokens
+        await it.settled()
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        assert (await report_of(it)).id == after.id
+        for ref, start in ((ONE, 1), (TWO, 2)):
+            again = await it.turn(text(start, 300), ref)
+            assert again.cache is not None and again.cache.source == "cold-disk", again.cache
+
+
+async def test_a_named_codec_out_of_bounds_ends_the_start(tmp_path: Path) -> None:
+    calibrate(tmp_path, "tq3")
+    with pytest.raises(CannotServe, match=r"codec tq3 at 256 tokens has a KL of .* bound of 0"):
+        async with engine("llama", tmp_path, codec="tq3", gate={"max_kl": 0.0}):
+            pass
+    async with engine("llama", tmp_path, codec="tq3", gate={}) as it:
+        assert (await report_of(it)).name == "tq3"
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
+async def test_a_model_that_cannot_be_measured_is_kept_exact(kind: str, tmp_path: Path) -> None:
+    async with engine(kind, tmp_path, codec="auto", gate={}) as it:
+        report = await report_of(it)
+        assert (report.name, report.unmeasured) == ("raw", False)
+        assert "cannot be cut to a length" in report.why
+    with pytest.raises(CannotServe, match="cannot be measured on this model"):
+        async with engine(kind, tmp_path, codec="tq4", gate={}):
+            pass
+
+
+async def test_a_damaged_profile_is_as_none(tmp_path: Path) -> None:
+    calibrate(tmp_path, "dense3")
+    (path,) = (tmp_path / "profiles").glob("*.tcpf")
+    path.write_bytes(path.read_bytes()[:-1])
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        report = await report_of(it)
+        assert (report.name, report.unmeasured) == ("raw", True)
+        calibrate(tmp_path, "dense3", "tq4")  # over the damaged one
+        assert not (await it.verbs.adopt()).unmeasured
+
+
+async def test_a_data_folder_that_another_engine_has_is_refused(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path):
+        with pytest.raises(CannotServe, match="another"):
+            async with engine("llama", tmp_path):
+                pass

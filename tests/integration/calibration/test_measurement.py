@@ -1,0 +1,114 @@
+"""The measurement on a real, if tiny and random, model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engines.calibration.measuring.cases import Case
+from engines.calibration.measuring.measure import measure
+from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.model.instrument import DRAW, MlxInstrument
+from kvstore.codecs.presets import codec_by_name
+from kvstore.shapes import KVRun
+from tests.integration.tiny_models import VOCAB, tiny_model
+
+pytestmark = pytest.mark.mlx
+
+TOKENS = [(37 * i * i + 11 * i + 3) % VOCAB for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def instrument() -> MlxInstrument:
+    loaded = tiny_model("llama")
+    return MlxInstrument(loaded, probe(loaded.model))
+
+
+def case(num_prefix: int) -> Case:
+    return Case("text", tuple(TOKENS[:num_prefix]), tuple(TOKENS[num_prefix : num_prefix + 40]))
+
+
+def test_a_cache_that_is_put_back_says_the_same_as_one_long_prefill(
+    instrument: MlxInstrument,
+) -> None:
+    whole = instrument.log_probs(instrument.prefill(TOKENS[:200]), TOKENS[200:204])
+    split = instrument.log_probs(instrument.prefill(TOKENS[:202]), TOKENS[202:204])
+    assert whole[2:] == pytest.approx(split, abs=1e-4)
+    assert whole.shape == (4, VOCAB)
+
+
+def test_fewer_bits_cost_more(instrument: MlxInstrument) -> None:
+    codecs = {name: codec_by_name(name) for name in ("raw", "tq4", "tq3")}
+    rows = {row.preset: row for row in measure(instrument, codecs, [case(256)], 128)}
+    raw, tq4, tq3 = (rows[name] for name in ("raw", "tq4", "tq3"))
+    assert (raw.kl, raw.perplexity_change_pct, raw.top1) == (0, 0, 1)
+    assert raw.cos_k == pytest.approx(1) and raw.cos_v == pytest.approx(1)
+    assert 32 < raw.bits_per_element < 32.1  # of a float32 engine, and the headers
+    assert 0 < tq4.kl < tq3.kl
+    assert 1 > tq4.cos_k > tq3.cos_k > 0.9
+    assert 3.25 < tq3.bits_per_element < 3.6  # four exact tokens of 256 are 0.2 bits
+
+
+def test_a_row_for_each_context(instrument: MlxInstrument) -> None:
+    rows = measure(instrument, {"tq3": codec_by_name("tq3")}, [case(128), case(256)], 128)
+    assert [(row.context, len(row.texts)) for row in rows] == [(128, 1), (256, 1)]
+
+
+def test_a_needle_that_the_model_never_finds_is_not_counted(instrument: MlxInstrument) -> None:
+    needle = Case("needle", tuple(TOKENS[:128]), tuple(TOKENS[128:140]), num_answer=5)
+    assert measure(instrument, {"tq3": codec_by_name("tq3")}, [needle], 128) == []
+
+
+def test_a_needle_that_the_model_finds(instrument: MlxInstrument) -> None:
+    asked = TOKENS[128:135]
+    scores = instrument.log_probs(instrument.prefill(TOKENS[:128]), asked)
+    found = Case("needle", tuple(TOKENS[:128]), (*asked, int(scores[-1].argmax())), num_answer=1)
+    (row,) = measure(instrument, {"raw": codec_by_name("raw")}, [found], 128)
+    assert (row.needle_found, row.needle_total) == (1, 1)
+
+
+def test_gradients_foretell_what_an_error_does(instrument: MlxInstrument) -> None:
+    """By small changes of one stored number, of the loss of the tokens that were drawn."""
+    run = instrument.prefill(TOKENS[:64])
+    gradients = instrument.gradients(run, TOKENS[64:100])
+    assert [x.shape for pair in gradients for x in pair] == [x.shape for pair in run for x in pair]
+    drawn = _drawn(instrument, run)
+    for layer, side in ((0, 0), (1, 1), (2, 0)):
+        place = np.unravel_index(np.abs(gradients[layer][side]).argmax(), run[layer][side].shape)
+        before, after = (
+            _loss(instrument, run, layer, side, place, x, drawn) for x in (-STEP, STEP)
+        )
+        found = gradients[layer][side][place]
+        assert (after - before) / (2 * STEP) == pytest.approx(found, rel=0.05)
+
+
+STEP = 0.02
+
+
+def _drawn(instrument: MlxInstrument, run: KVRun) -> np.ndarray:
+    scores = mx.array(instrument.log_probs(run, TOKENS[64:100]))
+    return np.array(mx.random.categorical(scores, key=mx.random.key(DRAW)))
+
+
+def _loss(
+    instrument: MlxInstrument,
+    run: KVRun,
+    layer: int,
+    side: int,
+    place: tuple[np.intp, ...],
+    change: float,
+    drawn: np.ndarray,
+) -> float:
+    moved = [(k.copy(), v.copy()) for k, v in run]
+    moved[layer][side][place] += change
+    scores = instrument.log_probs(moved, TOKENS[64:100])
+    return -float(np.take_along_axis(scores, drawn[:, None], 1).sum(dtype=np.float64))
+
+
+def test_state_that_no_codec_may_touch_is_refused(tmp_path: Path) -> None:
+    loaded = tiny_model("qwen3_next")
+    with pytest.raises(ValueError, match="cannot be cut"):
+        MlxInstrument(loaded, probe(loaded.model))

@@ -1,0 +1,76 @@
+"""Rotary embeddings of every class that mlx_lm has, read off by what they do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.rope_utils import initialize_rope
+
+from engines.mlx_worker.model.instrument import ropes_of
+
+pytestmark = pytest.mark.mlx
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def model_with(rope) -> SimpleNamespace:
+    return SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(rope=rope))])
+
+
+def frequencies(base: float, dims: int) -> list[float]:
+    return [base ** (-2 * i / dims) for i in range(dims // 2)]
+
+
+def test_halves() -> None:
+    (rope,) = ropes_of(model_with(nn.RoPE(64, traditional=False, base=1e4)), [64])
+    assert rope is not None and not rope.interleaved
+    assert rope.frequencies == pytest.approx(frequencies(1e4, 64), rel=1e-4)
+
+
+def test_interleaved() -> None:
+    (rope,) = ropes_of(model_with(nn.RoPE(64, traditional=True, base=5e5)), [64])
+    assert rope is not None and rope.interleaved
+    assert rope.frequencies == pytest.approx(frequencies(5e5, 64), rel=1e-3)
+
+
+def test_a_part_of_the_channels() -> None:
+    (rope,) = ropes_of(model_with(nn.RoPE(32, traditional=False, base=1e4)), [128])
+    assert rope is not None and rope.num_channels == 32
+
+
+def test_linear_scaling() -> None:
+    (rope,) = ropes_of(model_with(nn.RoPE(64, traditional=False, base=1e4, scale=0.25)), [64])
+    assert rope is not None
+    assert rope.frequencies == pytest.approx([x / 4 for x in frequencies(1e4, 64)], rel=1e-3)
+
+
+def test_llama_3_slows_only_what_is_slow() -> None:
+    module = initialize_rope(64, 5e5, False, LLAMA3, 131072)
+    (rope,) = ropes_of(model_with(module), [64])
+    assert rope is not None
+    plain = frequencies(5e5, 64)
+    assert rope.frequencies[0] == pytest.approx(plain[0], rel=1e-3)
+    assert rope.frequencies[-1] == pytest.approx(plain[-1] / 8, rel=1e-2)
+
+
+def test_yarn_also_stretches() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    module = initialize_rope(64, 1e4, False, scaling, 16384)
+    (rope,) = ropes_of(model_with(module), [64])
+    assert rope is not None
+    plain = frequencies(1e4, 64)
+    assert rope.frequencies[0] == pytest.approx(plain[0], rel=1e-3)
+    assert rope.frequencies[-1] == pytest.approx(plain[-1] / 4, rel=1e-2)
+
+
+def test_a_model_whose_rotary_cannot_be_found() -> None:
+    with pytest.raises(ValueError, match="not to be found"):
+        ropes_of(model_with(None), [64])

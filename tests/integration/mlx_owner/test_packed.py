@@ -1,0 +1,193 @@
+"""The whole engine with a live cache that is kept packed (``engine.hot_codec``)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from engines.config import EngineConfig
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.layout import Caches, CannotServe, probe
+from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
+from engines.mlx_worker.cache.packed.model import with_packed_caches
+from kvstore.codecs import floats
+from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.rows.packed_array import PackedArray
+from kvstore.shapes import KVPair, KVRun
+from tests.integration.mlx_owner.harness import Engine, engine, session, text
+from tests.integration.tiny_models import tiny_model
+
+pytestmark = pytest.mark.mlx
+
+# Chunks of prompts always end at the same places, or what they see packed would differ by chance.
+STEP = 32
+LONG = text(1, 300)
+
+
+def hot_caches(it: Engine, name: str) -> Caches:
+    hot = it.owner.parts.hot_cache.sessions.get(("tenant", name))
+    assert hot is not None
+    return hot.caches
+
+
+@pytest.mark.parametrize("codec", ["tq3", "tq4"])
+async def test_nothing_is_packed_twice_by_going_to_sleep(tmp_path, codec):
+    """Packed rows go into the store and come back as they are; rows that were not packed yet, but
+    belong to a full chunk, come back packed once; the rest keeps its 16 bits there as here."""
+    async with engine("llama", tmp_path, codec=codec, hot_codec=codec, prefill_step=STEP) as it:
+        await it.turn(LONG, session("a"), max_tokens=1)
+        await it.settled()
+        kept = kv_arrays.growing_run(hot_caches(it, "a"), len(LONG))
+        assert isinstance(hot_caches(it, "a")[0], PackedKVCache)
+        for _ in range(3):
+            await it.demote_all()
+            answer = await it.turn([*LONG, 7], session("a"), max_tokens=1)
+            assert answer.cache is not None
+            assert (answer.cache.source, answer.cache.cached_tokens) == ("cold-ram", 300)
+            await it.settled()
+        woken = kv_arrays.growing_run(hot_caches(it, "a"), len(LONG))
+    for one, other in zip(flat(kept), flat(woken), strict=True):
+        packed = one.scales != 0
+        assert packed[:, 4:192].all()
+        assert not packed[:, 192:].any()
+        np.testing.assert_array_equal(other.codes[packed], one.codes[packed])
+        np.testing.assert_array_equal(other.scales[packed], one.scales[packed])
+        np.testing.assert_array_equal(other.exact[:, 256:], one.exact[:, 256:])
+        np.testing.assert_array_equal(other.exact[:, :4], one.exact[:, :4])
+        rows = floats.widen(one.exact[:, 192:256].reshape(-1, 64), "bfloat16")
+        codes, scales = one.rows.pack(rows)
+        np.testing.assert_array_equal(other.codes[:, 192:256].reshape(codes.shape), codes)
+        np.testing.assert_array_equal(other.scales[:, 192:256].reshape(-1), scales)
+
+
+def flat(run: KVRun) -> list[PackedArray]:
+    return [cast(PackedArray, array) for pair in run for array in pair]
+
+
+async def test_the_store_holds_what_encoding_once_gives(tmp_path):
+    """The payload of a chunk is the codec's own of the KV as it was computed."""
+    async with engine("llama", tmp_path, codec="tq3", hot_codec="tq3", prefill_step=512) as it:
+        await it.turn(LONG, session("a"), max_tokens=1)  # its first 128 tokens are fed at once
+        await it.settled()
+        exact = await it.owner.call(lambda: computed(it, LONG[:128]))
+        restored = it.store.load(it.store.prepare(session("a")))
+    codec, layout = codec_by_name("tq3"), probe(tiny_model("llama").model).layout
+    assert layout is not None
+    right = layout.empty(128)
+    codec.decode(memoryview(codec.encode(exact, layout, 0)), layout, 0, right)
+    for pair, expected in zip(restored.run, right, strict=True):
+        for array, values in zip(pair, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(array[:, :128]), values)
+
+
+def computed(it: Engine, tokens: list[int]) -> list[KVPair]:
+    """KV of a prompt as attention computes it, with no loss yet, (heads, tokens, dim)."""
+    model = it.owner.loaded.model
+    caches = model.make_cache()
+    model(mx.array([tokens]), caches)
+    sides = [[mx.concatenate([s.sinks, s.recent], axis=2) for s in x.sides] for x in caches]
+    mx.eval(sides)
+    return [cast(KVPair, tuple(np.array(s[0].astype(mx.float32)) for s in x)) for x in sides]
+
+
+async def test_many_at_once_say_what_each_says_alone(tmp_path):
+    prompts = [text(i, length) for i, length in enumerate((290, 20, 150, 77))]
+    async with engine("llama", tmp_path, codec="tq3", hot_codec="tq3", prefill_step=STEP) as it:
+        alone = [(await it.turn(prompt, max_tokens=12)).tokens for prompt in prompts]
+        together = await asyncio.gather(*(it.turn(prompt, max_tokens=12) for prompt in prompts))
+    assert [answer.tokens for answer in together] == alone
+
+
+async def test_a_shared_beginning_is_copied_hot_and_stays_packed(tmp_path):
+    async with engine("llama", tmp_path, codec="tq3", hot_codec="tq3", prefill_step=STEP) as it:
+        await it.turn([*LONG, *text(5, 20)], session("one"))
+        await it.settled()
+        other = await it.turn([*LONG, *text(6, 20)], session("two"))
+        assert other.cache is not None
+        assert (other.cache.source, other.cache.cached_tokens) == ("hot", 300)
+        fresh = await it.turn([*LONG, *text(6, 20)], None)
+        assert fresh.tokens == other.tokens
+
+
+async def test_more_sessions_stay_hot_in_the_same_budget(tmp_path):
+    async def still_hot(hot_codec: str) -> int:
+        async with engine(
+            "llama", tmp_path / f"x{hot_codec}", codec="tq3", hot_codec=hot_codec, hot_bytes=9 << 20
+        ) as it:
+            for i in range(10):
+                await it.turn(text(i, 700), session(str(i)), max_tokens=1)
+                await it.settled()
+            return sum(report.hot for report in it.reports.sessions())
+
+    assert await still_hot("tq3") >= 2 * await still_hot("")
+
+
+async def test_the_bytes_that_are_counted_are_the_bytes_that_are_taken(tmp_path):
+    async with engine("llama", tmp_path, codec="tq3", hot_codec="tq3") as it:
+        before = await it.owner.call(mx.get_active_memory)
+        for i in range(6):
+            await it.turn(text(i, 900), session(str(i)))
+            await it.settled()
+        taken = await it.owner.call(mx.get_active_memory) - before
+        counted = it.owner.parts.hot_cache.sessions.nbytes
+    assert counted < 6 * 900 * 3 * 2 * 2 * 64 * 4 / 5  # of the same in fp32
+    assert taken == pytest.approx(counted, rel=0.1)
+
+
+def test_what_packing_costs_a_model_stays_within_the_codecs_own_figure():
+    """KL of the next tokens, read from a cache that is packed live, against the exact one; beside
+    it the KL of the same codec used cold: the whole prefix encoded and decoded once."""
+    loaded = tiny_model("llama")
+    plan = probe(loaded.model)
+    live, _ = with_packed_caches(loaded.model, plan, EngineConfig(hot_codec="tq3"))
+    prefix, rest = text(3, 400), text(4, 40)
+    exact, packed = [KVCache() for _ in loaded.model.layers], live.make_cache()
+    for caches in (exact, packed):
+        for at in range(0, len(prefix), STEP):
+            loaded.model(mx.array([prefix[at : at + STEP]]), cache=caches)
+            mx.eval([cache.state for cache in caches])
+    assert plan.layout is not None
+    codec, run = codec_by_name("tq3"), kv_arrays.growing_run(exact, len(prefix))
+    decoded = plan.layout.empty(len(prefix))
+    codec.decode(memoryview(codec.encode(run, plan.layout, 0)), plan.layout, 0, decoded)
+    cold = kv_arrays.rebuild(loaded.model, plan.layout, decoded, None, len(prefix))
+    right, live_kl, cold_kl = (
+        loaded.model(mx.array([rest]), cache=caches)[0] for caches in (exact, packed, cold)
+    )
+    assert 0 < divergence(right, live_kl) <= 1.5 * divergence(right, cold_kl)
+
+
+def divergence(right: mx.array, other: mx.array) -> float:
+    """Mean KL of next-token distributions, (positions, vocab) logits each."""
+    log_p, log_q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (right, other))
+    return float((mx.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean().item())
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", "mamba2"])
+def test_models_with_other_caches_are_refused_in_a_sentence(kind):
+    loaded = tiny_model(kind)
+    with pytest.raises(CannotServe, match="only plain KV caches can be kept packed"):
+        with_packed_caches(loaded.model, probe(loaded.model), EngineConfig(hot_codec="tq3"))
+
+
+async def test_another_cold_codec_costs_hibernation_and_says_why(tmp_path):
+    async with engine("llama", tmp_path, codec="raw", hot_codec="tq3") as it:
+        assert not it.owner.facts.hibernation
+        assert "can only be kept cold by tq3" in it.owner.facts.hibernation_reason
+        assert (await it.turn(text(1, 20))).finished
+
+
+async def test_packed_and_plain_engines_do_not_share_cold_sessions(tmp_path):
+    """KV that a packed cache computes carries its loss on; it is not passed off as exact."""
+    async with engine("llama", tmp_path, codec="tq3", hot_codec="tq3") as it:
+        await it.turn(LONG, session("a"))
+        await it.settled()
+    async with engine("llama", tmp_path, codec="tq3") as it:
+        answer = await it.turn([*LONG, 5], session("a"))
+        assert answer.cache is not None
+        assert answer.cache.source == "miss"

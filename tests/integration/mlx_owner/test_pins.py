@@ -1,0 +1,96 @@
+"""Pins that are refused, and sessions that the store lost, as the engine's verbs see them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.by_tokens.store import Match, Restored
+from kvstore.errors import PinLimit
+from kvstore.session import SessionRef
+from tests.integration.mlx_owner.harness import ANY_CODEC, engine, session, surround, text
+
+pytestmark = pytest.mark.mlx
+
+
+async def test_a_session_that_may_not_be_pinned_sleeps_as_before(tmp_path: Path) -> None:
+    one, two = session("one"), session("two")
+    async with engine("llama", tmp_path, gate={**ANY_CODEC, "pinned_share": 0.0}) as it:
+        await it.turn(text(1, 200), one)
+        await it.turn(text(2, 200), two)
+        await it.settled()
+        with pytest.raises(PinLimit, match="pinned_share"):
+            await it.verbs.pin(one, True)
+        report = await it.verbs.report(one)
+        assert report is not None and not report.pinned
+        assert (await it.verbs.demote(one, None)).kept == ""
+        it.owner.parts.hot_cache.sessions.pin(
+            ("tenant", "two"), True
+        )  # before its save was through
+        await it.verbs.pin_saved(two)
+        report = await it.verbs.report(two)
+        assert report is not None and report.hot and not report.pinned
+
+
+async def test_a_session_that_the_store_lost_is_told_of_and_loses_its_pin(tmp_path: Path) -> None:
+    one, heard = session("one"), list[tuple[str, SessionRef]]()
+    async with engine("llama", tmp_path) as it:
+        it.owner.listen(lambda cause, ref: heard.append((cause, ref)))
+        await it.turn(text(1, 200), one)
+        await it.settled()
+        await it.verbs.pin(one, True)
+        hot = it.owner.parts.hot_cache.sessions
+        gone = SessionRef(one.tenant, one.id, b"")
+        it.verbs.lost(gone)
+        assert hot.is_pinned(("tenant", "one"))  # its hot copy is still there to be kept
+        await it.verbs.pin(one, False)
+        assert (await it.verbs.demote(one, None)).kept == ""
+        hot.pin(("tenant", "one"), True)
+        it.verbs.lost(gone)
+        assert not hot.is_pinned(("tenant", "one"))
+        await asyncio.sleep(0)  # what other threads post comes in order
+        assert heard.count(("lost", gone)) == 2
+
+
+@pytest.mark.parametrize("wakes_by", ["turn", "prefetch"])
+async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(
+    tmp_path: Path, wakes_by: str
+) -> None:
+    one, reading, go_on = session("one"), threading.Event(), threading.Event()
+    async with engine("llama", tmp_path) as it:
+        first = await it.turn(text(1, 200), one)
+        await it.settled()
+        await it.demote_all()
+        store = it.store
+        store.pin(one, True)  # by an engine before this one
+
+        def load(match: Match) -> Restored:
+            restored = store.load(match)
+            reading.set()
+            assert go_on.wait(30)
+            return restored
+
+        surround(it, load=load)
+        longer = [*text(1, 200), *first.tokens, 5]
+        waking = it.turn(longer, one) if wakes_by == "turn" else it.verbs.prefetch(one)
+        woken = asyncio.ensure_future(waking)
+        assert await asyncio.to_thread(reading.wait, 30)
+        await it.verbs.pin(one, False)
+        go_on.set()
+        await woken
+        report = await it.verbs.report(one)
+        assert report is not None and report.hot and not report.pinned
+
+
+async def test_a_session_that_was_pinned_before_comes_back_pinned(tmp_path: Path) -> None:
+    one = session("one")
+    async with engine("llama", tmp_path) as it:
+        await it.turn(text(1, 200), one)
+        await it.settled()
+        await it.demote_all()
+        it.store.pin(one, True)
+        await it.verbs.prefetch(one)
+        assert it.owner.parts.hot_cache.sessions.is_pinned(("tenant", "one"))

@@ -1,0 +1,179 @@
+"""Which codec serves a model, by what was measured of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.calibration.gate.choice import Choice, choose
+from kvstore.codecs.presets import open_codec
+from kvstore.codecs.profile import Profile
+from kvstore.codecs.quality import Quality
+from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.config import StoreConfig
+from kvstore.errors import CodecRefused, UnknownCodec
+from kvstore.shapes import KVLayout
+from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile
+
+LAYOUT = model_layout()
+Rows = tuple[dict[str, Any], ...] | None
+BITS = {"max": 1.0, "balanced": 2.1, "dense3": 3.2, "tq3": 3.25, "tq4": 4.25, "safe": 6.0}
+
+
+def row(preset: str, **changes: object) -> Quality:
+    codec_id = open_codec(preset, model_profile()).id
+    known = {"preset": preset, "codec_id": codec_id, "bits_per_element": BITS.get(preset, 3.0)}
+    return msgspec.structs.replace(GOOD, **{**known, **changes})
+
+
+def measured(*rows: Quality) -> Profile:
+    return dataclasses.replace(model_profile(), rows=rows)
+
+
+def chosen(profile: Profile | None, codec: str = "auto", unmeasurable: str = "", **config: object):
+    return choose(codec, StoreConfig(**config), LAYOUT, profile, unmeasurable)
+
+
+def test_auto_takes_three_bits_where_they_keep_the_bound() -> None:
+    choice = chosen(measured(row("dense3"), row("max"), row("tq4")))
+    assert (choice.name, choice.unmeasured) == ("dense3", False)
+    assert choice.codec.id == open_codec("dense3", model_profile()).id
+    assert "KL 0.0050 at 2048 tokens, 3.20 bits" in choice.why
+    assert choice.rows == (row("dense3"),)
+
+
+def test_else_the_densest_that_does_and_says_both() -> None:
+    rows = [row("dense3", kl=0.02), row("max", kl=0.03), row("balanced"), row("tq4"), row("safe")]
+    choice = chosen(measured(*rows))
+    assert choice.name == "balanced"
+    assert "dense3 at 2048 tokens has a KL of 0.0200, above the bound of 0.01" in choice.why
+    assert "balanced: KL 0.0050" in choice.why
+
+
+def test_else_an_exact_one() -> None:
+    choice = chosen(measured(row("dense3", kl=0.02), row("tq4", kl=0.02)))
+    assert (choice.name, choice.codec.exact, choice.unmeasured) == ("raw", True, False)
+    assert "KL of 0.0200" in choice.why
+
+
+def test_the_bound_is_the_operators() -> None:
+    assert chosen(measured(row("dense3", kl=0.02)), max_kl=0.03).name == "dense3"
+    assert chosen(measured(row("dense3")), max_kl=0.001).name == "raw"
+
+
+def test_one_bad_context_is_enough() -> None:
+    assert chosen(measured(row("dense3"), row("dense3", context=6144, kl=1.0))).name == "raw"
+
+
+def profile_of(preset: str, rows: Rows) -> Profile | None:
+    """A profile with these rows of ``preset``, as changes to a good one; None: no profile.
+
+    Not a parameter of the tests: learning takes seconds, and pytest evaluates parameters whenever
+    it collects.
+    """
+    return None if rows is None else measured(*(row(preset, **changes) for changes in rows))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        None,
+        (),
+        ({"codec_id": "dense3.2-0123456789"},),  # learned anew since
+        ({"codec_id": ""},),
+    ],
+)
+def test_nothing_is_lost_before_it_was_measured(rows: Rows) -> None:
+    profile = profile_of("dense3", rows)
+    choice = chosen(profile)
+    assert (choice.name, choice.unmeasured) == ("raw", True)
+    assert "not measured" in choice.why
+
+
+def test_what_was_learned_by_another_release_is_measured_again() -> None:
+    known = model_profile().learned
+    learned = {**known, "dense3": {"other": known["max"]["step"]}}
+    profile = dataclasses.replace(measured(row("dense3"), row("tq4")), learned=learned)
+    choice = chosen(profile)
+    assert (choice.name, choice.unmeasured) == ("tq4", True)
+
+
+def test_methods_of_the_literature_have_to_be_named() -> None:
+    profile = measured(row("dense3", kl=1), row("manthan", codec_id="manthan.1"))
+    assert chosen(profile).name == "raw"
+    assert chosen(profile, "manthan").name == "manthan"
+
+
+def test_a_named_codec_out_of_bounds_is_refused_with_the_numbers() -> None:
+    profile = measured(row("tq3", kl=0.0289), row("tq4"))
+    with pytest.raises(CodecRefused, match=r"tq3 at 2048 .* KL of 0\.0289, above .* 0\.01; .*loss"):
+        chosen(profile, "tq3")
+    accepted = chosen(profile, "tq3", accept_loss=True)
+    assert accepted.name == "tq3" and "was accepted" in accepted.why and "0.0289" in accepted.why
+    assert accepted.rows == (row("tq3", kl=0.0289),)
+    assert chosen(profile, "tq4").name == "tq4"
+
+
+def test_a_named_codec_waits_exactly_for_its_measurement() -> None:
+    waiting = chosen(None, "tq3")
+    assert (waiting.name, waiting.unmeasured) == ("raw", True) and "tq3 was not" in waiting.why
+    assert chosen(None, "max").unmeasured  # it cannot even be made yet
+    assert chosen(None, "tq3", accept_loss=True).name == "tq3"
+    assert chosen(None, "max", accept_loss=True).name == "raw"
+
+
+def test_without_a_measurement_to_come_it_is_refused() -> None:
+    with pytest.raises(CodecRefused, match="not measured on this model; .* thermocline calibrate"):
+        chosen(None, "tq3", calibrate=False)
+    with pytest.raises(CodecRefused, match="cannot be measured on this model: it has windows"):
+        chosen(None, "tq3", "it has windows")
+    with pytest.raises(CodecRefused, match="yet to learn this model.*calibrate$"):
+        chosen(None, "max", calibrate=False, accept_loss=True)
+    with pytest.raises(CodecRefused, match="it has windows; use raw$"):
+        chosen(None, "max", "it has windows", accept_loss=True)
+    found = chosen(None, unmeasurable="it has windows")
+    assert (found.name, found.unmeasured) == ("raw", False) and "it has windows" in found.why
+
+
+@pytest.mark.parametrize("name", ["raw", "kvstore.codecs.raw:RawCodec"])
+def test_an_exact_codec_needs_no_measurement(name: str) -> None:
+    choice = chosen(None, name, calibrate=False)
+    assert (choice.name, choice.unmeasured, choice.codec.id) == (name, False, "raw.1")
+
+
+def test_a_codec_that_cannot_be_had() -> None:
+    with pytest.raises(UnknownCodec, match="no codec named 'zip'"):
+        chosen(None, "zip")
+
+
+def test_a_model_that_packs_nothing_needs_no_choice() -> None:
+    choice = choose("tq3", StoreConfig(calibrate=False), KVLayout("float32", ()), None)
+    assert (choice.name, choice.unmeasured) == ("raw", False)
+
+
+# ---- a live cache that is packed itself
+
+
+def packed(profile: Profile | None, **settings: Any) -> Choice:
+    config = StoreConfig(codec="auto", **settings)
+    layers = model_profile().layout.layers
+    return choose(
+        "auto", config, PackedLayout(dtype="bfloat16", layers=layers, num_bits=4), profile
+    )
+
+
+def test_live_kv_is_packed_where_that_keeps_the_bound() -> None:
+    choice = packed(measured(row("tq4")))
+    assert choice.name == "tq4" and choice.rows == (row("tq4"),)
+
+
+@pytest.mark.parametrize("rows", [None, (), ({"kl": 0.5},)])
+def test_elsewhere_only_by_who_accepts_the_loss(rows: Rows) -> None:
+    profile = profile_of("tq4", rows)
+    with pytest.raises(CodecRefused, match="hot_codec.*store.accept_loss"):
+        packed(profile)
+    assert packed(profile, accept_loss=True).why.startswith("the loss was accepted")

@@ -1,0 +1,128 @@
+"""The codecs of an engine that runs, while its model's profile comes, goes and changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+from engines.calibration.gate.profiles import profile_path
+from engines.calibration.gate.served_codecs import ServedCodecs
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.codecs.profile import Profile
+from kvstore.config import StoreConfig
+from kvstore.errors import CodecRefused
+from tests.unit.engines.calibration.gate.test_choice import LAYOUT, measured, row
+from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT
+
+
+class Store:
+    """What an engine's store was told to adopt."""
+
+    def __init__(self) -> None:
+        self.adopted: list[tuple[CodecSet, bool]] = []
+
+    def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
+        self.adopted.append((codecs, keep))
+
+
+def served(data: Path | None, **config) -> ServedCodecs:
+    return ServedCodecs(StoreConfig(**config), LAYOUT, FINGERPRINT, data)
+
+
+def write(profile: Profile, data: Path) -> Path:
+    path = profile_path(data, FINGERPRINT)
+    path.parent.mkdir(exist_ok=True)
+    profile.save(path)
+    return path
+
+
+def test_the_profile_decides_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    write(measured(row("dense3")), tmp_path)
+    codecs = served(tmp_path)
+    report = codecs.report
+    assert report.name == "dense3" and report.id == codecs.codecs.ram.id
+    assert report.tiers == dict.fromkeys(("ram", "disk", "redis"), report.id)
+    assert (report.rows, report.unmeasured) == ((row("dense3"),), False)
+    assert report.fingerprint == FINGERPRINT
+    assert "KL 0.0050 at 2048 tokens" in caplog.text
+    # What was saved while nothing was measured is still read.
+    assert [x.id for x in codecs.codecs.readable] == ["raw.1"]
+
+
+def test_a_profile_that_comes_later_is_adopted(tmp_path: Path) -> None:
+    codecs, store = served(tmp_path), Store()
+    assert codecs.report.name == "raw" and codecs.report.unmeasured
+    codecs.renew(store.adopt)  # nothing is there yet
+    write(measured(row("dense3")), tmp_path)
+    codecs.renew(store.adopt)
+    assert [(x.ram.id, keep) for x, keep in store.adopted] == [
+        ("raw.1", True),
+        (codecs.codecs.ram.id, True),
+    ]
+    assert codecs.report.name == "dense3" and not codecs.report.unmeasured
+
+
+def test_a_worse_measurement_takes_a_codec_back_and_its_blobs_with_it(tmp_path: Path) -> None:
+    write(measured(row("dense3")), tmp_path)
+    codecs, store = served(tmp_path), Store()
+    write(measured(row("dense3", kl=0.5), row("tq4")), tmp_path)
+    codecs.renew(store.adopt)
+    ((adopted, keep),) = store.adopted
+    assert (adopted.ram.id, keep) == ("tq4.2", False)
+
+
+def test_a_named_codec_that_is_refused_while_it_serves_gives_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    codecs, store = served(tmp_path, codec="tq3"), Store()
+    assert codecs.report.unmeasured
+    write(measured(row("tq3", kl=0.0289)), tmp_path)
+    codecs.renew(store.adopt)
+    ((adopted, _),) = store.adopted
+    assert adopted.ram.id == "raw.1" and not adopted.readable
+    assert "KL of 0.0289" in codecs.report.why and not codecs.report.unmeasured
+    assert "KL of 0.0289" in caplog.text
+    with pytest.raises(CodecRefused, match=r"KL of 0\.0289"):
+        served(tmp_path, codec="tq3")
+
+
+def test_each_tier_passes_the_gate(tmp_path: Path) -> None:
+    write(measured(row("dense3"), row("max")), tmp_path)
+    report = served(tmp_path, disk_codec="max").report
+    assert report.tiers["ram"].startswith("dense3") and report.tiers["disk"].startswith("max")
+    assert {x.preset for x in report.rows} == {"dense3", "max"}
+    assert report.why.count("KL") == 2
+    write(measured(row("dense3"), row("max", kl=0.02)), tmp_path)
+    with pytest.raises(CodecRefused, match="codec max at 2048"):
+        served(tmp_path, disk_codec="max")
+
+
+def test_a_profile_that_is_no_use_is_as_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(measured(row("dense3")), tmp_path)
+    whole = path.read_bytes()
+    other_model = dataclasses.replace(measured(row("dense3")), fingerprint="another")
+    other_model.save(path.with_name("other"))
+    for content in (whole[:-1], b"", path.with_name("other").read_bytes()):
+        path.write_bytes(content)
+        report = served(tmp_path).report
+        assert (report.name, report.unmeasured) == ("raw", True)
+    assert "damaged" in caplog.text and "is of another model" in caplog.text
+    assert served(None).report.unmeasured
+
+
+def test_integers_that_nobody_learns_are_as_if_nothing_was_learned(tmp_path: Path) -> None:
+    """Whole by its digest, but written by something else: kernels would read beyond its arrays."""
+    profile = measured(row("dense3"))
+    learned = dict(profile.learned["dense3"])
+    learned["levels.0"] = learned["levels.0"][..., :8]
+    write(dataclasses.replace(profile, learned={"dense3": learned}), tmp_path)
+    report = served(tmp_path).report
+    assert (report.name, report.unmeasured) == ("raw", True)
+    with pytest.raises(CodecRefused, match="yet to learn this model"):
+        served(tmp_path, codec="dense3", calibrate=False)

@@ -1,0 +1,85 @@
+"""The figures, on distributions small enough to work out by hand."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from engines.calibration.measuring.metrics import answers, drift, loss
+from engines.calibration.measuring.tally import WORST, Tally
+from kvstore.codecs.quality import Quality
+from kvstore.shapes import KVLayer, KVLayout
+
+
+def logs(*rows: list[float]) -> np.ndarray:
+    return np.log(np.array(rows, np.float32))
+
+
+def test_equal_distributions_have_no_drift() -> None:
+    scores = logs([0.5, 0.3, 0.2], [0.1, 0.1, 0.8])
+    found = drift(scores, scores.copy(), [0, 2])
+    assert found.kl.tolist() == [0, 0]
+    assert found.same_top.tolist() == [True, True]
+    assert found.loss.tolist() == [0]
+
+
+def test_divergence_loss_and_top_token() -> None:
+    exact = logs([0.5, 0.5, 1e-9], [0.9, 0.05, 0.05])
+    packed = logs([0.25, 0.75, 1e-9], [0.9, 0.05, 0.05])
+    found = drift(exact, packed, [2, 0])
+    # 0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)
+    assert found.kl == pytest.approx([0.1438410, 0], abs=1e-6)
+    assert found.same_top.tolist() == [False, True]
+    # The next token is 0; its probability fell to a half.
+    assert found.loss == pytest.approx([np.log(2)], abs=1e-6)
+
+
+def test_perplexity_is_that_of_all_texts_as_one() -> None:
+    tally = Tally("tq3", "tq3.2", 64)
+    halved, kept = logs([0.25, 0.75], [0.5, 0.5]), logs([0.5, 0.5], [0.5, 0.5])
+    tally.drifts["one"] = drift(kept, halved, [1, 0])
+    tally.drifts["other"] = drift(kept, kept, [1, 0])
+    found = tally.quality()
+    assert found.perplexity_change_pct == pytest.approx(100 * (2**0.5 - 1), abs=1e-3)
+    assert [x.perplexity_change_pct for x in found.texts] == pytest.approx([100, 0], abs=1e-3)
+
+
+def test_figures_that_are_no_numbers_are_the_worst_there_are() -> None:
+    tally = Tally("lm3", "lm3.1", 64)
+    kept = logs([0.5, 0.5], [0.5, 0.5])
+    tally.drifts["broken"] = drift(kept, np.full_like(kept, np.nan), [1, 0])
+    tally.cos_k, tally.cos_v, tally.error_k = [np.nan], [0.5, np.inf], [np.inf]
+    found = tally.quality()
+    assert (found.kl, found.perplexity_change_pct, found.error_k) == (WORST, WORST, WORST)
+    assert (found.cos_k, found.cos_v) == (0, 0)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Quality) == found
+
+
+def test_an_answer_counts_only_as_a_whole() -> None:
+    # After token i the model is sure of i + 1.
+    scores = np.log(np.roll(np.eye(5, dtype=np.float32), 1, axis=1) + 1e-6)
+    assert answers(scores, [0, 1, 2, 3, 4], 3)
+    assert not answers(scores, [0, 1, 2, 2, 4], 3)
+    assert answers(scores, [1, 1, 2, 3, 4], 3)  # what comes before the answer is not judged
+
+
+def test_cosines_take_each_row_by_itself() -> None:
+    layout = KVLayout("float32", (KVLayer(1, 2, 2),))
+    k = np.array([[[1, 0], [1000, 0]]], np.float32)
+    turned = np.array([[[0, 1], [1000, 0]]], np.float32)
+    assert loss([(k, k)], [(turned, k)], layout, 0).cosine == pytest.approx(0.5)
+    assert loss([(k, k)], [(turned, k)], layout, 1).cosine == pytest.approx(1)
+
+
+def test_errors_are_relative_to_the_size() -> None:
+    layout = KVLayout("float32", (KVLayer(1, 2, 2),))
+    k = np.array([[[3, 4], [0, 5]]], np.float32)
+    assert loss([(k, k)], [(k * 2, k)], layout, 0).error == 1
+    assert loss([(k, k)], [(k * 2, k)], layout, 1).error == 0
+
+
+def test_rows_of_zeros_are_equal_to_themselves() -> None:
+    layout = KVLayout("bfloat16", (KVLayer(1, 2, 2),))
+    zeros = np.zeros((1, 3, 2), np.uint16)
+    assert loss([(zeros, zeros)], [(zeros, zeros)], layout, 0).cosine == 1

@@ -1,0 +1,228 @@
+"""The start of vLLM: its command line, its environment, and the fields of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engines.client.child.servers import VllmServer
+from engines.client.engine_client import AttachedEngine
+from engines.config import EngineConfig, VllmConfig, WorkerConfig
+from engines.fake_worker.fake_sessions import FakeSessions
+from engines.host.control_server import ControlServer
+from engines.registry import engine_factory
+from engines.vllm_env import inspect_environment
+from engines.vllm_fields import with_session
+from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
+from engines.vllm_plugin.process.command import (
+    command,
+    default_environment,
+    environment,
+    plugin_settings,
+    refusal,
+)
+from engines.wire import CodecReport, Welcome
+from kvstore.config import StoreConfig
+from kvstore.session import SessionRef
+
+
+def worker(folder: Path, **engine) -> WorkerConfig:
+    return WorkerConfig(
+        engine=EngineConfig(kind="vllm", hot_bytes=1 << 28, **engine),
+        store=StoreConfig(codec="tq3"),
+        model_path=str(folder),
+        served_model_name="smol",
+        runtime_dir=str(folder),
+        token="very secret",
+    )
+
+
+def option(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_the_command_says_what_must_not_be_left_to_defaults(tmp_path):
+    argv = command(worker(tmp_path), tmp_path / "plugin.json", cpu=True)
+    transfer = json.loads(option(argv, "--kv-transfer-config"))
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert transfer["kv_role"] == "kv_both"
+    assert option(argv, "--kv-cache-memory-bytes") == str(1 << 28)
+    assert option(argv, "--prefix-caching-hash-algo") == "sha256_cbor"
+    assert option(argv, "--block-size") == "32"
+    assert option(argv, "--served-model-name") == "smol"
+    assert "--enable-prefix-caching" in argv
+    assert "--enforce-eager" in argv
+
+
+def test_on_a_gpu_block_size_and_compilation_are_vllms(tmp_path):
+    argv = command(worker(tmp_path), tmp_path / "p", cpu=False)
+    assert "--block-size" not in argv
+    assert "--enforce-eager" not in argv
+    assert "--gpu-memory-utilization" not in argv
+
+
+def test_blocks_that_the_cpu_kernels_cannot_take_are_refused_before_vllm_starts(tmp_path):
+    for block_tokens, cpu, refused in [(48, True, True), (48, False, False), (64, True, False)]:
+        given = worker(tmp_path, vllm=VllmConfig(block_tokens=block_tokens))
+        assert ("want a multiple of 32" in refusal(given, cpu=cpu)) == refused
+    assert not refusal(worker(tmp_path), cpu=True)
+
+
+def test_own_wishes_are_passed_on_last(tmp_path):
+    wishes = VllmConfig(
+        block_tokens=64, tensor_parallel=2, gpu_memory_utilization=0.7, args=("--seed", "1")
+    )
+    argv = command(worker(tmp_path, vllm=wishes, max_context=4096), tmp_path / "p", cpu=False)
+    assert option(argv, "--tensor-parallel-size") == "2"
+    assert option(argv, "--gpu-memory-utilization") == "0.7"
+    assert option(argv, "--max-model-len") == "4096"
+    assert argv[-2:] == ["--seed", "1"]
+
+
+def test_the_pool_is_shared_by_the_gpus(tmp_path):
+    argv = command(worker(tmp_path, vllm=VllmConfig(tensor_parallel=2)), tmp_path / "p", cpu=False)
+    assert option(argv, "--kv-cache-memory-bytes") == str(1 << 27)
+
+
+def test_on_a_cpu_the_models_dtype_is_widened_unless_it_is_chosen(tmp_path):
+    assert option(command(worker(tmp_path), tmp_path / "p", cpu=True), "--dtype") == "float32"
+    assert option(command(worker(tmp_path), tmp_path / "p", cpu=False), "--dtype") == "auto"
+    chosen = worker(tmp_path, dtype="bfloat16")
+    assert option(command(chosen, tmp_path / "p", cpu=True), "--dtype") == "bfloat16"
+
+
+async def test_an_attached_engine_that_is_vllm_gets_vllms_fields(tmp_path):
+    welcome = Welcome(
+        engine="vllm",
+        engine_version="0",
+        model="m",
+        max_context=1,
+        codec=CodecReport(name="raw"),
+        hibernation=True,
+    )
+
+    async def welcomed() -> Welcome:
+        return welcome
+
+    address = f"unix:{tmp_path / 'control.sock'}"
+    server = await ControlServer("its own", welcomed, FakeSessions(1 << 20)).serve(address)
+    there = msgspec.structs.replace(
+        worker(tmp_path, url="http://127.0.0.1:1", control=address), token="its own"
+    )
+    attached = AttachedEngine(there)
+    await attached.start()
+    async with asyncio.timeout(10):
+        while not attached.ready:
+            await asyncio.sleep(0.01)
+    session = SessionRef("tenant", "id", b"\x01")
+    assert attached.prepare_body({"model": "m"}, session) == with_session({"model": "m"}, session)
+    await attached.stop(0)
+    server.close()
+
+
+def test_no_secret_is_on_the_command_line(tmp_path):
+    settings = worker(tmp_path)
+    assert "very secret" not in " ".join(command(settings, tmp_path / "p", cpu=True))
+    assert environment(settings, "/elsewhere")["VLLM_API_KEY"] == "very secret"
+
+
+def test_vllms_own_sockets_are_private_where_their_names_are_short_enough(tmp_path):
+    short = msgspec.structs.replace(worker(tmp_path), runtime_dir="/tmp/thermocline-1")
+    assert environment(short, "")["VLLM_RPC_BASE_PATH"] == "/tmp/thermocline-1"
+    long = msgspec.structs.replace(worker(tmp_path), runtime_dir="/tmp/" + "x" * 80)
+    assert "VLLM_RPC_BASE_PATH" not in environment(long, "")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "reserved"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 0), (16, 2, 2)]
+)
+def test_the_model_gets_the_cores_that_it_has_without_a_connector(tmp_path, cores, ranks, reserved):
+    settings = worker(tmp_path, vllm=VllmConfig(tensor_parallel=ranks))
+    assert default_environment(settings, cores=cores) == {
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved)
+    }
+
+
+def test_settings_travel_in_a_private_file(tmp_path):
+    settings = plugin_settings(worker(tmp_path))
+    path = write_settings(settings)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert settings_from({"settings": str(path)}) == settings
+
+
+@pytest.mark.parametrize("extra", [{}, {"settings": "/nowhere/x"}, {"settings": 3}])
+def test_settings_that_are_not_there(extra):
+    with pytest.raises(BadSettings, match="settings"):
+        settings_from(extra)
+
+
+def test_settings_that_make_no_sense(tmp_path):
+    (tmp_path / "x").write_text('{"store": 1}')
+    with pytest.raises(BadSettings, match="make no sense"):
+        settings_from({"settings": str(tmp_path / "x")})
+
+
+def test_a_client_cannot_speak_for_another_session():
+    forged = {"model": "m", "cache_salt": "theirs", "kv_transfer_params": {"thermocline": {}}}
+    body = with_session(forged, SessionRef("tenant", "id", b"\x01\x02"))
+    assert body == {
+        "model": "m",
+        "cache_salt": "0102",
+        "kv_transfer_params": {"thermocline": {"tenant": "tenant", "session": "id"}},
+    }
+
+
+def test_it_is_in_the_registry():
+    assert engine_factory("vllm") is VllmServer
+
+
+def test_an_environment_without_vllm_is_told_apart(tmp_path):
+    assert "has no vLLM" in inspect_environment(sys.executable).problem
+    assert "cannot be run" in inspect_environment(str(tmp_path / "python")).problem
+
+
+def interpreter(folder: Path, **found: object) -> str:
+    """Stands in for a Python that finds this."""
+    whole = {
+        "vllm": "0.32.1",
+        "cpu": False,
+        "missing": [],
+        "plugin": True,
+        "plugin_version": version("thermocline"),
+    }
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(whole | found)}'\n")
+    python.chmod(0o700)
+    return str(python)
+
+
+def test_an_environment_that_has_all_of_it(tmp_path):
+    found = inspect_environment(interpreter(tmp_path))
+    assert (found.version, found.problem) == ("0.32.1", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"vllm": "0.33.0"}, "vLLM 0.33.0 is not supported; install vllm==0.32.*"),
+        ({"missing": ["lmdb"]}, "lacks lmdb"),
+        ({"plugin": False}, "our plug-in is missing"),
+    ],
+)
+def test_what_an_environment_lacks_is_said(tmp_path, found, words):
+    assert words in inspect_environment(interpreter(tmp_path, **found)).problem
+
+
+def test_a_plug_in_of_another_release_is_not_taken(tmp_path, monkeypatch):
+    """An installed gateway adds no path: vLLM's environment has a plug-in of its own."""
+    monkeypatch.setattr("engines.vllm_env.import_path", lambda: "")
+    assert inspect_environment(interpreter(tmp_path)).problem == ""
+    problem = inspect_environment(interpreter(tmp_path, plugin_version="0.0.1")).problem
+    assert f"release 0.0.1, the gateway is {version('thermocline')}" in problem

@@ -1,0 +1,185 @@
+"""The control link against peers that do not behave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engines.base import EngineRefused, EngineUnavailable
+from engines.client.control_link import MAX_NOTICES, ControlLink
+from engines.wire import (
+    ControlReply,
+    Done,
+    GetStats,
+    ListSessions,
+    Notice,
+    Refused,
+    SessionReport,
+    Sessions,
+    WireError,
+    frame,
+    read_request,
+)
+from tests.unit.engines.conftest import WELCOME, until
+
+Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+REPORT = SessionReport(
+    tenant="t", id="s", hot=True, tier=None, tokens=1, hot_bytes=1, cold_bytes=0, idle_s=0.0,
+    pinned=False, busy=False,
+)  # fmt: skip
+
+
+@asynccontextmanager
+async def linked(folder: Path, peer: Peer, silence_s: float = 30.0) -> AsyncIterator[ControlLink]:
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await peer(reader, writer)
+        except (EOFError, ConnectionError, WireError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_unix_server(converse, f"{folder}/c.sock")
+    link = ControlLink(f"unix:{folder}/c.sock", "token", welcome_timeout_s=5.0, silence_s=silence_s)
+    running = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        running.cancel()
+        server.close()
+
+
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    hello = await read_request(reader)
+    writer.write(frame(ControlReply(hello.number, WELCOME)))
+
+
+async def test_replies_find_their_requests_in_any_order(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greet(reader, writer)
+        first, second = await read_request(reader), await read_request(reader)
+        writer.write(frame(ControlReply(second.number, Sessions([]))))
+        writer.write(frame(ControlReply(first.number, Done(None, "busy"))))
+        await reader.read()
+
+    async with linked(folder, peer) as link:
+        await until(lambda: link.welcome)
+        first, second = await asyncio.gather(
+            link.ask(GetStats(), 5.0), link.ask(ListSessions(), 5.0)
+        )
+        assert first == Done(None, "busy") and second == Sessions([])
+
+
+async def test_no_answer_in_time(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greet(reader, writer)
+        await reader.read()
+
+    async with linked(folder, peer) as link:
+        await until(lambda: link.welcome)
+        with pytest.raises(EngineUnavailable, match="GetStats"):
+            await link.ask(GetStats(), 0.05)
+        assert link.welcome is not None  # one slow verb is not the end of the link
+
+
+async def test_a_refused_verb(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greet(reader, writer)
+        request = await read_request(reader)
+        writer.write(frame(ControlReply(request.number, Refused("not now", "pin_limit"))))
+        await reader.read()
+
+    async with linked(folder, peer) as link:
+        await until(lambda: link.welcome)
+        with pytest.raises(EngineRefused, match="not now") as refused:
+            await link.ask(GetStats(), 5.0)
+        assert refused.value.code == "pin_limit"
+
+
+async def test_a_frozen_engine_is_given_up_and_welcomed_back(folder: Path) -> None:
+    connections: list[int] = []
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(1)
+        await greet(reader, writer)
+        await asyncio.sleep(60)
+
+    async with linked(folder, peer, silence_s=0.1) as link:
+        await until(lambda: link.welcome)
+        await until(lambda: link.welcome is None)
+        assert "does not answer" in link.trouble
+        await until(lambda: link.welcome)
+        assert len(connections) >= 2
+
+
+async def test_the_heartbeat_keeps_a_quiet_link(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(1)
+        await greet(reader, writer)
+        while True:
+            request = await read_request(reader)
+            beats.append(request.number)
+            writer.write(frame(ControlReply(request.number, Sessions([]))))
+
+    connections: list[int] = []
+    beats: list[int] = []
+    async with linked(folder, peer, silence_s=1.5):
+        await until(lambda: len(beats) >= 4)  # three of them in the time of silence
+    assert connections == [1]
+
+
+async def test_garbage_ends_the_connection_only(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greet(reader, writer)
+        writer.write(b"\x00\x00\x00\x03abc")
+        await reader.read()
+
+    async with linked(folder, peer) as link:
+        await until(lambda: "not a control message" in link.trouble)
+
+
+async def test_another_version_is_refused_with_a_reason(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = await read_request(reader)
+        writer.write(
+            frame(ControlReply(hello.number, msgspec.structs.replace(WELCOME, version=99)))
+        )
+        await reader.read()
+
+    async with linked(folder, peer) as link:
+        await until(lambda: "version 99" in link.trouble)
+        assert link.welcome is None
+
+
+async def test_too_many_notices_become_one_question(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greet(reader, writer)
+        for _ in range(MAX_NOTICES + 10):
+            writer.write(frame(Notice("saved", REPORT)))
+        await writer.drain()
+        request = await read_request(reader)
+        writer.write(frame(ControlReply(request.number, Sessions([]))))
+        await reader.read()
+
+    async with linked(folder, peer) as link:
+        await until(lambda: link.welcome)
+        await link.ask(ListSessions(), 10.0)  # all notices came before this answer
+        notices = link.notices()
+        assert await anext(notices) is None
+        assert await anext(notices) == Notice("saved", REPORT)
+
+
+async def test_what_was_asked_ends_with_the_link(folder: Path) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greet(reader, writer)
+        await read_request(reader)
+
+    async with linked(folder, peer) as link:
+        await until(lambda: link.welcome)
+        with pytest.raises(EngineUnavailable, match="closed the connection"):
+            await link.ask(GetStats(), 10.0)

@@ -1,0 +1,307 @@
+"""The engine's end of the control connection, against callers that do not behave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engines.fake_worker.fake_sessions import FakeSessions
+from engines.host.control_server import ControlServer
+from engines.host.sockets import MAX_UNSENT_BYTES
+from engines.wire import (
+    MAX_FRAME_BYTES,
+    ControlReply,
+    ControlRequest,
+    Demote,
+    Done,
+    Forget,
+    GetStats,
+    Hello,
+    ListSessions,
+    Notice,
+    Pin,
+    Prefetch,
+    Refused,
+    SessionRef,
+    SessionReport,
+    Sessions,
+    Stats,
+    TierName,
+    Unpin,
+    Verb,
+    VerbAnswer,
+    Welcome,
+    frame,
+    read_from_engine,
+)
+from kvstore.errors import PinLimit
+from tests.unit.engines.conftest import WELCOME, welcomed
+
+ONE = SessionRef(tenant="alice", id="one", salt=b"a")
+REPORT = SessionReport(
+    tenant="alice", id="one", hot=True, tier=None, tokens=1, hot_bytes=1, cold_bytes=0, idle_s=0.0,
+    pinned=False, busy=False,
+)  # fmt: skip
+
+
+class Verbs(FakeSessions):
+    """A fake engine whose demote waits for ``release`` and whose forget fails."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 30)
+        self.release = asyncio.Event()
+        self.words = "the shelf fell down"
+
+    async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
+        await self.release.wait()
+        return await super().demote(session, tier)
+
+    async def forget(self, session: SessionRef) -> Done:
+        raise ValueError(self.words)
+
+    async def pin(self, session: SessionRef, pinned: bool) -> Done:
+        if session.id == "one too many":
+            raise PinLimit("no room for one too many")
+        return await super().pin(session, pinned)
+
+
+class Caller:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, number: int, verb: Verb) -> None:
+        self.writer.write(frame(ControlRequest(number, verb)))
+
+    async def reply(self) -> ControlReply:
+        message = await read_from_engine(self.reader)
+        assert isinstance(message, ControlReply)
+        return message
+
+    async def ask(self, verb: Verb) -> VerbAnswer:
+        self.send(0, verb)
+        return (await self.reply()).answer
+
+    async def is_cut_off(self) -> bool:
+        async with asyncio.timeout(10):
+            try:
+                return await self.reader.read() == b""
+            except ConnectionError:
+                return True
+
+
+class Served:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.verbs = Verbs()
+        self.control = ControlServer("secret", welcomed, self.verbs)
+
+    @asynccontextmanager
+    async def call(self, token: str | None = "secret") -> AsyncIterator[Caller]:
+        """A connection; one that says hello, if there is a ``token`` to show."""
+        reader, writer = await asyncio.open_unix_connection(str(self.path))
+        try:
+            caller = Caller(reader, writer)
+            if token is not None:
+                assert await caller.ask(Hello(token)) == WELCOME
+            yield caller
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def served(folder: Path) -> AsyncIterator[Served]:
+    served = Served(folder / "control.sock")
+    server = await served.control.serve(f"unix:{served.path}")
+    yield served
+    server.close()
+    served.control.close()
+
+
+# ---- who may speak
+
+
+@pytest.mark.parametrize("first", [GetStats(), Hello("guess"), Hello("")])
+async def test_only_who_knows_the_token_is_obeyed(served: Served, first: Verb) -> None:
+    async with served.call(token=None) as caller:
+        assert isinstance(await caller.ask(first), Refused)
+        assert await caller.ask(GetStats()) == Refused("say hello first")
+        assert await caller.ask(Hello("secret")) == WELCOME
+
+
+async def test_what_is_asked_right_behind_the_hello_waits_for_the_welcome(folder: Path) -> None:
+    async def slowly() -> Welcome:
+        await asyncio.sleep(0.05)  # an engine asks its ranks first
+        return WELCOME
+
+    served = Served(folder / "control.sock")
+    served.control = ControlServer("secret", slowly, served.verbs)
+    server = await served.control.serve(f"unix:{served.path}")
+    async with served.call(token=None) as caller:
+        caller.send(0, Hello("secret"))
+        caller.send(1, GetStats())
+        assert (await caller.reply()).answer == WELCOME
+        assert isinstance((await caller.reply()).answer, Stats)
+    server.close()
+    served.control.close()
+
+
+async def test_the_socket_is_its_owners_alone(served: Served) -> None:
+    assert served.path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_the_socket_of_a_process_that_was_killed_is_replaced(folder: Path) -> None:
+    path = folder / "control.sock"
+    with socket.socket(socket.AF_UNIX) as old:
+        old.bind(str(path))
+    server = await Served(path).control.serve(f"unix:{path}")
+    server.close()
+
+
+async def test_a_folder_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(OSError):
+        await Served(folder).control.serve(f"unix:{folder}/no/control.sock")
+
+
+async def test_it_listens_on_tcp_too(served: Served) -> None:
+    server = await served.control.serve("tcp://127.0.0.1:0")
+    port = server.sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await Caller(reader, writer).ask(Hello("secret")) == WELCOME
+    writer.close()
+    server.close()
+
+
+# ---- what is said
+
+
+async def test_every_verb_is_obeyed(served: Served) -> None:
+    served.verbs.begin(ONE, ["a", "b"])
+    served.verbs.end(ONE, ["a", "b", "c"])
+    served.verbs.release.set()
+    async with served.call() as caller:
+        demoted = await caller.ask(Demote(ONE, "disk"))
+        assert isinstance(demoted, Done) and demoted.report is not None
+        assert (demoted.report.hot, demoted.report.tier) == (False, "disk")
+        woken = await caller.ask(Prefetch(ONE))
+        assert isinstance(woken, Done) and woken.report is not None and woken.report.hot
+        for verb, pinned in ((Pin(ONE), True), (Unpin(ONE), False)):
+            done = await caller.ask(verb)
+            assert isinstance(done, Done) and done.report is not None
+            assert done.report.pinned is pinned
+        listed = await caller.ask(ListSessions())
+        assert isinstance(listed, Sessions) and [x.id for x in listed.sessions] == ["one"]
+        assert isinstance(await caller.ask(GetStats()), Stats)
+
+
+async def test_a_slow_verb_does_not_hold_up_the_others(served: Served) -> None:
+    async with served.call() as caller:
+        caller.send(1, Demote(ONE))
+        caller.send(2, ListSessions())
+        assert (await caller.reply()).number == 2
+        served.verbs.release.set()
+        assert (await caller.reply()).number == 1
+
+
+async def test_a_verb_that_fails_is_refused_with_its_words(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served.call() as caller:
+        assert await caller.ask(Forget(ONE)) == Refused("ValueError: the shelf fell down")
+        assert isinstance(await caller.ask(GetStats()), Stats)
+    assert "Forget failed" in caplog.text
+
+
+async def test_an_answer_too_long_for_a_frame_is_refused_and_the_link_goes_on(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    huge = SessionRef(tenant="alice", id="x" * MAX_FRAME_BYTES, salt=b"")
+    served.verbs.begin(huge, ["a"])
+    async with served.call() as caller:
+        refused = await caller.ask(ListSessions())
+        assert isinstance(refused, Refused) and "over" in refused.message
+        assert isinstance(await caller.ask(GetStats()), Stats)
+    assert "ListSessions failed" in caplog.text
+
+
+async def test_a_pin_too_many_is_an_answer_and_no_failure(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served.call() as caller:
+        refused = await caller.ask(Pin(msgspec.structs.replace(ONE, id="one too many")))
+    assert refused == Refused("no room for one too many", "pin_limit")
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "words", ["x" * MAX_FRAME_BYTES, "no such file: \udcff"], ids=["endless", "surrogate"]
+)
+async def test_whatever_an_error_says_the_link_goes_on(
+    served: Served, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.verbs.words = words
+    async with served.call() as caller:
+        assert isinstance(await caller.ask(Forget(ONE)), Refused)
+        assert isinstance(await caller.ask(GetStats()), Stats)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", (MAX_FRAME_BYTES + 1).to_bytes(4, "big")],
+    ids=["garbage", "endless", "too long"],
+)
+async def test_what_is_no_control_message_ends_its_connection_only(
+    served: Served, message: bytes
+) -> None:
+    async with served.call() as other, served.call() as caller:
+        caller.writer.write(message)
+        assert await caller.is_cut_off()
+        assert isinstance(await other.ask(GetStats()), Stats)
+
+
+# ---- notices
+
+
+async def test_notices_go_to_those_who_said_hello(served: Served) -> None:
+    async with served.call() as known, served.call(token=None) as stranger:
+        assert isinstance(await stranger.ask(GetStats()), Refused)  # it is connected by now
+        served.control.publish(Notice("saved", REPORT))
+        assert await read_from_engine(known.reader) == Notice("saved", REPORT)
+        stranger.send(7, GetStats())
+        assert (await stranger.reply()).number == 7
+
+
+async def test_a_caller_that_does_not_read_is_cut_off(served: Served) -> None:
+    notice = Notice("saved", msgspec.structs.replace(REPORT, id="x" * 100_000))
+    async with served.call() as caller:
+        for _ in range(2 * MAX_UNSENT_BYTES // len(frame(notice))):
+            served.control.publish(notice)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            async with asyncio.timeout(10):
+                while True:
+                    await read_from_engine(caller.reader)
+
+
+async def test_close_ends_every_connection(served: Served) -> None:
+    async with served.call() as caller:
+        served.control.close()
+        assert await caller.is_cut_off()
+
+
+# ---- where it may run
+
+
+def test_it_needs_little_of_what_the_gateway_needs() -> None:
+    """vLLM's environment has msgspec, and none of our web framework."""
+    code = "import sys, engines.host.control_server; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"fastapi", "starlette", "aiohttp", "uvicorn", "mlx", "vllm", "httptools"}

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+
+from engines.mlx_worker.answer.output_processor import (
+    AnswerText,
+    Delta,
+    OutputProcessor,
+    chat_sections,
+    plain_sections,
+)
+from engines.mlx_worker.generation import FinishReason, ModelFacts, Token
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.request_plan import RequestPlanner
+from engines.openai.requests import validate_chat
+
+pytestmark = pytest.mark.mlx
+
+END = 2
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+def encoded(vocabulary: Vocabulary, text: str) -> list[int]:
+    return list(vocabulary.tokenizer.encode(text, add_special_tokens=False))
+
+
+def answer(vocabulary: Vocabulary, stops: Sequence[str] = (), **options: Any) -> OutputProcessor:
+    prompt = encoded(vocabulary, "Hello,")
+    sections = chat_sections(vocabulary, False, options.pop("thinking", False))
+    text = AnswerText(vocabulary, prompt, options.pop("shows_eos", False))
+    return OutputProcessor(text, sections, stops, **options)
+
+
+def chat_answer(vocabulary: Vocabulary, **fields: Any) -> OutputProcessor:
+    facts = ModelFacts("m", 500, vocabulary.size, True, False)
+    messages = [{"role": "user", "content": "x"}]
+    request = validate_chat({"model": "m", "messages": messages, **fields})
+    return RequestPlanner(vocabulary, facts).chat(request, None).outputs[0]
+
+
+def read(
+    answer: OutputProcessor, tokens: Sequence[int], reason: FinishReason = "stop"
+) -> tuple[Delta, str]:
+    deltas = [answer.take(Token(0, x, -0.5)) for x in tokens]
+    last, shown = answer.finish("cancelled" if answer.stopped else reason)
+    deltas.append(last)
+    whole = Delta(
+        "".join(x.reasoning for x in deltas),
+        "".join(x.content for x in deltas),
+        [part for x in deltas for part in x.calls],
+        [score for x in deltas for score in x.scores],
+    )
+    return whole, shown
+
+
+@pytest.mark.parametrize("text", [" naïve ☃ 🧊!", "two\n\nlines", " ", "  x", "\n", ""])
+def test_text_comes_back_exactly(plain: Vocabulary, text: str) -> None:
+    tokens = [*encoded(plain, text), END]
+    whole, reason = read(answer(plain), tokens)
+    assert (whole.content, reason) == (text, "stop")
+    prompt = encoded(plain, "a ")
+    text_answer = OutputProcessor(AnswerText(plain, prompt), plain_sections(), [])
+    assert read(text_answer, tokens)[0].content == text
+
+
+@pytest.mark.parametrize("text", [" naïve ☃ 🧊!", "two\n\nlines", "  x", "\n", ""])
+def test_text_of_tokenizers_without_a_fast_detokenizer(plain: Vocabulary, text: str) -> None:
+    slow = TokenizerWrapper(plain.tokenizer._tokenizer, NaiveStreamingDetokenizer)
+    vocabulary = Vocabulary(slow, plain.size)
+    assert read(answer(vocabulary), [*encoded(plain, text), END])[0].content == text
+
+
+def test_no_half_characters(plain: Vocabulary) -> None:
+    reader = answer(plain)
+    shown = [reader.take(Token(0, x)).content for x in encoded(plain, "☃🧊")]
+    assert [x for x in shown if x] == ["☃", "🧊"]
+
+
+def test_cut_in_the_middle_of_a_character(plain: Vocabulary) -> None:
+    tokens = encoded(plain, "ok🧊")[:-1]
+    whole, reason = read(answer(plain), tokens, "length")
+    assert whole.content.rstrip("\ufffd") == "ok"
+    assert reason == "length"
+
+
+def test_special_and_padding_tokens_are_no_text(plain: Vocabulary) -> None:
+    tokens = [1, *encoded(plain, "a"), 0, 405, *encoded(plain, "b"), END]
+    reader = answer(plain)
+    assert read(reader, tokens)[0].content == "ab"
+    assert reader.num_tokens == len(tokens)
+
+
+def test_end_can_be_ignored(plain: Vocabulary) -> None:
+    reader = answer(plain, shows_eos=True)
+    whole, reason = read(reader, [*encoded(plain, "a"), END, *encoded(plain, "b")], "length")
+    assert (whole.content, reason) == ("ab", "length")
+
+
+def test_stop_string_over_tokens(plain: Vocabulary) -> None:
+    reader = answer(plain, ["ris, a", "zzz"], keeps_scores=True)
+    tokens = encoded(plain, "It is Paris, and more")
+    whole, reason = read(reader, tokens)
+    assert (whole.content, reason) == ("It is Pa", "stop")
+    assert reader.stopped
+    assert reader.num_tokens < len(tokens)
+    spelled = b"".join(plain.spelling(x.token.id) for x in whole.scores)
+    assert spelled.decode().startswith("It is Pa")
+    assert not spelled.decode().startswith("It is Paris, a")
+
+
+def test_stop_string_in_the_last_half_character(plain: Vocabulary) -> None:
+    tokens = encoded(plain, "ok🧊")[:-1]
+    assert read(answer(plain, ["\ufffd"]), tokens, "length")[0].content == "ok"
+
+
+def test_scores_cover_the_answer(plain: Vocabulary) -> None:
+    text = "It is Paris, naïve ☃"
+    whole, _ = read(answer(plain, ["zz"], keeps_scores=True), [*encoded(plain, text), END])
+    assert b"".join(plain.spelling(x.token.id) for x in whole.scores).decode() == text
+    offsets = [x.offset for x in whole.scores]
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0
+
+
+def test_reasoning_is_apart(thinking: Vocabulary) -> None:
+    tokens = encoded(thinking, "two and two</think>\n\nfour")
+    reader = answer(thinking, thinking=True)
+    whole, reason = read(reader, [*tokens, END])
+    assert (whole.reasoning, whole.content, reason) == ("two and two", "four", "stop")
+    assert 0 < reader.num_reasoning_tokens < len(tokens)
+
+
+def test_reasoning_that_the_model_opens_itself(thinking: Vocabulary) -> None:
+    tokens = encoded(thinking, "<think>hm</think>four")
+    whole, _ = read(answer(thinking), [*tokens, END])
+    assert (whole.reasoning, whole.content) == ("hm", "four")
+
+
+def test_reasoning_without_an_end(thinking: Vocabulary) -> None:
+    whole, reason = read(answer(thinking, thinking=True), encoded(thinking, "hm </thi"), "length")
+    assert (whole.reasoning, whole.content, reason) == ("hm </thi", "", "length")
+
+
+CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+
+TWO_CALLS = CALL.replace("{", "[{", 1).replace("</", ', {"name": "look"}]</')
+
+
+def test_calls_end_in_tool_calls(with_tools: Vocabulary) -> None:
+    whole, reason = read(chat_answer(with_tools, tools=[TOOL]), encoded(with_tools, f"So {CALL}"))
+    assert (whole.content, reason) == ("So ", "tool_calls")
+    assert [(x.index, x.name, x.arguments) for x in whole.calls] == [
+        (0, "look", ""),
+        (0, "", '{"at": 1}'),
+    ]
+
+
+def test_calls_are_text_where_none_were_offered(with_tools: Vocabulary) -> None:
+    for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        whole, reason = read(chat_answer(with_tools, **fields), encoded(with_tools, CALL))
+        assert (whole.content, reason, whole.calls) == (CALL, "stop", [])
+
+
+@pytest.mark.parametrize("text", [CALL + CALL + "more", TWO_CALLS + "more"])
+def test_one_call_only(with_tools: Vocabulary, text: str) -> None:
+    reader = chat_answer(with_tools, tools=[TOOL], parallel_tool_calls=False)
+    whole, reason = read(reader, encoded(with_tools, text))
+    assert reader.stopped
+    assert (whole.content, reason) == ("", "tool_calls")
+    assert {x.index for x in whole.calls} == {0}
+
+
+def test_answer_of_no_tokens(plain: Vocabulary) -> None:
+    reader = chat_answer(plain, max_tokens=0)
+    whole, reason = read(reader, encoded(plain, "a"), "length")
+    assert (whole, reason) == (Delta(calls=[], scores=[]), "length")
+    assert reader.num_tokens == 0

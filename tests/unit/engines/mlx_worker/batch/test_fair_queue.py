@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.mlx_worker.batch.fair_queue import FairQueue, QueueLimit
+from engines.mlx_worker.generation import QueueFull
+
+NAMES = st.sampled_from("abc")
+
+
+def drained(queue: FairQueue[str]) -> list[str]:
+    items = []
+    while (head := queue.head()) is not None:
+        assert queue.pop() == head
+        items.append(head)
+    return items
+
+
+def test_tenants_take_turns_and_so_do_their_sessions() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "a2", "a3"):
+        queue.push(name, "a", "one")
+    queue.push("a4", "a", "two")
+    queue.push("b1", "b", "one")
+    assert drained(queue) == ["a1", "b1", "a4", "a2", "a3"]
+
+
+def test_the_head_stays_the_head_whoever_comes() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("a1", "a", "one")
+    assert queue.head() == "a1"
+    queue.push("b1", "b", "one")
+    queue.push("a2", "a", "two")
+    assert queue.head() == "a1"
+
+
+def test_who_had_to_step_back_is_first() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("a1", "a", "one")
+    queue.push_first("old")
+    queue.push_first("older")
+    assert drained(queue) == ["older", "old", "a1"]
+
+
+@given(st.lists(st.tuples(NAMES, NAMES)), st.data())
+def test_nothing_is_lost_and_one_session_keeps_its_order(
+    arrivals: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    queue: FairQueue[tuple[str, str, int]] = FairQueue()
+    items = [(tenant, session, i) for i, (tenant, session) in enumerate(arrivals)]
+    for item in items:
+        queue.push(item, item[0], item[1])
+    for item in data.draw(st.lists(st.sampled_from(items), unique=True)) if items else []:
+        assert queue.remove(item)
+        assert not queue.remove(item)
+        items.remove(item)
+    assert len(queue) == len(items) and sorted(queue.items()) == sorted(items)
+    out = []
+    while queue.head() is not None:
+        out.append(queue.pop())
+    assert sorted(out) == sorted(items)
+    for key in {item[:2] for item in items}:
+        of_key = [item for item in out if item[:2] == key]
+        assert of_key == sorted(of_key)
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_a_tenant_with_many_requests_delays_another_by_one(many: int, few: int) -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(many):
+        queue.push("many", "a", "x")
+    for _ in range(few):
+        queue.push("few", "b", "x")
+    first = drained(queue)[: 2 * min(many, few)]
+    assert first.count("few") == min(many, few)
+
+
+def test_waiting_is_bounded_for_all_and_for_each() -> None:
+    limit = QueueLimit(4)
+    for _ in range(limit.share):
+        limit.enter("a")
+    with pytest.raises(QueueFull):
+        limit.enter("a")
+    limit.enter("b")
+    with pytest.raises(QueueFull, match="4 requests are waiting"):
+        limit.enter("c")
+    limit.leave("a")
+    limit.enter("c")
+    assert limit.num_waiting == 4

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from engines.mlx_worker.batch.prefill import (
+    MAX_SNAPSHOTS,
+    OLDEST_EVERY,
+    ChunkSizer,
+    Prefiller,
+    snapshot_positions,
+)
+from engines.mlx_worker.batch.request import PrefillTask, Request, split_request
+from engines.mlx_worker.event_queue import EventQueue
+from engines.mlx_worker.generation import Generation, SequenceSampling
+
+pytestmark = pytest.mark.mlx
+
+
+def task(num_tokens: int, num_cached: int = 0, boundaries: tuple[int, ...] = ()) -> PrefillTask:
+    generation = Generation([1] * num_tokens, [SequenceSampling()], 5, [], boundaries=boundaries)
+    request = Request(generation, EventQueue(1, lambda index: None))
+    return PrefillTask(request, [], np.ones(num_tokens, np.int32), num_cached=num_cached)
+
+
+def test_chunks_follow_the_speed_of_the_machine() -> None:
+    chunks = ChunkSizer(512)
+    assert (chunks.chunk(busy=True), chunks.chunk(busy=False)) == (32, 128)  # nothing known yet
+    for _ in range(60):
+        chunks.took(100, 100 / 300)
+    assert (chunks.chunk(busy=True), chunks.chunk(busy=False)) == (64, 256)
+    chunks.took(3, 60.0)  # a tiny chunk says nothing
+    assert chunks.chunk(busy=False) == 256
+    for _ in range(60):
+        chunks.took(100, 0.001)
+    assert (chunks.chunk(busy=True), chunks.chunk(busy=False)) == (512, 512)
+
+
+def test_a_slow_machine_is_not_given_ever_smaller_chunks() -> None:
+    chunks = ChunkSizer(512)
+    for _ in range(60):
+        chunks.took(128, 30.0)
+    assert (chunks.chunk(busy=True), chunks.chunk(busy=False)) == (32, 128)
+    assert ChunkSizer(16).chunk(busy=False) == 16  # the setting is a limit
+
+
+def test_the_shortest_goes_first_and_the_oldest_is_not_starved() -> None:
+    prefiller = Prefiller(lambda tokens, cache: None, 512)
+    old, short, long = task(5000), task(100), task(900)
+    for x in (old, short, long):
+        x.caches = [KVCache()]
+        prefiller.admit(x)
+        assert prefiller.num_ready == prefiller.num_admitted - 1  # its prefix is looked for
+        prefiller.start(x)
+    order = [prefiller.next() for _ in range(2 * OLDEST_EVERY)]
+    assert order.count(old) == 2 and order.count(short) == 2 * OLDEST_EVERY - 2
+    prefiller.remove(short)
+    assert prefiller.next() is long
+    assert prefiller.num_ready == 2 and prefiller.admitted == [old, long]
+
+
+def test_snapshots_are_due_at_the_boundaries_to_come_and_at_the_end() -> None:
+    assert snapshot_positions(task(100, 0, (30, 60, 99, 100))) == [30, 60, 99]
+    assert snapshot_positions(task(100, 30, (30, 60))) == [60, 99]
+    assert snapshot_positions(task(100, 99, (30, 60))) == []
+
+
+def test_of_many_boundaries_the_first_and_the_last_get_a_snapshot() -> None:
+    many = tuple(range(10, 90, 10))
+    found = snapshot_positions(task(100, 0, many))
+    assert found == [10, 70, 80, 99] and len(found) == MAX_SNAPSHOTS
+
+
+def test_a_prompt_stops_at_each_snapshot_and_at_its_end() -> None:
+    one = task(100)
+    one.snapshot_positions = [30, 60, 99]
+    stops = []
+    while one.num_cached < one.target:
+        one.num_cached = one.next_stop
+        stops.append(one.num_cached)
+    assert stops == [30, 60, 99]
+
+
+def test_a_request_is_split_into_groups_of_sequences() -> None:
+    generation = Generation([1, 2, 3], [SequenceSampling()] * 5, 7, [])
+    request = Request(generation, EventQueue(5, lambda index: None))
+    tasks = split_request(request, 7, 2)
+    assert [[x.index for x in task.sequences] for task in tasks] == [[0, 1], [2, 3], [4]]
+    assert all(x.target == 2 for x in tasks)
+    assert all(x.remaining == 7 and x.tokens == [1, 2, 3] for x in request.sequences)

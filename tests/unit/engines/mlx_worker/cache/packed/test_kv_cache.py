@@ -1,0 +1,305 @@
+"""The packed live cache under mlx_lm's own batch generator, on a small real model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import KVCache, trim_prompt_cache
+
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
+from engines.mlx_worker.cache.packed.kv_cache import BatchPackedKVCache, PackedKVCache
+from engines.mlx_worker.cache.packed.model import PackedCacheModel
+from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
+from engines.mlx_worker.cache.packed.row_packer import RowKind
+from engines.packed_budget import BLOCK, MOST_EXACT, NUM_RECENT
+from tests.integration.mlx_owner.harness import text
+from tests.integration.tiny_models import tiny_model
+
+pytestmark = pytest.mark.mlx
+
+KIND = RowKind(3, 64, "bfloat16")
+WAYS = {"host": HostRowPacker, "mlx": MlxRowPacker}
+NEW_TOKENS = 6
+PREFILL_STEP = 64
+
+
+@pytest.fixture(params=WAYS)
+def live(request: pytest.FixtureRequest) -> PackedCacheModel:
+    model = tiny_model("llama").model
+    rows = WAYS[request.param](KIND)
+    return PackedCacheModel(model, [(rows, rows)] * len(model.layers), "float32")
+
+
+@dataclass
+class Session:
+    """A prompt on its way through a generator, with what it continues."""
+
+    prompt: list[int]
+    caches: list[Any] | None = None
+    seen: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+
+
+def run(model: Any, sessions: Sequence[Session], fed_alone: bool = True) -> None:
+    """One more session joins at every step, so batches are merged, extended and filtered.
+
+    ``fed_alone``: prompts go into their caches one at a time, as the engine does it; else two at a
+    time, padded on the right.
+    """
+    generator = BatchGenerator(
+        model,
+        max_tokens=NEW_TOKENS,
+        completion_batch_size=8,
+        prefill_batch_size=2,
+        prefill_step_size=PREFILL_STEP,
+    )
+    running: dict[int, Session] = {}
+    waiting, num_done = list(sessions), 0
+    while waiting or num_done < len(sessions):
+        for _ in range(1 if fed_alone else 2):
+            if waiting:
+                session = waiting.pop(0)
+                caches = None if session.caches is None else [session.caches]
+                (uid,) = generator.insert(
+                    [session.prompt], caches=caches, all_tokens=[list(session.seen)]
+                )
+                running[uid] = session
+        for response in generator.next()[1]:
+            session = running[response.uid]
+            session.answer.append(response.token)
+            if response.finish_reason:
+                session.caches, session.seen = response.prompt_cache, list(response.all_tokens)
+                num_done += 1
+    generator.close()
+
+
+def sessions_of(lengths: Sequence[int]) -> list[Session]:
+    return [Session(text(i + 1, length)) for i, length in enumerate(lengths)]
+
+
+def same_kv(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return all(
+        mx.array_equal(a, b)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x.state, y.state, strict=True)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [[300], [20, 300], [300, 20, 150], [150, 77, 300, 3]])
+@pytest.mark.parametrize("fed_alone", [True, False])
+def test_a_batch_says_and_holds_what_its_rows_do_alone(live, lengths, fed_alone):
+    together, alone = sessions_of(lengths), sessions_of(lengths)
+    run(live, together, fed_alone)
+    for session in alone:
+        run(live, [session])
+    assert [x.answer for x in together] == [x.answer for x in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert one.caches is not None
+        assert other.caches is not None
+        assert [x.offset for x in one.caches] == [len(one.seen)] * len(one.caches)
+        # K and V come out of batched products, which round differently; what is packed is not.
+        for a, b in zip(one.caches, other.caches, strict=True):
+            assert a.sides[0].num_packed == b.sides[0].num_packed
+            assert a.sides[0].num_packed == max(0, packed_end(len(one.seen) - 1) - 4)
+
+
+def packed_end(num_tokens: int) -> int:
+    """The end of the packed part of a session of so many tokens."""
+    return (num_tokens - NUM_RECENT) // BLOCK * BLOCK
+
+
+def test_trimmed_and_reused_in_an_uneven_batch(live):
+    """Users edit the end of their last message."""
+    first = sessions_of([300, 20, 150])
+    run(live, first)
+    second = []
+    for session in first:
+        assert session.caches is not None
+        assert trim_prompt_cache(session.caches, 3) == 3
+        seen = session.seen[:-3]
+        second.append(Session([*session.seen[-3:], 7, 8, 9], session.caches, seen))
+    alone = copy.deepcopy(second)
+    run(live, second)
+    for session in alone:
+        run(live, [session])
+    assert [x.answer for x in second] == [x.answer for x in alone]
+
+
+def test_copies_go_their_own_way(live):
+    caches = live.make_cache()
+    live(mx.array([text(1, 200)]), caches)
+    mine = [cache.copied() for cache in caches]
+    live(mx.array([text(2, 80)]), caches)
+    trim_prompt_cache(caches, 100)
+    assert [x.offset for x in mine] == [200] * len(mine)
+    again = live.make_cache()
+    live(mx.array([text(1, 200)]), again)
+    assert same_kv(mine, again)
+
+
+@pytest.mark.parametrize("num_left", [0, 3, 5, 100, 259, 290])
+def test_trimming_keeps_the_beginning(live, num_left):
+    caches = live.make_cache()
+    for chunk in (text(1, 300), text(2, 20)):
+        live(mx.array([chunk]), caches)
+        kv_arrays.compact(caches)
+    before = [read(cache) for cache in caches]
+    assert trim_prompt_cache(caches, 320 - num_left) == 320 - num_left
+    for cache, (keys, values) in zip(caches, before, strict=True):
+        assert cache.offset == num_left
+        if num_left:
+            now = read(cache)
+            assert mx.array_equal(now[0], keys[:, :, :num_left])
+            assert mx.array_equal(now[1], values[:, :, :num_left])
+
+
+def read(cache: PackedKVCache) -> tuple[mx.array, mx.array]:
+    """The KV that attention sees, fetched beside a token that is thrown away again."""
+    probe = cache.copied()
+    nothing = mx.zeros((1, 2, 1, 64))
+    keys, values = probe.update_and_fetch(nothing, nothing)
+    mx.eval(keys, values)
+    return keys[:, :, :-1], values[:, :, :-1]
+
+
+def test_first_and_newest_tokens_are_exact_and_the_rest_is_the_codecs(live):
+    cache = live.make_cache()[0]
+    keys = mx.random.normal((1, 2, 256, 64)).astype(mx.bfloat16).astype(mx.float32)
+    cache.update_and_fetch(keys, keys)
+    mx.eval(cache.state)
+    cache.pack_old()
+    end = packed_end(256)
+    got = read(cache)[0]
+    assert mx.array_equal(got[:, :, :4], keys[:, :, :4])
+    assert mx.array_equal(got[:, :, end:], keys[:, :, end:])
+    packed = MlxRowPacker(KIND).pack(keys[:, :, 4:end].astype(mx.bfloat16))
+    right = MlxRowPacker(KIND).unpack(*packed).astype(mx.float32)
+    assert mx.array_equal(got[:, :, 4:end], right)
+
+
+def test_rows_of_zeros_are_packed_and_stay_zero(live):
+    cache = live.make_cache()[0]
+    keys = mx.random.normal((1, 2, 256, 64))
+    keys[:, 1] = 0  # a head that is cut off
+    cache.append(keys, keys)
+    cache.pack_old()
+    assert cache.sides[0].num_packed > 0
+    assert not mx.any(read(cache)[0][:, 1]).item()
+
+
+@pytest.mark.parametrize("strange", [float("inf"), float("nan"), 1e-8])
+def test_from_a_row_that_cannot_be_packed_everything_stays_exact(live, strange):
+    cache = live.make_cache()[0]
+    keys = mx.random.normal((1, 2, 300, 64)).astype(mx.bfloat16).astype(mx.float32)
+    keys[0, 1, 100] = 0
+    keys[0, 1, 100, 5] = strange
+    cache.append(keys[:, :, :128], keys[:, :, :128])
+    cache.pack_old()
+    cache.append(keys[:, :, 128:], keys[:, :, 128:])
+    cache.pack_old()
+    assert cache.stuck
+    got = read(cache)[0]
+    np.testing.assert_array_equal(np.array(got[0, 1, 100]), bf16(keys[0, 1, 100]))
+    assert cache.copied().stuck
+
+
+def bf16(values: mx.array) -> np.ndarray:
+    return np.array(values.astype(mx.bfloat16).astype(mx.float32))
+
+
+@pytest.mark.slow
+def test_memory_is_counted_packed(live):
+    plain, packed = [KVCache() for _ in live.make_cache()], live.make_cache()
+    tokens = mx.array([text(1, 1000)])
+    for caches in (plain, packed):
+        live(tokens, caches)
+        kv_arrays.compact(caches)
+    per_token = 2 * 2 * KIND.packed_nbytes * len(packed)
+    exact = 2 * 2 * 64 * 2 * MOST_EXACT * len(packed)
+    nbytes = kv_arrays.nbytes_of(packed)
+    assert nbytes <= 1000 * per_token + exact
+    assert nbytes < kv_arrays.nbytes_of(plain) / 4
+
+
+def test_a_batch_is_not_padded(live):
+    caches = [live.make_cache()[0] for _ in range(2)]
+    for cache, length in zip(caches, (1000, 10), strict=True):
+        keys = mx.random.normal((1, 2, length, 64))
+        cache.append(keys, keys)
+        cache.pack_old()
+    batch = caches[0].merge(caches)
+    assert isinstance(batch, BatchPackedKVCache)
+    assert batch.nbytes == sum(cache.nbytes for cache in caches)
+    assert batch.offset.tolist() == [1000, 10]
+
+
+def test_padding_on_the_left_is_skipped(live):
+    """mlx_lm has no caller for it any more, but the protocol does."""
+    rows = live.make_cache()[0].packers
+    batch = PackedKVCache(rows, "float32").merge([PackedKVCache(rows, "float32")] * 2)
+    batch.prepare(left_padding=[2, 0])
+    keys = mx.random.normal((2, 2, 5, 64)).astype(mx.bfloat16).astype(mx.float32)
+    assert batch.offset.tolist() == [-2, 0]
+    got, _ = batch.update_and_fetch(keys, keys)
+    assert mx.array_equal(got[0, :, 2:], keys[0, :, 2:])
+    assert not mx.any(got[0, :, :2]).item()
+    assert mx.array_equal(got[1], keys[1])
+    assert batch.extract(0).offset == 3
+    with pytest.raises(ValueError, match="empty"):
+        batch.prepare(left_padding=[1, 1])
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_whatever_happens_to_a_batch_each_row_reads_what_it_would_alone(data):
+    """Random steps, prompts padded on the right, trims, and rows that come and go."""
+    rows = HostRowPacker(KIND)
+    singles = [PackedKVCache((rows, rows), "float32") for _ in range(data.draw(st.integers(1, 3)))]
+    batch = singles[0].merge(singles)
+    for number in range(data.draw(st.integers(1, 8))):
+        what = data.draw(st.sampled_from(["step", "step", "padded", "trim", "filter", "extend"]))
+        if what in ("step", "padded"):
+            length = data.draw(st.sampled_from([1, 1, 40, 150]))
+            least = 1 if what == "padded" else length
+            lengths = [data.draw(st.integers(least, length)) for _ in singles]
+            keys = mx.random.normal((len(singles), 2, length, 64), key=mx.random.key(number))
+            padding = [length - x for x in lengths]
+            batch.prepare(lengths=lengths, right_padding=padding)
+            left = [batch.size() - cache.offset for cache in singles]
+            got = batch.update_and_fetch(keys, 2 * keys)
+            for i, (cache, taken) in enumerate(zip(singles, lengths, strict=True)):
+                own = keys[i : i + 1, :, :taken]
+                right = cache.update_and_fetch(own, 2 * own)
+                for found, expected in zip(got, right, strict=True):
+                    mine = found[i, :, left[i] : left[i] + cache.offset]
+                    assert mx.array_equal(mine, expected[0])
+            batch.finalize()
+        elif what == "trim":
+            surplus = data.draw(st.integers(0, min(cache.offset for cache in singles)))
+            batch.trim(surplus)
+            for cache in singles:
+                cache.trim(surplus)
+        elif what == "filter":
+            order = st.lists(st.sampled_from(range(len(singles))), min_size=1, unique=True)
+            kept = data.draw(order)
+            batch.filter(kept)
+            singles = [singles[i] for i in kept]
+        elif singles[0].offset:
+            twin = singles[0].copied()
+            batch.extend(twin.merge([twin]))
+            singles.append(twin)
+        assert batch.offset.tolist() == [cache.offset for cache in singles]
+        for i, cache in enumerate(singles):
+            assert batch.extract(i).offset == cache.offset
+            assert same_kv([batch.extract(i)], [cache])

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter
+from engines.mlx_worker.prompt.tools import plan_tools
+from engines.openai.requests import InvalidRequest, validate_chat
+from tests.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = pytest.mark.mlx
+
+USER = {"role": "user", "content": "How are you?"}
+SYSTEM = {"role": "system", "content": "Be helpful."}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}},
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+
+
+def write(vocabulary: Vocabulary, messages: list[Any], **fields: Any) -> ChatPrompt:
+    request = validate_chat({"model": "m", "messages": messages, **fields})
+    return PromptWriter(vocabulary, 300).chat(request, plan_tools(request, vocabulary))
+
+
+def text_of(vocabulary: Vocabulary, prompt: ChatPrompt) -> str:
+    return str(vocabulary.tokenizer.decode(prompt.token_ids))
+
+
+def test_renders_the_template_as_the_tokenizer_does(plain: Vocabulary) -> None:
+    prompt = write(plain, [SYSTEM, USER])
+    expected = plain.tokenizer.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
+    assert prompt.token_ids == expected
+    assert not prompt.thinking
+
+
+def test_boundaries_are_prefixes_that_later_turns_share(plain: Vocabulary) -> None:
+    prompt = write(plain, [SYSTEM, USER])
+    system_end, messages_end = prompt.boundaries
+    other = write(plain, [SYSTEM, {"role": "user", "content": "something else"}])
+    assert other.token_ids[:system_end] == prompt.token_ids[:system_end]
+    assert text_of(plain, prompt).startswith("<|im_start|>system\nBe helpful.<|im_end|>")
+    assert len(plain.tokenizer.decode(prompt.token_ids[:system_end])) >= len(
+        "<|im_start|>system\nBe helpful.<|im_end|>"
+    )
+    answer = {"role": "assistant", "content": "Fine."}
+    later = write(plain, [SYSTEM, USER, answer, USER])
+    assert later.token_ids[:messages_end] == prompt.token_ids[:messages_end]
+    tail = plain.tokenizer.decode(prompt.token_ids[messages_end:])
+    assert tail == "<|im_start|>assistant\n"
+
+
+def test_without_a_system_message_there_is_one_boundary(plain: Vocabulary) -> None:
+    assert len(write(plain, [USER]).boundaries) == 1
+
+
+def test_developer_is_system(plain: Vocabulary) -> None:
+    developer = {**SYSTEM, "role": "developer"}
+    assert write(plain, [developer, USER]) == write(plain, [SYSTEM, USER])
+
+
+def test_marker_that_opens_reasoning(thinking: Vocabulary) -> None:
+    assert write(thinking, [USER]).thinking
+    # What a user writes opens nothing.
+    assert not write(_plain_with_markers(thinking), [{**USER, "content": "<think>"}]).thinking
+
+
+def _plain_with_markers(thinking: Vocabulary) -> Vocabulary:
+    folder = Path(thinking.tokenizer.name_or_path).parent / "plain-with-markers"
+    return Vocabulary(tiny_tokenizer(folder, markers=True), thinking.size)
+
+
+def test_template_is_given_tools_and_calls_as_objects(with_tools: Vocabulary) -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a wall"},
+    ]
+    text = text_of(with_tools, write(with_tools, messages, tools=[TOOL]))
+    assert '"description": "Looks."' in text
+    assert '{"name": "look", "arguments": {"at": 1}}' in text
+    assert "<|im_start|>tool\na wall" in text
+
+
+def test_arguments_that_are_no_json_are_left_alone(with_tools: Vocabulary) -> None:
+    broken = {**CALL, "function": {"name": "look", "arguments": "{at"}}
+    messages = [USER, {"role": "assistant", "tool_calls": [broken]}, {**USER, "content": "x"}]
+    assert '"arguments": "{at"' in text_of(with_tools, write(with_tools, messages))
+
+
+def test_templates_without_tools_are_told_in_words(plain: Vocabulary) -> None:
+    messages = [
+        SYSTEM,
+        USER,
+        {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a wall"},
+    ]
+    text = text_of(plain, write(plain, messages, tools=[TOOL]))
+    assert "system\nBe helpful.\n\nYou can call these functions:\n" in text
+    assert json.dumps(TOOL["function"]) in text
+    assert 'assistant\nWait.\n{"name": "look", "arguments": {"at": 1}}' in text
+    assert "user\nResult of look: a wall" in text
+
+
+def test_tools_in_words_need_no_system_message(plain: Vocabulary) -> None:
+    text = text_of(plain, write(plain, [USER], tools=[TOOL]))
+    assert text.startswith("<|im_start|>system\nYou can call")
+
+
+def test_choice_of_none_keeps_the_prompt(with_tools: Vocabulary) -> None:
+    """A turn that must not call still finds the earlier turns in the cache."""
+    auto = write(with_tools, [USER], tools=[TOOL])
+    assert write(with_tools, [USER], tools=[TOOL], tool_choice="none") == auto
+
+
+def test_too_long_says_both_numbers(plain: Vocabulary) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        write(plain, [{**USER, "content": "é" * 200}])
+    assert refusal.value.code == "context_length_exceeded"
+    assert "300 tokens" in refusal.value.message
+    assert "has 411 tokens" in refusal.value.message
+
+
+def test_far_too_long_is_refused_without_tokenizing(plain: Vocabulary) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        write(plain, [{**USER, "content": "x" * 60_000_000}])
+    assert refusal.value.code == "context_length_exceeded"
+
+
+def test_template_that_refuses(with_tools: Vocabulary) -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        write(with_tools, [USER, USER])
+
+
+def test_model_without_a_template(tmp_path: Path) -> None:
+    base = Vocabulary(tiny_tokenizer(tmp_path, None), 400)
+    with pytest.raises(InvalidRequest, match="/v1/completions"):
+        write(base, [USER])
+
+
+def test_text_prompts(plain: Vocabulary) -> None:
+    prompts = PromptWriter(plain, 300)
+    assert prompts.text("Hello") == plain.tokenizer.encode("Hello")
+    with pytest.raises(InvalidRequest, match="empty"):
+        prompts.text("")
+    with pytest.raises(InvalidRequest, match="outside the vocabulary of 410"):
+        prompts.checked([5, 410], "prompt")

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.grammar import (
+    Grammar,
+    GrammarFailed,
+    GrammarProcessor,
+    answer_schema,
+)
+from engines.openai.messages import Tool
+from engines.openai.requests import InvalidRequest, validate_chat
+
+pytestmark = pytest.mark.mlx
+
+PROMPT = [1, 2, 3]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/Name"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"Name": {"type": "string", "maxLength": 8}},
+}
+
+
+def tools(*schemas: dict[str, Any] | None) -> list[Tool]:
+    listed = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": x}}
+        for i, x in enumerate(schemas)
+    ]
+    messages = [{"role": "user", "content": "x"}]
+    checked = validate_chat({"model": "m", "messages": messages, "tools": listed}).tools
+    assert checked is not None
+    return checked
+
+
+def allowed(processor: GrammarProcessor, generated: Sequence[int], width: int = 410) -> set[int]:
+    logits = processor(mx.array([*PROMPT, *generated]), mx.zeros((1, width)))
+    assert logits.shape == (1, width)
+    return set(np.flatnonzero(np.array(logits)[0] == 0).tolist())
+
+
+def accepts(vocabulary: Vocabulary, grammar: Grammar, text: str) -> bool:
+    """True if each token of ``text`` may come, and then the end, and nothing else."""
+    processor = grammar.processor(len(PROMPT), None)
+    tokens = vocabulary.tokenizer.encode(text, add_special_tokens=False)
+    for i, token in enumerate(tokens):
+        if token not in allowed(processor, tokens[:i]):
+            return False
+    return bool(allowed(processor, tokens) & vocabulary.eos)
+
+
+def random_text(vocabulary: Vocabulary, grammar: Grammar, seed: int) -> str:
+    rng = np.random.default_rng(seed)
+    processor = grammar.processor(len(PROMPT), None)
+    generated: list[int] = []
+    while len(generated) < 400:
+        # Any token that may come, the first ones rather more often: they close things.
+        choices = sorted(allowed(processor, generated))
+        token = choices[min(int(rng.exponential(20)), len(choices) - 1)]
+        if token in vocabulary.eos:
+            return str(vocabulary.tokenizer.decode(generated))
+        generated.append(token)
+    return ""
+
+
+def test_schema_is_enforced(plain: Vocabulary) -> None:
+    grammar = Grammar.compile(plain, [], False, CITY)
+    assert accepts(plain, grammar, '{"city": "Rome"}')
+    assert accepts(plain, grammar, '{\n  "city": "Rome"\n}')
+    assert not accepts(plain, grammar, '{"city": 1}')
+    assert not accepts(plain, grammar, '{"city": "Rome and Paris"}')
+    assert not accepts(plain, grammar, "{}")
+    assert not accepts(plain, grammar, '{"city": "Rome"')
+
+
+def test_whatever_is_drawn_obeys(plain: Vocabulary) -> None:
+    grammar = Grammar.compile(plain, [], False, CITY)
+    for seed in range(5):
+        text = random_text(plain, grammar, seed)
+        if text:
+            assert list(json.loads(text)) == ["city"]
+
+
+def test_json_object_without_a_schema(plain: Vocabulary) -> None:
+    wanted = validate_chat(
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "x"}],
+            "response_format": {"type": "json_object"},
+        }
+    ).response_format
+    grammar = Grammar.compile(plain, [], False, answer_schema(wanted))
+    assert accepts(plain, grammar, '{"a": [1, null]}')
+    assert not accepts(plain, grammar, "[1]")
+
+
+def test_whitespace_is_bounded(plain: Vocabulary) -> None:
+    grammar = Grammar.compile(plain, [], False, CITY)
+    assert not accepts(plain, grammar, "{" + "\n" * 40 + '"city": "Rome"}')
+
+
+def test_only_the_end_after_the_end(plain: Vocabulary) -> None:
+    processor = Grammar.compile(plain, [], False, {"type": "boolean"}).processor(3, None)
+    tokens = plain.tokenizer.encode("true", add_special_tokens=False)
+    for i in range(len(tokens)):
+        allowed(processor, tokens[:i])
+    (end,) = plain.eos
+    assert allowed(processor, tokens) == {end}
+    # The batch may compute a step or two behind the end.
+    assert allowed(processor, [*tokens, end]) == {end}
+    assert allowed(processor, [*tokens, end, 5]) == {end}
+
+
+def test_calls_and_answers(plain: Vocabulary) -> None:
+    grammar = Grammar.compile(plain, tools(CITY, None), False, {"type": "integer"})
+    assert accepts(plain, grammar, '{"name": "f0", "arguments": {"city": "Rome"}}')
+    assert accepts(plain, grammar, '{"name": "f1", "arguments": {}}')
+    assert accepts(plain, grammar, "12")
+    assert not accepts(plain, grammar, '{"name": "f2", "arguments": {}}')
+    assert not accepts(plain, grammar, '{"name": "f1", "arguments": {"city": "Rome"}}')
+    one = '{"name": "f1", "arguments": {}}'
+    assert not accepts(plain, grammar, f"{one}\n{one}")
+
+
+def test_several_calls_only_if_asked_for(plain: Vocabulary) -> None:
+    one = '{"name": "f0", "arguments": {"city": "Rome"}}'
+    grammar = Grammar.compile(plain, tools(CITY), True, None)
+    assert accepts(plain, grammar, one)
+    assert accepts(plain, grammar, "\n".join([one] * 8))
+    assert not accepts(plain, grammar, "\n".join([one] * 9))
+
+
+def test_waits_for_the_end_of_thinking(thinking: Vocabulary) -> None:
+    grammar = Grammar.compile(thinking, [], False, {"type": "integer"})
+    end = tuple(thinking.tokenizer.think_end_tokens)
+    processor = grammar.processor(len(PROMPT), end)
+    assert len(allowed(processor, [])) == 410
+    assert len(allowed(processor, [50, 51])) == 410
+    assert len(allowed(processor, [50, 51, *end])) < 50
+
+
+def test_rows_do_not_share_a_matcher(plain: Vocabulary) -> None:
+    grammar = Grammar.compile(plain, [], False, {"type": "boolean"})
+    first, second = grammar.processor(3, None), grammar.processor(3, None)
+    token = plain.tokenizer.encode("t", add_special_tokens=False)
+    before = allowed(second, [])
+    allowed(first, [])
+    allowed(first, token)
+    assert allowed(second, []) == before
+
+
+def test_masks_logits_of_any_width(plain: Vocabulary) -> None:
+    processor = Grammar.compile(plain, [], False, {"type": "boolean"}).processor(3, None)
+    assert allowed(processor, [], width=399) == allowed(processor, [], width=410)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nope"},
+        {"$ref": "http://example.com/schema"},
+        {"not": {"type": "string"}},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"type": "string", "format": "bananas"},
+        {"enum": []},
+        {"properties": 3},
+    ],
+)
+def test_blames_the_schema(plain: Vocabulary, schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        Grammar.compile(plain, [], False, schema)
+    assert refusal.value.param == "response_format"
+    assert len(refusal.value.message) > len("response_format: the JSON schema cannot be enforced: ")
+
+
+def test_blames_the_right_tool(plain: Vocabulary) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        Grammar.compile(plain, tools(CITY, {"properties": {"a": {"type": "nope"}}}), False, CITY)
+    assert refusal.value.param == "tools[1].function.parameters"
+
+
+def test_a_token_that_cannot_be_is_a_failure(plain: Vocabulary) -> None:
+    processor = Grammar.compile(plain, [], False, {"type": "boolean"}).processor(3, None)
+    wrong = plain.tokenizer.encode("x", add_special_tokens=False)
+    allowed(processor, [])
+    with pytest.raises(GrammarFailed):
+        allowed(processor, wrong)
+    assert processor.failure
+
+
+def test_huge_schemas_are_refused_fast(plain: Vocabulary) -> None:
+    huge = {"enum": [f"value {i}" for i in range(100_000)]}
+    with pytest.raises(InvalidRequest, match="too large"):
+        Grammar.compile(plain, [], False, huge)
+    large = {"properties": {f"p{i}": {"enum": [f"v{j}" for j in range(300)]} for i in range(300)}}
+    with pytest.raises(InvalidRequest) as refusal:
+        Grammar.compile(plain, tools(large), False, None)
+    assert refusal.value.param == "tools"

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engines.mlx_worker.prompt.sampling import SamplingParams, SeededSampler, filtered, make_sampler
+
+pytestmark = pytest.mark.mlx
+
+
+def logprobs(*probabilities: float) -> mx.array:
+    return mx.array(np.log(np.array([probabilities], np.float32)))
+
+
+def survivors(sampling: SamplingParams, *probabilities: float) -> list[int]:
+    return np.flatnonzero(np.isfinite(np.array(filtered(logprobs(*probabilities), sampling)[0])))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (SamplingParams(), [0, 1, 2, 3]),
+        (SamplingParams(top_k=2), [0, 1]),
+        (SamplingParams(top_k=99), [0, 1, 2, 3]),
+        (SamplingParams(top_p=0.5), [0]),
+        (SamplingParams(top_p=0.51), [0, 1]),
+        (SamplingParams(top_p=1e-6), [0]),
+        (SamplingParams(min_p=0.5), [0, 1]),
+        (SamplingParams(min_p=1.0), [0]),
+        (SamplingParams(top_k=3, top_p=0.9), [0, 1, 2]),
+        # Of the two best, 0.5 and 0.3, the first alone holds 62 % of the mass.
+        (SamplingParams(top_k=2, top_p=0.6), [0]),
+        # Temperature comes first: at 0.1 nearly all mass is on the best.
+        (SamplingParams(temperature=0.1, top_p=0.9), [0]),
+    ],
+)
+def test_filters(sampling: SamplingParams, expected: list[int]) -> None:
+    assert list(survivors(sampling, 0.5, 0.3, 0.15, 0.05)) == expected
+
+
+def test_filters_survive_extremes() -> None:
+    flat = mx.array([[-1e4, -1e4 - 1, -mx.inf]])
+    for sampling in (
+        SamplingParams(temperature=1e-4, top_p=0.5),
+        SamplingParams(temperature=2, min_p=0.01),
+    ):
+        kept = np.array(filtered(flat, sampling))
+        assert np.isfinite(kept[0, 0])
+        assert kept[0, 2] == -np.inf
+    only = filtered(mx.array([[-mx.inf, 0.0, -mx.inf]]), SamplingParams(top_k=2, top_p=0.5))
+    assert np.flatnonzero(np.isfinite(np.array(only[0]))).tolist() == [1]
+
+
+def test_greedy_rows_have_no_sampler() -> None:
+    assert make_sampler(SamplingParams(temperature=0), 1, 0) is None
+    assert make_sampler(SamplingParams(top_k=1), 1, 0) is None
+    assert make_sampler(SamplingParams(temperature=0.5), 1, 0) is not None
+
+
+def draws(seed: int, row: int, count: int = 40) -> list[int]:
+    sampler = SeededSampler(SamplingParams(), seed, row)
+    return [int(sampler(logprobs(0.25, 0.25, 0.25, 0.25)).item()) for _ in range(count)]
+
+
+def test_a_seed_repeats_and_rows_differ() -> None:
+    assert draws(7, 0) == draws(7, 0)
+    assert draws(7, 0) != draws(7, 1)
+    assert draws(7, 1) != draws(8, 0)
+    assert draws(-(2**63), 0) == draws(-(2**63), 0)
+
+
+def test_a_seed_ignores_what_else_is_drawn() -> None:
+    mx.random.seed(0)
+    alone = draws(7, 0)
+    other = SeededSampler(SamplingParams(), 1, 0)
+    sampler = SeededSampler(SamplingParams(), 7, 0)
+    mixed = []
+    for _ in alone:
+        other(logprobs(0.5, 0.5))
+        mx.random.uniform()
+        mixed.append(int(sampler(logprobs(0.25, 0.25, 0.25, 0.25)).item()))
+    assert mixed == alone
+
+
+def test_draws_follow_the_distribution() -> None:
+    sampler = SeededSampler(SamplingParams(temperature=1.0), 3, 0)
+    drawn = [int(sampler(logprobs(0.7, 0.2, 0.1)).item()) for _ in range(2000)]
+    assert np.bincount(drawn, minlength=3) / 2000 == pytest.approx([0.7, 0.2, 0.1], abs=0.04)

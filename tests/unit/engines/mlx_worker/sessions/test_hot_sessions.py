@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from engines.mlx_worker.cache.layout import Caches
+from engines.mlx_worker.sessions.hot_sessions import (
+    HotSession,
+    HotSessions,
+    common_prefix,
+)
+from kvstore.session import SessionRef
+
+pytestmark = pytest.mark.mlx
+
+TOKENS = st.lists(st.integers(0, 3), max_size=12)
+
+
+def filled(num_tokens: int, window: int | None = None) -> Caches:
+    cache = KVCache() if window is None else RotatingKVCache(window)
+    values = mx.arange(num_tokens, dtype=mx.float32).reshape(1, 1, num_tokens, 1)
+    cache.update_and_fetch(values, values)
+    return [cache]
+
+
+def hot(
+    name: str, tokens: list[int], tenant: str = "t", caches: Caches | None = None
+) -> HotSession:
+    saved: Future[bool] = Future()
+    saved.set_result(True)
+    ref = SessionRef(tenant, name, tenant.encode())
+    kept = filled(len(tokens)) if caches is None else caches
+    return HotSession(ref, np.array(tokens, np.int32), kept, 100, saved=saved)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+@given(TOKENS, TOKENS)
+def test_the_common_prefix_is_what_python_says(one: list[int], other: list[int]) -> None:
+    expected = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    assert common_prefix(np.array(one, np.int32), np.array(other, np.int32)) == expected
+
+
+def test_its_own_session_is_preferred_and_a_longer_prefix_wins() -> None:
+    sessions = HotSessions(Clock())
+    base = list(range(100))
+    for x in (hot("one", base[:60]), hot("two", base[:60] + [7]), hot("three", base[:90])):
+        sessions.put(x)
+    prompt = np.arange(100, dtype=np.int32)
+    best = sessions.best_prefix(SessionRef("t", "one", b"t"), prompt, 99)
+    assert best is not None and (best.session.ref.id, best.num_tokens) == ("three", 90)
+    sessions.take(("t", "three"))
+    best = sessions.best_prefix(SessionRef("t", "one", b"t"), prompt, 99)
+    assert best is not None and best.own and best.num_tokens == 60
+    assert (
+        sessions.best_prefix(SessionRef("t", "new", b"t"), prompt[:20], 19) is None
+    )  # not worth it
+    assert sessions.best_prefix(SessionRef("u", "one", b"u"), prompt, 99) is None
+
+
+def test_a_session_is_never_offered_to_another_salt() -> None:
+    sessions = HotSessions(Clock())
+    sessions.put(hot("one", list(range(60))))
+    prompt = np.arange(80, dtype=np.int32)
+    assert sessions.best_prefix(SessionRef("t", "one", b"other"), prompt, 79) is None
+
+
+def test_one_token_at_least_is_left_to_feed() -> None:
+    sessions = HotSessions(Clock())
+    sessions.put(hot("one", list(range(60))))
+    best = sessions.best_prefix(SessionRef("t", "one", b"t"), np.arange(60, dtype=np.int32), 59)
+    assert best is not None and best.num_tokens == 59
+    assert best.take_caches()[0].offset == 59
+
+
+def test_what_cannot_be_cut_is_offered_whole_or_not_at_all() -> None:
+    sessions = HotSessions(Clock())
+    sessions.put(hot("one", list(range(60)), caches=filled(60, window=16)))
+    ref = SessionRef("t", "one", b"t")
+    extended, edited = np.arange(80, dtype=np.int32), np.arange(80, dtype=np.int32)
+    edited[50] = 7
+    best = sessions.best_prefix(ref, extended, 79)
+    assert best is not None and best.num_tokens == 60
+    assert sessions.best_prefix(ref, edited, 79) is None
+
+
+def test_a_copy_of_anothers_beginning_leaves_the_other_whole() -> None:
+    sessions = HotSessions(Clock())
+    original = hot("one", list(range(60)))
+    sessions.put(original)
+    best = sessions.best_prefix(SessionRef("t", "two", b"t"), np.arange(50, dtype=np.int32), 49)
+    assert best is not None and not best.own
+    (copy,) = best.take_caches()
+    copy.update_and_fetch(mx.full((1, 1, 5, 1), -1.0), mx.full((1, 1, 5, 1), -1.0))
+    assert copy.offset == 54 and original.caches[0].offset == 60
+    assert original.caches[0].keys[0, 0, :60, 0].tolist() == list(range(60))
+
+
+def test_victims_come_in_order() -> None:
+    sessions = HotSessions(Clock())
+    for name in ("pinned", "old", "saving", "new"):
+        sessions.put(hot(name, [1]))
+    sessions.pin(("t", "pinned"), True)
+    saving = sessions.get(("t", "saving"))
+    assert saving is not None
+    saving.saved = Future()
+    assert [x.ref.id for x in sessions.victims()] == ["old", "new", "saving", "pinned"]
+
+
+def test_a_session_is_busy_while_any_of_its_turns_runs() -> None:
+    sessions, key = HotSessions(Clock()), ("t", "one")
+    sessions.begin_turn(key, 10)
+    sessions.begin_turn(key, 30)
+    assert sessions.busy_tokens(key) == 30 and sessions.busy() == [key]
+    sessions.end_turn(key, 30)
+    assert sessions.is_busy(key)
+    sessions.end_turn(key, 10)
+    assert not sessions.is_busy(key) and sessions.busy() == []

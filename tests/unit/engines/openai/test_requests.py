@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.openai.requests import (
+    ChatRequest,
+    InvalidRequest,
+    parse_chat,
+    parse_completion,
+    validate_chat,
+    validate_completion,
+)
+
+HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {**HELLO, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": float("inf")}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": 10**12}, "max_completion_tokens"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x" * 513]}, "stop[0]"),
+        ({"seed": 2**63}, "seed"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
+        ({"functions": [{"name": "x"}]}, "functions"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"model": ""}, "model"),
+    ],
+)
+def test_refuses_and_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        validate_chat(chat(**fields))
+    assert refusal.value.param == param
+    assert refusal.value.status == 400
+    assert refusal.value.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_refuses_what_is_not_text(kind: str) -> None:
+    content = [{"type": "text", "text": "see"}, {"type": kind, kind: {"url": "http://x"}}]
+    with pytest.raises(InvalidRequest, match="text only") as refusal:
+        validate_chat(chat(messages=[{"role": "user", "content": content}]))
+    assert refusal.value.param == "messages[0].content[1].type"
+
+
+def test_nulls_mean_defaults_and_unknown_fields_are_ignored() -> None:
+    names = ["temperature", "top_p", "max_tokens", "n", "stop", "seed", "tools", "tool_choice"]
+    nulls = dict.fromkeys(names)
+    request = validate_chat(chat(**nulls, store=True, user="u", prediction={"type": "content"}))
+    assert request.num_choices == 1
+    assert request.stops == []
+    assert request.answer_tokens is None
+
+
+def test_newer_name_of_max_tokens_wins() -> None:
+    assert validate_chat(chat(max_tokens=5, max_completion_tokens=7)).answer_tokens == 7
+    assert validate_chat(chat(max_tokens=0)).answer_tokens == 0
+
+
+def test_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = validate_chat(chat(messages=[{"role": "user", "content": parts}]))
+    assert request.messages[0].text == "ab"
+
+
+def test_bias_of_zero_is_no_bias() -> None:
+    request = validate_chat(chat(logit_bias={"foo": 0, "7": -100}))
+    assert request.bias == {7: -100.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_four_kinds_of_prompt(prompt: Any, prompts: Any) -> None:
+    assert validate_completion({"model": "m", "prompt": prompt}).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prompt": []},
+        {"prompt": ["a", 1]},
+        {"prompt": [[-1]]},
+        {"prompt": [2**31]},
+        {"prompt": ["a"] * 65, "n": 2},
+        {"prompt": "a", "suffix": "b"},
+        {"prompt": "a", "best_of": 2},
+        {"prompt": "a", "logprobs": 6},
+        {"prompt": "a", "logprobs": 1, "echo": True},
+    ],
+)
+def test_refuses_completions(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        validate_completion({"model": "m", **fields})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": "m", "temperature": NaN}',
+        b'{"model": "\xff"}',
+        b'{"x":' * 100_000,
+        b"[" * 1_000_000,
+        b'{"model": "\\ud800"}',
+        b'{"n": 1e999}',
+    ],
+)
+def test_refuses_bodies_that_are_no_objects(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_chat(body)
+
+
+def test_error_has_all_four_keys() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        parse_completion(b"{}")
+    body = refusal.value.body()
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == "invalid_request_error"
+
+
+_text = st.text("a0é ", max_size=5)
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | _text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_text, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(ChatRequest.__struct_fields__)), _json))
+def test_any_json_is_either_a_request_or_refused(fields: dict[str, Any]) -> None:
+    for body in (fields, chat(**fields)):
+        try:
+            request = validate_chat(body)
+        except InvalidRequest as error:
+            json.dumps(error.body())
+        else:
+            assert 1 <= request.num_choices <= 16

@@ -1,0 +1,75 @@
+"""The headers between gateway and engine: read as they were written, nothing else let through."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.headers import (
+    SALT_HEADER,
+    SESSION_HEADER,
+    CacheOutcome,
+    session_from,
+    session_headers,
+)
+from engines.openai.errors import InvalidRequest
+from kvstore.session import SessionRef
+
+
+@pytest.mark.parametrize(
+    ("outcome", "header"),
+    [
+        (CacheOutcome("miss", 0, "never-stored"), "miss; tokens=0; reason=never-stored"),
+        (CacheOutcome("hot", 40), "hot; tokens=40"),
+        (CacheOutcome("cold-redis", 7, "diverged"), "cold-redis; tokens=7; reason=diverged"),
+    ],
+)
+def test_an_outcome_is_read_as_it_was_written(outcome: CacheOutcome, header: str) -> None:
+    assert outcome.header() == header
+    assert CacheOutcome.parse(header) == outcome
+
+
+def test_an_outcome_without_a_number_is_read() -> None:
+    assert CacheOutcome.parse("miss") == CacheOutcome("miss", 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "warm; tokens=1",
+        "cold-None; tokens=1",
+        'hot"; tokens=1',
+        "hot; tokens=x",
+        "hot; tokens=1\n",
+    ]
+    + ["hot; tokens=1; reason=UPPER", "hot; tokens=1; reason=a b"]
+    + ["hot; tokens=" + "9" * 5000],
+)
+def test_anything_else_is_no_outcome(text: str) -> None:
+    assert CacheOutcome.parse(text) is None
+
+
+@given(
+    st.builds(
+        SessionRef,
+        tenant=st.from_regex(r"[a-zA-Z0-9._-]{1,20}", fullmatch=True),
+        id=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+        salt=st.binary(max_size=32),
+    )
+)
+def test_a_session_is_read_as_it_was_written(session: SessionRef) -> None:
+    headers = session_headers(session)
+    assert all(value.isascii() and value.isprintable() for value in headers.values())
+    assert session_from(headers) == session
+
+
+def test_a_request_without_the_header_has_no_session() -> None:
+    assert session_from({}) is None
+    assert session_from({SESSION_HEADER: "", SALT_HEADER: "00"}) is None
+
+
+def test_a_salt_that_is_not_hexadecimal_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=SALT_HEADER):
+        session_from({SESSION_HEADER: "s", SALT_HEADER: "xx"})

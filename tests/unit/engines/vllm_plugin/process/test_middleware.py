@@ -1,0 +1,229 @@
+"""The middleware of vLLM's HTTP server, with an application and a hub of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.headers import CACHE_HEADER
+from engines.vllm_plugin.config import PluginSettings, write_settings
+from engines.vllm_plugin.identity import answer_id_of
+from engines.vllm_plugin.messages import RequestAdmitted, frame
+from engines.vllm_plugin.process import middleware as middleware
+from engines.vllm_plugin.process.middleware import CacheHeaderMiddleware
+from kvstore.config import StoreConfig
+
+HEADER = CACHE_HEADER.encode()
+
+
+class FakeHub:
+    """Accepts the front and reports what the test says."""
+
+    def __init__(self) -> None:
+        self.writers: list[asyncio.StreamWriter] = []
+        self.connected = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        self.connected.set()
+
+    async def report(self, answer_id: str, cache: str) -> None:
+        await self.connected.wait()
+        for writer in self.writers:
+            writer.write(frame(RequestAdmitted(answer_id, cache)))
+
+
+@asynccontextmanager
+async def hub_at(folder: Path) -> AsyncIterator[FakeHub]:
+    hub = FakeHub()
+    server = await asyncio.start_unix_server(hub.serve, str(folder / "hub.sock"))
+    try:
+        yield hub
+    finally:
+        server.close()
+        for writer in hub.writers:
+            writer.close()
+
+
+def scope_for(folder: Path, path: str = "/v1/chat/completions") -> dict[str, Any]:
+    settings = PluginSettings(store=StoreConfig(), runtime_dir=str(folder), disk_path="", token="t")
+    extra = {"settings": str(write_settings(settings))}
+    args = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    app = SimpleNamespace(state=SimpleNamespace(args=args))
+    headers = [(b"x-request-id", b"the client's"), (b"accept", b"*/*")]
+    return {"type": "http", "path": path, "headers": headers, "app": app}
+
+
+def head(status: int = 200, kind: bytes = b"application/json") -> dict[str, Any]:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
+
+
+def body(data: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def never_read() -> dict[str, Any]:
+    raise AssertionError("nobody reads the request here")
+
+
+async def through(front: CacheHeaderMiddleware, scope: dict[str, Any]) -> list[Any]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await front(scope, never_read, send)
+    await stop_listening()
+    return sent
+
+
+async def stop_listening() -> None:
+    """The front listens for as long as its server lives; a test is shorter."""
+    for task in [x for x in asyncio.all_tasks() if x.get_name() == "cold-reports"]:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_whole_answer_says_where_its_kv_came_from(tmp_path):
+    async with hub_at(tmp_path) as hub:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
+            await hub.report(answer_id, "cold-disk; tokens=64")
+            await asyncio.sleep(0.05)
+            await send(head())
+            await send(body(b"{}"))
+
+        start, rest = await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
+    assert (HEADER, b"cold-disk; tokens=64") in start["headers"]
+    assert rest == body(b"{}")
+
+
+async def test_a_report_may_be_a_moment_late(tmp_path):
+    async with hub_at(tmp_path) as hub:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
+            await send(head())
+            late = asyncio.create_task(hub.report(answer_id, "hot; tokens=32"))
+            await send(body(b"{}"))
+            await late
+
+        start, _ = await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
+    assert (HEADER, b"hot; tokens=32") in start["headers"]
+
+
+async def test_a_streams_head_goes_out_with_the_report_not_with_the_first_token(tmp_path):
+    seen: list[Any] = []
+
+    async with hub_at(tmp_path) as hub:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
+            await send(head(kind=b"text/event-stream; charset=utf-8"))
+            assert not seen  # held back: nobody knows yet
+            await hub.report(answer_id, "miss; tokens=0")
+            while not seen:
+                await asyncio.sleep(0.005)
+            await send(body(b"data: 1\n\n", more=True))
+            await send(body(b"data: [DONE]\n\n"))
+
+        async def send(message: Any) -> None:
+            seen.append(message)
+
+        await CacheHeaderMiddleware(app)(scope_for(tmp_path), never_read, send)
+        await stop_listening()
+    assert [x["type"].rpartition(".")[2] for x in seen] == ["start", "body", "body"]
+    assert (HEADER, b"miss; tokens=0") in seen[0]["headers"]
+
+
+async def test_a_long_prefill_shows_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(middleware, "KEEP_ALIVE_S", 0.02)
+    async with hub_at(tmp_path) as hub:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
+            await send(head(kind=b"text/event-stream"))
+            await hub.report(answer_id, "miss; tokens=0")
+            await asyncio.sleep(0.2)
+            await send(body(b"data: 1\n\n"))
+            await asyncio.sleep(0.1)
+
+        sent = await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
+    assert sent[0]["type"] == "http.response.start"
+    assert sent[1]["body"] == b": prefill\n\n"
+    assert sent[-1] == body(b"data: 1\n\n")  # and none after the first token
+
+
+async def test_without_a_hub_answers_only_lack_the_header(tmp_path, caplog):
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(head())
+        await send(body(b"{}"))
+
+    start, rest = await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
+    assert HEADER not in dict(start["headers"])
+    assert rest == body(b"{}")
+
+
+async def test_errors_are_not_held_up(tmp_path):
+    async with hub_at(tmp_path):
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send(head(status=400))
+            await send(body(b"no"))
+
+        async with asyncio.timeout(0.2):
+            start, _ = await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
+    assert start["status"] == 400
+
+
+async def test_an_application_that_fails_leaves_nothing_behind(tmp_path):
+    async with hub_at(tmp_path):
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send(head(kind=b"text/event-stream"))
+            raise RuntimeError("the engine died")
+
+        with pytest.raises(RuntimeError, match="engine died"):
+            await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
+    await stop_listening()
+
+
+async def test_other_paths_pass_through_untouched(tmp_path):
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (b"x-request-id", b"the client's") in scope["headers"]
+        await send(head())
+        await send(body(b"ok"))
+
+    assert await through(CacheHeaderMiddleware(app), scope_for(tmp_path, "/health")) == [
+        head(),
+        body(b"ok"),
+    ]
+
+
+async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
+    """The gateway may then be told that the engine is ready."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "lifespan.startup.complete"})
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with hub_at(tmp_path) as hub:
+        await CacheHeaderMiddleware(app)(
+            {**scope_for(tmp_path), "type": "lifespan"}, never_read, send
+        )
+        assert sent == [{"type": "lifespan.startup.complete"}]
+        async with asyncio.timeout(10):
+            await hub.connected.wait()
+        await stop_listening()

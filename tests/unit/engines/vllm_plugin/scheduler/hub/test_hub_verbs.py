@@ -1,0 +1,192 @@
+"""What the gateway asks of an engine of two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from engines.vllm_plugin.messages import (
+    RankLost,
+)
+from engines.wire import (
+    MAX_FRAME_BYTES,
+    Demote,
+    Done,
+    Forget,
+    GetStats,
+    ListSessions,
+    Pin,
+    Prefetch,
+    Refused,
+    Sessions,
+    Stats,
+    Unpin,
+)
+from tests.block_sessions import BLOCK, ref, save
+from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, wait
+
+TOO_LITTLE = 1000 / (1 << 26)  # of a tier's bytes: less than a session takes
+
+
+def test_a_session_is_cold_only_where_every_rank_has_it(engine):
+    engine.save(ranks=1)
+    assert engine.ask(ListSessions()) == Sessions([])
+    engine.save()
+    (report,) = engine.ask(ListSessions()).sessions
+    assert (report.id, report.hot, report.tier, report.tokens) == ("s", False, "ram", 100)
+    assert report.cold_bytes == sum(x.record(ref()).packed_bytes for x in engine.stores)
+
+
+def test_demote_waits_for_a_save_that_is_under_way(engine):
+    engine.unsaved = "s"
+    done = engine.done(Demote(ref(), "disk"))
+    assert (done.report.tier, done.kept) == ("disk", "")
+    assert engine.waited == ["s", "s"]
+
+
+def test_demote_waits_until_the_blocks_are_handed_over(engine):
+    engine.save()
+    engine.hot.begin(ref())
+    engine.hot.count_save(ref(), +1)
+    engine.hot.end(ref(), CHAIN)
+    threading.Timer(0.1, engine.hot.count_save, (ref(), -1)).start()
+    assert engine.done(Demote(ref())).kept == ""
+    assert not engine.hot.is_saving(("t", "s"))
+
+
+def test_demote_moves_it_down_on_every_rank(engine):
+    engine.save()
+    done = engine.done(Demote(ref(), "disk"))
+    assert (done.report.tier, done.kept) == ("disk", "")
+    assert [x.tier_of(x.record(ref())) for x in engine.stores] == ["disk", "disk"]
+    assert engine.done(Prefetch(ref())).report.tier == "ram"
+
+
+def test_demote_drops_the_live_blocks(engine):
+    engine.save()
+    engine.hot.begin(ref())
+    engine.pool.fill(CHAIN)
+    assert engine.done(Demote(ref())).kept == "busy"
+    engine.hot.end(ref(), CHAIN)
+    assert engine.ask(ListSessions()).sessions[0].hot
+    assert not engine.done(Demote(ref())).report.hot
+    engine.hot.drop_asked()
+    assert not engine.pool.cached
+
+
+def test_without_a_cold_copy_the_live_one_is_kept(engine):
+    engine.hot.begin(ref())
+    engine.pool.fill(CHAIN)
+    engine.hot.end(ref(), CHAIN)
+    done = engine.done(Demote(ref()))
+    assert (done.kept, done.report.hot, done.report.tier) == ("no-cold-copy", True, None)
+
+
+def test_a_pinned_session_is_kept(engine):
+    engine.save()
+    assert engine.done(Pin(ref())).report.pinned
+    assert engine.done(Demote(ref(), "disk")).kept == "pinned"
+    assert not engine.done(Unpin(ref())).report.pinned
+
+
+def test_a_pin_that_one_rank_has_no_room_for_is_refused_by_all(engine):
+    engine.restart_rank(1, pinned_share=TOO_LITTLE)
+    engine.save()
+    refused = engine.ask(Pin(ref()))
+    assert isinstance(refused, Refused) and refused.code == "pin_limit"
+    assert [x.record(ref()).pinned for x in engine.stores] == [False, False]
+
+
+def test_a_session_that_one_rank_does_not_have_is_pinned_by_none(engine):
+    engine.save(ranks=1)
+    assert engine.done(Pin(ref())).report is None
+    assert not engine.stores[0].record(ref()).pinned
+
+
+def test_a_session_is_pinned_only_where_every_rank_has_it_pinned(engine):
+    engine.save()
+    engine.stores[0].pin(ref(), True)
+    (report,) = engine.ask(ListSessions()).sessions
+    assert not report.pinned
+    assert engine.done(Pin(ref())).report.pinned
+    engine.restart_rank(1, pinned_share=TOO_LITTLE)
+    assert engine.done(Pin(ref())).report.pinned
+    assert [x.record(ref()).pinned for x in engine.stores] == [True, True]
+
+
+def test_forget_tells_what_it_was(engine):
+    engine.save()
+    assert engine.done(Forget(ref())).report.tokens == 100
+    assert engine.done(Forget(ref())).report is None
+    assert engine.ask(ListSessions()) == Sessions([])
+
+
+def test_forget_waits_for_a_save_that_is_under_way(engine):
+    engine.unsaved = "s"
+    engine.done(Forget(ref()))
+    assert engine.waited == ["s", "s"]
+    assert [x.record(ref()) for x in engine.stores] == [None, None]
+    assert [x.num_blobs for store in engine.stores for x in store.stats().tiers] == [0] * 4
+
+
+def test_forget_waits_until_the_blocks_are_handed_over(engine):
+    engine.save()
+    engine.hot.begin(ref())
+    engine.hot.count_save(ref(), +1)
+    engine.hot.end(ref(), CHAIN)
+    order = []
+
+    def hand_over() -> None:
+        order.extend(engine.waited)  # no rank was asked yet
+        engine.hot.count_save(ref(), -1)
+
+    threading.Timer(0.1, hand_over).start()
+    engine.done(Forget(ref()))
+    assert order == []
+    assert engine.waited == ["s", "s"]
+
+
+def test_what_cannot_be_forgotten_now_is_said(engine):
+    engine.save()
+    engine.endless = "s"
+    refused = engine.ask(Forget(ref()))
+    assert isinstance(refused, Refused) and "does not end" in refused.message
+    assert engine.stores[0].record(ref()) is not None
+
+
+def test_a_turn_that_has_just_ended_is_pinned(engine):
+    engine.unsaved = "s"
+    assert engine.done(Pin(ref())).report.pinned
+
+
+def test_a_list_of_any_length_reaches_the_gateway(engine):
+    """More than a frame holds; and the link is as good as before."""
+    num = 3 * MAX_FRAME_BYTES // 1_000_000
+    for store in engine.stores:
+        for i in range(num):
+            save(store, ref(f"{i:04}" + "x" * 1_000_000), CHAIN[:1])
+    first = engine.ask(ListSessions())
+    assert isinstance(first, Sessions) and first.more
+    listed = asyncio.run(engine.verbs_list())
+    assert len(listed) == num
+    assert engine.hub.ready
+
+
+def test_a_session_that_a_rank_lost_is_told_of(engine):
+    engine.links[0].send(RankLost(ref()))
+    wait(lambda: engine.saved == [RankLost(ref())])
+
+
+def test_nobody_is_unknown(engine):
+    for verb in (Demote(ref("x")), Prefetch(ref("x")), Pin(ref("x")), Forget(ref("x"))):
+        assert engine.done(verb) == Done(None)
+
+
+def test_stats_add_the_ranks_up(engine):
+    engine.save()
+    answer = engine.ask(GetStats())
+    assert isinstance(answer, Stats)
+    assert answer.report.hot_capacity_bytes == 100 * BLOCK * 2000
+    ram = next(x for x in answer.report.tiers if x.name == "ram")
+    assert ram.num_blobs == 2 * 8  # seven blobs and a record on each rank
+    assert answer.report.counters["saves"] == 1  # of the engine, not of each rank

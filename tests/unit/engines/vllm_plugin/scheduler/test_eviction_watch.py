@@ -1,0 +1,143 @@
+"""What becomes of a session's blocks in vLLM's pool is told, once, and to nobody's harm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.wire import Notice, SessionRef, SessionReport
+from tests.block_sessions import hashes, ref
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
+
+CHAIN = hashes(list(range(100)))
+NAME = ("t", "s")
+
+
+def quiet_session(id: str = "s", chain: list[bytes] = CHAIN) -> tuple[ResidentSessions, Pool]:
+    hot, pool = ResidentSessions(), Pool()
+    hot.bind(pool)
+    turn(hot, pool, id, chain)
+    return hot, pool
+
+
+def turn(hot: ResidentSessions, pool: Pool, id: str = "s", chain: list[bytes] = CHAIN) -> None:
+    hot.begin(ref(id))
+    pool.fill(chain)
+    hot.end(ref(id), chain)
+
+
+def test_a_session_is_hot_only_while_all_of_it_is_there():
+    hot, pool = quiet_session()
+    assert hot.num_resident(NAME) == len(CHAIN)
+    del pool.cached[CHAIN[-1]]  # vLLM reuses a chain from its tail on
+    assert hot.num_resident(NAME) == 0
+
+
+def test_a_beginning_that_others_share_makes_nobody_hot():
+    hot, pool = quiet_session("a")
+    turn(hot, pool, "b", [*CHAIN[:5], *hashes(list(range(500, 520)))])
+    pool.cached = {h: x for h, x in pool.cached.items() if h not in CHAIN[5:]}
+    assert hot.num_resident(("t", "a")) == 0
+    assert hot.num_resident(("t", "b")) == 10
+
+
+def test_what_cooled_is_told_once():
+    hot, pool = quiet_session()
+    assert hot.take_cooled() == []
+    pool.cached.clear()
+    assert hot.take_cooled() == [NAME]
+    assert hot.take_cooled() == []
+    turn(hot, pool)
+    pool.cached.clear()
+    assert hot.take_cooled() == [NAME]
+
+
+def test_a_session_that_is_served_is_not_cold():
+    hot, pool = quiet_session()
+    pool.cached.clear()
+    hot.begin(ref())
+    assert hot.take_cooled() == []
+
+
+class Gateway:
+    def __init__(self) -> None:
+        self.notices: asyncio.Queue[Notice] = asyncio.Queue()
+
+    def hear(self, notice: Notice) -> None:
+        self.notices.put_nowait(notice)
+
+    async def next(self) -> Notice:
+        async with asyncio.timeout(30):
+            return await self.notices.get()
+
+
+@contextmanager
+def running(watch: EvictionWatch) -> Iterator[None]:
+    task = asyncio.create_task(watch.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def cold(session: SessionRef) -> SessionReport:
+    return SessionReport(
+        tenant=session.tenant,
+        id=session.id,
+        hot=False,
+        tier="ram",
+        tokens=100,
+        hot_bytes=0,
+        cold_bytes=10,
+        idle_s=1.0,
+        pinned=False,
+        busy=False,
+    )
+
+
+async def test_the_gateway_hears_of_it():
+    hot, pool = quiet_session()
+    gateway = Gateway()
+
+    async def look(session: SessionRef) -> SessionReport:
+        return cold(session)
+
+    with running(EvictionWatch(hot, look, gateway.hear, every_s=0.001)):
+        pool.cached.clear()
+        notice = await gateway.next()
+    assert (notice.cause, notice.session) == ("dropped", cold(ref()))
+
+
+async def test_a_session_that_nobody_saved_is_lost():
+    hot, pool = quiet_session()
+    gateway = Gateway()
+
+    async def look(session: SessionRef) -> None:
+        return None
+
+    with running(EvictionWatch(hot, look, gateway.hear, every_s=0.001)):
+        pool.cached.clear()
+        notice = await gateway.next()
+    assert notice.cause == "lost"
+    assert (notice.session.id, notice.session.hot, notice.session.tier) == ("s", False, None)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, AssertionError])
+async def test_a_session_that_cannot_be_looked_at_ends_no_watch(error: type[Exception]):
+    hot, pool = quiet_session("a")
+    turn(hot, pool, "b")
+    gateway = Gateway()
+
+    async def look(session: SessionRef) -> SessionReport:
+        if session.id == "a":
+            raise error
+        return cold(session)
+
+    with running(EvictionWatch(hot, look, gateway.hear, every_s=0.001)):
+        pool.cached.clear()
+        assert (await gateway.next()).session.id == "b"

@@ -1,0 +1,130 @@
+"""How much is staged at once, and who is next."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.vllm_plugin.messages import Probe, Release, Stage, Staged
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
+    PROMPT,
+    Bench,
+    Request,
+    new_bench,
+)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = new_bench()
+    bench.ranks.packed_bytes_per_token = 10
+    return bench
+
+
+def waiting(bench: Bench, *names: str) -> list[Request]:
+    """Requests that ask in this order; each takes 400 of the 1000 bytes that may be staged."""
+    requests = [Request(PROMPT, name=x, session=x) for x in names]
+    for request in requests:
+        bench.tracker.add(request)
+    ask_all(bench, requests)
+    return requests
+
+
+def ask_all(bench: Bench, requests: list[Request]) -> None:
+    """A step of vLLM's in which nothing is known yet."""
+    for request in requests:
+        assert bench.tracker.match(request, 0) == (None, False)
+
+
+def staged_for(bench: Bench) -> list[str]:
+    return [x.session.id for x in bench.ranks.sent if isinstance(x, Stage)]
+
+
+def test_no_more_is_staged_than_there_is_room_for(bench):
+    requests = waiting(bench, "a", "b", "c", "d")
+    assert staged_for(bench) == ["a", "b"]
+    bench.ranks.answer(10)  # of b; nobody has read it yet, so it is in memory
+    assert bench.tracker.match(requests[1], 0) == (40, True)
+    ask_all(bench, requests[2:])
+    bench.tracker.allocated(requests[1], [list(range(20, 31))], 40)
+    ask_all(bench, requests[2:])
+    assert staged_for(bench) == ["a", "b"]
+    bench.tracker.absorb(set(), ["b"], {})
+    ask_all(bench, requests[2:])
+    assert staged_for(bench) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_miss_or_an_abort_makes_room(bench, answered):
+    requests = waiting(bench, "a", "b", "c")
+    if answered:
+        bench.ranks.answer(0, tier=None, reason="never-stored")
+        assert bench.tracker.match(requests[1], 0) == (0, False)
+    else:
+        bench.tracker.finished(requests[1], [[]])
+    ask_all(bench, requests[2:])
+    assert staged_for(bench) == ["a", "b", "c"]
+
+
+def test_a_session_larger_than_all_room_is_staged_alone(bench):
+    small = Request(PROMPT, name="small", session="small")
+    large = Request(list(range(200)), name="large", session="large")
+    behind = Request(PROMPT, name="behind", session="behind")
+    for request in (small, large, behind):
+        bench.tracker.add(request)
+    ask_all(bench, [small, large, behind])
+    assert staged_for(bench) == ["small"]  # who came later does not overtake
+    bench.tracker.finished(small, [[]])
+    ask_all(bench, [behind, large])
+    assert staged_for(bench) == ["small", "large"]
+    ask_all(bench, [behind])
+    bench.tracker.finished(large, [[]])
+    ask_all(bench, [behind])
+    assert staged_for(bench) == ["small", "large", "behind"]
+
+
+def test_who_gives_up_waiting_keeps_nobody_back(bench):
+    requests = waiting(bench, "a", "b", "c", "d", "e")
+    bench.tracker.finished(requests[2], [[]])
+    assert bench.tracker.match(requests[3], 40) == (0, False)  # vLLM has it all by now
+    bench.tracker.finished(requests[0], [[]])
+    ask_all(bench, requests[4:])
+    assert staged_for(bench) == ["a", "b", "e"]
+
+
+def probes(bench: Bench) -> dict[str, int]:
+    """Tickets of the probes that were sent, by session."""
+    return {x.session.id: x.ticket for x in bench.ranks.sent if isinstance(x, Probe)}
+
+
+def test_who_has_nothing_stored_does_not_wait_in_a_full_line(bench):
+    requests = waiting(bench, "a", "b", "new", "old", "newer")
+    assert [*probes(bench)] == ["new", "old", "newer"]
+    for name, end, reason in (("new", 0, "never-stored"), ("old", 3, None), ("newer", 0, None)):
+        ticket = probes(bench)[name]
+        bench.ranks.answers[ticket] = Staged(ticket, end, None, reason)
+    assert bench.tracker.match(requests[2], 0) == (0, False)
+    assert bench.tracker.match(requests[4], 0) == (0, False)
+    ask_all(bench, requests[3:4])
+    ask_all(bench, requests[3:4])
+    assert bench.tracker.match(requests[2], 0) == (0, False)  # asked again, as vLLM may
+    bench.tracker.finished(requests[0], [[]])
+    ask_all(bench, requests[3:4])
+    assert staged_for(bench) == ["a", "b", "old"]
+    assert len(probes(bench)) == 3
+
+
+def test_a_probe_is_withdrawn_with_its_request(bench):
+    requests = waiting(bench, "a", "b", "c")
+    bench.tracker.finished(requests[2], [[]])
+    assert Release(probes(bench)["c"]) in bench.ranks.sent
+
+
+def test_who_finds_room_asks_nothing_more(bench):
+    requests = waiting(bench, "a", "b", "c")
+    bench.tracker.finished(requests[0], [[]])
+    ask_all(bench, requests[2:])
+    bench.ranks.answer(10)
+    assert bench.tracker.match(requests[2], 0) == (40, True)
+    bench.tracker.allocated(requests[2], [list(range(20, 31))], 40)
+    bench.tracker.absorb(set(), ["c"], {})
+    assert Release(probes(bench)["c"]) in bench.ranks.sent

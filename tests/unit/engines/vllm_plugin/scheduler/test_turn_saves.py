@@ -1,0 +1,109 @@
+"""The end of a turn: what is saved, and what stays in vLLM's blocks."""
+
+from __future__ import annotations
+
+from kvstore.session import SessionRef
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Bench, Request
+
+
+def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
+    request = Request(PROMPT, num_computed_tokens=42)
+    bench.tracker.add(request)
+    ids = bench.pool.fill(request.block_hashes)
+    bench.tracker.finished(request, [[*ids, 30]])
+    save = bench.tracker.take_step([]).saves[0]
+    assert (save.session.id, save.block_ids, len(save.hashes)) == ("s", ids, 10)
+    assert {bench.pool.blocks[x].ref_cnt for x in ids} == {1}
+    bench.tracker.absorb(set(), [], {save.job: 1})
+    assert bench.tracker.has_work
+    bench.tracker.absorb(set(), [], {save.job: 1})
+    assert not bench.tracker.has_work
+    assert bench.pool.freed == ids[::-1]  # the tail is reused first
+    assert bench.ended == [save.session]
+
+
+def test_tokens_of_a_step_in_flight_do_not_count(bench):
+    request = Request(PROMPT, num_computed_tokens=40, num_in_flight_tokens=1)
+    bench.tracker.add(request)
+    bench.tracker.finished(request, [list(range(10))])
+    assert len(bench.tracker.take_step([]).saves[0].hashes) == 9
+
+
+def test_a_request_without_a_session_is_not_saved(bench):
+    request = Request(PROMPT, num_computed_tokens=42, kv_transfer_params=None)
+    bench.tracker.add(request)
+    bench.tracker.finished(request, [list(range(10))])
+    assert bench.tracker.is_settled
+
+
+def test_vllms_own_session_id_will_do(bench):
+    request = Request(PROMPT, num_computed_tokens=42, kv_transfer_params=None, session_id="theirs")
+    bench.tracker.add(request)
+    bench.tracker.finished(request, [list(range(10))])
+    assert bench.tracker.take_step([]).saves[0].session == SessionRef("", "theirs", b"ab")
+
+
+def ran(bench: Bench, name: str, tokens: list[int]) -> list[int]:
+    """One whole turn that left its blocks in vLLM's pool."""
+    request = Request(tokens, name=name, session=name, num_computed_tokens=len(tokens))
+    bench.tracker.add(request)
+    ids = bench.pool.fill(request.block_hashes)
+    bench.tracker.finished(request, [ids])
+    for save in bench.tracker.take_step([]).saves:
+        bench.tracker.absorb(set(), [], {save.job: 2})
+    return ids
+
+
+def test_demoted_blocks_are_gone_before_the_next_look(bench):
+    ran(bench, "a", PROMPT)
+    assert bench.hot.num_resident(("t", "a")) == 10
+    bench.hot.ask_to_drop(("t", "a"))
+    assert bench.hot.num_resident(("t", "a")) == 0
+    assert bench.pool.cached  # vLLM's tables change on vLLM's thread only
+    bench.tracker.add(Request([7] * 42, name="other", session="other"))
+    assert not bench.pool.cached
+
+
+def test_blocks_that_another_session_needs_stay(bench):
+    ran(bench, "a", PROMPT)
+    ran(bench, "b", [*PROMPT[:20], *range(500, 522)])
+    bench.hot.ask_to_drop(("t", "a"))
+    bench.tracker.take_step([])
+    assert bench.hot.num_resident(("t", "b")) == 10
+    assert len(bench.pool.cached) == 10
+
+
+def test_a_turn_that_came_meanwhile_keeps_its_blocks(bench):
+    ran(bench, "a", PROMPT)
+    bench.hot.ask_to_drop(("t", "a"))
+    with_turn = Request(PROMPT, name="again", session="a")
+    bench.hot.begin(SessionRef("t", "a", b""))
+    bench.tracker.add(with_turn)
+    assert len(bench.pool.cached) == 10
+
+
+def test_idle_time_and_business_of_sessions(bench):
+    bench.now[0] = 100.0
+    request = Request(PROMPT, num_computed_tokens=42)
+    bench.tracker.add(request)
+    assert bench.hot.is_busy(("t", "s"))
+    bench.now[0] = 107.0
+    bench.tracker.finished(request, [list(range(10))])
+    bench.now[0] = 110.0
+    assert not bench.hot.is_busy(("t", "s"))
+    assert bench.hot.idle_s(("t", "s")) == 3.0
+    assert bench.hot.idle_s(("t", "nobody")) is None
+
+
+def test_what_requests_and_saves_hold_is_not_idle(bench):
+    """It is counted as used, and twice would be pressure that is none."""
+    request = Request(PROMPT, num_computed_tokens=len(PROMPT))
+    bench.tracker.add(request)
+    ids = bench.pool.fill(request.block_hashes)
+    bench.tracker.finished(request, [ids])
+    assert (bench.hot.num_used_blocks(), bench.hot.num_idle_blocks()) == (10, 0)
+    for save in bench.tracker.take_step([]).saves:
+        bench.tracker.absorb(set(), [], {save.job: 2})
+    assert (bench.hot.num_used_blocks(), bench.hot.num_idle_blocks()) == (0, 10)
+    bench.tracker.add(Request(PROMPT, name="again"))
+    assert bench.hot.num_idle_blocks() == 0

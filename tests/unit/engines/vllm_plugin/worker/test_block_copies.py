@@ -1,0 +1,88 @@
+"""Compiled copies against numpy's, for all shapes and orders of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.vllm_plugin.worker.block_copies import BATCH, BlockCopies
+
+NUM_BLOCKS = 9
+
+
+def side(heads: int, tokens: int, dim: int, transposed: bool, dtype: Any) -> np.ndarray:
+    """(num_blocks, heads, tokens, dim), in memory that it shares with another side."""
+    axes = (dim, tokens) if transposed else (tokens, dim)
+    halves = np.zeros((NUM_BLOCKS, heads, 2, *axes), dtype)
+    return halves[:, :, 1].swapaxes(2, 3) if transposed else halves[:, :, 1]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[np.ndarray], list[np.ndarray], list[int], int]:
+    tokens, dtype = draw(st.integers(1, 9)), draw(st.sampled_from([np.int16, np.int32]))
+    ids = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=4))
+    first, behind = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    sides, arrays = [], []
+    for _ in range(draw(st.integers(1, BATCH + 3))):
+        heads, dim = draw(st.integers(1, 3)), draw(st.integers(1, 7))
+        sides.append(side(heads, tokens, dim, draw(st.booleans()), dtype))
+        shape = (heads, (first + len(ids) + behind) * tokens, dim)
+        number = np.arange(1, 1 + np.prod(shape)) * 7919 % 30_011
+        arrays.append(number.reshape(shape).astype(dtype))
+    return sides, arrays, ids, first
+
+
+def blocks_of(array: np.ndarray, tokens: int, first: int, count: int) -> np.ndarray:
+    heads, _, dim = array.shape
+    return array.reshape(heads, -1, tokens, dim)[:, first : first + count].swapaxes(0, 1)
+
+
+@pytest.mark.slow
+@settings(deadline=None)  # the first ones compile
+@given(cases())
+def test_what_numpy_would_copy(
+    case: tuple[list[np.ndarray], list[np.ndarray], list[int], int],
+) -> None:
+    sides, arrays, ids, first = case
+    copies, tokens = BlockCopies(sides), sides[0].shape[2]
+    copies.write(ids, arrays, first)
+    others = [x for x in range(NUM_BLOCKS) if x not in ids]
+    for x, array in zip(sides, arrays, strict=True):
+        assert np.array_equal(x[ids], blocks_of(array, tokens, first, len(ids)))
+        assert not x[others].any()
+        assert x.base is None or not x.base.reshape(NUM_BLOCKS, x.shape[1], 2, -1)[:, :, 0].any()
+    back = [np.zeros((x.shape[0], len(ids) * tokens, x.shape[2]), x.dtype) for x in arrays]
+    copies.read(ids, back)
+    for found, array in zip(back, arrays, strict=True):
+        assert np.array_equal(found, array[:, first * tokens : (first + len(ids)) * tokens])
+
+
+def test_a_run_may_be_a_view_of_a_longer_one() -> None:
+    target = side(2, 4, 8, True, np.int32)
+    long = np.arange(2 * 40 * 8, dtype=np.int32).reshape(2, 40, 8)
+    BlockCopies([target]).write([3, 1], [long[:, 8:16]], 0)
+    assert np.array_equal(target[[3, 1]], blocks_of(long, 4, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("ids", "first", "words"),
+    [
+        ([0, NUM_BLOCKS], 0, "there are 9 blocks, not 0 to 9"),
+        ([-1], 0, "there are 9 blocks, not -1 to -1"),
+        ([0, 1], 1, "a run of fewer than 12 tokens"),
+    ],
+)
+def test_nothing_is_copied_beyond_either_end(ids: Sequence[int], first: int, words: str) -> None:
+    target, run = side(2, 4, 8, True, np.int32), np.ones((2, 8, 8), np.int32)
+    copies = BlockCopies([target])
+    with pytest.raises(IndexError, match=words):
+        copies.write(ids, [run], first)
+    assert not target.any()
+    if first == 0:
+        with pytest.raises(IndexError, match=words):
+            copies.read(ids, [run])

@@ -1,0 +1,291 @@
+"""A rank whole: saves under way on one side, the hub's verbs on the other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engines.calibration.gate.profiles import save as write_profile
+from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.vllm_plugin.messages import Probe, RankHello, RankNews, Stage, Staged, receive
+from engines.vllm_plugin.plan import Save
+from engines.vllm_plugin.scheduler.hub.hub import Hub
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.verbs import VllmVerbs
+from engines.vllm_plugin.worker.host_blocks import HostBlocks
+from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
+from engines.vllm_plugin.worker.transfer import Transfer
+from engines.wire import MAX_FRAME_BYTES
+from kvstore.codecs.profile import Profile
+from kvstore.session import SessionRef
+from kvstore.shapes import KVPair
+from kvstore.stats import Counters
+from tests.blob_names import all_named
+from tests.block_sessions import (
+    BLOCK,
+    FINGERPRINT,
+    LAYOUT,
+    check_rows,
+    hashes,
+    open_store,
+    ram_and_disk,
+    ref,
+    save,
+    served,
+)
+from tests.faulty_tier import FaultyTier
+from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.unit.engines.vllm_plugin.hub_engine import wait
+from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
+from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
+
+CHAIN = hashes(list(range(100)))
+OTHER = hashes(list(range(500, 600)))
+IDS = list(range(len(CHAIN)))
+
+
+class SlowBlocks(NumpyBlocks):
+    """Reading them takes until the test lets it go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def read(self, block_ids: Sequence[int]) -> list[KVPair]:
+        self.reading.set()
+        assert self.go_on.wait(30)
+        return super().read(block_ids)
+
+
+class Rank:
+    def __init__(self, folder: Path, codecs: ServedCodecs | None = None) -> None:
+        self.blocks = SlowBlocks()
+        self.ram, self.disk = (FaultyTier(x) for x in ram_and_disk(folder / "disk"))
+        self.store = open_store([self.ram, self.disk])
+        self.staging = StagingArea()
+        self.settling = threading.Event()
+        self.news: list[RankNews] = []
+        host = HostBlocks(self.blocks, self.store, NoStream())
+        self.transfer = Transfer(host, self.store, self.staging, 1 << 30)
+        self.path = str(folder / "hub.sock")
+        self.hub = self._open_hub()
+        hot = ResidentSessions()
+        hot.bind(Pool())
+        self.verbs = VllmVerbs(
+            self.hub, hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: (0, 0)
+        )
+        self.link = RankLink(
+            self.path,
+            RankHello(0, "raw.1", 1000, 1000),
+            self.store,
+            self.staging,
+            self.store.stats,
+            self._wait_saved,
+            codecs or served(),
+        )
+        wait(lambda: self.hub.ready)
+
+    def _open_hub(self) -> Hub:
+        hub = Hub(self.path, 1, self.news.append)
+        hub.start()
+        return hub
+
+    def restart_hub(self) -> None:
+        self.hub.close()
+        self.hub = self._open_hub()
+        wait(lambda: self.hub.ready)
+
+    def stage(self, ticket: int, chain: list[bytes]) -> None:
+        self.hub.send(Stage(ticket, ref(), 0, b"".join(chain)))
+
+    def staged(self, ticket: int, chain: list[bytes]) -> Staged:
+        self.stage(ticket, chain)
+        staged = self.hub.staged(ticket, 30)
+        assert staged is not None
+        return staged
+
+    def _wait_saved(self, session: SessionRef, within_s: float) -> bool:
+        self.settling.set()
+        return self.transfer.wait_saved(session, within_s)
+
+    def close(self) -> None:
+        """End all parts in the order in which a worker does."""
+        self.blocks.go_on.set()
+        self.ram.go_on.set()
+        self.disk.go_on.set()
+        self.transfer.close()
+        self.link.close()
+        self.store.close()
+        self.hub.close()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(tmp_path)
+    yield rank
+    rank.close()
+
+
+def test_a_session_that_is_deleted_while_it_is_saved_leaves_nothing(rank: Rank) -> None:
+    rank.blocks.compute(CHAIN, IDS)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
+    assert rank.blocks.reading.wait(10)
+    forgetting = rank.hub.submit(rank.verbs.forget(ref()))
+    with pytest.raises(TimeoutError):
+        forgetting.result(0.2)  # it waits
+    rank.blocks.go_on.set()
+    forgetting.result(30)
+    assert rank.store.record(ref()) is None
+    assert [x.num_blobs for x in rank.store.stats().tiers] == [0, 0]
+
+
+def test_saves_of_other_sessions_hold_up_no_delete(rank: Rank) -> None:
+    rank.blocks.compute(CHAIN, IDS)
+    rank.transfer.save(Save(1, ref("other"), CHAIN, IDS), lambda *_: None)
+    assert rank.blocks.reading.wait(10)
+    forgetting = rank.hub.submit(rank.verbs.forget(ref()))
+    assert forgetting.result(30).report is None
+
+
+def test_a_codec_is_adopted_once_it_was_measured(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, served("tq3", tmp_path))
+    save(rank.store, ref(), CHAIN)
+    waiting = rank.hub.submit(rank.verbs.codec()).result(30)
+    assert (waiting.name, waiting.unmeasured) == ("raw", True)
+    row = msgspec.structs.replace(GOOD, codec_id="tq3.2")
+    write_profile(Profile(FINGERPRINT, LAYOUT, (), {}, (row,)), tmp_path)
+    adopted = rank.hub.submit(rank.verbs.adopt()).result(30)
+    assert (adopted.name, adopted.id, adopted.unmeasured) == ("tq3", "tq3.2", False)
+    assert rank.store.codecs.ram.id == "tq3.2"
+    wait(lambda: rank.hub.packed_bytes_per_token == packed_bytes_per_token(rank.store))
+    save(rank.store, ref("new"), OTHER)
+    records = {x.id: x.packed_bytes for x in rank.store.records()}
+    assert records["new"] < 0.5 * records["s"]
+    check_rows(rank.store, CHAIN, rank.store.fetch(ref(), CHAIN, 0))  # exact, as it was saved
+    rank.close()
+
+
+# ---- the end
+
+
+def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None:
+    rank.disk.hanging = "put_many"
+    rank.disk.go_on.clear()
+    save(rank.store, ref(), CHAIN)
+    assert rank.disk.entered.wait(10)
+    rank.ram.go_on.clear()
+    rank.stage(1, CHAIN)
+    assert rank.ram.entered.wait(10)
+    rank.transfer.close()
+    rank.link.close()
+    assert rank.staging.take(1) is None  # nobody has waited for it
+    closing = threading.Thread(target=rank.store.close)
+    closing.start()
+    rank.disk.go_on.set()
+    keys = [x.key for x in rank.store.keys.whole(CHAIN)]
+    wait(lambda: all(rank.disk.inner.contains_many(all_named(keys))))
+    assert not rank.ram.go_on.is_set()
+    rank.ram.go_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+def test_a_verb_that_waits_holds_up_no_end(rank: Rank) -> None:
+    rank.blocks.compute(CHAIN, IDS)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
+    assert rank.blocks.reading.wait(10)
+    rank.hub.submit(rank.verbs.forget(ref()))
+    assert rank.settling.wait(10)
+    rank.link.close()
+    assert rank.transfer.queued_bytes  # the save that it waits for is still under way
+
+
+def test_what_was_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.blocks.compute(CHAIN, IDS)
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
+    assert rank.blocks.reading.wait(10)
+    rank.close()
+    again = Rank(tmp_path)
+    staged = again.staged(1, CHAIN)
+    again.close()
+    assert (staged.end_block, staged.tier) == (len(CHAIN), "disk")
+
+
+def test_a_question_is_answered_while_all_readers_are_busy(rank: Rank) -> None:
+    save(rank.store, ref(), CHAIN)
+    rank.ram.hanging = "get_many"
+    rank.ram.go_on.clear()
+    for ticket in range(1, 10):
+        rank.stage(ticket, CHAIN)
+    assert rank.ram.entered.wait(10)
+    for ticket, chain, end, reason in (
+        (11, OTHER, 0, "never-stored"),
+        (12, CHAIN, len(CHAIN), None),
+    ):
+        rank.hub.send(Probe(ticket, None, 0, b"".join(chain)))
+        answer = rank.hub.staged(ticket, 30)
+        assert answer is not None
+        assert (answer.end_block, answer.tier, answer.reason) == (end, None, reason)
+        assert not rank.staging.is_wanted(ticket)
+
+
+# ---- a hub that comes anew
+
+
+def test_what_an_earlier_hub_had_staged_is_dropped(rank: Rank) -> None:
+    save(rank.store, ref(), CHAIN)
+    assert rank.staged(1, CHAIN).end_block == len(CHAIN)
+    assert len(rank.staging) == 1
+    rank.restart_hub()
+    assert len(rank.staging) == 0
+    assert rank.staging.take(1) is None
+    assert rank.staged(1, CHAIN).end_block == len(CHAIN)
+
+
+def test_what_an_earlier_hub_asked_for_is_no_answer_to_a_later_one(rank: Rank) -> None:
+    """It counts its tickets from 1 again: these blobs would be another prompt's."""
+    save(rank.store, ref(), CHAIN)
+    rank.ram.go_on.clear()
+    rank.stage(1, CHAIN)
+    assert rank.ram.entered.wait(10)
+    rank.restart_hub()
+    assert rank.staged(1, OTHER).end_block == 0
+    rank.ram.go_on.set()
+    wait(lambda: not rank.link.num_staging)
+    fetched = rank.staging.take(1)
+    assert fetched is not None and fetched.spans == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2no", b""],
+    ids=["too long", "garbage", "nothing"],
+)
+def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes) -> None:
+    store = open_store()
+    with socket.socket(socket.AF_UNIX) as hub:
+        hub.settimeout(10)
+        hub.bind(str(tmp_path / "hub.sock"))
+        hub.listen()
+        hello = RankHello(0, "raw.1", 1, 1)
+        link = RankLink(
+            str(tmp_path / "hub.sock"),
+            hello,
+            store,
+            StagingArea(),
+            store.stats,
+            lambda *_: True,
+            served(),
+        )
+        for _ in range(2):
+            with hub.accept()[0] as rank:
+                assert receive(rank)
+                rank.sendall(words)
+        link.close()
+    store.close()

@@ -1,0 +1,370 @@
+"""The worker side, on arrays instead of vLLM's blocks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from engines.vllm_plugin.plan import Load, Save
+from engines.vllm_plugin.worker.host_blocks import SPARE_BYTES, HostBlocks, RunPool
+from engines.vllm_plugin.worker.rank import StagingArea
+from engines.vllm_plugin.worker.transfer import Transfer
+from kvstore.by_blocks.names import BlobSpan
+from kvstore.tiers.base import Blob, Tier
+from kvstore.tiers.ram_tier import RamTier
+from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ref
+from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
+
+CHAIN = hashes(list(range(100)))  # 25 blocks
+IDS = list(range(30, 55))
+BLOCK_BYTES = BLOCK * LAYOUT.bytes_per_token
+
+
+class Rank:
+    """A worker side with its store, and what it reported."""
+
+    def __init__(
+        self,
+        max_queued_bytes: int = 1 << 30,
+        tiers: Sequence[Tier] = (),
+        spare_bytes: int = SPARE_BYTES,
+    ) -> None:
+        self.blocks = NumpyBlocks()
+        self.store = open_store(tiers)
+        self.staging = StagingArea()
+        self.ended: list[tuple[int, bool]] = []  # job, and whether it was kept
+        blocks = HostBlocks(self.blocks, self.store, NoStream(), spare_bytes)
+        self.transfer = Transfer(blocks, self.store, self.staging, max_queued_bytes)
+
+    def save(self, chain: list[bytes], job: int = 1) -> None:
+        self.blocks.compute(chain, IDS[: len(chain)])
+        save = Save(job, ref(), chain, IDS[: len(chain)])
+        self.transfer.save(save, self.on_ended)
+        assert self.transfer.wait_saved(ref(), 10)
+
+    def on_ended(self, save: Save, kept: bool) -> None:
+        self.ended.append((save.job, kept))
+
+    def load(self, first: int, ids: list[int], ticket: int = 7) -> tuple[set[str], set[int]]:
+        self.transfer.load(Load(ticket, "r", first, ids))
+        return ended_loads(self.transfer), self.transfer.take_bad_blocks()
+
+    def stage(self, first: int = 0, ticket: int = 7) -> list[tuple[BlobSpan, Blob]]:
+        """Stage the session for a load; a test may change what is staged."""
+        fetched = self.store.fetch(ref(), CHAIN, first)
+        self.staging.expect(ticket)
+        self.staging.put(ticket, fetched)
+        return fetched.spans
+
+    def close(self) -> None:
+        self.transfer.close()
+        self.store.close()
+
+
+def ended_loads(transfer: Transfer) -> set[str]:
+    """The requests that are reported as loaded next."""
+    loaded: set[str] = set()
+    wait(lambda: loaded.update(transfer.take_loaded()) or bool(loaded))
+    return loaded
+
+
+def wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not until():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
+    """A parameter is the number of bytes that may wait to be saved."""
+    rank = Rank(getattr(request, "param", 1 << 30))
+    yield rank
+    rank.close()
+
+
+bounded = pytest.mark.parametrize("rank", [1], indirect=True, ids=["one save at a time"])
+
+
+def test_what_was_saved_comes_back_into_other_blocks(rank):
+    rank.save(CHAIN)
+    assert rank.transfer.take_acks() == {1: 1}
+    assert rank.ended == [(1, True)]
+    assert rank.store.record(ref()).num_tokens == 100
+    rank.stage()
+    target = list(range(1, 26))
+    assert rank.load(0, target) == ({"r"}, set())
+    assert rank.blocks.holds(CHAIN, 0, target)
+
+
+def test_only_the_blocks_that_are_asked_for_are_written(rank):
+    rank.save(CHAIN)
+    rank.stage(first=6)
+    assert rank.load(6, [2, 3, 4, 5, 6]) == ({"r"}, set())  # begins and ends inside chunks
+    assert rank.blocks.holds(CHAIN, 6, [2, 3, 4, 5, 6])
+    assert not any(page[[1, 7, 8]].any() for sides in rank.blocks.pages for page in sides)
+
+
+def test_memory_is_decoded_into_again_and_again(rank):
+    rank.save(CHAIN)
+    target = list(range(1, 26))
+    for _ in range(3):
+        rank.stage()
+        assert rank.load(0, target) == ({"r"}, set())
+        assert rank.blocks.holds(CHAIN, 0, target)
+        for page in (page for sides in rank.blocks.pages for page in sides):
+            page[target] = 0
+
+
+def test_whoever_fills_blocks_decodes_what_the_codecs_threads_have_not_begun(rank):
+    """They are all busy here, with saves of others perhaps."""
+    rank.save(CHAIN)
+    rank.stage()
+    gate = threading.Event()
+    workers = rank.store.workers
+    busy = [workers.codec(gate.wait, 20) for _ in range(workers.num_threads)]
+    target = list(range(1, 26))
+    try:
+        assert rank.load(0, target) == ({"r"}, set())
+        assert not any(x.done() for x in busy)
+    finally:
+        gate.set()
+    assert rank.blocks.holds(CHAIN, 0, target)
+
+
+def test_runs_are_kept_up_to_a_number_and_only_used_where_they_fit():
+    runs = RunPool(LAYOUT, 2, 1 << 30)
+    taken = [runs.take(16) for _ in range(3)]
+    for run in taken:
+        runs.give(run)
+    again = [runs.take(16) for _ in range(3)]
+    assert [any(x is y for y in taken) for x in again] == [True, True, False]
+    runs.give(again[0])
+    assert runs.take(8)[0][0].shape[1] == 8
+
+
+def test_runs_are_kept_up_to_so_many_bytes():
+    size = 16 * LAYOUT.bytes_per_token
+    runs = RunPool(LAYOUT, 10, 3 * size + size // 2)
+    taken = [runs.take(16) for _ in range(5)]
+    for number, run in enumerate(taken, 1):
+        runs.give(run)
+        assert runs.nbytes == min(number, 3) * size
+    runs.give(LAYOUT.empty(8))  # a smaller one has room yet
+    assert runs.nbytes == 3 * size + size // 2
+    runs.take(8)
+    runs.take(16)
+    assert runs.nbytes == 2 * size
+    for _ in range(4):
+        runs.take(16)
+    assert runs.nbytes == 0
+
+
+def test_loads_go_on_where_there_is_no_room_for_spare_runs():
+    rank = Rank(spare_bytes=0)
+    rank.save(CHAIN)
+    for ticket in (7, 8):
+        rank.stage(ticket=ticket)
+        target = list(range(1, 26))
+        assert rank.load(0, target, ticket) == ({"r"}, set())
+        assert rank.blocks.holds(CHAIN, 0, target)
+    rank.transfer.close()
+    rank.store.close()
+
+
+def test_a_second_turn_encodes_only_what_is_new(rank):
+    rank.save(CHAIN[:24])
+    rank.save(CHAIN, job=2)
+    assert rank.store.counters.as_dict()["chunks_encoded"] == 7
+    assert rank.transfer.take_acks() == {1: 1, 2: 1}
+
+
+@bounded
+def test_a_save_too_many_is_skipped_but_acknowledged(rank):
+    gate, entered = threading.Event(), threading.Event()
+    read = rank.blocks.read
+
+    def slowly(block_ids):
+        entered.set()
+        assert gate.wait(10)
+        return read(block_ids)
+
+    rank.blocks.read = slowly
+    rank.transfer.save(Save(1, ref("a"), CHAIN, IDS), rank.on_ended)
+    assert entered.wait(10)
+    rank.transfer.save(Save(2, ref("b"), CHAIN, IDS), rank.on_ended)
+    assert rank.transfer.take_acks() == {2: 1}
+    assert rank.transfer.take_skipped([1, 2]) == {2}
+    assert rank.transfer.take_skipped([1, 2]) == set()
+    rank.transfer.save(Save(3, ref("b"), CHAIN, IDS, waits=True), rank.on_ended)
+    assert rank.transfer.take_acks() == {}
+    gate.set()
+    wait(lambda: rank.transfer.queued_bytes == 0)
+    assert rank.transfer.take_acks() == {1: 1, 3: 1}
+    wait(lambda: rank.ended == [(1, True), (2, False), (3, True)])
+    assert rank.store.counters.as_dict()["saves_skipped"] == 1
+
+
+@pytest.mark.parametrize("rank", [15 * BLOCK_BYTES], indirect=True, ids=["15 blocks"])
+def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
+    """Blocks that are stored already do not count as waiting, although vLLM holds them all."""
+    chains = {x: hashes([*range(i, i + 100)]) for i, x in enumerate("abc")}
+    for job, (session, chain) in enumerate(chains.items()):
+        rank.transfer.save(Save(job, ref(session), chain[:20], IDS[:20]), rank.on_ended)
+        assert rank.transfer.wait_saved(ref(session), 10)
+    gate = threading.Event()
+    read = rank.blocks.read
+    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    for job, (session, chain) in enumerate(chains.items(), 3):
+        rank.transfer.save(Save(job, ref(session), chain, IDS), rank.on_ended)
+    assert rank.transfer.queued_bytes == 15 * BLOCK_BYTES
+    gate.set()
+    wait(lambda: rank.transfer.queued_bytes == 0)
+    assert rank.ended == [(job, True) for job in range(6)]
+    assert all(rank.store.fetch(ref(x), chain, 0).end_block == 25 for x, chain in chains.items())
+
+
+@bounded
+def test_what_is_stored_already_is_never_one_save_too_many(rank):
+    rank.save(CHAIN)
+    gate = threading.Event()
+    read = rank.blocks.read
+    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    other = hashes(list(range(500, 600)))
+    rank.transfer.save(Save(2, ref("new"), other, IDS), rank.on_ended)
+    rank.transfer.save(Save(3, ref(), CHAIN, IDS), rank.on_ended)
+    rank.transfer.save(Save(4, ref("branch"), CHAIN, IDS), rank.on_ended)
+    gate.set()
+    assert rank.transfer.wait_saved(ref("branch"), 10)
+    assert rank.ended == [(1, True), (2, True), (3, True), (4, True)]
+    assert rank.store.counters.as_dict().get("saves_skipped", 0) == 0
+
+
+def test_what_was_evicted_is_charged_once_that_is_known(rank):
+    rank.save(CHAIN)
+    for span in rank.store.keys.whole(CHAIN):
+        rank.store.discard(span.key)
+    gate, entered = threading.Event(), threading.Event()
+    read = rank.blocks.read
+
+    def slowly(block_ids):
+        entered.set()
+        assert gate.wait(10)
+        return read(block_ids)
+
+    rank.blocks.read = slowly
+    rank.transfer.save(Save(2, ref(), CHAIN, IDS), rank.on_ended)
+    assert entered.wait(10)
+    assert rank.transfer.queued_bytes == 25 * BLOCK_BYTES
+    gate.set()
+    assert rank.transfer.wait_saved(ref(), 10)
+    assert rank.store.fetch(ref(), CHAIN, 0).end_block == 25
+
+
+def test_a_save_that_no_tier_takes_is_told_as_failed():
+    rank = Rank(tiers=[RamTier(10)])
+    rank.save(CHAIN)
+    assert rank.ended == [(1, False)]
+    assert rank.transfer.take_acks() == {1: 1}
+    counters = rank.store.counters.as_dict()
+    assert (counters.get("saves", 0), counters["saves_failed"]) == (0, 1)
+    rank.transfer.close()
+    rank.store.close()
+
+
+def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
+    gate = threading.Event()
+    read = rank.blocks.read
+    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
+    rank.transfer.wait_saved(ref("other"), 10)
+    rank.transfer.wait_saved(ref(), 0.01)
+    assert rank.ended == []
+    gate.set()
+    rank.transfer.wait_saved(ref(), 10)
+    assert rank.ended == [(1, True)]
+
+
+def test_news_end_the_wait_for_them(rank):
+    rank.transfer.wait_for_news(60)  # nothing is under way, so nothing can come
+    gate = threading.Event()
+    read = rank.blocks.read
+    rank.blocks.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
+    rank.transfer.wait_for_news(0.01)
+    assert rank.transfer.take_acks() == {}
+    gate.set()
+    rank.transfer.wait_for_news(60)
+    assert rank.transfer.take_acks() == {1: 1}
+    rank.transfer.wait_saved(ref(), 10)
+    rank.stage()
+    rank.transfer.load(Load(7, "r", 0, list(range(1, 26))))
+    rank.transfer.wait_for_news(60)
+    assert rank.transfer.take_loaded() == {"r"}
+    rank.transfer.wait_for_news(60)
+
+
+def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
+    def broken(block_ids):
+        raise RuntimeError("the device is gone")
+
+    rank.blocks.read = broken
+    rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
+    wait(lambda: rank.transfer.queued_bytes == 0)
+    assert rank.transfer.take_acks() == {1: 1}
+    assert rank.ended == [(1, False)]
+    assert rank.store.counters.as_dict()["saves_failed"] == 1
+
+
+@pytest.mark.parametrize("numbers", [[0], [1], [0, 2, 3], [5]])
+def test_blobs_that_cannot_be_decoded_are_reported_and_never_offered_again(rank, numbers):
+    """However many of those that are copied together."""
+    rank.save(CHAIN)
+    spans = rank.stage()
+    bad = [rank.store.keys.whole(CHAIN)[n] for n in numbers]
+    for n in numbers:
+        spans[n] = (spans[n][0], b"rubbish")
+    target = list(range(1, 26))
+    lost = {target[i] for x in bad for i in range(x.first_block, x.end_block)}
+    assert rank.load(0, target) == ({"r"}, lost)
+    for i, block in enumerate(target):
+        assert rank.blocks.holds(CHAIN, i, [block]) == (block not in lost)
+    assert rank.store.fetch(ref(), CHAIN, 0).end_block == bad[0].first_block
+    assert [x.key for x in rank.store.missing(CHAIN)] == [x.key for x in bad]
+
+
+def test_a_load_of_what_is_not_staged_fails_as_a_whole(rank):
+    assert rank.load(0, [1, 2, 3]) == ({"r"}, {1, 2, 3})
+
+
+def test_a_load_whose_copy_fails_is_still_reported(rank, caplog):
+    rank.save(CHAIN)
+    rank.stage()
+
+    def broken(block_ids, run, first_block):
+        raise RuntimeError("the device is gone")
+
+    rank.blocks.write = broken
+    assert rank.load(0, [1, 2, 3]) == ({"r"}, {1, 2, 3})
+
+
+def test_everything_is_told_once(rank):
+    rank.save(CHAIN)
+    rank.stage()
+    rank.load(0, [1])
+    assert rank.transfer.take_loaded() == set()
+    rank.transfer.take_acks()
+    assert rank.transfer.take_acks() == {}
+
+
+def test_what_nobody_wants_any_more_is_not_kept():
+    staging = StagingArea()
+    staging.expect(1)
+    assert staging.is_wanted(1)
+    staging.take(1)
+    staging.put(1, open_store().fetch(None, CHAIN, 0))
+    assert staging.take(1) is None
+    assert len(staging) == 0

@@ -1,0 +1,250 @@
+"""The worker side with lossy codecs: one for each tier, and no lossy copy packed again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from engines.vllm_plugin.device.checked_blocks import CheckedBlocks
+from engines.vllm_plugin.plan import Load, Save
+from engines.vllm_plugin.worker.host_blocks import HostBlocks
+from engines.vllm_plugin.worker.rank import StagingArea
+from engines.vllm_plugin.worker.restored_blocks import RestoredBlocks
+from engines.vllm_plugin.worker.transfer import Filling, Packing, Transfer
+from kvstore.blobs.chain import CHUNK, TAIL
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.format import codec_in
+from kvstore.codecs.presets import codec_by_name
+from kvstore.session import SessionRef
+from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ram_and_disk, ref
+from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
+from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads
+
+TOKENS = list(range(100))
+CHAIN = hashes(TOKENS)  # 25 blocks: 6 chunks and a tail of one block
+IDS = list(range(30, 55))
+ELSEWHERE = list(range(1, 26))
+TQ3, TQ4 = codec_by_name("tq3"), codec_by_name("tq4")
+BOTH = CodecSet(TQ3, TQ4, TQ4)
+
+
+class Rank:
+    def __init__(self, folder: Path, max_queued_bytes: int = 1 << 30) -> None:
+        self.pages = NumpyBlocks()
+        self.tiers = ram_and_disk(folder)
+        self.store = store = open_store(self.tiers, codecs=BOTH)
+        self.staging = StagingArea()
+        blocks = HostBlocks(self.pages, store, NoStream())
+        self.transfer = Transfer(blocks, store, self.staging, max_queued_bytes)
+
+    def save(self, chain: Sequence[bytes], ids: Sequence[int], session: SessionRef) -> None:
+        save = Save(1, session, list(chain), list(ids[: len(chain)]))
+        self.transfer.save(save, lambda save, kept: None)
+        assert self.transfer.wait_saved(session, 20) and self.store.flush(20)
+
+    def restore(self, chain: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Load the chain into these blocks; the number of blocks that were stored."""
+        self.staging.expect(7)
+        fetched = self.store.fetch(ref(), chain, 0)
+        self.staging.put(7, fetched)
+        self.transfer.load(Load(7, "r", 0, list(ids[: fetched.end_block])))
+        assert ended_loads(self.transfer) == {"r"} and not self.transfer.take_bad_blocks()
+        return fetched.end_block
+
+    def codecs_in(self, tier: int, kind: bytes = CHUNK) -> list[str]:
+        """Codecs of the blobs of this kind in the RAM tier (0) or on disk (1)."""
+        return sorted(codec_in(blob).decode() for _, blob in self.tiers[tier].scan(kind))
+
+    def evict(self) -> None:
+        for tier in self.tiers:
+            tier.delete_many([x for kind in (CHUNK, TAIL) for x, _ in tier.scan(kind)])
+
+    def close(self) -> None:
+        self.transfer.close()
+        self.store.close()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(tmp_path)
+    rank.pages.compute(CHAIN, IDS)
+    yield rank
+    rank.close()
+
+
+def test_each_tier_gets_its_own_codec_from_the_same_rows(rank):
+    rank.save(CHAIN, IDS, ref())
+    assert rank.codecs_in(0) == ["tq3.2"] * 6
+    assert rank.codecs_in(1) == ["tq4.2"] * 6
+    assert rank.codecs_in(0, TAIL) == rank.codecs_in(1, TAIL) == ["rows16.1"]
+    for span in rank.store.keys.whole(CHAIN)[:6]:
+        ((_, blob),) = rank.tiers[1].scan(span.key)
+        run = rank.pages.read(IDS[span.first_block : span.end_block])
+        first = span.first_block * BLOCK
+        assert blob == rank.store.packer.pack_chunk(span.key, run, first, TQ4)
+    rank.save(CHAIN, IDS, ref())
+    assert rank.store.counters.as_dict()["chunks_encoded"] == 7  # with the tail, once
+
+
+def test_it_wakes_from_either(rank):
+    rank.save(CHAIN, IDS, ref())
+    assert rank.restore(CHAIN, ELSEWHERE) == 25
+    assert rank.store.demote(ref(), "disk") == "disk"
+    assert rank.restore(CHAIN, ELSEWHERE) == 25
+    assert rank.store.flush(10)
+    assert rank.codecs_in(0) == ["tq4.2"] * 6  # as it was read
+
+
+def save_while_another_waits(rank: Rank, one: Save, other: Save) -> None:
+    """``other`` is in line before the blocks of ``one`` are read."""
+    gate, read = threading.Event(), rank.pages.read
+    rank.pages.read = lambda block_ids: read(block_ids) if gate.wait(20) else []
+    for save in (one, other):
+        rank.transfer.save(save, lambda save, kept: None)
+    gate.set()
+    assert rank.transfer.wait_saved(one.session, 20)
+    assert rank.transfer.wait_saved(other.session, 20) and rank.store.flush(20)
+
+
+def test_under_pressure_slower_tiers_get_copies(tmp_path):
+    """There is pressure while more than half of what may wait is other sessions'."""
+    rank = Rank(tmp_path, max_queued_bytes=48 * BLOCK * LAYOUT.bytes_per_token)
+    short, long = hashes(list(range(500, 516))), hashes(list(range(600, 700)))
+    for chain, ids in ((CHAIN, IDS), (long, ELSEWHERE), (short, [60, 61, 62, 63])):
+        rank.pages.compute(chain, ids)
+    one = Save(1, ref("a"), CHAIN[:8], IDS[:8])
+    save_while_another_waits(rank, one, Save(2, ref("b"), short, [60, 61, 62, 63]))
+    assert rank.codecs_in(1) == ["tq4.2"] * (2 + 1)
+    one = Save(3, ref(), CHAIN, IDS)
+    save_while_another_waits(rank, one, Save(4, ref("c"), long, ELSEWHERE))
+    assert rank.codecs_in(1) == ["tq3.2"] * 4 + ["tq4.2"] * (2 + 1 + 6)
+    assert rank.store.counters.as_dict()["saves_copied"] == 1
+    rank.close()
+
+
+def test_restored_blocks_are_not_packed_again(rank):
+    rank.save(CHAIN, IDS, ref())
+    assert rank.restore(CHAIN, ELSEWHERE) == 25
+    assert rank.store.flush(10)
+    rank.evict()
+    rank.save(CHAIN, ELSEWHERE, ref())
+    assert rank.codecs_in(0) == rank.codecs_in(1) == ["restored16.1"] * 6
+    assert rank.codecs_in(0, TAIL) == ["rows16.1"]  # a tail of exact rows is one still
+    assert rank.store.counters.as_dict()["chunks_kept"] == 6
+    before = [x for pair in rank.pages.read(ELSEWHERE[:24]) for x in pair]
+    assert rank.restore(CHAIN, IDS) == 25
+    after = [x for pair in rank.pages.read(IDS[:24]) for x in pair]
+    assert all(abs(a - b).max() <= abs(a).max() / 128 for a, b in zip(before, after, strict=True))
+    rank.evict()
+    rank.save(CHAIN, IDS, ref())  # nor when they come from such a blob
+    assert rank.codecs_in(0) == ["restored16.1"] * 6
+
+
+def test_blocks_that_were_computed_since_are_packed(rank):
+    rank.save(CHAIN, IDS, ref())
+    rank.restore(CHAIN, ELSEWHERE)
+    assert rank.store.flush(10)
+    rank.evict()
+    rank.save(CHAIN, IDS, ref())  # the engine still has the blocks that it computed
+    assert rank.codecs_in(0) == ["tq3.2"] * 6
+    other = hashes(list(range(500, 600)))
+    rank.pages.compute(other, ELSEWHERE)  # the same blocks, somebody else's now
+    rank.save(other, ELSEWHERE, ref("other"))
+    assert rank.codecs_in(0) == ["tq3.2"] * 12
+
+
+def test_a_chunk_with_some_restored_blocks_is_kept_as_rows(rank):
+    rank.save(CHAIN, IDS, ref())
+    edited = hashes([*TOKENS[:40], *range(700, 760)])  # leaves it in the middle of chunk 2
+    assert rank.restore(edited, ELSEWHERE) == 10
+    run = NumpyBlocks()
+    run.compute(edited, ELSEWHERE)
+    rank.pages.write(ELSEWHERE[10:], run.read(ELSEWHERE[10:]), 0)
+    rank.save(edited, ELSEWHERE, ref())
+    assert rank.codecs_in(0).count("restored16.1") == 1
+    assert rank.store.counters.as_dict()["chunks_kept"] == 1
+    rank.save(edited[:11], ELSEWHERE, ref("short"))  # three blocks behind chunk 1, two restored
+    assert "restored16.1" in rank.codecs_in(0, TAIL)
+
+
+def test_what_is_known_of_a_block_goes_with_its_hash():
+    blocks = RestoredBlocks()
+    blocks.note([1, 2], [b"a", b"b"], lossy=True)
+    assert blocks.any_of([2], [b"b"]) and blocks.any_of([5, 1], [b"x", b"a"])
+    assert not blocks.any_of([2], [b"c"])
+    blocks.note([2], [b"b"], lossy=False)
+    assert not blocks.any_of([2], [b"b"])
+
+
+def test_a_codec_adopted_meanwhile_is_used_and_the_old_one_read(rank):
+    rank.save(CHAIN[:12], IDS, ref())
+    rank.store.adopt(CodecSet.one(TQ4))
+    rank.save(CHAIN, IDS, ref())
+    assert rank.codecs_in(0) == ["tq3.2"] * 3 + ["tq4.2"] * 3
+    assert rank.restore(CHAIN, ELSEWHERE) == 25
+
+
+# ---- the device's kernels, and the host for what they were not checked with
+
+
+class Device:
+    """Stands in for the device's kernels: has the host pack, and notes what was asked for."""
+
+    def __init__(self, host: HostBlocks) -> None:
+        self._host = host
+        self.packed: list[bytes] = []
+        self.filled: list[bytes] = []
+
+    def mark(self) -> object:
+        return None
+
+    def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
+        self.packed += [x.span.key for x in wanted]
+        return self._host.pack(wanted, ready)
+
+    def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
+        self.filled += [x.span.key for x in wanted]
+        return self._host.fill(wanted, ready)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_the_device_does_what_its_kernels_were_checked_for(tmp_path):
+    store = open_store(ram_and_disk(tmp_path), codec="tq3")
+    pages = NumpyBlocks()
+    host = HostBlocks(pages, store, NoStream())
+    device = Device(host)
+    blocks = CheckedBlocks(device, host, store)
+    assert blocks.block_bytes == BLOCK * LAYOUT.bytes_per_token
+    pages.compute(CHAIN, IDS)
+    spans = store.keys.whole(CHAIN)
+    wanted = [
+        Packing(x, IDS[x.first_block : x.end_block], restored=i == 2) for i, x in enumerate(spans)
+    ]
+    blobs = [x.result() for x in blocks.pack(wanted, None)]
+    assert device.packed == [x.key for i, x in enumerate(spans) if i != 2]
+    assert [codec_in(x) for x in blobs] == [
+        *[b"tq3.2"] * 2,
+        b"restored16.1",
+        *[b"tq3.2"] * 3,
+        b"rows16.1",
+    ]
+    store.adopt(CodecSet.one(TQ4))
+    device.packed.clear()
+    assert codec_in(blocks.pack(wanted[:1], None)[0].result()) == b"tq4.2"
+    rows: dict = {}
+    blocks.pack(wanted, None, rows)
+    assert device.packed == [] and list(rows) == [x for i, x in enumerate(spans[:6]) if i != 2]
+    fillings = [
+        Filling(x, blob, 0, ELSEWHERE[x.first_block : x.end_block])
+        for x, blob in zip(spans, blobs, strict=True)
+    ]
+    assert blocks.fill(fillings, None) == set(ELSEWHERE)
+    assert device.filled == [x.key for i, x in enumerate(spans) if i != 2]
+    blocks.close()
+    store.close()

@@ -1,0 +1,186 @@
+"""A chat request becomes the request that the engine is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engines.headers import CACHE_HEADER
+from gateway.keys import generate_key
+from gateway.openai.chat import LARGE_BODY_BYTES
+from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+
+PRIVATE: dict[str, Any] = {
+    "cache_salt": "of my victim",
+    "kv_transfer_params": {"do_remote_prefill": True},
+    "kv_hints": {},
+    "priority": -100,
+    "vllm_xargs": {"a": 1},
+    "request_id": "1",
+    "session_id": "mine",
+    "prompt_cache_key": "k",
+    "conversation": "c",
+    "previous_response_id": "r",
+}
+
+
+async def test_private_fields_never_reach_the_engine() -> None:
+    app = App()
+    assert (await app.chat(**PRIVATE, temperature=0.5, made_up_field=1)).status == 200
+    (asked,) = app.engine.asked
+    assert set(asked.body) == {"model", "messages", "temperature", "made_up_field"}
+
+
+async def test_headers_of_ours_are_never_taken_from_a_client() -> None:
+    app = App()
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    given = {"x_thermocline_tenant": "victim", "x_thermocline_salt": "00", "x_tenant": "victim"}
+    await app.post("/v1/chat/completions", body, **given)
+    headers = app.engine.asked[0].headers
+    assert headers["x-tenant"] == "local"
+    assert not any("victim" in value for value in headers.values())
+
+
+async def test_the_session_goes_out_and_comes_back() -> None:
+    app = App()
+    reply = await app.chat(session_id="café 1")
+    assert app.engine.asked[0].headers["x-session"] == "café 1"
+    assert reply.headers["x-thermocline-session"] == "caf%C3%A9 1"
+
+
+async def test_what_the_engine_says_of_its_cache_is_passed_on() -> None:
+    headers = {"content-type": "application/json", CACHE_HEADER: "hot; tokens=3", "server": "x"}
+    reply = await App(RecordingEngine(Answered(200, headers, b'{"usage": null}'))).chat()
+    assert reply.headers[CACHE_HEADER] == "hot; tokens=3"
+    assert "server" not in reply.headers
+    assert reply.body == b'{"usage": null}'
+
+
+async def test_turns_of_a_chat_share_a_session_and_its_salt() -> None:
+    app = App()
+    messages = [{"role": "user", "content": "hi"}]
+    await app.post("/v1/chat/completions", {"model": MODEL, "messages": messages})
+    messages += [{"role": "assistant", "content": "yo"}, {"role": "user", "content": "more"}]
+    await app.post("/v1/chat/completions", {"model": MODEL, "messages": messages})
+    first, second = (x.headers for x in app.engine.asked)
+    assert first["x-session"] == second["x-session"]
+    assert len(bytes.fromhex(first["x-salt"])) == 32
+
+
+async def test_text_completions_take_the_same_walk() -> None:
+    app = App()
+    body = {"model": MODEL, "prompt": "once upon", "prompt_cache_key": "tale"}
+    assert (await app.post("/v1/completions", body)).status == 200
+    (asked,) = app.engine.asked
+    assert (asked.path, asked.headers["x-session"]) == ("/v1/completions", "tale")
+
+
+async def test_the_model_must_be_the_one_that_is_served() -> None:
+    app = App(model_aliases=("gpt-x",))
+    reply = await app.chat(model="nope")
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+    assert (await app.chat(model="gpt-x")).status == 200
+    assert app.engine.asked[0].body["model"] == MODEL
+
+
+async def test_a_request_waits_for_an_engine_that_died() -> None:
+    engine = RecordingEngine()
+    app = App(engine)
+    assert (await app.chat()).status == 200
+    engine.welcome, gone = None, engine.welcome
+    waiting = asyncio.create_task(app.chat())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    engine.welcome = gone
+    async with asyncio.timeout(10):
+        assert (await waiting).status == 200
+
+
+async def test_a_request_does_not_wait_for_ever() -> None:
+    engine = RecordingEngine()
+    app = App(engine, engine_wait_s=0.05)
+    assert (await app.chat()).status == 200
+    engine.welcome = None
+    assert (await app.chat()).error["code"] == "engine_unavailable"
+
+
+async def test_while_the_engine_is_away_it_is_503_with_the_reason() -> None:
+    reply = await App(RecordingEngine(welcome=None)).chat()
+    assert reply.status == 503
+    assert "having a rest" in reply.error["message"]
+    assert int(reply.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "words"),
+    [
+        (Answered(500, {}, b"Traceback (most recent call last)"), 502, "status 500"),
+        (Answered(401, {}, b'{"error": {"message": "bad token"}}'), 502, "status 401"),
+        (Answered(400, {}, b'{"error": {"message": "too long", "param": "x"}}'), 400, "too long"),
+    ],
+)
+async def test_errors_of_the_engine(answer: Answered, status: int, words: str) -> None:
+    reply = await App(RecordingEngine(answer)).chat()
+    assert reply.status == status
+    assert words in reply.error["message"]
+    assert "Traceback" not in reply.error["message"]
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
+    body = b'data: {"choices":[]}\n\ndata: {"cho'
+    engine = RecordingEngine(Answered(200, {"content-type": "text/event-stream"}, body))
+    reply = await App(engine).chat(stream=True)
+    assert reply.status == 200
+    first, error, done, rest = reply.body.split(b"\n\n")
+    assert first == b'data: {"choices":[]}'
+    assert error.startswith(b'data: {"error":{"message":')
+    assert (done, rest) == (b"data: [DONE]", b"")
+
+
+async def test_a_defect_of_ours_is_a_500_without_details() -> None:
+    class BrokenEngine(RecordingEngine):
+        def prepare_body(self, body: Any, session: Any) -> Any:
+            raise RuntimeError("secret detail")
+
+    reply = await App(BrokenEngine()).chat()
+    assert reply.status == 500
+    assert "secret" not in reply.error["message"]
+    assert reply.headers["x-request-id"]
+
+
+async def test_with_keys_nobody_comes_in_without_one() -> None:
+    key, line = generate_key("alice")
+    app = App(api_keys=(line,))
+    for path in ("/v1/models", "/v1/models/x", "/v1/sessions", "/v1/sessions/x"):
+        assert (await app.get(path)).status == 401
+    assert (await app.chat()).status == 401
+    assert (await app.post("/v1/sessions/x/demote", {})).status == 401
+    assert app.engine.asked == []
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    reply = await app.post("/v1/chat/completions", body, authorization=f"Bearer {key}")
+    assert reply.status == 200
+    assert app.engine.asked[0].headers["x-tenant"] == "alice"
+    assert key not in str(app.engine.asked)
+
+
+async def test_a_large_body_is_the_same_request() -> None:
+    app = App()
+    text = "x" * LARGE_BODY_BYTES
+    for _ in range(2):
+        assert (await app.chat(text, temperature=0.5)).status == 200
+    first, second = app.engine.asked
+    assert first.body == second.body
+    assert first.body["messages"][0]["content"] == text
+    assert first.headers["x-session"] == second.headers["x-session"]
+    assert (await app.chat(text, temperature="hot")).error["param"] == "temperature"
+
+
+@pytest.mark.parametrize(("num_messages", "num_parts"), [(1, 1025), (9, 1000)])
+async def test_content_in_too_many_parts_is_refused(num_messages: int, num_parts: int) -> None:
+    content = [{"type": "text", "text": ""}] * num_parts
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}] * num_messages}
+    reply = await App().post("/v1/chat/completions", body)
+    assert reply.status == 400
+    assert reply.error["param"].startswith("messages")

@@ -1,0 +1,130 @@
+"""The relay between an engine and a client, both of them small objects in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from engines.asgi import ClientGone
+from engines.base import EngineStalled, EngineUnavailable
+from gateway.relay.passthrough import (
+    SLICE_BYTES,
+    passed_on,
+    relay_events,
+    send_whole,
+)
+
+EVENT = b'data: {"choices":[]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+class ScriptedUpstream:
+    """Yields what it is given; an exception in the list is raised, a number slept."""
+
+    def __init__(self, script: Iterable[bytes | float | Exception], **headers: str) -> None:
+        self._script = list(script)
+        self.status = 200
+        self.headers: Mapping[str, str] = headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for step in self._script:
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            else:
+                yield step
+
+    async def read(self) -> bytes:
+        return b"".join([x async for x in self.chunks()])
+
+
+class Client:
+    """Collects what is sent; ``takes`` = how many messages before it stops reading."""
+
+    def __init__(self, takes: int = 1_000_000) -> None:
+        self.body = b""
+        self._takes = takes
+
+    async def send(self, message: Message) -> None:
+        if self._takes == 0:
+            await asyncio.Event().wait()
+        self._takes -= 1
+        self.body += message.get("body", b"")
+
+
+async def relayed(
+    upstream: ScriptedUpstream, client: Client, **limits: Any
+) -> tuple[int | None, int]:
+    """Status of the failure, if any, and how often a first event was reported."""
+    firsts: list[int] = []
+    loop = asyncio.get_running_loop()
+    _, failure = await relay_events(
+        upstream,
+        client.send,
+        deadline=loop.time() + limits.get("seconds", 10.0),
+        client_stall_s=limits.get("client_stall_s", 10.0),
+        on_first=lambda: firsts.append(1),
+    )
+    return failure and failure.status, len(firsts)
+
+
+async def test_bytes_go_through_as_they_are() -> None:
+    client = Client()
+    assert await relayed(ScriptedUpstream([b": hi\n\n", EVENT + EVENT, DONE]), client) == (None, 1)
+    assert client.body == b": hi\n\n" + EVENT + EVENT + DONE
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (EngineUnavailable("gone"), 503),
+        (EngineStalled("silent"), 504),
+        (b"", 503),  # a clean end, but no [DONE]
+    ],
+)
+async def test_a_broken_stream_is_a_failure_and_no_half_event(
+    end: bytes | Exception, status: int
+) -> None:
+    client = Client()
+    upstream = ScriptedUpstream([EVENT, EVENT[:9], end])
+    assert await relayed(upstream, client) == (status, 1)
+    assert client.body == EVENT
+
+
+async def test_the_deadline_ends_a_stream() -> None:
+    client = Client()
+    upstream = ScriptedUpstream([EVENT, 5.0, DONE])
+    assert await relayed(upstream, client, seconds=0.05) == (504, 1)
+
+
+async def test_a_reader_that_takes_nothing_is_given_up() -> None:
+    upstream = ScriptedUpstream([EVENT] * 10 + [DONE])
+    with pytest.raises(ClientGone):
+        await relayed(upstream, Client(takes=3), client_stall_s=0.05)
+
+
+async def test_a_whole_answer_goes_out_as_it_is() -> None:
+    for nbytes in (0, 1, SLICE_BYTES, SLICE_BYTES + 1, 5 * SLICE_BYTES):
+        client = Client()
+        await send_whole(client.send, [], bytes(nbytes), client_stall_s=10.0)
+        assert client.body == bytes(nbytes)
+
+
+async def test_a_reader_that_takes_no_more_of_a_whole_answer_is_given_up() -> None:
+    with pytest.raises(ClientGone):
+        await send_whole(Client(takes=2).send, [], bytes(3 * SLICE_BYTES), client_stall_s=0.05)
+
+
+async def test_a_slow_engine_is_not_the_readers_fault() -> None:
+    upstream = ScriptedUpstream([EVENT, 0.2, EVENT, DONE])
+    assert await relayed(upstream, Client(), client_stall_s=0.05) == (None, 1)
+
+
+def test_only_known_headers_are_passed_on() -> None:
+    upstream = ScriptedUpstream([], **{"content-type": "a/b", "server": "x", "set-cookie": "y"})
+    assert passed_on(upstream) == [(b"content-type", b"a/b")]

@@ -1,0 +1,88 @@
+"""Which codecs a configuration asks for, and what their blobs are called."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvstore.blobs.chain import CHUNK, RECORD, TAIL
+from kvstore.blobs.codec_set import CodecSet, as_set, open_codecs
+from kvstore.blobs.codec_tags import TAG_BYTES, CodecTags, tag_of
+from kvstore.blobs.format import Header, pack
+from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.raw import RawCodec
+from kvstore.config import StoreConfig
+from kvstore.errors import UnknownCodec
+
+RAW, TQ3, TQ4 = map(codec_by_name, ("raw", "tq3", "tq4"))
+
+
+def ids(codecs):
+    return [x.id for x in codecs]
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "asked"),
+    [
+        (StoreConfig(codec="tq3"), ["tq3.2"] * 3, ["tq3"]),
+        (StoreConfig(codec="tq3", disk_codec="tq4"), ["tq3.2", "tq4.2", "tq3.2"], ["tq3", "tq4"]),
+        (
+            StoreConfig(codec="raw", disk_codec="tq4", redis_codec="tq4"),
+            ["raw.1", "tq4.2", "tq4.2"],
+            ["raw", "tq4"],
+        ),
+    ],
+)
+def test_each_name_is_opened_once(config, wanted, asked):
+    opened = []
+
+    def open_one(name):
+        opened.append(name)
+        return codec_by_name(name)
+
+    found = open_codecs(config, open_one)
+    assert [found.of(x).id for x in ("ram", "disk", "redis")] == wanted
+    assert opened == asked
+
+
+def test_what_cannot_be_opened_is_said():
+    with pytest.raises(UnknownCodec):
+        open_codecs(StoreConfig(codec="raw", redis_codec="nonsense"), codec_by_name)
+
+
+def test_codecs_without_repetition():
+    codecs = CodecSet(TQ3, TQ4, TQ4, (RAW, TQ3))
+    assert ids(codecs.written) == ["tq3.2", "tq4.2"]
+    assert ids(codecs.known) == ["tq3.2", "tq4.2", "raw.1"]
+    assert ids(codecs.on(("disk", "redis"))) == ["tq4.2"]
+    assert ids(as_set(RawCodec()).known) == ["raw.1"] and as_set(codecs) is codecs
+
+
+def blob_in(codec: str) -> bytes:
+    return pack(Header(CHUNK + bytes(32), codec.encode(), bytes(32), bytes(16), 0, 16), b"payload")
+
+
+def test_a_blob_lies_under_the_mark_of_its_own_codec():
+    marks = CodecTags.among("tq3.2", ["tq3.2", "raw.1"])
+    key = CHUNK + bytes(range(32))
+    assert marks.new(key, blob_in("tq3.2")) == marks.one(key) == key + tag_of("tq3.2")
+    assert marks.new(key, blob_in("raw.1")) == key + tag_of("raw.1")
+    assert marks.new(key, blob_in("rows16.1")) == marks.one(key)  # rows have no codec
+    assert marks.all([key]) == [key + tag_of("tq3.2"), key + tag_of("raw.1")]
+    assert marks.all([RECORD + bytes(32)]) == [RECORD + bytes(32)]
+    assert CodecTags().all([key]) == [CodecTags().one(key)] == [key]
+
+
+@given(
+    st.lists(st.binary(min_size=32, max_size=32), min_size=1, unique=True),
+    st.lists(st.text("abc.1-", min_size=1, max_size=24), min_size=1, max_size=5, unique=True),
+    st.binary(max_size=200),
+)
+def test_no_two_blobs_have_one_name(digests, codec_ids, noise):
+    marks = CodecTags.among(codec_ids[0], codec_ids)
+    keys = [kind + x for x in digests for kind in (CHUNK, TAIL)]
+    names = marks.all(keys)
+    assert len(set(names)) == len(names) == len(keys) * len(codec_ids)
+    assert all(len(x) == 33 + TAG_BYTES for x in names)
+    assert marks.new(keys[0], noise) in marks.all(keys[:1])  # of what is no blob at all, too

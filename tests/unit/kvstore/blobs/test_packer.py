@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvstore.blobs.chain import CHUNK, SNAPSHOT, TAIL
+from kvstore.blobs.format import HEADER_BYTES, verify
+from kvstore.blobs.packer import Packer
+from kvstore.codecs.presets import codec_by_name
+from kvstore.errors import Corrupt, Mismatch, Unusable
+from kvstore.shapes import KVLayer, KVLayout, slice_tokens
+from tests.kv_sessions import CHUNK as SIZE
+from tests.kv_sessions import LAYOUT, kv_of, state_at, tokens, trees_equal
+
+TOKENS = tokens(SIZE)
+RUN = kv_of(TOKENS)
+
+
+def packer(codec="raw", layout=LAYOUT, fingerprint="f") -> Packer:
+    return Packer(codec_by_name(codec), layout, fingerprint)
+
+
+def key(kind: bytes, number: int = 1) -> bytes:
+    return kind + bytes([number]) * 32
+
+
+def unpack(by: Packer, blob: bytes, *, name=None, first=0, take=SIZE):
+    out = by.layout.empty(take)
+    by.unpack_chunk(blob, name or key(CHUNK), first, SIZE, out)
+    return out
+
+
+def test_a_chunk_comes_back_whole_or_in_part():
+    blob = packer().pack_chunk(key(CHUNK), RUN, 0)
+    assert len(blob) == packer().chunk_nbytes(0, SIZE)
+    for take in (1, 7, SIZE):
+        out = unpack(packer(), blob, take=take)
+        for got, want in zip(out, slice_tokens(RUN, 0, take), strict=True):
+            assert all(map(np.array_equal, got, want))
+
+
+def test_a_thousand_changed_bytes_are_a_thousand_misses():
+    blob = packer().pack_chunk(key(CHUNK), RUN, 0)
+    choose = random.Random(1)
+    places = [*range(HEADER_BYTES), *(choose.randrange(len(blob)) for _ in range(1000))]
+    for at in places:
+        bad = bytearray(blob)
+        bad[at] ^= 1 << choose.randrange(8)
+        with pytest.raises(Unusable):
+            unpack(packer(), bad)
+
+
+def test_every_cut_is_a_miss():
+    blob = packer().pack_chunk(key(CHUNK), RUN, 0)
+    for length in (*range(0, len(blob), 61), len(blob) - 1):
+        with pytest.raises(Corrupt):
+            unpack(packer(), blob[:length])
+
+
+@pytest.mark.parametrize(
+    ("by", "asked"),
+    [
+        (packer(), {"name": key(CHUNK, 2)}),
+        (packer(), {"first": SIZE}),
+        (packer(fingerprint="g"), {}),
+        (packer(codec="tq3"), {}),
+        (packer(layout=KVLayout("bfloat16", (KVLayer(2, 16, 16), KVLayer(1, 16, 32)))), {}),
+        (packer(layout=KVLayout("float16", LAYOUT.layers)), {}),
+    ],
+)
+def test_a_whole_chunk_of_something_else_is_a_mismatch(by, asked):
+    blob = packer().pack_chunk(key(CHUNK), RUN, 0)
+    with pytest.raises(Mismatch):
+        unpack(by, blob, **asked)
+
+
+def test_a_blob_of_another_kind_is_a_mismatch():
+    tail = packer().pack_tail(key(TAIL), RUN, 0)
+    with pytest.raises(Mismatch):
+        unpack(packer(), tail, name=key(TAIL))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_tail_under_the_raw_codec_is_exact(dtype):
+    layout = KVLayout(dtype, LAYOUT.layers)
+    run, by = kv_of(TOKENS[:9], layout), packer(layout=layout)
+    blob = by.pack_tail(key(TAIL), run, 32)
+    assert len(blob) == by.tail_nbytes(9)
+    for take in (1, 9):
+        out = layout.empty(take)
+        by.unpack_tail(blob, key(TAIL), 32, 9, out)
+        for got, want in zip(out, slice_tokens(run, 0, take), strict=True):
+            assert all(map(np.array_equal, got, want))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_tail_under_a_lossy_codec_keeps_sixteen_bits(dtype):
+    layout = KVLayout(dtype, (KVLayer(2, 64, 64),))
+    run, by = kv_of(TOKENS[:9], layout), packer("tq3", layout)
+    blob = by.pack_tail(key(TAIL), run, 32)
+    assert len(blob) == HEADER_BYTES + 9 * layout.elements_per_token * 2
+    out = layout.empty(9)
+    by.unpack_tail(blob, key(TAIL), 32, 9, out)
+    for got, want in zip(out, run, strict=True):
+        for a, b in zip(got, want, strict=True):
+            exact = dtype != "float32"
+            assert np.array_equal(a, b) if exact else np.allclose(a, b, rtol=2**-8, atol=0)
+
+
+def test_a_snapshot_carries_the_tokens_behind_the_last_chunk():
+    run, state = kv_of(TOKENS[:5]), state_at(TOKENS, 5)
+    blob = packer().pack_snapshot(key(SNAPSHOT), state, run, 32, 5)
+    out = LAYOUT.empty(5)
+    back = packer().unpack_snapshot(blob, key(SNAPSHOT), 32, 5, out)
+    assert trees_equal(back, state)
+    assert all(map(np.array_equal, out[1], run[1]))
+    with pytest.raises(Mismatch):
+        packer().unpack_snapshot(blob, key(SNAPSHOT), 32, 4, LAYOUT.empty(4))
+
+
+def test_a_model_without_growing_layers_has_snapshots_all_the_same():
+    layout = KVLayout("float32", ())
+    by, state = packer(layout=layout), state_at(TOKENS, 5)
+    blob = by.pack_snapshot(key(SNAPSHOT), state, [], 0, 5)
+    assert trees_equal(by.unpack_snapshot(blob, key(SNAPSHOT), 0, 5, []), state)
+
+
+def test_a_verified_blob_is_not_checked_again():
+    raw = bytearray(packer().pack_chunk(key(CHUNK), RUN, 0))
+    verified = verify(raw, key(CHUNK))
+    raw[-1] ^= 1  # as nothing can after the check; it shows who looks twice
+    with pytest.raises(Corrupt):
+        packer().unpack_chunk(raw, key(CHUNK), 0, SIZE, LAYOUT.empty(SIZE))
+    packer().unpack_chunk(verified, key(CHUNK), 0, SIZE, LAYOUT.empty(SIZE))
+
+
+def test_a_blob_under_another_name_is_not_verified():
+    blob = packer().pack_chunk(key(CHUNK), RUN, 0)
+    with pytest.raises(Mismatch):
+        verify(blob, key(CHUNK, 2))

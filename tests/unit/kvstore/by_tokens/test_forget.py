@@ -1,0 +1,109 @@
+"""Forgetting a session: nothing of its own is left anywhere."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.by_tokens.reviser import MAX_LEFT_BEHIND
+from tests.faulty_tier import FaultyTier
+from tests.kv_sessions import (
+    CHUNK,
+    come_back,
+    everything,
+    kv_of,
+    open_store,
+    ram,
+    ref,
+    save,
+    tokens,
+)
+
+HISTORY = tokens(200)
+
+
+def test_forgotten_means_no_tier_holds_anything(store, tiers):
+    save(store, ref(), HISTORY)
+    save(store, ref(), [*HISTORY[:40], *tokens(90, 2)])  # leaves a branch behind
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+    assert (store.records(), store.record(ref())) == ([], None)
+    assert come_back(store, ref(), HISTORY)[0].reason == "never-stored"
+    assert not store.forget(ref())
+
+
+def test_what_others_use_stays(store, tiers):
+    save(store, ref("a"), [*HISTORY[:100], 1])
+    save(store, ref("b"), [*HISTORY[:70], 2])
+    only_b = set(everything(tiers[0]))
+    assert store.forget(ref("a"))
+    assert come_back(store, ref("b"), [*HISTORY[:70], 2])[1].num_tokens == 71
+    assert come_back(store, None, HISTORY)[1].num_tokens == 64
+    assert set(everything(tiers[0])) < only_b
+    assert store.forget(ref("b"))
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+def test_a_branch_left_behind_stays_while_another_session_is_on_it(store, tiers):
+    save(store, ref("a"), HISTORY[:100])
+    save(store, ref("b"), HISTORY[:90])
+    save(store, ref("a"), tokens(50, 7))
+    assert store.forget(ref("a"))
+    assert come_back(store, ref("b"), HISTORY)[1].num_tokens == 90
+
+
+def test_forgetting_takes_a_save_that_waits_along(store, tiers):
+    for _ in range(20):
+        store.save(ref(), HISTORY, kv_of(HISTORY))
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place):
+    tiers = [FaultyTier(ram()), FaultyTier(ram(), "disk")]
+    store = open_store(tiers)
+    if place == 0:  # a promotion after a restore
+        save(store, ref(), HISTORY)
+        store.demote(ref(), "disk")
+    tiers[place].hanging = "put_many"
+    tiers[place].go_on.clear()
+    if place == 0:
+        store.load(store.prepare(ref()))
+    else:  # write-behind after a save
+        store.save(ref(), HISTORY, kv_of(HISTORY))
+    assert tiers[place].entered.wait(10)
+    forgetting = threading.Thread(target=store.forget, args=(ref(),))
+    forgetting.start()
+    forgetting.join(0.05)
+    tiers[place].go_on.set()
+    forgetting.join(20)
+    assert store.flush(20)
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+    store.close()
+
+
+def test_forgetting_needs_no_salt_that_still_fits(store, tiers):
+    save(store, ref(), HISTORY)
+    assert store.forget(ref(salt=b"rotated"))
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+def test_a_pin_does_not_protect_from_forgetting(store, tiers):
+    save(store, ref(), HISTORY)
+    store.pin(ref(), True)
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+    assert tiers[0].pins == {}
+
+
+def test_abandoned_chunks_are_remembered_up_to_a_bound(store, tiers):
+    long = tokens((MAX_LEFT_BEHIND + 10) * CHUNK)
+    save(store, ref(), long)
+    save(store, ref(), [*long[:CHUNK], 1, 2, 3])
+    record = store.record(ref())
+    assert record is not None and len(record.left_behind) == MAX_LEFT_BEHIND * 32
+    assert len(everything(tiers[1])) == 1 + MAX_LEFT_BEHIND + 2  # shared; tail and record
+    assert store.forget(ref())
+    assert everything(tiers[0]) == everything(tiers[1]) == {}

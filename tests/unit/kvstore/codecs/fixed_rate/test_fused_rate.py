@@ -1,0 +1,156 @@
+"""The fixed rate in one pass gives the bytes of its pipeline, and survives what that survives."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.rope import Rope
+from kvstore.codecs.stacks.fused import proven_or_pipeline
+from kvstore.shapes import slice_tokens
+from tests.unit.kvstore.codecs.fixed_rate.integer_models import (
+    codec_of,
+    is_fused,
+    layout_with,
+    pipelines_of,
+    rope_of,
+)
+from tests.unit.kvstore.codecs.fused_checks import (
+    assert_damage_does_the_same,
+    assert_views_are_filled,
+    raw,
+    restored,
+)
+from tests.unit.kvstore.codecs.samples import frozen_rows, run_of
+
+LAYOUT = layout_with((64, 64), (64, 64))
+CODEC = codec_of(LAYOUT, rope_of(64))
+
+
+def assert_same(codec, run, layout, first_token):
+    pipeline, num_tokens = pipelines_of(codec), run[0][0].shape[1]
+    payload = codec.encode(run, layout, first_token)
+    assert payload == pipeline.encode(run, layout, first_token)
+    out = restored(codec, payload, layout, num_tokens, first_token)
+    assert raw(out) == raw(restored(pipeline, payload, layout, num_tokens, first_token))
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dims", "rope"),
+    [
+        ([(64, 64)], rope_of(64)),
+        ([(128, 128)], rope_of(64)),  # half of the channels are turned
+        ([(80, 80), (80, 80)], None),
+        ([(96, 64), (96, 64)], rope_of(96)),  # two stacks
+        ([(256, 256)], rope_of(256)),
+    ],
+)
+def test_kernels_give_the_bytes_of_the_pieces(dims, rope, dtype):
+    layout = layout_with(*dims, dtype=dtype)
+    codec = codec_of(layout, rope)
+    assert is_fused(codec)
+    for num_tokens in (5, 64, 130):
+        assert_same(codec, run_of(layout, num_tokens, seed=num_tokens), layout, 77)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 63, 65, 127, 128])
+@pytest.mark.parametrize("first_token", [0, 3, 4096])
+def test_every_length(num_tokens, first_token):
+    assert_same(CODEC, run_of(LAYOUT, num_tokens), LAYOUT, first_token)
+
+
+def test_rows_that_no_gain_can_represent():
+    run = run_of(LAYOUT, 70)
+    for token, bits in {20: 0x7F80, 21: 0xFF80, 22: 0x7FC1, 69: 0x7F00}.items():
+        run[1][0][1, token, 3] = bits
+    out = assert_same(CODEC, run, LAYOUT, 128)
+    assert np.array_equal(out[1][0][1, [20, 21, 22, 69]], run[1][0][1, [20, 21, 22, 69]])
+
+
+def test_empty_and_tiny_rows():
+    run = run_of(LAYOUT, 20)
+    run[0][1][:, 5] = 0
+    run[1][1][:, 6] = 1  # the smallest denormal
+    assert_same(CODEC, run, LAYOUT, 128)
+
+
+def test_views_of_any_stride_are_read_and_filled():
+    part = slice_tokens(run_of(LAYOUT, 300), 100, 228)
+    payload = CODEC.encode(part, LAYOUT, 100)
+    assert payload == CODEC.encode([(k.copy(), v.copy()) for k, v in part], LAYOUT, 100)
+    assert_views_are_filled(CODEC, pipelines_of(CODEC), LAYOUT)
+
+
+def test_rows_whose_values_lie_apart_go_through_the_pieces():
+    run = run_of(LAYOUT, 20)
+    apart = [(np.asfortranarray(k), np.asfortranarray(v)) for k, v in run]
+    assert CODEC.encode(apart, LAYOUT, 9) == CODEC.encode(run, LAYOUT, 9)
+
+
+@pytest.mark.parametrize(
+    ("dims", "rope"),
+    [((72, 72), None), ((64, 64), Rope((1.0,) * 32, True)), ((64, 64), rope_of(48))],
+)
+def test_what_kernels_cannot_do_stays_with_the_pieces(dims, rope):
+    layout = layout_with(dims)
+    codec = codec_of(layout, rope)
+    assert not is_fused(codec)
+    assert_same(codec, run_of(layout, 20), layout, 9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damage_is_found_or_gives_other_values(data):
+    assert_damage_does_the_same(data, CODEC, pipelines_of(CODEC), LAYOUT)
+
+
+# (payload, restored), 8 bytes of blake2b each
+GOLDEN = {
+    64: ("d3ef30e2ff2ac29d", "98cc05ff77792042"),
+    128: ("c0c4ae20ced511d6", "232b3c964de2a250"),
+}
+
+
+@pytest.mark.parametrize("dim", GOLDEN)
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_payload_and_restored_values_are_frozen(dim, with_kernels):
+    layout = layout_with((dim, dim))
+    codec = codec_of(layout, rope_of(dim))
+    if not with_kernels:
+        codec = pipelines_of(codec)
+    rows = frozen_rows(2 * 70, dim).reshape(2, 70, dim)
+    run = [(rows, rows[::-1].copy())]
+    payload = codec.encode(run, layout, 0)
+    out = restored(codec, payload, layout, 70, 0)
+    digests = [hashlib.blake2b(x, digest_size=8).hexdigest() for x in (payload, b"".join(raw(out)))]
+    assert tuple(digests) == GOLDEN[dim]
+
+
+@pytest.mark.parametrize("value", [0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x7F7F])
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_that_are_no_numbers_are_kept_as_they_are(value, side):
+    """Not a number, of either sign; infinite; too large to be squared. RoPE makes NaNs of some."""
+    run = run_of(LAYOUT, 40)
+    run[0][side][0, 20] = value
+    out = assert_same(CODEC, run, LAYOUT, 100)
+    assert np.array_equal(out[0][side][0, 20], run[0][side][0, 20])
+    assert not np.array_equal(out[0][side][0, 21], run[0][side][0, 21])
+
+
+def test_kernels_that_are_wrong_give_way_to_the_pieces(caplog):
+    (fused,) = CODEC.assemble(LAYOUT)
+    assert proven_or_pipeline(fused, LAYOUT, run_of(LAYOUT, 70), "rates") is fused
+
+    def almost(planes, num_tokens, units, pairs, turns, vectors):
+        fused.kernels.unpack(planes, num_tokens - 1, units, pairs, turns, vectors)
+
+    wrong = dataclasses.replace(fused, kernels=dataclasses.replace(fused.kernels, unpack=almost))
+    assert proven_or_pipeline(wrong, LAYOUT, run_of(LAYOUT, 70), "rates") is fused.pipeline
+    assert "the kernels of rates are wrong on this host" in caplog.text

@@ -1,0 +1,36 @@
+"""A processor that has less than this one gives the same bytes, by kernels and not by numpy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODECS = Path(__file__).parents[1]
+SUITES = (
+    *("rows/test_golden.py", "kernels/test_kernels.py"),
+    *("fixed_rate/test_fused_rate.py", "one_step/test_fused_steps.py"),
+)
+CHOSEN = "frozen or any_number_of_rows or told_of or gives_the_rows or kernels_give_the"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", ["avx512", "avx"])
+def test_kernels_of_a_lesser_host_give_the_same_bytes(without, tmp_path):
+    features = pytest.importorskip("kvstore.codecs.kernels.emit.features").host_features()
+    missing = [name for name in sorted(features) if name.startswith(without)]
+    if not missing:
+        pytest.skip(f"this host has no {without} itself")
+    limits = {"NUMBA_CPU_FEATURES": ",".join(f"-{name}" for name in missing)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN]
+    run = subprocess.run(
+        [*command, *(str(CODECS / name) for name in SUITES)],
+        env={**os.environ, **limits, "NUMBA_CACHE_DIR": str(tmp_path)},
+        cwd=CODECS.parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.literature.rvq import Residual
+from kvstore.codecs.literature.stages.lloyd import LloydMax
+from kvstore.codecs.literature.stages.min_max import MinMaxGroups, Rounded
+from kvstore.codecs.literature.stages.rotated import SignHadamard
+from kvstore.codecs.literature.stages.sign import Sign
+from kvstore.codecs.literature.turboquant_mlx import Digits
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.rows.lloyd_max import gauss_error
+from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
+from kvstore.errors import Corrupt, UnknownCodec
+from tests.unit.kvstore.codecs.samples import layout_of, shape_of, uneven
+
+
+def test_the_rotation_keeps_lengths_and_evens_channels_out():
+    stack = uneven((4, 200, 64))
+    rotated, _ = SignHadamard(shape_of(64)).forward(stack, 0)
+    assert np.allclose(np.linalg.norm(rotated, axis=2), np.linalg.norm(stack, axis=2), rtol=1e-4)
+    sizes = np.sqrt((rotated**2).mean(axis=(0, 1)))
+    assert sizes.max() / sizes.min() < 2
+    with pytest.raises(UnknownCodec):
+        SignHadamard(shape_of(50))
+
+
+@pytest.mark.parametrize("along", ["tokens", "width"])
+def test_groups_come_back_within_half_a_step(along):
+    stack = uneven((4, 50, 32))
+    groups, rounded = MinMaxGroups(shape_of(32), 4, 32, along), Rounded(4)
+    mapped, note = groups.forward(stack, 0)
+    assert len(note) == groups.note_nbytes(50)
+    lows, steps = groups.read(Reader(memoryview(note)), 50)
+    restored = groups.backward(rounded.restore(rounded.quantise(mapped)), 0, (lows, steps))
+    assert np.abs(restored - stack).max() <= steps.max() * 0.6
+
+
+def test_groups_refuse_bounds_that_are_no_numbers():
+    groups = MinMaxGroups(shape_of(32), 4, 32, "width")
+    note = np.full(groups.note_nbytes(3) // 2, np.inf, "<f2").tobytes()
+    with pytest.raises(Corrupt):
+        groups.read(Reader(memoryview(note)), 3)
+
+
+def test_lloyd_max_reaches_the_error_of_its_tables():
+    num_levels = np.array([[1, 2, 3, 8, 11, 16, 64, 256]])
+    deviations = np.array([[1, 5, 0.1, 1, 2, 3, 4, 100]], np.float32)
+    quantiser = LloydMax(num_levels, deviations)
+    exact = np.random.default_rng(0).standard_normal((1, 40_000, 8)).astype(np.float32) * deviations
+    restored = quantiser.restore(quantiser.quantise(exact))
+    errors = ((exact - restored) ** 2).mean(axis=(0, 1)) / deviations[0] ** 2
+    assert errors == pytest.approx([gauss_error(int(n)) for n in num_levels[0]], rel=0.06)
+    assert np.isfinite(quantiser.restore(np.full((1, 3, 8), 255, np.uint8))).all()
+
+
+def test_two_stages_see_more_than_one():
+    exact = np.random.default_rng(0).standard_normal((1, 20_000, 4)).astype(np.float32)
+    two = Residual(Sign(), 1, Sign(), np.sqrt(gauss_error(2)))
+    errors = [np.mean((exact - q.restore(q.quantise(exact))) ** 2) for q in (Sign(), two)]
+    assert errors[0] == pytest.approx(0.363, abs=0.02) and errors[1] < 0.2
+    assert two.quantise(exact).max() == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 256), st.integers(1, 100), st.integers(0, 5), st.integers(0, 2**32))
+def test_digits_come_back(base, width, num_tokens, seed):
+    (shape,) = stack_shapes(Scope("head"), layout_of(width, num_heads=1))
+    coder = Digits(shape, base)
+    codes = np.random.default_rng(seed).integers(0, base, (2, num_tokens, width)).astype(np.uint8)
+    packed = coder.write(codes)
+    assert len(packed) == coder.nbytes(num_tokens)
+    assert np.array_equal(coder.read(Reader(memoryview(packed)), num_tokens), codes)
+
+
+def test_thirty_seven_base_eleven_digits_take_sixteen_bytes():
+    assert Digits(shape_of(37, 1), 11).nbytes(1) == 2 * 16
+    assert Digits(shape_of(128, 1), 11).nbytes(1) == 2 * (3 * 16 + 8)

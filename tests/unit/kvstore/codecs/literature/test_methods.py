@@ -1,0 +1,275 @@
+"""What the methods of the literature claim: what of it holds, and by how much the rest fails.
+
+*Alike* rows have channels of one size, as random data has; *uneven* ones differ, as real keys do.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from kvstore.codecs.floats import narrow, widen
+from kvstore.codecs.literature.polar_quant import angle_levels
+from kvstore.codecs.literature.spectral_quant import effective_dimensions
+from kvstore.codecs.literature.stages.draws import normal_draws
+from kvstore.codecs.literature.stages.vectors import nearest, normal_vectors
+from kvstore.codecs.names import LITERATURE
+from kvstore.codecs.presets import codec_by_name, open_codec
+from kvstore.codecs.rows import packing
+from kvstore.codecs.rows.lloyd_max import gauss_error
+from tests.unit.kvstore.codecs.learning.calibration import (
+    model_layout,
+    model_metrics,
+    model_profile,
+    model_run,
+)
+from tests.unit.kvstore.codecs.samples import cosine, layout_of, uneven, values_of
+
+KEYS, VALUES = 0, 1
+LAYOUT = layout_of(128, num_heads=4)
+MODEL = model_layout()
+
+
+def rows_of(kind):
+    values = uneven((4, 128, 128))
+    if kind == "alike":
+        values = np.random.default_rng(0).standard_normal((4, 128, 128)).astype(np.float32)
+    return widen(narrow(values, "bfloat16"), "bfloat16")
+
+
+def through(name, rows):
+    """K and V that come back of a codec that got ``rows`` as both."""
+    stored = narrow(rows, "bfloat16")
+    codec, out = codec_by_name(name), LAYOUT.empty(128)
+    payload = codec.encode([(stored, stored)], LAYOUT, 128)
+    codec.decode(memoryview(payload), LAYOUT, 128, out)
+    return [widen(array, "bfloat16") for array in out[0]]
+
+
+@functools.cache
+def both(name, kind):
+    return rows_of(kind), through(name, rows_of(kind))
+
+
+def cosine_of(name, kind, side=KEYS):
+    rows, restored = both(name, kind)
+    return cosine(rows, restored[side])
+
+
+def error_of(name, kind, side=KEYS):
+    rows, restored = both(name, kind)
+    return float(np.sum((rows - restored[side]) ** 2) / np.sum(rows**2))
+
+
+def bits_of(name, dim=128):
+    layout = layout_of(dim)
+    return 8 * codec_by_name(name).packed_nbytes(layout, 128, 128) / 128 / layout.elements_per_token
+
+
+SIZES = {  # bits for each element at D = 64, 128, 256, chunks of 128 tokens
+    "manthan": (3.5, 3.25, 3.125),
+    "tq1": (1.25, 1.125, 1.0625),
+    "tq2": (2.25, 2.125, 2.0625),
+    "tq8": (8.25, 8.125, 8.0625),
+    "tqprod": (3.5, 3.25, 3.125),
+    "base11": (3.75, 3.625, 3.531),
+    "rvq": (2.25, 2.125, 2.0625),
+    "vecinfer": (2.3125, 2.1875, 2.125),
+    "polar": (3.875, 3.875, 3.875),
+    "qjl": (2.125, 2.0625, 2.031),
+    "rabitq": (2.8125, 2.6875, 2.625),
+    "playground": (3.125, 3.0625, 3.031),
+    "kivi": (3.0, 3.0, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_as_stated(name):
+    assert [bits_of(name, dim) for dim in (64, 128, 256)] == pytest.approx(SIZES[name], abs=0.004)
+
+
+COSINES = {  # alike rows: K, V; uneven rows: K, V
+    "manthan": (0.983, 0.983, 0.934, 0.934),
+    "tq2": (0.941, 0.941, 0.943, 0.943),
+    "tqprod": (0.921, 0.921, 0.924, 0.924),
+    "base11": (0.991, 0.991, 0.991, 0.991),
+    "rvq": (0.937, 0.937, 0.940, 0.940),
+    "vecinfer": (0.949, 0.949, 0.971, 0.949),
+    "polar": (0.984, 0.984, 0.984, 0.984),
+    "qjl": (0.624, 0.932, 0.624, 0.89),
+    "rabitq": (0.802, 0.995, 0.806, 0.996),
+    "playground": (0.983, 0.932, 0.984, 0.89),
+    "kivi": (0.932, 0.932, 0.927, 0.89),
+}
+
+
+@pytest.mark.parametrize("name", COSINES)
+def test_cosines_are_as_measured(name):
+    got = [cosine_of(name, kind, side) for kind in ("alike", "uneven") for side in (KEYS, VALUES)]
+    assert got == pytest.approx(COSINES[name], abs=0.012)
+
+
+def test_manthan_is_the_codec_that_was_called_lm3():
+    run = [(narrow(uneven((4, 9, 128)), "bfloat16"),) * 2]
+    payloads = [codec_by_name(name).encode(run, LAYOUT, 128) for name in ("manthan", "lm3")]
+    assert payloads[0] == payloads[1]
+
+
+def test_manthan_packs_256_values_in_100_bytes():
+    assert 16 / bits_of("manthan", 256) == 5.12
+
+
+def test_manthan_reaches_the_error_of_eight_levels_on_rows_alike():
+    assert error_of("manthan", "alike") == pytest.approx(gauss_error(8), rel=0.05)
+    assert error_of("manthan", "uneven") > 3 * gauss_error(8)
+
+
+def test_manthan_is_8_per_cent_better_than_uniform_levels_not_two_and_a_half_times():
+    x = normal_draws("uniform levels", 400, 1000)
+    errors = [
+        np.mean((x - step * (np.clip(np.floor(x / step), -4, 3) + 0.5)) ** 2)
+        for step in np.linspace(0.4, 0.8, 41)
+    ]
+    assert min(errors) / gauss_error(8) == pytest.approx(1.08, abs=0.02)
+
+
+def test_manthan_loses_no_code_in_packing():
+    codes = np.random.default_rng(1).integers(0, 8, (50, 64)).astype(np.uint8)
+    assert np.array_equal(packing.from_stream(packing.to_stream(codes)), codes)
+
+
+@pytest.mark.parametrize("factor", [-1, 0.25, 1024])
+def test_manthan_scales_with_its_rows(factor):
+    rows = rows_of("uneven")
+    assert np.array_equal(
+        through("manthan", factor * rows)[0], factor * both("manthan", "uneven")[1][0]
+    )
+
+
+def test_manthan_packs_every_token_by_itself():
+    stored = narrow(rows_of("uneven"), "bfloat16")
+    codec, out = codec_by_name("manthan"), LAYOUT.empty(30)
+    part = [(stored[:, 50:80],) * 2]
+    codec.decode(memoryview(codec.encode(part, LAYOUT, 178)), LAYOUT, 178, out)
+    whole = both("manthan", "uneven")[1][0][:, 50:80]
+    assert np.array_equal(widen(out[0][0], "bfloat16"), whole)
+
+
+@pytest.mark.parametrize("num_bits", range(1, 9))
+def test_turboquant_stays_within_2_72_of_the_bound(num_bits):
+    """Its theorem: an error of sqrt(3) pi / 2 * 4 ** -bits at most, for any rows."""
+    bound = 4.0**-num_bits
+    rounding = 4e-6  # of what comes back to bf16
+    limit = 3**0.5 * np.pi / 2 * bound
+    assert bound < error_of(f"tq{num_bits}", "uneven") < limit + rounding
+
+
+def slope(rows, restored, seed=4):
+    """Returns the mean factor by which products with random queries come back."""
+    queries = np.random.default_rng(seed).standard_normal((200, rows.shape[-1]))
+    exact, got = (x.reshape(-1, x.shape[-1]) @ queries.T for x in (rows, restored))
+    return float((exact * got).sum() / (exact * exact).sum())
+
+
+@pytest.mark.parametrize("name", ["tqprod", "qjl"])
+def test_sketches_give_unbiased_products(name):
+    rows, restored = both(name, "uneven")
+    assert slope(rows, restored[KEYS]) == pytest.approx(1, abs=0.05)
+
+
+def test_a_sketch_of_the_residual_costs_more_than_it_brings():
+    """Unbiased, but with five times the error that a third bit for levels leaves, at more bits."""
+    assert error_of("tqprod", "uneven") > 4 * error_of("tq3", "uneven")
+    assert bits_of("tqprod") > bits_of("tq3")
+    assert error_of("tqprod", "uneven") > error_of("tq2", "uneven")
+    assert error_of("qjl", "uneven") > 1
+
+
+def test_eleven_levels_two_to_a_byte_are_four_bits():
+    """Sixteen levels fit those too, at half the error; as one number eleven take 3.5."""
+    assert bits_of("base11", 64) - 16 / 64 == pytest.approx(3.5, abs=0.01)
+    assert error_of("base11", "alike") == pytest.approx(gauss_error(11), rel=0.05)
+    assert gauss_error(16) < 0.5 * gauss_error(11)
+
+
+def test_two_signs_come_near_four_levels():
+    assert gauss_error(4) < error_of("rvq", "alike") < 1.15 * gauss_error(4)
+
+
+def test_vectors_beat_numbers_and_smoothing_helps_uneven_keys():
+    assert error_of("vecinfer", "alike") < 0.9 * gauss_error(4)
+    assert error_of("vecinfer", "uneven", KEYS) < error_of("vecinfer", "uneven", VALUES)
+
+
+def test_the_codebook_is_the_same_everywhere():
+    vectors = normal_vectors(4)
+    assert np.array_equal(vectors * 1024, np.rint(vectors * 1024))
+    assert len(np.unique(vectors, axis=0)) == 256
+    assert np.array_equal(nearest(vectors, vectors), np.arange(256))
+
+
+def test_later_angles_crowd_around_45_degrees():
+    spreads = [np.ptp(angle_levels(level)) for level in (1, 2, 3)]
+    assert spreads[0] > spreads[1] > spreads[2]
+    for level in (1, 2, 3):
+        assert angle_levels(level) + angle_levels(level)[::-1] == pytest.approx(np.pi / 2, abs=1e-3)
+
+
+def test_polar_angles_do_no_better_than_three_bits_of_levels():
+    """3.875 bits for the error of TurboQuant's 3.125."""
+    assert error_of("polar", "uneven") == pytest.approx(error_of("tq3", "uneven"), rel=0.1)
+
+
+def test_one_sign_is_not_enough_for_keys():
+    assert error_of("rabitq", "uneven", KEYS) > 0.3
+    assert error_of("rabitq", "uneven", VALUES) < 0.01
+
+
+def test_groups_along_tokens_suit_uneven_keys_and_nothing_else():
+    assert cosine_of("kivi", "uneven", KEYS) > 0.92 > cosine_of("kivi", "uneven", VALUES)
+
+
+@functools.cache
+def model_error(name):
+    """Squared error over squared size without mean, and bits, of the model that is none."""
+    run, out = model_run(MODEL, 128, first_token=256), MODEL.empty(128)
+    codec = open_codec(name, model_profile("bfloat16"))
+    payload = codec.encode(run, MODEL, 256)
+    codec.decode(memoryview(payload), MODEL, 256, out)
+    before, after = (
+        np.concatenate([values_of(x, "bfloat16").reshape(-1) for pair in r for x in pair])
+        for r in (run, out)
+    )
+    error = np.sum((before - after) ** 2) / np.sum((before - before.mean()) ** 2)
+    return float(error), 8 * len(payload) / 128 / MODEL.elements_per_token
+
+
+@pytest.mark.slow
+def test_spectral_bits_follow_the_effective_dimension():
+    assert effective_dimensions(np.array([[1.0] * 8, [1.0] + [0.0] * 7])).tolist() == [8, 1]
+    learned = model_profile("bfloat16").learned["spectral"]["bits.0"]
+    assert set(np.unique(learned)) == {2, 5}
+    assert model_error("spectral")[0] < 0.5 * model_error("tq3")[0]
+
+
+def test_ratequant_gives_bits_to_the_heads_that_matter():
+    dealt = model_profile("bfloat16").learned["ratequant"]["bits.0"].astype(int)
+    weights = [np.sqrt(np.trace(x) / len(x)) for x in model_metrics(MODEL)]
+    assert dealt.sum() == 30 and dealt.min() >= 1
+    assert np.corrcoef(weights, dealt)[0, 1] > 0.8
+
+
+def test_learned_vectors_beat_two_bits_of_levels():
+    assert model_error("commvq")[0] < 0.5 * model_error("tq2")[0]
+
+
+def test_keys_before_rope_suit_groups_along_tokens():
+    assert model_error("kvquant")[0] < 0.6 * model_error("kivi")[0]
+
+
+def test_every_method_has_its_figures():
+    learned = {name for name, entry in LITERATURE.items() if entry.learn}
+    assert learned == {"spectral", "ratequant", "kvquant", "commvq"}
+    assert set(SIZES) | {"tq5", "tq6", "tq7"} | learned == set(LITERATURE)

@@ -1,0 +1,229 @@
+"""One step restored in one pass gives the rows of its pipeline, and survives what that survives."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.one_step.prediction_design import PredictionWindow
+from kvstore.codecs.reader import count_bytes
+from kvstore.codecs.rope import Rope
+from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, rope_of
+from tests.unit.kvstore.codecs.fused_checks import (
+    assert_damage_does_the_same,
+    assert_views_are_filled,
+    raw,
+    restored,
+)
+from tests.unit.kvstore.codecs.one_step.step_models import (
+    USUAL,
+    codec_of,
+    is_fused,
+    parts_of,
+    pipelines_of,
+    profile_of,
+)
+from tests.unit.kvstore.codecs.samples import run_of
+
+LAYOUT = layout_with((64, 64), (64, 64), (64, 64))  # a group of two layers, and one of one
+PARTS = parts_of(profile_of(LAYOUT, rope_of(64), [(32.0, 0.3), (9.0, 0.5)]))
+CODEC, PIECES = codec_of(PARTS), codec_of(pipelines_of(PARTS))
+
+FOUR_UNITS = layout_with(*[(32, 32)] * 8)
+TOLD = parts_of(
+    profile_of(
+        FOUR_UNITS, rope_of(32), [(32.0, 0.3), (9.0, 0.5), (700.0, 0.01)], PredictionWindow(38, 2)
+    )
+)
+MODELS = pytest.mark.parametrize(
+    ("parts", "layout"), [(PARTS, LAYOUT), (TOLD, FOUR_UNITS)], ids=["alone", "told"]
+)
+
+
+def assert_same(parts, run, layout, first_token):
+    num_tokens = run[0][0].shape[1]
+    payload = codec_of(parts).encode(run, layout, first_token)
+    out, expected = (
+        restored(codec_of(x), payload, layout, num_tokens, first_token)
+        for x in (parts, pipelines_of(parts))
+    )
+    assert raw(out) == raw(expected)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dims", "rope"),
+    [
+        ([(64, 64)] * 3, rope_of(64)),
+        ([(128, 128)] * 2, rope_of(64)),  # half of the channels are turned
+        ([(80, 80)], None),
+        ([(16, 16)] * 4, None),
+        ([(256, 256)], rope_of(256)),
+    ],
+)
+def test_kernels_give_the_rows_of_the_pieces(dims, rope, dtype):
+    layout = layout_with(*dims, dtype=dtype)
+    parts = parts_of(profile_of(layout, rope))
+    assert is_fused(parts)
+    for num_tokens in (5, 64, 130):
+        assert_same(parts, run_of(layout, num_tokens, seed=num_tokens), layout, 77)
+
+
+@MODELS
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7, 8, 63, 65, 127, 128])
+@pytest.mark.parametrize("first_token", [0, 3, 4096])
+def test_every_length(num_tokens, first_token, parts, layout):
+    assert is_fused(parts)
+    assert_same(parts, run_of(layout, num_tokens), layout, first_token)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        PredictionWindow(2, 1),
+        PredictionWindow(64, 3),
+        PredictionWindow(66, 1),
+        PredictionWindow(32, 7),
+    ],
+)
+def test_units_are_told_of_any_number_of_others(window):
+    parts = parts_of(profile_of(FOUR_UNITS, rope_of(32), [USUAL, (3.1, 3.0)], window))
+    assert is_fused(parts)
+    for num_tokens in (6, 70):
+        assert_same(parts, run_of(FOUR_UNITS, num_tokens), FOUR_UNITS, 5)
+
+
+@pytest.mark.parametrize(
+    "spectrum",
+    [
+        (2.9, 0.3),  # none is wide
+        (700.0, 3.1),  # all are
+        (700.0, 0.01),  # none is dead
+        (1.0, 0.9),  # very few are live
+        (3.1, 3.0),  # one wide one, or a few, and nothing else
+    ],
+)
+def test_any_share_of_wide_and_live_components(spectrum):
+    parts = parts_of(profile_of(LAYOUT, None, [USUAL, spectrum]))
+    assert is_fused(parts)
+    for num_tokens in (6, 70):
+        assert_same(parts, run_of(LAYOUT, num_tokens), LAYOUT, 5)
+
+
+def payload_of(parts, codes, num_tokens):
+    """Makes a payload of any codes, (units, tokens, components) of each stack, behind the sinks."""
+    chunks = []
+    for part, values in zip(pipelines_of(parts), codes, strict=True):
+        gains = np.ones((part.shape.num_units, num_tokens, len(part.shape.gain_groups)), np.float32)
+        chunks += [count_bytes(0), part.gain.write(gains), part.coder.write(values)]
+    return b"".join(chunks)
+
+
+SIZES = st.sampled_from([1, 2, 3, 8, 40, 127, 128, 700, 4095, 32767, 32768, 1 << 20, 1 << 24])
+
+
+@pytest.mark.slow
+@MODELS
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_extreme_codes(data, parts, layout):
+    num_tokens = data.draw(st.integers(1, 70))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    codes = []
+    for part in pipelines_of(parts):
+        shape = (part.shape.num_units, num_tokens, part.shape.width)
+        sizes = np.array(data.draw(st.lists(SIZES, min_size=1, max_size=4)))
+        share = data.draw(st.sampled_from([0.001, 0.05, 1.0]))
+        chosen = rng.choice(sizes, shape) * (rng.random(shape) < share)
+        codes.append((chosen * rng.choice([-1, 1], shape)).astype(np.int32))
+    payload = payload_of(parts, codes, num_tokens)
+    codecs = (codec_of(parts), codec_of(pipelines_of(parts)))
+    outs = [restored(codec, payload, layout, num_tokens, 9) for codec in codecs]
+    assert raw(outs[0]) == raw(outs[1])
+
+
+def test_parts_that_no_gain_can_represent():
+    run = run_of(LAYOUT, 70)
+    for token, bits in {20: 0x7F80, 21: 0xFF80, 22: 0x7FC1, 69: 0x7F00}.items():
+        run[1][0][1, token, 3] = bits
+    out = assert_same(PARTS, run, LAYOUT, 128)
+    assert np.array_equal(out[1][0][:, [20, 21, 22, 69]], run[1][0][:, [20, 21, 22, 69]])
+
+
+def test_empty_and_tiny_rows():
+    run = run_of(LAYOUT, 20)
+    run[0][1][:, 5] = 0
+    run[1][1][:, 6] = 1  # the smallest denormal
+    assert_same(PARTS, run, LAYOUT, 128)
+
+
+def test_views_of_any_stride_are_filled():
+    assert_views_are_filled(CODEC, PIECES, LAYOUT)
+
+
+def test_rows_whose_values_lie_apart_go_through_the_pieces():
+    payload = CODEC.encode(run_of(LAYOUT, 20), LAYOUT, 9)
+    apart = [(np.asfortranarray(k), np.asfortranarray(v)) for k, v in LAYOUT.empty(20)]
+    CODEC.decode(memoryview(payload), LAYOUT, 9, apart)
+    expected = restored(CODEC, payload, LAYOUT, 20, 9)
+    assert raw([(k.copy("C"), v.copy("C")) for k, v in apart]) == raw(expected)
+
+
+@pytest.mark.parametrize(
+    ("dims", "rope"),
+    [
+        ((72, 72), None),
+        ((64, 80), None),
+        ((64, 64), Rope((1.0,) * 32, True)),
+        ((64, 64), rope_of(48)),
+    ],
+)
+def test_what_kernels_cannot_do_stays_with_the_pieces(dims, rope):
+    layout = layout_with(dims)
+    parts = parts_of(profile_of(layout, rope))
+    assert not is_fused(parts)
+    run = run_of(layout, 20)
+    payload = codec_of(parts).encode(run, layout, 9)
+    out = restored(codec_of(parts), payload, layout, 20, 9)
+    assert raw(out) == raw(restored(codec_of(pipelines_of(parts)), payload, layout, 20, 9))
+
+
+def test_fp16_engines_get_the_values_of_the_pieces():
+    layout = layout_with((64, 64), dtype="float16")
+    parts = parts_of(profile_of(layout, rope_of(64)))
+    assert not is_fused(parts)
+    run = run_of(layout, 20)
+    out = restored(codec_of(parts), codec_of(parts).encode(run, layout, 0), layout, 20, 0)
+    assert np.array_equal(out[0][0][:, :4], run[0][0][:, :4])  # first tokens are exact
+
+
+@MODELS
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_damage_is_found_or_gives_other_values(data, parts, layout):
+    assert_damage_does_the_same(data, codec_of(parts), codec_of(pipelines_of(parts)), layout)
+
+
+@pytest.mark.parametrize(
+    ("parts", "layout", "digest"),
+    [(PARTS, LAYOUT, "ea71890936abbf49"), (TOLD, FOUR_UNITS, "03c6823892933da0")],
+    ids=["alone", "told"],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_restored_values_are_frozen(parts, layout, digest, fused):
+    """Codes and gains of a formula: whole numbers from there on, on every host alike."""
+    num_tokens, codes = 70, []
+    for part in pipelines_of(parts):
+        shape = (part.shape.num_units, num_tokens, part.shape.width)
+        numbers = np.arange(np.prod(shape)).reshape(shape)
+        sizes = numbers * 7919 % 101 // (1 + numbers % part.shape.width // 8)
+        codes.append(np.where(numbers % 3 == 0, -sizes, sizes).astype(np.int32))
+    codec = codec_of(parts if fused else pipelines_of(parts))
+    out = restored(codec, payload_of(parts, codes, num_tokens), layout, num_tokens, 9)
+    assert hashlib.blake2b(b"".join(raw(out)), digest_size=8).hexdigest() == digest

@@ -1,0 +1,134 @@
+"""Sessions that go by themselves, by age or eviction, and who is told of it."""
+
+from __future__ import annotations
+
+from tests.faulty_tier import FaultyTier
+from tests.kv_sessions import (
+    Clock,
+    come_back,
+    disk,
+    everything,
+    open_store,
+    ram,
+    ref,
+    save,
+    tokens,
+)
+
+HISTORY = tokens(200)
+
+
+def test_sessions_nobody_came_back_to_expire(tmp_path):
+    clock = Clock()
+    tiers = [ram(), disk(tmp_path)]
+    store = open_store(tiers, clock=clock, ttl_s=100.0)
+    save(store, ref("old"), HISTORY)
+    save(store, ref("pinned"), tokens(30, 4))
+    store.pin(ref("pinned"), True)
+    clock.now += 90
+    save(store, ref("new"), tokens(30, 3))
+    clock.now += 20
+    assert store.match(ref("old"), ref().salt, HISTORY, 200).reason == "ttl"
+    assert {x.id for x in store.records()} == {"new", "pinned"}
+    store.expire()
+    assert store.match(ref("old"), ref().salt, HISTORY, 200).reason == "ttl"
+    assert len(everything(tiers[1])) == (1 + 1 + 1) * 2
+    store.close()
+
+
+def test_whoever_listens_hears_of_sessions_whose_time_ran_out():
+    clock = Clock()
+    store = open_store([ram()], clock=clock, ttl_s=100.0)
+    gone = []
+    store.listen(gone.append)
+    save(store, ref("old"), HISTORY)
+    store.expire()
+    assert gone == []
+    clock.now += 110
+    for _ in range(3):
+        store.expire()
+    assert gone == [ref("old", salt=b"")]
+    store.close()
+
+
+def test_whoever_listens_hears_once_of_sessions_that_were_evicted():
+    store = open_store([ram(100_000)])
+    gone = []
+    store.listen(gone.append)
+    for i in range(10):
+        save(store, ref(str(i)), tokens(100, i))
+    kept = {x.id for x in store.records() if store.tier_of(x)}
+    assert 0 < len(kept) < 10
+    for _ in range(4):
+        store.expire()
+    assert sorted(x.id for x in gone) == sorted({str(i) for i in range(10)} - kept)
+    first = gone[0].id
+    save(store, ref(first), tokens(100, int(first)))
+    store.expire()
+    assert [x.id for x in gone].count(first) == 1
+    store.close()
+
+
+def test_nobody_is_said_to_be_gone_while_a_tier_is_down():
+    below = FaultyTier(ram(), "disk")
+    store = open_store([ram(100_000), below])
+    gone = []
+    store.listen(gone.append)
+    for i in range(10):
+        save(store, ref(str(i)), tokens(100, i))
+    below.fails = lambda number, method: True
+    for _ in range(3):
+        store.expire()
+    assert gone == []
+    store.close()
+
+
+def test_a_listener_that_fails_does_not_keep_others_from_expiring():
+    clock = Clock()
+    store = open_store([ram()], clock=clock, ttl_s=100.0)
+
+    def fails(session):
+        raise ValueError("the listener fell down")
+
+    store.listen(fails)
+    save(store, ref("a"), HISTORY)
+    save(store, ref("b"), HISTORY)
+    clock.now += 110
+    store.expire()
+    assert store.records() == [] and everything(store.ledger.stack.tiers[0]) == {}
+    store.close()
+
+
+def test_coming_back_starts_the_time_again():
+    clock = Clock()
+    store = open_store([ram()], clock=clock, ttl_s=100.0)
+    save(store, ref(), HISTORY)
+    clock.now += 90
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    assert store.flush(10)
+    clock.now += 90
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+def test_a_clock_that_jumps_back_expires_nothing():
+    clock = Clock()
+    store = open_store([ram()], clock=clock, ttl_s=100.0)
+    save(store, ref(), HISTORY)
+    clock.now -= 86400
+    store.expire()
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 200
+    store.close()
+
+
+def test_who_came_back_last_is_evicted_last():
+    store = open_store([ram(170_000)])
+    for name in "abc":
+        save(store, ref(name), tokens(200, ord(name)))
+    assert store.stats().tiers[0].evictions == 0
+    assert come_back(store, ref("a"), tokens(200, ord("a")))[1].num_tokens == 200
+    assert store.flush(10)
+    save(store, ref("d"), tokens(200, 1))
+    held = {x: store.match(ref(x), ref().salt, tokens(200, ord(x)), 200).num_tokens for x in "abc"}
+    assert held["a"] == held["c"] == 200 and held["b"] < 200
+    store.close()

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvstore.tiers.redis_server.link import RedisLink, masked
+from kvstore.tiers.redis_server.redis_tier import RedisTier
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host", "redis://host"),
+        ("unix:///run/redis.sock?db=0", "unix:///run/redis.sock?db=0"),
+        ("redis://:secret@host:1/0", "redis://:***@host:1/0"),
+        ("rediss://user:s%65cret@host", "rediss://user:***@host"),
+        ("redis://host/0?db=2&password=secret", "redis://host/0?db=2&password=***"),
+        ("unix://:secret@/run/redis.sock", "unix://:***@/run/redis.sock"),
+        ("user:secret@host", "***"),
+        ("redis:/:secret@host", "***"),
+    ],
+)
+def test_passwords_are_masked(url: str, shown: str) -> None:
+    assert masked(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url", ["http://:secret@host", "redis:/:secret@host", "redis://:secret@host:99999999"]
+)
+def test_a_bad_url_is_named_without_its_password(url: str) -> None:
+    with pytest.raises(ValueError, match="redis_url") as caught:
+        RedisLink(url, 1.0)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_password_is_in_no_repr() -> None:
+    tier = RedisTier("redis://:secret@127.0.0.1:1/0", 1 << 20, deadline_s=0.1)
+    assert "secret" not in repr(tier)
+    tier.close()
+
+
+def test_without_redis_py_the_error_says_what_to_install() -> None:
+    code = "import sys; sys.modules['redis'] = None; import kvstore.tiers.redis_server.redis_tier"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'thermocline[redis]'" in done.stderr

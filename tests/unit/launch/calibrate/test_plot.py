@@ -1,0 +1,60 @@
+"""The picture of a report: that it is drawn, whatever was measured, and what it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from engines.calibration.messages import CalibrationReport, WaterFilling
+from kvstore.codecs.quality import Quality
+from launch.calibrate.plot import draw
+from launch.calibrate.plot_labels import place_labels
+from tests.unit.engines.calibration.gate.test_bound import GOOD
+
+pytestmark = pytest.mark.slow  # to draw takes matplotlib seconds
+
+WATER = WaterFilling(scope="a layer", bits=(0.0, 1.0, 2.0), residual_errors=(1.0, 0.1, 0.01))
+
+
+def row(preset: str, bits: float, **changes: object) -> Quality:
+    return msgspec.structs.replace(GOOD, preset=preset, bits_per_element=bits, **changes)
+
+
+def drawn(folder: Path, *rows: Quality, bounds: tuple[WaterFilling, ...] = ()) -> str:
+    report = CalibrationReport(
+        fingerprint="f", engine="e", dtype="float32", rows=rows, bounds=bounds
+    )
+    draw(report, folder / "picture.svg")
+    return (folder / "picture.svg").read_text()
+
+
+def test_presets_and_bounds_stand_in_it(tmp_path: Path) -> None:
+    rows = [row("tq3", 3.25, residual_error=0.03), row("manthan", 3.5, residual_error=0.3)]
+    found = drawn(tmp_path, *rows, row("max", 0.8, residual_error=0.02), bounds=(WATER,))
+    for word in ("tq3", "manthan", "max", "water-filling over a layer", "Gaussian bound"):
+        assert f"<!-- {word}" in found, word
+
+
+def test_bounds_that_nothing_was_held_against_are_left_out(tmp_path: Path) -> None:
+    found = drawn(tmp_path, row("tq3", 3.25), bounds=(WATER,))
+    assert "<!-- tq3" in found and "water-filling" not in found
+
+
+@pytest.mark.parametrize("rows", [(), (row("raw", 32.0, error_k=0.0, error_v=0.0, kl=0.0),)])
+def test_nothing_to_draw(tmp_path: Path, rows: tuple[Quality, ...]) -> None:
+    assert "<!-- raw" not in drawn(tmp_path, *rows)
+
+
+def test_names_do_not_hide_each_other() -> None:
+    axes = Figure().subplots()
+    points = [(i / 200, i / 200) for i in range(8)]
+    axes.scatter(*zip(*points, strict=True))
+    axes.set(xlim=(-1, 1), ylim=(-1, 1))
+    place_labels(axes, [f"name {i}" for i in range(8)], points)
+    words = [Text.get_window_extent(x) for x in axes.texts]
+    assert len(words) == 8
+    assert not any(a.overlaps(b) for i, a in enumerate(words) for b in words[:i])

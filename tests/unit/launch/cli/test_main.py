@@ -1,0 +1,220 @@
+"""The command line as a user meets it, run in this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import stat
+import sys
+
+import pytest
+from typer.main import get_command
+
+from launch.cli.main import app, main
+from launch.cli.options import FLAGS
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """``run("keys", "new", "bob")`` -> exit code, standard output, standard error."""
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["thermocline", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield call
+    logging.root.handlers[:] = handlers  # `serve` takes the logs of its process
+    logging.root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_config_shows_values_and_where_they_come_from(run, monkeypatch):
+    monkeypatch.setenv("THERMOCLINE_STORE__REDIS_URL", "redis://:secret@host:6379/0")
+    code, out, _ = run("config", "--json", "--set", "engine.max_batch=3")
+    shown = json.loads(out)
+    assert code == 0
+    assert shown["engine.max_batch"] == {"value": 3, "from": "--set"}
+    assert shown["engine.hot_bytes"]["from"].startswith("derived: 35%")
+    assert shown["store.redis_url"]["value"] == "redis://:***@host:6379/0"
+    code, table, _ = run("config")
+    assert "secret" not in out + table
+    assert "environment THERMOCLINE_STORE__REDIS_URL" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["config", "--set", "engine.max_bach=3"], 2, "did you mean engine.max_batch?"),
+        (["config", "--profile", "gpu"], 2, "there is no profile 'gpu'"),
+        (["serve", "--model", "nope", "--port", "0"], 2, "'nope' is no model"),
+        (["serve", "--hot", "4G"], 2, "engine.hot_bytes (from --hot): '4G' is not a size"),
+        (["serve", "--port", "99999"], 2, "gateway.port (from --port)"),
+        (["serve", "--engine", "nope", "--model", "a/b", "--port", "0"], 2, "no engine is called"),
+        (["serve", "--engine", "fake", "--codec", "zip", "--port", "0"], 2, "no codec named 'zip'"),
+        (["serve", "--engine", "fake", "--host", "0.0.0.0", "--port", "0"], 2, "--allow-anonymous"),
+        (["serve", "--engine", "fake", "--codec", "os:system", "--port", "0"], 2, "cannot be made"),
+        (["serve", "--engine", "fake", "--codec", "os:sep", "--port", "0"], 2, "is no codec"),
+        (["serve", "--engine", "os:getcwd", "--model", "a/b", "--port", "0"], 2, "makes no engine"),
+        (["serve", "--engine", "os:sep", "--model", "a/b", "--port", "0"], 2, "makes no engine"),
+        (["serve", "--engine", "ast:Dict", "--model", "a/b", "--port", "0"], 2, "is no engine"),
+        (["sessions", "list", "--api-key", "two\nlines"], 2, "the API key holds"),
+        (["serve", "--engine", "attached", "--port", "0"], 1, "engine.control"),
+        (["serve", "--engine", "fake", "--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1"),
+        (["serve", "--engine", "fake", "--api-keys", "/nope", "--port", "0"], 2, "API keys /nope"),
+        (["keys", "new", "#bob"], 2, "'#bob' cannot be a tenant's name"),
+        (["sessions", "list", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
+        (["sessions", "demote", "a", "--tier", "tape"], 2, "there is no tier 'tape'"),
+        (["plan", "--model", "nope"], 2, "'nope' is no model"),
+        (["plan", "--model", "no-one-1/not-here"], 1, "not on this machine yet"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(run, arguments, code, words):
+    found, _, err = run(*arguments)
+    last = err.strip().splitlines()[-1]
+    assert (found, last.startswith("error: ")) == (code, True)
+    assert words in last
+    assert "Traceback" not in err
+
+
+def test_unknown_commands_and_options_are_usage_errors(run):
+    assert run("frobnicate")[0] == 2
+    assert run("serve", "--hott", "1")[0] == 2
+
+
+def test_a_taken_port_is_told(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, err = run("serve", "--engine", "fake", "--port", port)
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in err
+
+
+def test_plan(run, model):
+    code, out, _ = run("plan", "--model", str(model), "--context", "100,4096", "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["model"] == "tiny-llama"
+    assert plan["wanted_context"] == 4096
+    assert [x["context"] for x in plan["contexts"]] == [100, 4096]
+    code, out, _ = run("plan", "--model", str(model))
+    assert code == 0
+    assert "2048" in out
+    assert "8192" not in out  # longer than the model can
+    code, _, err = run("plan", "--model", str(model), "--context", "5000")
+    assert (code, "takes 1 to 4096 tokens" in err) == (2, True)
+
+
+def test_plan_needs_config_json_alone(run, model):
+    (model / "model.safetensors").unlink()
+    code, out, _ = run("plan", "--model", str(model))
+    assert (code, "2048" in out) == (0, True)
+    code, _, err = run("serve", "--model", str(model), "--engine", "mlx", "--port", "0")
+    assert (code, "holds no weights" in err) == (2, True)
+
+
+def test_a_hot_budget_that_nothing_fits_into_is_refused_at_once(run, model):
+    small = ["--model", str(model), "--hot", "1MiB", "--set", "engine.kind=mlx"]
+    code, out, _ = run("plan", *small)
+    assert code == 0
+    assert "usable context: 0 of 4096 tokens" in out
+    assert "serve will refuse this: hot_bytes = 1048576 is too little" in " ".join(out.split())
+    code, _, err = run("serve", *small, "--port", "0")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: engine.hot_bytes = 1048576 is too little")
+
+
+def test_plan_refuses_what_it_does_not_understand(run, model):
+    (model / "config.json").write_text('{"model_type": "brand_new"}')
+    code, _, err = run("plan", "--model", str(model))
+    assert code == 1
+    assert "brand_new are not known here" in err
+
+
+def test_a_new_key_is_shown_once_and_kept_as_a_hash(run, tmp_path):
+    file = tmp_path / "keys"
+    for tenant in ("alice", "bob"):
+        code, out, _ = run("keys", "new", tenant, "--append", str(file))
+        key = out.splitlines()[0].split()[1]
+        assert code == 0
+        assert key not in file.read_text()
+    assert [line.partition(":")[0] for line in file.read_text().splitlines()] == ["alice", "bob"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_key_file_without_a_key_does_not_open_the_server(run, tmp_path):
+    (tmp_path / "keys").write_text("# none yet\n")
+    arguments = ("serve", "--engine", "fake", "--api-keys", str(tmp_path / "keys"), "--port", "0")
+    code, _, err = run(*arguments)
+    assert (code, "holds no API key" in err) == (2, True)
+
+
+def test_doctor_finds_what_is_wrong(run, model):
+    code, out, _ = run("doctor", "--json", "--model", str(model), "--set", "gateway.port=0")
+    findings = {x["about"]: x for x in json.loads(out)}
+    assert findings["package"]["verdict"] == "ok"
+    assert findings["model"]["text"] == "tiny-llama: 2 growing layers"
+    arguments = ["--set", "engine.kind=fake", "--set", "gateway.port=0"]
+    broken = [*arguments, "--set", "store.redis_url=redis://127.0.0.1:1"]
+    code, out, _ = run("doctor", "--json", *broken, "--set", "engine.hot_bytes=900TiB")
+    findings = {x["about"]: x for x in json.loads(out)}
+    assert code == 1
+    assert findings["redis"]["verdict"] == "failure"
+    assert "lower engine.hot_bytes" in findings["memory"]["text"]
+
+
+def test_doctor_knocks_at_the_engine_that_runs_elsewhere(run):
+    elsewhere = ["doctor", "--json", "--set", "engine.url=http://127.0.0.1:1"]
+    elsewhere += ["--set", "gateway.port=0"]
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        control = f"tcp://127.0.0.1:{there.getsockname()[1]}"
+        words = [*elsewhere, "--set", f"engine.control={control}"]
+        assert verdict(run(*words)[1], "engine")[0] == "ok"
+    assert "nobody listens" in verdict(run(*words)[1], "engine")[1]
+    assert "without our plug-in" in verdict(run(*elsewhere)[1], "engine")[1]
+
+
+def verdict(out: str, about: str) -> tuple[str, str]:
+    (found,) = (x for x in json.loads(out) if x["about"] == about)
+    return found["verdict"], found["text"]
+
+
+@pytest.mark.parametrize("name", ["data.foreign", "data.damaged"])
+def test_doctor_mentions_what_lies_in_the_disk_folder_under_no_limit(run, tmp_path, name):
+    (tmp_path / "cold").mkdir()
+    (tmp_path / "cold" / name).write_bytes(bytes(3 << 20))
+    arguments = ["--set", "engine.kind=fake", "--set", "gateway.port=0"]
+    _, out, _ = run("doctor", "--json", *arguments, "--set", f"store.disk_path={tmp_path}")
+    (disk,) = [x for x in json.loads(out) if x["about"] == "disk"]
+    assert disk["verdict"] == "warning"
+    assert f"{name} (3 MiB)" in disk["text"]
+
+
+def test_every_option_of_serve_sets_something():
+    """``options.chosen`` finds them by their names."""
+    serve = get_command(app).commands["serve"]
+    flags = {flag for parameter in serve.params for flag in parameter.opts}
+    assert flags == {*FLAGS, "--profile", "--config", "--set"}

@@ -1,0 +1,122 @@
+"""What a budget for live KV is good for, against what the engine would do with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.kv_budget import alone_bytes, longest_context
+from engines.packed_budget import packed_cost
+from kvstore.shapes import KVLayer
+from launch.plan.cache_shape import CacheShape, Window
+from launch.plan.families import cache_shape
+from launch.plan.hot_budget import HotBudget, hot_budget_of, live_dtype
+from launch.settings.effective_settings import EffectiveSettings, effective_settings
+from launch.settings.fields import Value
+
+MIB = 1 << 20
+SMOLLM2 = CacheShape((KVLayer(3, 64, 64),) * 30)
+MIXED = CacheShape((KVLayer(2, 64, 64),) * 3, (Window(KVLayer(1, 32, 32), 512),) * 9, 100, 50, 2)
+
+LLAMA_135M = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+
+
+def mlx_settings(folder: Path, hot_codec: str) -> EffectiveSettings:
+    fields = {"engine.kind": "mlx", "engine.hot_codec": hot_codec, "engine.hot_bytes": 1 << 30}
+    layer = {name: Value(value, "test") for name, value in fields.items()}
+    return effective_settings([layer], {"HOME": str(folder)})
+
+
+def budget(
+    hot_mib: int,
+    shape: CacheShape = SMOLLM2,
+    *,
+    pays_for_work: bool = True,
+    context_is_set: bool = False,
+) -> HotBudget:
+    return HotBudget(shape, 4, hot_mib * MIB, 8192, pays_for_work, context_is_set)
+
+
+@pytest.mark.parametrize(
+    ("hot_mib", "usable", "sessions"), [(48, 281, 0), (120, 1086, 1), (200, 1982, 2)]
+)
+def test_work_is_paid_out_of_the_budget_of_mlx(hot_mib, usable, sessions):
+    found = budget(hot_mib)
+    assert found.longest_context() == usable
+    assert found.sessions(1000) == sessions
+
+
+@pytest.mark.parametrize("shape", [SMOLLM2, MIXED])
+@pytest.mark.parametrize("hot_mib", [1, 30, 120, 4000])
+def test_the_longest_context_is_the_engines(shape, hot_mib):
+    expected = longest_context(shape.cost(4), hot_mib * MIB, 8192)
+    assert budget(hot_mib, shape).longest_context() == expected
+
+
+def test_one_session_is_answered_and_the_others_idle():
+    found = budget(300)
+    count = found.sessions(1000)
+    held = (count - 1) * SMOLLM2.hot_bytes(1000, 4) + alone_bytes(SMOLLM2.cost(4), 1000)
+    assert held <= 300 * MIB < held + SMOLLM2.hot_bytes(1000, 4)
+
+
+def test_a_pool_that_holds_nothing_else_is_divided():
+    found = budget(120, pays_for_work=False)
+    assert found.sessions(1000) == 120 * MIB // SMOLLM2.hot_bytes(1000, 4)
+    assert found.longest_context() == 120 * MIB // SMOLLM2.hot_bytes(1, 4)
+    assert found.refusal() == ""
+
+
+def test_too_little_is_refused_with_what_is_enough():
+    assert "a context of 64 tokens needs 29 MiB while it runs" in budget(28).refusal()
+    assert budget(29).refusal() == ""
+    assert budget(29).longest_context() >= 64
+
+
+def test_vllm_needs_room_for_the_context_that_was_context_is_set():
+    """It cuts the model's own context to its pool, but ends if it was given a number."""
+    assert budget(120, pays_for_work=False).refusal() == ""
+    refusal = budget(120, pays_for_work=False, context_is_set=True).refusal()
+    assert "one context of 8192 tokens takes 360 MiB" in refusal
+    assert "lower engine.max_context" in refusal
+    assert budget(360, pays_for_work=False, context_is_set=True).refusal() == ""
+    assert "one context of 64 tokens takes 3 MiB" in budget(2, pays_for_work=False).refusal()
+
+
+def test_a_session_without_a_cache_divides_nothing_by_zero():
+    assert budget(1, CacheShape()).sessions(10) > 0
+
+
+def test_the_plan_counts_packed_sessions_as_the_engine_does(tmp_path):
+    shape = cache_shape(LLAMA_135M)
+    budgets = [hot_budget_of(mlx_settings(tmp_path, x), LLAMA_135M, shape) for x in ("", "tq3")]
+    plain, packed = budgets
+    assert packed.idle_bytes(4096) == packed_cost(shape.growing, 3, 4, 512).idle_bytes(4096)
+    assert plain.idle_bytes(4096) > 8 * packed.idle_bytes(4096)  # of float32
+    assert packed.sessions(4096) > 4 * plain.sessions(4096)
+
+
+@pytest.mark.parametrize(
+    ("content", "engine", "widens", "expected"),
+    [
+        ({"torch_dtype": "float16"}, EngineConfig(), False, "float16"),
+        ({"dtype": "float32"}, EngineConfig(), False, "float32"),
+        ({"text_config": {"dtype": "float16"}}, EngineConfig(), False, "float16"),
+        ({"torch_dtype": "int8"}, EngineConfig(), False, "bfloat16"),
+        ({}, EngineConfig(), False, "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, EngineConfig(), True, "float32"),
+        ({"torch_dtype": "bfloat16"}, EngineConfig(dtype="float16"), True, "float16"),
+    ],
+)
+def test_the_dtype_of_the_live_cache(content, engine, widens, expected):
+    assert live_dtype(engine, content, widens) == expected

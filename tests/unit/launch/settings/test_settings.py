@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.cli.options import FLAGS, layers
+from launch.errors import UsageError
+from launch.settings.fields import Fields
+from launch.settings.schema import Settings, flat, masked, resolve
+from launch.settings.sources import from_environment, from_profile, from_toml, variable_of
+
+FIELDS = Fields(Settings)
+
+
+def settings_of(environ=None, toml: str = "", tmp_path: Path | None = None, **options):
+    if tmp_path is not None:
+        (tmp_path / "t.toml").write_text(toml)
+        options["config"] = tmp_path / "t.toml"
+    return resolve(layers(environ or {}, **options))
+
+
+def test_later_sources_win(tmp_path):
+    toml = "[engine]\nmax_batch = 2\nprefill_step = 64\nmax_context = 100\n"
+    environ = {"THERMOCLINE_ENGINE__MAX_BATCH": "3", "THERMOCLINE_ENGINE__PREFILL_STEP": "128"}
+    found = settings_of(
+        environ,
+        toml,
+        tmp_path,
+        profile="apple",
+        assignments=["engine.max_batch=4"],
+        flags={"--model": "here", "--host": None},
+    )
+    engine = found.settings.engine
+    assert (engine.max_batch, engine.prefill_step, engine.max_context) == (4, 128, 100)
+    assert engine.model == "here"
+    assert found.settings.gateway.host == "127.0.0.1"
+    assert found.origin("engine.max_batch") == "--set"
+    assert found.origin("engine.prefill_step") == "environment THERMOCLINE_ENGINE__PREFILL_STEP"
+    assert found.origin("engine.max_context") == str(tmp_path / "t.toml")
+    assert found.origin("engine.model") == "--model"
+    assert found.origin("gateway.host") == "default"
+
+
+def test_the_environment_names_file_and_profile(tmp_path):
+    (tmp_path / "t.toml").write_text("[store]\ncodec = 'raw'\n")
+    found = settings_of(
+        {"THERMOCLINE_CONFIG": str(tmp_path / "t.toml"), "THERMOCLINE_PROFILE": "cpu"}
+    )
+    assert found.settings.store.codec == "raw"
+    assert found.origin("engine.max_batch") == "profile cpu"
+
+
+def test_text_becomes_the_type_of_the_field():
+    found = settings_of(
+        {
+            "THERMOCLINE_ENGINE__HOT_BYTES": "1.5GiB",
+            "THERMOCLINE_SCHEDULER__IDLE_AFTER_S": "10m",
+            "THERMOCLINE_SCHEDULER__LOW_WATER": "0.5",
+            "THERMOCLINE_GATEWAY__PORT": "9000",
+            "THERMOCLINE_GATEWAY__MODEL_ALIASES": "gpt-4o, gpt-4o-mini",
+            "THERMOCLINE_ALLOW_ANONYMOUS": "yes",
+            "THERMOCLINE_CACHE_DIR": "/elsewhere",
+            "HOME": "/not/ours",
+        }
+    ).settings
+    assert found.engine.hot_bytes == 3 << 29
+    assert found.scheduler.idle_after_s == 600.0
+    assert found.scheduler.low_water == 0.5
+    assert found.gateway.port == 9000
+    assert found.gateway.model_aliases == ("gpt-4o", "gpt-4o-mini")
+    assert found.allow_anonymous is True
+    assert found.cache_dir == "/elsewhere"
+
+
+def test_what_only_one_engine_needs_is_one_level_deeper(tmp_path):
+    toml = "[engine.vllm]\npython = '/opt/vllm/bin/python'\nargs = ['--seed', '1']\n"
+    found = settings_of(
+        {"THERMOCLINE_ENGINE__VLLM__COMPILE": "no"},
+        toml,
+        tmp_path,
+        assignments=["engine.vllm.tensor_parallel=2"],
+    )
+    vllm = found.settings.engine.vllm
+    assert (vllm.python, vllm.args) == ("/opt/vllm/bin/python", ("--seed", "1"))
+    assert (vllm.compile, vllm.tensor_parallel) == (False, 2)
+
+
+def test_units_may_be_written_in_a_file(tmp_path):
+    toml = "[store]\nram_bytes = '2 GiB'\ndisk_bytes = 4096\nrestore_deadline_s = '1m'\n"
+    store = settings_of({}, toml, tmp_path).settings.store
+    assert (store.ram_bytes, store.disk_bytes, store.restore_deadline_s) == (2 << 30, 4096, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (
+            {"THERMOCLINE_ENGINE__HOTBYTES": "1"},
+            "ENGINE__HOTBYTES in the environment is not a setting; did you mean"
+            " THERMOCLINE_ENGINE__HOT_BYTES?",
+        ),
+        ({"thermocline_engine__hot_bytes": "5GiB"}, "in capitals it is: THERMOCLINE_ENGINE__HOT_B"),
+        ({"Thermocline_Url": "http://h"}, "in capitals it is: THERMOCLINE_URL"),
+        ({"thermocline_engine__hotbytes": "5GiB"}, "__hotbytes in the environment is not a sett"),
+        ({"THERMOCLINE_PROFIL": "cpu"}, "did you mean THERMOCLINE_PROFILE?"),
+        ({"THERMOCLINE_ZZZ": "1"}, "THERMOCLINE_ZZZ in the environment is not a setting"),
+        (
+            {"THERMOCLINE_ENGINE__MAX_BATCH": "many"},
+            "engine.max_batch (from environment THERMOCLINE_ENGINE__MAX_BATCH): 'many' is not",
+        ),
+        ({"THERMOCLINE_ENGINE__MAX_BATCH": "0"}, "engine.max_batch (from environment"),
+        ({"THERMOCLINE_ALLOW_ANONYMOUS": "maybe"}, "neither true nor false"),
+        ({"THERMOCLINE_PROFILE": "gpu"}, "there is no profile 'gpu'; there are: apple, cpu, cuda,"),
+        ({"THERMOCLINE_LOG_LEVEL": "loud"}, "log_level (from environment"),
+    ],
+)
+def test_mistakes_in_the_environment(environ, words):
+    with pytest.raises(UsageError) as caught:
+        settings_of(environ)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[engine]\nmax_bach = 1", "engine.max_bach in x.toml is not a setting; did you mean"),
+        ("[engin]\nmax_batch = 1", "engin in x.toml is not a setting"),
+        ("engine = 3", "engine in x.toml is not a setting"),
+        ("[engine.vllm]\npyton = 1", "engine.vllm.pyton in x.toml is not a setting; did you mean"),
+        ("[engine", "x.toml is not TOML"),
+        ("[store]\nram_bytes = '4G'", "store.ram_bytes (from x.toml): '4G' is not a size"),
+    ],
+)
+def test_mistakes_in_a_file(toml, words):
+    with pytest.raises(UsageError) as caught:
+        from_toml(FIELDS, toml, "x.toml")
+    assert words in str(caught.value)
+
+
+def test_a_wrong_type_in_a_file_names_the_file(tmp_path):
+    with pytest.raises(UsageError, match=r"engine\.max_batch \(from .*t\.toml\): Expected `int`"):
+        settings_of({}, "[engine]\nmax_batch = 'two'\n", tmp_path)
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(UsageError, match="low_water"):
+        settings_of({"THERMOCLINE_SCHEDULER__LOW_WATER": "0.99"})
+
+
+def test_an_assignment_must_be_one():
+    with pytest.raises(UsageError, match="room.field=value"):
+        settings_of(assignments=["engine.max_batch"])
+
+
+def test_every_setting_has_a_variable_and_every_flag_a_setting():
+    assert variable_of("store.redis_url") == "THERMOCLINE_STORE__REDIS_URL"
+    environ = {variable_of("engine.model"): "m"}
+    assert from_environment(FIELDS, environ)["engine.model"].value == "m"
+    assert set(FLAGS.values()) <= set(FIELDS.types)
+    assert set(flat(Settings())) == set(FIELDS.types)
+
+
+@pytest.mark.parametrize("name", ["cpu", "apple", "cuda", "gb10"])
+def test_profiles_are_valid(name):
+    resolve([from_profile(FIELDS, name)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("store.redis_url", "redis://u:pw@h:1/0", "redis://u:***@h:1/0"),
+        ("store.redis_url", "redis://:pw@h", "redis://:***@h"),
+        ("store.redis_url", "redis://h/0?password=pw&db=1", "redis://h/0?password=***&db=1"),
+        ("store.redis_url", "redis://h:1/0", "redis://h:1/0"),
+        ("store.redis_url", "redis://[bad", "***"),
+        ("gateway.api_keys", ("bob:" + "a" * 64,), ["bob:***"]),
+        ("engine.model", "org/name", "org/name"),
+        ("engine.token", "very secret", "***"),
+        ("engine.token", "", ""),
+    ],
+)
+def test_secrets_are_masked(name, value, expected):
+    assert masked(name, value) == expected
+
+
+def test_every_setting_is_documented():
+    text = (Path(__file__).parents[4] / "docs" / "configuration.md").read_text()
+    assert [name for name in FIELDS.types if f"`{name}`" not in text] == []

@@ -1,0 +1,132 @@
+"""Whose KV it is, on what vLLM itself makes of a model's name; no engine is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
+
+import huggingface_hub
+from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig
+from vllm.transformers_utils.repo_utils import resolve_revision
+
+from engines.vllm_plugin.worker.fingerprint import fingerprint, model_digest
+from tests.vllm.rig.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.vllm
+HUB_ID = "org/model"
+COMMITS = "a" * 40, "b" * 40
+
+
+def named(model: str, revision: str | None = None, weights: str = "") -> SimpleNamespace:
+    """The fields of ``ModelConfig`` that are read."""
+    return SimpleNamespace(model=model, revision=revision, model_weights=weights)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return made(tmp_path / "model")
+
+
+def made(folder: Path, seed: int = 0) -> Path:
+    folder.mkdir()
+    return write_tiny_model(folder, seed)
+
+
+def engine(folder: Path, load_format: str = "auto") -> SimpleNamespace:
+    return SimpleNamespace(
+        model_config=ModelConfig(str(folder), skip_tokenizer_init=True),
+        parallel_config=ParallelConfig(),
+        cache_config=CacheConfig(block_size=16),
+        load_config=LoadConfig(load_format=load_format),
+    )
+
+
+@pytest.fixture
+def branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that says which commit the hub's ``main`` is, without a hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    ref = tmp_path / "hub" / "models--org--model" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    return ref
+
+
+def digest_of(model: Any, folder: Path, load_format: str = "auto") -> str:
+    return model_digest(model, load_format, folder / "remembered")
+
+
+def test_a_branch_that_moves_on_is_another_model(branch, tmp_path):
+    digests = []
+    for commit in (*COMMITS, COMMITS[0]):
+        branch.write_text(commit)
+        revision = resolve_revision(HUB_ID)
+        assert str(revision) == "main"
+        digests.append(digest_of(named(HUB_ID, revision), tmp_path))
+    assert digests[0] != digests[1]
+    assert digests[0] == digests[2] == digest_of(named(HUB_ID, COMMITS[0]), tmp_path)
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0"])
+def test_a_model_without_a_commit_has_a_new_name_at_every_start(revision, tmp_path):
+    """The commit is unknown if the hub is another one, or cannot be reached."""
+    model = named(HUB_ID, revision)
+    assert digest_of(model, tmp_path) != digest_of(model, tmp_path)
+
+
+def test_one_file_counts_with_its_content(tmp_path):
+    file = tmp_path / "model.gguf"
+    digests = set()
+    for content in (b"one", b"two", b"one"):
+        file.write_bytes(content)
+        digests.add(digest_of(named(str(file)), tmp_path))
+    assert len(digests) == 2
+
+
+def test_a_model_in_several_files_counts_with_all_of_them(tmp_path):
+    parts = [tmp_path / f"model[q4]-0000{i}-of-00002.gguf" for i in (1, 2)]
+    digests = set()
+    for content in (b"one", b"two"):
+        parts[0].write_bytes(b"same")
+        parts[1].write_bytes(content)
+        digests.add(digest_of(named(str(parts[0])), tmp_path))
+    assert len(digests) == 2
+
+
+def test_a_folder_counts_with_every_byte_and_with_its_code(model, tmp_path):
+    first = digest_of(named(str(model)), tmp_path)
+    assert first == digest_of(named(str(model)), tmp_path)
+    (model / "modeling_own.py").write_text("x = 1")
+    assert digest_of(named(str(model)), tmp_path) != first
+
+
+@pytest.mark.parametrize("load_format", ["tensorizer", "somebodys_own"])
+def test_weights_that_come_from_elsewhere_are_not_the_folders(load_format, model, tmp_path):
+    config = named(str(model))
+    assert digest_of(config, tmp_path, load_format) != digest_of(config, tmp_path, load_format)
+
+
+def test_weights_streamed_from_an_object_store_are_not_the_folders(model, tmp_path):
+    config = named(str(model), weights="s3://bucket/model")
+    assert digest_of(config, tmp_path) != digest_of(config, tmp_path)
+
+
+def test_a_folder_without_weights_names_nothing(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    model = named(str(tmp_path))
+    assert digest_of(model, tmp_path) != digest_of(model, tmp_path)
+
+
+def test_the_whole_of_it_on_vllms_own_objects(model, tmp_path):
+    """Made-up weights are other weights than those of the folder."""
+    other = made(tmp_path / "other", seed=1)
+    found = [
+        fingerprint(engine(*args), 0, tmp_path / "remembered")
+        for args in [(model,), (model,), (model, "dummy"), (other,)]
+    ]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3

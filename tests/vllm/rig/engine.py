@@ -1,0 +1,219 @@
+"""A real vLLM engine with the plug-in, driven step by step. One start is shared by many tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engines.vllm_plugin.config import PluginSettings, write_settings
+from engines.vllm_plugin.messages import receive
+from engines.vllm_plugin.process.command import transfer_config
+from engines.wire import (
+    ControlReply,
+    ControlRequest,
+    FromEngine,
+    GetStats,
+    Hello,
+    ListSessions,
+    Notice,
+    SessionReport,
+    Sessions,
+    Stats,
+    Verb,
+    VerbAnswer,
+    frame,
+)
+from kvstore.config import StoreConfig
+from kvstore.session import SessionRef
+
+BLOCK = 32
+POOL_BLOCKS = 40  # room for two of the tests' sessions: a third one evicts for real
+TOKEN = "secret"
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Result:
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    restored: int
+    tier: str | None
+    reason: str | None
+    finish: str | None
+    first_s: float
+    seconds: float
+
+
+class RealEngine:
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        store: StoreConfig,
+        *,
+        connector: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """``connector``: fields of vLLM's transfer configuration, on top of ours."""
+        from vllm import EngineArgs, LLMEngine
+        from vllm.config import KVTransferConfig
+
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        folder.chmod(0o700)
+        self.settings = PluginSettings(
+            store=store, runtime_dir=str(folder), disk_path=str(folder / "disk"), token=TOKEN
+        )
+        ours = msgspec.json.decode(transfer_config(write_settings(self.settings)))
+        transfer = KVTransferConfig(**(ours | (connector or {})))
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": POOL_BLOCKS * BLOCK - BLOCK,
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": POOL_BLOCKS,
+            "kv_cache_memory_bytes": 1 << 30,
+            "prefix_caching_hash_algo": "sha256_cbor",
+        }
+        args = EngineArgs(model=model, kv_transfer_config=transfer, **(defaults | options))
+        self.engine = LLMEngine.from_engine_args(args)
+        self._count = 0
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+    def ask(
+        self,
+        ids: Sequence[int],
+        session: str = "",
+        *,
+        tokens: int = 24,
+        salt: str | None = None,
+        abort_when: Callable[[], bool] | None = None,
+        **sampling: Any,
+    ) -> Result:
+        """One request alone; ``session`` "" = anonymous: restored by content, never saved."""
+        return self.ask_all([(ids, session)], tokens, salt, abort_when, **sampling)[0]
+
+    def ask_all(
+        self,
+        prompts: Sequence[tuple[Sequence[int], str]],
+        tokens: int = 24,
+        salt: str | None = None,
+        abort_when: Callable[[], bool] | None = None,
+        **sampling: Any,
+    ) -> list[Result]:
+        from vllm import SamplingParams
+
+        started, names = time.perf_counter(), []
+        for ids, session in prompts:
+            self._count += 1
+            names.append(f"request{self._count}")
+            ours = {"thermocline": {"tenant": "t", "session": session}}
+            params = SamplingParams(
+                max_tokens=tokens,
+                temperature=0,
+                ignore_eos=True,
+                logprobs=1,
+                extra_args={"kv_transfer_params": ours} if session else None,
+                **sampling,
+            )
+            prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
+            if salt:
+                prompt["cache_salt"] = salt
+            self.engine.add_request(names[-1], prompt, params)
+        return self._drain(names, started, abort_when)
+
+    def _drain(
+        self, names: list[str], started: float, abort_when: Callable[[], bool] | None
+    ) -> list[Result]:
+        last: dict[str, Any] = {}
+        first_s: dict[str, float] = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                last[output.request_id] = output
+                first_s.setdefault(output.request_id, time.perf_counter() - started)
+            if abort_when is not None and abort_when():
+                self.engine.abort_request(names)
+                abort_when = None
+        took = time.perf_counter() - started
+        return [_result(last.get(x), first_s.get(x, took), took) for x in names]
+
+    def forget_local(self, within_s: float = 60.0) -> bool:
+        """Empty vLLM's own prefix cache; it refuses while a block is held by anybody."""
+        end = time.monotonic() + within_s
+        while not (done := self.engine.reset_prefix_cache()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return done
+
+    # ---- the control connection
+
+    def control(self, verb: Verb) -> VerbAnswer:
+        path = self.settings.control_address.removeprefix("unix:")
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(60)
+            link.connect(path)
+            link.sendall(frame(ControlRequest(0, Hello(TOKEN))) + frame(ControlRequest(1, verb)))
+            while True:
+                message = msgspec.msgpack.decode(receive(link), type=FromEngine)
+                if not isinstance(message, Notice) and message.number == 1:
+                    assert isinstance(message, ControlReply)
+                    return message.answer
+
+    def sessions(self) -> dict[str, SessionReport]:
+        answer = self.control(ListSessions())
+        assert isinstance(answer, Sessions), answer
+        return {x.id: x for x in answer.sessions}
+
+    def counters(self) -> dict[str, int]:
+        answer = self.control(GetStats())
+        assert isinstance(answer, Stats), answer
+        return answer.report.counters
+
+    def save_queue_bytes(self) -> int:
+        """Bytes of ended turns that have yet to be saved, on all ranks."""
+        answer = self.control(GetStats())
+        assert isinstance(answer, Stats), answer
+        return answer.report.save_queue_bytes
+
+    def wait_saved(self, session: str, within_s: float = 60.0) -> SessionReport:
+        """Wait until the newest turn of the session is in the store."""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            waiting = self.save_queue_bytes()
+            found = self.sessions().get(session)
+            if not waiting and found and found.tier:
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"session {session} was not saved")
+
+
+def ref(session: str) -> SessionRef:
+    return SessionRef("t", session, b"")
+
+
+def _result(output: Any, first_s: float, seconds: float) -> Result:
+    if output is None:
+        return Result([], [], 0, 0, None, None, None, first_s, seconds)
+    answer, told = output.outputs[0], output.kv_transfer_params or {}
+    chosen = [x[t].logprob for x, t in zip(answer.logprobs, answer.token_ids, strict=True)]
+    return Result(
+        list(answer.token_ids),
+        chosen,
+        output.num_cached_tokens or 0,
+        told.get("restored_tokens", 0),
+        told.get("tier"),
+        told.get("reason"),
+        answer.finish_reason,
+        first_s,
+        seconds,
+    )

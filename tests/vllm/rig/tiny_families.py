@@ -1,0 +1,59 @@
+"""Random models of two layers whose attention differs from Llama's; made by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from tests.vllm.rig.tiny_model import HIDDEN, LAYERS, MLP, VOCAB, write_tiny_model
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def write_qwen2(folder: Path) -> Path:
+    """Queries, keys and values have biases; a single head of keys serves all queries."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return _written(Qwen2ForCausalLM(Qwen2Config(**_COMMON, num_key_value_heads=1)), folder)
+
+
+def write_qwen3(folder: Path) -> Path:
+    """Queries and keys are normalised before they are turned; heads are not HIDDEN / 4 wide."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=128, rope_theta=1e6)
+    return _written(Qwen3ForCausalLM(config), folder)
+
+
+FAMILIES: Final[Mapping[str, Callable[[Path], Path]]] = MappingProxyType(
+    {"llama": write_tiny_model, "qwen2": write_qwen2, "qwen3": write_qwen3}
+)
+
+
+def _written(model: Any, folder: Path) -> Path:
+    """Biases and the weights of norms are random as well, so that none can be left out unseen."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.float().named_parameters():
+            if weight.ndim >= 2:
+                weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+                weight.mul_(4 if "lm_head" in name else 2 if "_proj" in name else 1)
+            else:
+                weight.add_(torch.empty_like(weight).normal_(0, 0.3, generator=generator))
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,68 @@
+"""Random models of four layers, two of which do not keep all tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.rig.tiny_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, VOCAB
+
+WINDOW = 100  # no multiple of a block
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": 4,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def write_recurrent(folder: Path) -> Path:
+    """LFM2: short convolutions, whose state is the last few tokens, and full attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        **_COMMON,
+        layer_types=["conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+        block_dim=HIDDEN,
+        block_ff_dim=MLP,
+        conv_dim=HIDDEN,
+        conv_L_cache=3,
+    )
+    return _written(Lfm2ForCausalLM(config), folder)
+
+
+def write_windowed(folder: Path) -> Path:
+    """Gemma 3: layers with a sliding window, and full attention."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **_COMMON,
+        head_dim=HEAD_DIM,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=HEAD_DIM,
+    )
+    return _written(Gemma3ForCausalLM(config), folder)
+
+
+def _written(model: Any, folder: Path) -> Path:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.float().named_parameters():
+            if weight.ndim >= 2:
+                width = weight[0].numel()  # a convolution's kernel counts too
+                weight.normal_(0, width**-0.5, generator=generator)
+                weight.mul_(4 if "lm_head" in name else 2 if "_proj" in name else 1)
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,188 @@
+"""What the plug-in takes for granted of vLLM 0.32: signatures, and how its scheduler behaves.
+
+vLLM calls the interface experimental. When a newer release fails here, this is the list of what
+to look at; the real scheduler runs, with made-up model outputs instead of a model.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tomllib
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
+
+import msgspec
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1 import attention
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from engines.config import EngineConfig, VllmConfig, WorkerConfig
+from engines.vllm_plugin.connector import BlockAcks, StepPlan, ThermoclineConnector
+from engines.vllm_plugin.process.command import command
+from engines.vllm_plugin.stats import ColdMetrics, ColdStats
+from engines.vllm_plugin.support import SUPPORTED, Unsupported, check_version
+from kvstore.config import StoreConfig
+
+pytestmark = pytest.mark.vllm
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def is_own_init(owner: type, name: str) -> bool:
+    return name == "__init__" and not is_dataclass(owner)
+
+
+class Connector(KVConnectorBase_V1, SupportsHMA):
+    """All that vLLM may call of one."""
+
+
+# vLLM's classes that ours derive from; every method of ours that it calls is one of theirs.
+OURS = [
+    (ThermoclineConnector, Connector),
+    (StepPlan, KVConnectorMetadata),
+    (BlockAcks, KVConnectorWorkerMetadata),
+    (ColdStats, KVConnectorStats),
+    (ColdMetrics, KVConnectorPromMetrics),
+]
+OVERRIDES = [
+    pytest.param(ours, theirs, name, id=f"{ours.__name__}.{name}")
+    for ours, theirs in OURS
+    for name in vars(ours)
+    if callable(getattr(ours, name)) and (not name.startswith("_") or is_own_init(ours, name))
+]
+
+
+def parameters(function: Any) -> list[str]:
+    return [x for x in inspect.signature(function).parameters if x not in ("self", "cls")]
+
+
+def shape(function: Any) -> list[tuple[str, Any, bool]]:
+    """Name, kind, and whether it may be left out."""
+    given = inspect.signature(function).parameters.values()
+    return [(x.name, x.kind, x.default is not x.empty) for x in given]
+
+
+def test_the_version_is_one_we_know():
+    check_version(vllm.__version__)
+    with pytest.raises(Unsupported, match=SUPPORTED.replace(".", r"\.")):
+        check_version("0.99.0")
+
+
+@pytest.mark.parametrize(("ours", "theirs", "name"), OVERRIDES)
+def test_what_we_override_is_there_and_called_alike(ours, theirs, name):
+    assert hasattr(theirs, name), f"vLLM has no {theirs.__name__}.{name} any more"
+    assert shape(getattr(ours, name)) == shape(getattr(theirs, name))
+    assert is_a(classmethod, ours, name) == is_a(classmethod, theirs, name)
+
+
+def is_a(kind: type, owner: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(owner, name), kind)
+
+
+def test_the_properties_we_override_are_there():
+    for name, value in vars(ThermoclineConnector).items():
+        if isinstance(value, property) and not name.startswith("_"):
+            assert is_a(property, KVConnectorBase_V1, name), name
+
+
+def test_nothing_abstract_is_left_out():
+    assert not ThermoclineConnector.__abstractmethods__
+
+
+def test_the_block_pool_has_what_we_use():
+    assert parameters(BlockPool.get_cached_block) == ["block_hash", "kv_cache_group_ids"]
+    assert parameters(BlockPool.touch) == ["blocks"]
+    assert parameters(BlockPool.free_blocks) == ["ordered_blocks"]
+    assert parameters(BlockPool.evict_blocks) == ["block_ids"]
+
+
+def test_a_chain_that_is_freed_tail_first_is_reused_so():
+    """Hence, if the last block of a session is there, all are."""
+    pool = BlockPool(num_gpu_blocks=20, enable_caching=True, hash_block_size=16)
+    hashes = [bytes([i]) * 32 for i in range(10)]
+    chain = pool.get_new_blocks(10)
+    pool.cache_full_blocks(SimpleNamespace(block_hashes=hashes), chain, 0, 10, 16, 0)
+    pool.free_blocks(reversed(chain))
+    pool.get_new_blocks(12)  # nine that were never used, and three of the chain
+    assert [bool(pool.get_cached_block(x, [0])) for x in hashes] == [True] * 7 + [False] * 3
+
+
+def test_requests_and_outputs_have_what_we_read():
+    wanted = {"block_hashes", "num_computed_tokens", "num_in_flight_tokens", "cache_salt"}
+    source = inspect.getsource(Request.__init__)
+    wanted |= {"all_token_ids", "mm_features", "prompt_embeds"}
+    for name in (*wanted, "session_id", "kv_transfer_params", "lora_request"):
+        assert f"self.{name}" in source, name
+    assert {"req_id", "num_computed_tokens"} <= set(NewRequestData.__annotations__)
+    assert "scheduled_new_reqs" in SchedulerOutput.__annotations__
+    fields = set(KVConnectorOutput.__annotations__)
+    assert {"invalid_block_ids", "finished_recving", "kv_connector_worker_meta"} <= fields
+
+
+def options() -> FlexibleArgumentParser:
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda", "gb10"])
+def test_vllm_knows_every_flag_we_give(profile, tmp_path):
+    tables = tomllib.loads((ROOT / "launch" / "profiles" / f"{profile}.toml").read_text())
+    own = msgspec.convert(tables["engine"].get("vllm", {}), VllmConfig)
+    for max_context in (0, 4096):
+        worker = WorkerConfig(
+            engine=EngineConfig(kind="vllm", vllm=own, max_context=max_context),
+            store=StoreConfig(),
+            model_path="m",
+            served_model_name="m",
+            runtime_dir=str(tmp_path),
+            token="secret",
+        )
+        words = command(worker, tmp_path / "plugin.json", cpu=profile == "cpu")[3:]
+        given = options().parse_args(words)
+        assert given.max_model_len == (max_context or -1)
+        assert given.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def test_vllm_knows_every_flag_that_the_documentation_names():
+    text = (ROOT / "docs" / "hardware.md").read_text()
+    named = set(re.findall(r"(?<=`)--[a-z-]+(?=[` ])", text.partition("## mlx_lm")[0]))
+    assert {"--block-size", "--max-num-batched-tokens", "--kv-offloading-size"} <= named
+    known = {x for action in options()._actions for x in action.option_strings}
+    ours = {"--engine", "--hot", "--ram", "--set", "--profile"}
+    assert named - known - ours == set()
+
+
+BACKENDS = ["cpu_attn", "flash_attn", "flashinfer", "triton_attn"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_write_blocks_by_one_call(backend):
+    """Read, not imported: most of them need a GPU for that."""
+    file = Path(attention.__file__).with_name("backends") / f"{backend}.py"
+    found = [
+        [x.arg for x in node.args.args]
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "do_kv_cache_update"
+    ]
+    assert found == [["self", "layer", "key", "value", "kv_cache", "slot_mapping"]]

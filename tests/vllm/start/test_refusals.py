@@ -1,0 +1,168 @@
+"""What is refused at start, and why; on vLLM's own configuration objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
+
+import torch
+from vllm.config import WeightTransferConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from engines.vllm_plugin.groups import Groups, StateGroup
+from engines.vllm_plugin.support import Unsupported, check
+from engines.vllm_plugin.worker.block_layout import UnknownLayout
+from engines.vllm_plugin.worker.worker_side import attention_cache
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 32
+HEADS: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "dtype": torch.bfloat16,
+}
+FULL = FullAttentionSpec(**HEADS)
+WINDOW = SlidingWindowSpec(**HEADS, sliding_window=100)
+RECURRENT = MambaSpec(
+    block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+
+FORM = "((4, 4),) (torch.float32,)"  # by which states are told apart
+
+
+def cache_config(*specs: Any, **fields: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer.{i}"], x) for i, x in enumerate(specs)]
+    return KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=groups, **fields)
+
+
+@dataclass
+class Engine:
+    """The fields of vLLM's configuration that are read."""
+
+    parallel: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
+    transfer: dict[str, Any] = field(default_factory=dict)
+    speculative: Any = None
+    sleep: bool = False
+    weight_transfer: Any = None
+
+    @property
+    def config(self) -> Any:
+        one = dict.fromkeys(
+            (
+                "pipeline_parallel_size",
+                "data_parallel_size",
+                "nnodes",
+                "decode_context_parallel_size",
+                "prefill_context_parallel_size",
+            ),
+            1,
+        )
+        cache = {"enable_prefix_caching": True, "block_size": BLOCK}
+        transfer = {"kv_load_failure_policy": "recompute", "kv_role": "kv_both"}
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(**(one | self.parallel)),
+            cache_config=SimpleNamespace(**(cache | self.cache)),
+            kv_transfer_config=SimpleNamespace(**(transfer | self.transfer)),
+            speculative_config=self.speculative,
+            model_config=SimpleNamespace(enable_sleep_mode=self.sleep),
+            weight_transfer_config=self.weight_transfer,
+        )
+
+
+@pytest.mark.parametrize(
+    ("specs", "groups"),
+    [
+        ([FULL], Groups(0, ("layer.0",))),
+        (
+            [WINDOW, FULL],
+            Groups(1, ("layer.1",), (StateGroup(0, ("layer.0",), 4, False),)),
+        ),
+        (
+            [FULL, RECURRENT],
+            Groups(0, ("layer.0",), (StateGroup(1, ("layer.1",), 1, True, FORM),)),
+        ),
+    ],
+)
+def test_what_can_be_served(specs, groups):
+    assert check(Engine().config, cache_config(*specs)) == groups
+
+
+def test_windows_among_layers_that_keep_all_anyway():
+    """A layer with a window keeps all tokens, too, if vLLM's hybrid allocator is off."""
+    kept = replace(FULL, sliding_window=100)
+    uniform = UniformTypeKVCacheSpecs(BLOCK, {"layer.0": kept, "other": FULL})
+    assert check(Engine().config, cache_config(uniform)).states == ()
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(1, 0), (2, 1), (33, 1), (34, 2), (1024, 32)])
+def test_how_far_a_window_reaches(window, blocks):
+    groups = check(Engine().config, cache_config(replace(WINDOW, sliding_window=window), FULL))
+    assert groups.states[0].num_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ([WINDOW], "no layer of the model keeps all tokens"),
+        ([replace(RECURRENT, mamba_cache_mode="all"), FULL], "--mamba-cache-mode to align"),
+        ([FULL, FULL, WINDOW], "form 2 groups .*--disable-hybrid-kv-cache-manager"),
+        ([MLAAttentionSpec(**HEADS)], "MLA"),
+        ([ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64), FULL], "ChunkedLocal"),
+        ([replace(FULL, dtype=torch.float8_e4m3fn)], "quantised"),
+        ([replace(FULL, dtype=torch.uint8), WINDOW], "quantised"),
+        ([replace(WINDOW, block_size=64), FULL], "different numbers of tokens"),
+    ],
+)
+def test_models_that_cannot(specs, reason):
+    with pytest.raises(Unsupported, match=f"cold sessions are not possible here: .*{reason}"):
+        check(Engine().config, cache_config(*specs))
+
+
+def test_hashes_finer_than_blocks():
+    with pytest.raises(Unsupported, match="different numbers of tokens"):
+        check(Engine().config, cache_config(WINDOW, FULL, hash_block_size=16))
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (Engine(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
+        (Engine(parallel={"data_parallel_size": 2}), "data parallelism"),
+        (Engine(parallel={"nnodes": 2}), "one machine"),
+        (Engine(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
+        (Engine(parallel={"prefill_context_parallel_size": 2}), "context parallelism"),
+        (Engine(speculative=object()), "speculative decoding"),
+        (Engine(sleep=True), "leave sleep mode off"),
+        (Engine(weight_transfer=WeightTransferConfig()), "leave weight transfer off"),
+        (Engine(cache={"enable_prefix_caching": False}), "leave prefix caching on"),
+        (Engine(transfer={"kv_role": "kv_producer"}), "set kv_role to kv_both"),
+        (Engine(transfer={"kv_load_failure_policy": "fail"}), "kv_load_failure_policy"),
+    ],
+)
+def test_engines_that_cannot(engine, reason):
+    with pytest.raises(Unsupported, match=reason) as refused:
+        check(engine.config, cache_config(FULL))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_backend_that_cuts_blocks_into_smaller_ones():
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=64))
+    with pytest.raises(UnknownLayout, match=r"blocks of 64 tokens into ones of 32;.*another"):
+        attention_cache(config, {"layer.0": torch.zeros(4, 2, 32, 128)}, ["layer.0"])

@@ -1,0 +1,246 @@
+"""vLLM's own OpenAI server as the gateway starts it: headers, streams, verbs, departures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+
+from engines.client.child.servers import VllmServer
+from engines.config import EngineConfig, VllmConfig, WorkerConfig
+from engines.headers import CACHE_HEADER
+from engines.wire import SessionRef
+from kvstore.blobs.chain import RECORD
+from kvstore.blobs.format import parse
+from kvstore.by_blocks.records import decode_block_record
+from kvstore.config import StoreConfig
+from kvstore.tiers.registry import open_tiers
+from tests.vllm.conftest import FAULTY_RAW, model_path
+from tests.vllm.rig.faulty_codec import Faults
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+HISTORY = "The quick brown fox jumps over the lazy dog and runs far away. " * 40
+DEPARTURES = 3
+
+
+def session(name: str, tenant: str = "t") -> SessionRef:
+    return SessionRef(tenant, name, blake2b(tenant.encode(), digest_size=32).digest())
+
+
+class Served:
+    """The server and an event loop that lives as long as it does."""
+
+    def __init__(self, folder: Path, codec: str) -> None:
+        folder.chmod(0o700)
+        self.store = StoreConfig(codec=codec, disk_path=str(folder / "cold"), ram_bytes=512 << 20)
+        worker = WorkerConfig(
+            engine=EngineConfig(
+                kind="vllm",
+                hot_bytes=256 << 20,
+                max_context=4096,
+                dtype="float32",
+                max_batch=4,
+                start_timeout_s=900,
+                vllm=VllmConfig(python=sys.executable),
+            ),
+            store=self.store,
+            model_path=model_path(),
+            served_model_name="smol",
+            runtime_dir=str(folder),
+            token="secret",
+            log_level="warning",
+        )
+        self.loop = asyncio.new_event_loop()
+        self.server = VllmServer(worker)
+        self.run(self.server.start())
+        self.wait_ready()
+
+    def run(self, work):
+        return self.loop.run_until_complete(work)
+
+    def wait_ready(self) -> None:
+        async def ready() -> None:
+            async with asyncio.timeout(900):
+                while not self.server.ready:
+                    assert "keeps failing" not in self.server.trouble, self.server.trouble
+                    await asyncio.sleep(0.2)
+
+        self.run(ready())
+
+    async def post(self, body: dict, who: SessionRef) -> tuple[int, dict, bytes]:
+        body = self.server.prepare_body(body, who)
+        headers = {**self.server.session_headers(who), "content-type": "application/json"}
+        data = json.dumps(body).encode()
+        async with self.server.open("/v1/chat/completions", data, headers) as upstream:
+            return upstream.status, dict(upstream.headers), await upstream.read()
+
+    def chat(self, name: str, tenant: str = "t", **fields):
+        status, headers, answer = self.run(self.post(body_of(name, fields), session(name, tenant)))
+        assert status == 200, answer
+        return headers, answer
+
+    def wait_saved(self, name: str):
+        async def saved():
+            async with asyncio.timeout(60):
+                while True:
+                    for report in await self.server.sessions():
+                        if report.id == name and report.tier and not report.busy:
+                            return report
+                    await asyncio.sleep(0.1)
+
+        return self.run(saved())
+
+    def leave(self, names: Sequence[str], when: Callable[[], object], **fields) -> None:
+        """Ask for all of these at once, and close the connections ``when`` it is time."""
+
+        async def left() -> None:
+            asking = [asyncio.create_task(self.post(body_of(x, fields), session(x))) for x in names]
+            await self.until_served(len(names))
+            await until(when)
+            assert not any(x.done() for x in asking), "an answer came too early"
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+        self.run(left())
+
+    async def until_served(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while (report := await self.server.stats()).num_running + report.num_waiting < count:
+                await asyncio.sleep(0.01)
+
+    def wait_whole(self) -> None:
+        """Wait until no request is served and no block is held by anybody."""
+
+        async def whole() -> None:
+            async with asyncio.timeout(60):
+                while True:
+                    report = await self.server.stats()
+                    held = report.hot_bytes - report.idle_hot_bytes
+                    if not (held or report.num_running or report.num_waiting):
+                        return
+                    await asyncio.sleep(0.05)
+
+        self.run(whole())
+
+
+@pytest.fixture(scope="module")
+def served(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("server"), FAULTY_RAW)
+    yield served
+    faults.clear()
+    served.run(served.server.stop(1.0))
+    served.loop.close()
+
+
+def body_of(name: str, fields: Mapping[str, object]) -> dict[str, object]:
+    """Every session's text is its own from the beginning, or they would share blocks."""
+    return {
+        "model": "smol",
+        "messages": [{"role": "user", "content": f"This is {name}. {HISTORY}"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        **fields,
+    }
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def cached_tokens(answer: bytes) -> int:
+    """vLLM leaves the details out where nothing was cached."""
+    details = json.loads(answer)["usage"].get("prompt_tokens_details") or {}
+    return details.get("cached_tokens", 0)
+
+
+def test_where_the_prompts_kv_came_from(served):
+    headers, first = served.chat("headers")
+    assert headers[CACHE_HEADER].startswith("miss; tokens=0")
+    served.wait_saved("headers")
+    headers, _ = served.chat("headers")
+    assert headers[CACHE_HEADER].startswith("hot; tokens=")
+    demoted = served.run(served.server.demote(session("headers"), "disk"))
+    assert (demoted.report.hot, demoted.report.tier, demoted.kept) == (False, "disk", "")
+    headers, back = served.chat("headers")
+    tokens = cached_tokens(back)
+    assert headers[CACHE_HEADER] == f"cold-disk; tokens={tokens}"
+    assert tokens > 400
+    text = [json.loads(x)["choices"][0]["message"]["content"] for x in (first, back)]
+    assert text[0] == text[1]
+
+
+def test_a_stream_says_it_too(served):
+    served.chat("stream")
+    served.wait_saved("stream")
+    served.run(served.server.demote(session("stream")))
+    headers, body = served.chat("stream", stream=True, stream_options={"include_usage": True})
+    assert headers[CACHE_HEADER].startswith("cold-ram; tokens=")
+    assert body.rstrip().endswith(b"data: [DONE]")
+
+
+def test_another_tenant_gets_nothing(served):
+    served.chat("mine")
+    served.wait_saved("mine")
+    headers, answer = served.chat("mine", tenant="other")
+    assert headers[CACHE_HEADER].startswith("miss; tokens=0")
+    assert cached_tokens(answer) == 0
+
+
+def test_bad_input_is_vllms_own_error(served):
+    body = {"model": "smol", "messages": "nothing"}
+    status, _, answer = served.run(served.post(body, session("bad")))
+    assert status == 400
+    assert "error" in json.loads(answer)
+
+
+def test_forget_and_stats(served):
+    served.chat("gone")
+    served.wait_saved("gone")
+    assert served.run(served.server.forget(session("gone"))) is not None
+    assert "gone" not in [x.id for x in served.run(served.server.sessions())]
+    report = served.run(served.server.stats())
+    assert report.hot_capacity_bytes > 0
+    assert {x.name for x in report.tiers} == {"ram", "disk"}
+
+
+def test_clients_that_leave_during_loads_and_saves_leave_nothing_behind(served, faults):
+    _, right = served.chat("left")
+    served.wait_saved("left")
+    for _ in range(DEPARTURES):
+        served.run(served.server.demote(session("left")))
+        faults.delay(0.2)
+        served.leave(["left", "left"], faults.is_decoding)
+        faults.clear()
+        served.wait_whole()
+    for i in range(DEPARTURES):
+        faults.clear()
+        faults.delay_encoding(0.2)
+        served.chat(f"saver {i}", max_tokens=1)
+        served.leave([f"cut {i}"], faults.is_encoding, max_tokens=1000, ignore_eos=True)
+    faults.clear()
+    served.wait_whole()
+    served.run(served.server.demote(session("left")))
+    headers, back = served.chat("left")
+    assert headers[CACHE_HEADER].startswith("cold-ram; tokens=")
+    text = [json.loads(x)["choices"][0]["message"]["content"] for x in (right, back)]
+    assert text[0] == text[1]
+
+
+def test_a_stop_lets_saves_end(served, faults):
+    """The last test: the engine is gone afterwards, and its disk tier can be looked into."""
+    faults.delay_encoding(1.0)
+    served.chat("last words", max_tokens=1)
+    served.run(until(faults.is_encoding))
+    served.run(served.server.stop(1.0))
+    disk = open_tiers(served.store, Path(served.store.disk_path) / "vllm-rank-0")[-1]
+    blobs = [parse(blob)[1] for _, blob in disk.scan(RECORD)]
+    disk.close()
+    assert "last words" in [decode_block_record(x).id for x in blobs]

@@ -1,0 +1,40 @@
+"""A worker's parts are closed in the order in which they need each other."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from engines.vllm_plugin.messages import RankSaved
+from engines.vllm_plugin.plan import Save, StepWork
+from engines.vllm_plugin.worker.worker_side import WorkerSide
+from tests.block_sessions import ref
+from tests.unit.engines.vllm_plugin.hub_engine import wait
+from tests.unit.engines.vllm_plugin.worker.test_rank import CHAIN, IDS, Rank
+
+pytestmark = pytest.mark.vllm
+
+
+def worker_of(rank: Rank) -> WorkerSide:
+    return WorkerSide(rank.transfer, rank.link, rank.store)
+
+
+def test_a_save_under_way_is_told_of_and_reaches_the_disk(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.blocks.compute(CHAIN, IDS)
+    worker = worker_of(rank)
+    worker.start_saves(StepWork(saves=[Save(1, ref(), CHAIN, IDS)]))
+    assert rank.blocks.reading.wait(10)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    closing.join(0.2)  # time enough to end what must not end yet
+    rank.blocks.go_on.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    wait(lambda: rank.news == [RankSaved(1, ref(), kept=True)])
+    rank.close()  # what is left of it; all else may be closed twice
+    again = Rank(tmp_path)
+    assert again.staged(1, CHAIN).tier == "disk"
+    again.close()
