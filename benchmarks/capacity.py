@@ -14,7 +14,17 @@ import argparse
 import asyncio
 from typing import Any
 
-from stack import MIB, WORD_TOKENS, Client, Reply, Stack, client_of, prose, rss_mib, write_json
+from benchmarks.stacks.product_stack import (
+    MIB,
+    WORD_TOKENS,
+    Client,
+    Reply,
+    Stack,
+    client_of,
+    prose,
+    rss_mib,
+    write_json,
+)
 
 # SmolLM2-135M on CPU: 30 layers x 3 heads x (64 + 64) values of four bytes.
 BYTES_PER_TOKEN = 30 * 3 * 128 * 4

@@ -24,14 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.codecs.backend import ArrayKernel, best_kernel
 from kvstore.codecs.base import Codec
-from kvstore.codecs.calibrated import CALIBRATED
 from kvstore.codecs.floats import round_to_bf16, widen
-from kvstore.codecs.payload import plan_payload
-from kvstore.codecs.presets import PRESETS, codec_by_name, open_codec, warm
+from kvstore.codecs.names import CALIBRATED, OWN
+from kvstore.codecs.presets import codec_by_name, open_codec, warm
 from kvstore.codecs.profile import load_profile
-from kvstore.codecs.row_codec import RowCodec
+from kvstore.codecs.rows.backend import ArrayKernel, best_kernel
+from kvstore.codecs.rows.payload import plan_payload
+from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.shapes import KVLayer, KVLayout, KVRun, slice_tokens
 
 # KV heads and layers of SmolLM2-135M, Qwen2.5-1.5B and Gemma-3-1B.
@@ -133,7 +133,7 @@ class Slices:
         return rows[number * self.num_rows : (number + 1) * self.num_rows]
 
     def _halves(self, rows: np.ndarray, number: int) -> list[np.ndarray]:
-        """As one long K and one long V, each (1, num_tokens, dim)."""
+        """The run as one long K and one long V, each (1, num_tokens, dim)."""
         return list(self._part(rows, number).reshape(2, 1, -1, self.dim))
 
     def copy(self, number: int) -> None:
@@ -263,7 +263,7 @@ def all_slices(args: argparse.Namespace) -> Iterator[Slices]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--codec", nargs="+", choices=list(PRESETS | CALIBRATED))
+    parser.add_argument("--codec", nargs="+", choices=list(OWN))
     parser.add_argument("--dims", type=int, nargs="+", default=sorted(MODELS), choices=MODELS)
     parser.add_argument("--profile", type=Path, help="of a model whose presets to measure")
     parser.add_argument("--kv", type=Path, help="KV of that model")

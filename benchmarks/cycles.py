@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stacks.product_stack import MIB, WORD_TOKENS, Stack, client_of, prose, write_json
 from kvstore.config import StoreConfig
 from kvstore.tiers.registry import open_tiers
-from stack import MIB, WORD_TOKENS, Stack, client_of, prose, write_json
 
 NAME = "sleeper"
 

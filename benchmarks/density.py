@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.by_tokens.store import ColdStore
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
-from kvstore.records import SessionRef
-from kvstore.shapes import KVLayer, KVLayout, KVRun, slice_tokens
-from kvstore.store import ColdStore
+from kvstore.session import SessionRef
+from kvstore.shapes import KVLayer, KVLayout, KVRun, StoredModel, slice_tokens
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk_tier import DiskTier
+from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 
 SMOLLM2 = KVLayout("bfloat16", tuple(KVLayer(3, 64, 64) for _ in range(30)))
@@ -82,7 +82,9 @@ def weigh(layout: KVLayout, codec: str, run: KVRun, num_tokens: int) -> Weighed:
     """One session alone in a fresh store; what each tier says it takes."""
     with tempfile.TemporaryDirectory() as folder:
         tiers: list[Tier] = [RamTier(4 * GIB), DiskTier(Path(folder), 4 * GIB)]
-        store = ColdStore(StoreConfig(), layout, "density", "density", codec_by_name(codec), tiers)
+        store = ColdStore(
+            StoreConfig(), StoredModel("density", "density", layout), codec_by_name(codec), tiers
+        )
         session = SessionRef("tenant", "3f2504e0-4f89-11d3-9a0c-0305e82c3301", b"salt")
         token_ids = np.random.default_rng(1).integers(0, 49152, num_tokens).tolist()
         assert store.save(session, token_ids, slice_tokens(run, 0, num_tokens))

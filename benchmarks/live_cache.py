@@ -30,22 +30,20 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from benchmarks.stacks.product_stack import write_json
 from engines.calibration.corpus import held_out_texts
 from engines.config import EngineConfig
-from engines.mlx_worker import parking
-from engines.mlx_worker.host_rows import HostRows
-from engines.mlx_worker.layout import probe
-from engines.mlx_worker.live_cache import PackedKVCache
-from engines.mlx_worker.live_fetch import fetch
-from engines.mlx_worker.live_model import LiveModel, live_packed
-from engines.mlx_worker.live_side import LiveSide
-from engines.mlx_worker.loading import LoadedModel, load_model
-from engines.mlx_worker.mx_codec import MxRows
-from engines.mlx_worker.turn import Caches
-from launch.blas import find_blas
-from launch.paths import folders
-from launch.sample_model import sample_model
-from stack import write_json
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.layout import Caches, probe
+from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
+from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache, fetch
+from engines.mlx_worker.cache.packed.model import PackedCacheModel, with_packed_caches
+from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
+from engines.mlx_worker.cache.packed.side import PackedSide
+from engines.mlx_worker.model.loading import LoadedModel, load_model
+from launch.machine.blas import find_blas
+from launch.machine.folders import folders
+from launch.sample.sample_model import sample_model
 
 NUM_SCORED = 48
 PREFILL_STEP = 128
@@ -71,18 +69,18 @@ def fed(model: Any, tokens: Sequence[int]) -> Caches:
     for at in range(0, len(tokens), PREFILL_STEP):
         model(mx.array([list(tokens[at : at + PREFILL_STEP])]), cache=caches)
         mx.eval([cache.state for cache in caches])
-        parking.pack_old(caches)
+        kv_arrays.pack_old(caches)
         mx.clear_cache()
-    parking.settle(caches)
+    kv_arrays.compact(caches)
     return caches
 
 
-def repacked(live: LiveModel, exact: Caches) -> Caches:
+def repacked(live: PackedCacheModel, exact: Caches) -> Caches:
     """The packed cache filled from the exact one."""
     caches: Caches = live.make_cache()
     for cache, source in zip(caches, exact, strict=True):
         cache.append(source.keys[:, :, : source.offset], source.values[:, :, : source.offset])
-    parking.settle(caches)
+    kv_arrays.compact(caches)
     return caches
 
 
@@ -118,7 +116,9 @@ def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> tuple[flo
     return statistics.median(wall[1:]), statistics.median(cpu[1:])
 
 
-def one_length(loaded: LoadedModel, lives: dict[str, LiveModel], args: Any, n: int) -> list[Any]:
+def one_length(
+    loaded: LoadedModel, lives: dict[str, PackedCacheModel], args: Any, n: int
+) -> list[Any]:
     tokens = text_of(loaded, n + NUM_SCORED)
     prefix, rest = tokens[:n], tokens[n:]
     exact = fed(loaded.model, prefix)
@@ -141,8 +141,8 @@ def one_length(loaded: LoadedModel, lives: dict[str, LiveModel], args: Any, n: i
         row: dict[str, Any] = {
             "tokens": n,
             "cache": name,
-            "bytes": parking.nbytes_of(caches),
-            "smaller_than_KVCache": ratio(parking.nbytes_of(exact), parking.nbytes_of(caches)),
+            "bytes": kv_arrays.nbytes_of(caches),
+            "smaller_than_KVCache": ratio(kv_arrays.nbytes_of(exact), kv_arrays.nbytes_of(caches)),
             "kl": round(divergence(right, other), 5),
             "top1": round(float((right.argmax(-1) == other.argmax(-1)).mean().item()), 3),
         }
@@ -168,7 +168,7 @@ def ratio(one: float, other: float) -> float:
 
 
 def straight(
-    rows: MxRows, query: mx.array, keys: LiveSide, values: LiveSide, scale: float
+    rows: MlxRowPacker, query: mx.array, keys: PackedSide, values: PackedSide, scale: float
 ) -> mx.array:
     """Attention of one new token without unpacking: ``query`` (1, query heads, 1, dim), fp32."""
     heads = keys.recent.shape[1]
@@ -190,13 +190,13 @@ def straight(
 
 
 def attention(cache: PackedKVCache, args: Any) -> dict[str, Any]:
-    kind = cache.rows[0].kind
-    ops, scale = MxRows(kind), kind.dim**-0.5
+    kind = cache.packers[0].kind
+    ops, scale = MlxRowPacker(kind), kind.dim**-0.5
     assert cache.sides is not None
     keys, values = cache.sides
     query = mx.random.normal((1, 3 * keys.recent.shape[1], 1, kind.dim))
 
-    def unpacked(rows: MxRows) -> mx.array:
+    def unpacked(rows: MlxRowPacker) -> mx.array:
         k, v = (fetch(rows, [side], [0], cache.offset, mx.float32) for side in (keys, values))
         return mx.fast.scaled_dot_product_attention(query, k, v, scale=scale)
 
@@ -205,7 +205,7 @@ def attention(cache: PackedKVCache, args: Any) -> dict[str, Any]:
         "straight from codes": lambda: straight(ops, query, keys, values, scale),
     }
     if mx.default_device().type == mx.DeviceType.cpu:
-        host = HostRows(kind)
+        host = HostRowPacker(kind)
         ways["unpack by the host's kernels"] = lambda: unpacked(host)
     right = ways["unpack by mlx operations"]()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -227,7 +227,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     loaded = load_model(str(path))
     plan = probe(loaded.model)
     lives = {
-        name: live_packed(loaded.model, plan, EngineConfig(hot_codec=name))[0]
+        name: with_packed_caches(loaded.model, plan, EngineConfig(hot_codec=name))[0]
         for name in args.codecs
     }
     rows = [row for n in args.tokens for row in one_length(loaded, lives, args, n)]
@@ -237,7 +237,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         cache = live.make_cache()[0]
         assert isinstance(cache, PackedKVCache)
         heads = plan.layout.layers[0].num_kv_heads if plan.layout else 1
-        keys = mx.random.normal((1, heads, n, cache.rows[0].kind.dim))
+        keys = mx.random.normal((1, heads, n, cache.packers[0].kind.dim))
         cache.append(keys, keys)
         cache.pack_old()
         alone.append(attention(cache, args))

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from stack import WORD_TOKENS, Client, Stack, client_of, prose, write_json
+from benchmarks.stacks.product_stack import WORD_TOKENS, Client, Stack, client_of, prose, write_json
 
 
 async def one_round(client: Client, label: str, args: argparse.Namespace) -> float:

@@ -18,14 +18,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from engines.calibration.order import Report
+from engines.calibration.messages import CalibrationReport
 from kvstore.codecs.quality import Quality, TextQuality
-from launch.calibrate import USUAL_CONTEXTS, Wishes, calibrate, print_report, write_json
-from launch.effective import effective
+from launch.calibrate.orders import USUAL_CONTEXTS, CalibrateOptions
+from launch.calibrate.output_files import write_json
+from launch.calibrate.plot import check_path, draw
+from launch.calibrate.program import calibrate
+from launch.cli.calibration_table import print_report
+from launch.cli.options import layers
 from launch.errors import LaunchError, UsageError
-from launch.options import layers
-from launch.picture import check_path, draw
-from launch.vllm_home import find_python
+from launch.machine.interpreters import find_python
+from launch.settings.effective_settings import effective_settings
 
 HEAD = ("preset", "tokens", "bits", "ratio", "KL", "perplexity", "top 1", "needles", "cos K / V")
 
@@ -36,8 +39,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         assignments = [f"data_dir={folder}", f"engine.kind={arguments.engine}"]
         flags = {"--model": arguments.model} if arguments.model else {}
-        settings = effective(layers(os.environ, assignments=assignments, flags=flags), os.environ)
-        wishes = Wishes((), (), arguments.presets, arguments.contexts, True)
+        settings = effective_settings(
+            layers(os.environ, assignments=assignments, flags=flags), os.environ
+        )
+        wishes = CalibrateOptions((), (), arguments.presets, arguments.contexts, True)
         try:
             report = calibrate(settings, wishes, os.environ)
         except (LaunchError, UsageError) as error:
@@ -69,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def markdown(report: Report, seconds: float) -> str:
+def markdown(report: CalibrationReport, seconds: float) -> str:
     """Two tables: of all texts, and of each kind of text by itself."""
     parts = [f"{report.engine}, {report.dtype}, {seconds / 60:.0f} minutes on this machine.", ""]
     parts += table(HEAD, [list(_cells(row)) for row in report.rows])
@@ -97,13 +102,13 @@ def _cells(row: Quality) -> Iterator[str]:
 
 
 def kind(text: str) -> str:
-    """Of the texts that ship with us: those that were written say it first."""
+    """The kind of a text that ships with us; the names of written ones begin with it."""
     first, dash, _ = text.partition("-")
     return first if dash else ("manual" if text.startswith("manual") else "code")
 
 
 def _kl_of(texts: Sequence[TextQuality], kinds: Sequence[str]) -> Iterator[str]:
-    """ "" for kinds of which no text is long enough."""
+    """The mean KL of each kind; "" for kinds of which no text is long enough."""
     found: dict[str, list[float]] = defaultdict(list)
     for x in texts:
         found[kind(x.text)].append(x.kl)

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from fake_stack import MODEL, FakeStack
+from benchmarks.stacks.fake_stack import MODEL, FakeStack
 
 TARGET_US_PER_CHUNK = 15.0
 TARGET_ADDED_TTFT_MS = 3.0

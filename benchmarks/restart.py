@@ -12,7 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stack import MIB, WORD_TOKENS, Client, Stack, client_of, prose, write_json
+from benchmarks.stacks.product_stack import (
+    MIB,
+    WORD_TOKENS,
+    Client,
+    Stack,
+    client_of,
+    prose,
+    write_json,
+)
 
 History = list[dict[str, str]]
 

@@ -13,7 +13,15 @@ import asyncio
 import statistics
 from typing import Any
 
-from stack import MIB, WORD_TOKENS, Client, Stack, client_of, prose, write_json
+from benchmarks.stacks.product_stack import (
+    MIB,
+    WORD_TOKENS,
+    Client,
+    Stack,
+    client_of,
+    prose,
+    write_json,
+)
 
 
 async def one_length(client: Client, tokens: int, rounds: int) -> dict[str, Any]:

@@ -22,7 +22,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stack import MIB, Client, Reply, Server, Stack, client_of, prose, rss_mib, write_json
+from benchmarks.stacks.product_stack import (
+    MIB,
+    Client,
+    Reply,
+    Server,
+    Stack,
+    client_of,
+    prose,
+    rss_mib,
+    write_json,
+)
 
 SAMPLE_S = 2.0
 SERIES_EVERY = 3  # samples
@@ -31,14 +41,13 @@ ACCOUNTED = ("thermocline_engine_active_bytes ", 'thermocline_tier_bytes{tier="r
 
 @dataclass(frozen=True)
 class Habits:
-    """How users chat. Words of a message, of a conversation's first one too if given; requests
-    carry ``fields``."""
+    """The habits of simulated users; pairs are the least and the most."""
 
-    words: tuple[int, int] = (8, 40)
-    first_words: tuple[int, int] | None = None
+    words: tuple[int, int] = (8, 40)  # of a message
+    first_words: tuple[int, int] | None = None  # of a conversation's first one; None = ``words``
     answer_tokens: tuple[int, int] = (4, 12)
     most_turns: int = 4
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of each request
 
     def message(self, rng: random.Random, seed: str, *, is_first: bool) -> dict[str, str]:
         words = self.first_words if is_first and self.first_words else self.words

@@ -1,6 +1,7 @@
 """The kernels on a CUDA machine: right or wrong, how fast, and at what price to decoding.
 
-    python benchmarks/device_codec.py [--codec tq3] [--dims 64 128 256] [--seconds 2] [--json OUT]
+    python benchmarks/on_vllm/device_codec.py [--codec tq3] [--dims 64 128 256]
+        [--seconds 2] [--json OUT]
 
 Run it with the Python of vLLM's environment. Without a CUDA device it says so and ends with 2; with
 one that packs other bytes than the host, with 1.
@@ -30,19 +31,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.arrangement import SplitContent
-from engines.vllm_plugin.device_blocks import DeviceBlocks, kernels_for
-from engines.vllm_plugin.device_check import STAGING_BYTES, agree
-from engines.vllm_plugin.device_sides import SideGroup, side_groups
-from engines.vllm_plugin.paging import PagedCache, paged_cache
-from engines.vllm_plugin.transfer import Filling, Packing
-from kvstore.block_keys import BlockKeys
-from kvstore.block_store import BlockStore
-from kvstore.codecs.payload import plan_payload
+from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts, kernels_for
+from engines.vllm_plugin.device.device_check import STAGING_BYTES, kernels_agree
+from engines.vllm_plugin.device.kv_views import KVViewGroup, view_groups
+from engines.vllm_plugin.worker.block_layout import SplitContent
+from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
+from engines.vllm_plugin.worker.transfer import Filling, Packing
+from kvstore.blobs.packer import Packer
+from kvstore.by_blocks.names import BlockKeys
+from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.row_codec import RowCodec
+from kvstore.codecs.rows.payload import plan_payload
+from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.config import StoreConfig
-from kvstore.packer import Packer
 
 NO_DEVICE: Final = 2
 LAYERS, KV_HEADS, BLOCK_TOKENS, CHUNK_TOKENS = 32, 8, 16, 128
@@ -70,10 +71,11 @@ class Rig:
         keys = BlockKeys("", BLOCK_TOKENS, CHUNK_TOKENS // BLOCK_TOKENS)
         self.packer = Packer(chosen, self.cache.layout, "")
         self.store = BlockStore(StoreConfig(), self.packer, keys, "", [])
-        groups = side_groups(self.cache)
+        groups = view_groups(self.cache)
         assert groups is not None
-        self.groups: list[SideGroup] = groups
-        self.blocks = DeviceBlocks(self.cache, groups, self.store, STAGING_BYTES)
+        self.groups: list[KVViewGroup] = groups
+        layouts = StagingLayouts(groups, self.packer, BLOCK_TOKENS, self.cache.dtype)
+        self.blocks = DeviceBlocks(self.cache, layouts.of, self.store, STAGING_BYTES)
         ids = torch.randperm(num_blocks)[: SESSION_TOKENS // BLOCK_TOKENS].tolist()
         hashes = [i.to_bytes(32, "little") for i in range(len(ids))]
         self.wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in keys.whole(hashes)]
@@ -84,7 +86,7 @@ class Rig:
 
     def load(self, blobs: list[bytes]) -> None:
         fillings = [
-            Filling(x.piece, blob, 0, x.block_ids)
+            Filling(x.span, blob, 0, x.block_ids)
             for x, blob in zip(self.wanted, blobs, strict=True)
         ]
         filled = self.blocks.fill(fillings, self.blocks.mark())
@@ -111,8 +113,8 @@ class Kernels:
         assert found is not None, f"codec {codec.id} has no kernels"
         self._group, self._rows = rig.groups[0], found[0]
         plan = plan_payload(codec.rows, rig.cache.layout, CHUNK_TOKENS, CHUNK_TOKENS)
-        places = [(x.packed_at, x.scales_at // 2) for x in plan.slots]
-        self._places = torch.tensor(places, device=rig.device)
+        offsets = [(x.packed_at, x.scales_at // 2) for x in plan.slots]
+        self._offsets = torch.tensor(offsets, device=rig.device)
         ids = [i for x in rig.wanted for i in x.block_ids]
         self._blocks = torch.tensor(ids, device=rig.device)
         self.on_device = torch.empty(plan.nbytes, dtype=torch.uint8, device=rig.device)
@@ -120,22 +122,22 @@ class Kernels:
 
     def pack(self, target: Tensor) -> None:
         for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
-            self._rows.pack(self._group, self._blocks, first, CHUNK_TOKENS, target, self._places)
+            self._rows.pack(self._group, self._blocks, first, CHUNK_TOKENS, target, self._offsets)
 
     def pack_and_copy(self) -> None:
         for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
             self._rows.pack(
-                self._group, self._blocks, first, CHUNK_TOKENS, self.on_device, self._places
+                self._group, self._blocks, first, CHUNK_TOKENS, self.on_device, self._offsets
             )
             self.on_host.copy_(self.on_device, non_blocking=True)
 
     def unpack(self, source: Tensor) -> None:
         for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
-            self._rows.unpack(self._group, self._blocks, first, CHUNK_TOKENS, source, self._places)
+            self._rows.unpack(self._group, self._blocks, first, CHUNK_TOKENS, source, self._offsets)
 
 
 def seconds_of(work: Callable[[], object], within_s: float) -> float:
-    """Of the best round; the first one compiles and is not counted."""
+    """Seconds of the best round; the first one compiles and is not counted."""
     work()
     torch.cuda.synchronize()
     best, end = float("inf"), time.perf_counter() + within_s
@@ -169,7 +171,7 @@ def speeds(rig: Rig, dim: int, layout: str, within_s: float) -> Iterator[Figure]
 
 
 class Step:
-    """As heavy on memory as decoding one token: every weight is read once."""
+    """A step as heavy on memory as decoding one token: every weight is read once."""
 
     def __init__(self, device: torch.device) -> None:
         shape = (STEP_LAYERS, STEP_WIDTH, STEP_WIDTH)
@@ -177,7 +179,7 @@ class Step:
         self._x = torch.randn(8, STEP_WIDTH, device=device, dtype=torch.bfloat16)
 
     def milliseconds(self, within_s: float) -> list[float]:
-        """Of each step, by the device's own clock on the model's stream."""
+        """Milliseconds of each step, by the device's own clock on the model's stream."""
         found, end = [], time.perf_counter() + within_s
         while time.perf_counter() < end:
             begun, done = (torch.cuda.Event(enable_timing=True) for _ in "ab")
@@ -245,7 +247,7 @@ def main() -> int:
     for dim in options.dims:
         for layout in ("NHD", "HND"):
             rig = Rig(options.codec, dim, layout, device)
-            same = agree(rig.cache, rig.store)
+            same = kernels_agree(rig.cache, rig.store)
             print(f"dim {dim}, {layout}: {'the same bytes as the host' if same else 'WRONG'}")
             right = right and same
             figures += speeds(rig, dim, layout, options.seconds)

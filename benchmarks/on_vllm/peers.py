@@ -1,7 +1,7 @@
 """Same RAM, same conversations: plain vLLM, LMCache and Thermocline, one after another.
 
     bash launch/install.sh && bash launch/install.sh vllm
-    .venv/bin/python benchmarks/vllm_peers.py [--codecs tq3] [--json OUT]
+    .venv/bin/python benchmarks/on_vllm/peers.py [--codecs tq3] [--json OUT]
 
 The first run also makes an environment for LMCache (see ``lmcache_stack``). All three run the same
 model with a pool for the same number of tokens; plain vLLM gets the RAM that the others use as a
@@ -45,14 +45,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from lmcache_stack import LMCACHE, LmcacheVllm, python_with_lmcache
-from soak import gauges_mib
 from tokenizers import Tokenizer
 
-from engines.vllm_plugin.command import CPU_BLOCK_TOKENS
-from launch.sample_model import sample_model
-from stack import MIB, Stack, prose, write_json
-from vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
+from benchmarks.soak import gauges_mib
+from benchmarks.stacks.lmcache_stack import LMCACHE, LmcacheVllm, python_with_lmcache
+from benchmarks.stacks.product_stack import MIB, Stack, prose, write_json
+from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
+from engines.vllm_plugin.process.command import CPU_BLOCK_TOKENS
+from launch.sample.sample_model import sample_model
 
 CACHE = Path.home() / ".cache" / "thermocline"
 WIDER = 2  # float32 than bfloat16
@@ -159,7 +159,7 @@ class Returned:
 
 
 async def come_back(reader: Reader, sessions: Iterable[Session], give_up: int) -> Returned:
-    """Until ``give_up`` in a row were lost."""
+    """Let sessions come back until ``give_up`` in a row were lost."""
     back = Returned([], [])
     in_a_row = 0
     for session in sessions:
@@ -175,7 +175,7 @@ async def come_back(reader: Reader, sessions: Iterable[Session], give_up: int) -
 
 @dataclass
 class Reference:
-    """What plain vLLM answers when nothing is cached."""
+    """The answers of plain vLLM when nothing is cached."""
 
     sessions: list[Session]
     num_tokens: int

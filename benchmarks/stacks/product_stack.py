@@ -1,4 +1,4 @@
-"""A whole stack for the benchmarks: gateway and engine as a user starts them, on a free port.
+"""The product: gateway and engine as a user starts them, on a free port, and a client of it.
 
 Everything is measured from outside, over HTTP and from the process table.
 """
@@ -146,7 +146,7 @@ class Stack:
         raise RuntimeError("no engine process")
 
     def stop(self) -> int:
-        """As a user would: SIGTERM, then wait."""
+        """Stop as a user would: SIGTERM, then wait."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         code = self._process.wait(timeout=120)
@@ -173,7 +173,7 @@ class Stack:
         self.wait_restarted(dead, timeout_s)
 
     def wait_restarted(self, dead: psutil.Process, timeout_s: float = 300.0) -> None:
-        """Until there is another engine than ``dead``, and it takes requests."""
+        """Wait until there is another engine than ``dead``, and it takes requests."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             engines = [x for x in self.gateway.children(recursive=True) if x.pid != dead.pid]

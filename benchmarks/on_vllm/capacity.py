@@ -1,6 +1,7 @@
 """vLLM: many sessions on a pool for a few, with the plug-in and without.
 
-    python benchmarks/vllm_capacity.py [--sessions 20] [--tokens 1000] [--pool-for 3] [--json OUT]
+    python benchmarks/on_vllm/capacity.py [--sessions 20] [--tokens 1000] [--pool-for 3]
+        [--json OUT]
 
 Every session has a first turn; then each comes back once, in the same order, which is the worst one
 for a least-recently-used cache. Nobody is put to sleep: vLLM evicts, because its pool is full.
@@ -15,8 +16,17 @@ import asyncio
 import statistics
 from typing import Any
 
-from stack import MIB, WORD_TOKENS, Client, Reply, Stack, client_of, prose, write_json
-from vllm_stack import BYTES_PER_TOKEN, PlainVllm, with_plugin
+from benchmarks.stacks.product_stack import (
+    MIB,
+    WORD_TOKENS,
+    Client,
+    Reply,
+    Stack,
+    client_of,
+    prose,
+    write_json,
+)
+from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, PlainVllm, with_plugin
 
 TURN_TOKENS = 128  # what a session may need beside its first message
 

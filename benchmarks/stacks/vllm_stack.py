@@ -14,15 +14,14 @@ from typing import Any
 
 import psutil
 
+from benchmarks.stacks.product_stack import MIB, Stack, free_port
 from engines.config import EngineConfig, WorkerConfig
-from engines.vllm_plugin.command import adjustable, command, environment
-from engines.vllm_plugin.server import SERVER
+from engines.vllm_plugin.process.command import command, default_environment, environment
+from engines.vllm_plugin.process.server import SERVER
 from kvstore.config import StoreConfig
 from kvstore.cores import usable_cores
-from launch.build import CHILD_ENV
-from launch.sample_model import sample_model
-from launch.vllm_home import find_python
-from stack import MIB, Stack, free_port
+from launch.machine.interpreters import CHILD_ENV, find_python
+from launch.sample.sample_model import sample_model
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 START_S = 900.0
@@ -119,7 +118,12 @@ class PlainVllm:
     def environment(self) -> dict[str, str]:
         settings = self._settings()
         ours = environment(settings, os.environ.get("PYTHONPATH", ""))
-        return {**adjustable(settings, cores=usable_cores()), **os.environ, **CHILD_ENV, **ours}
+        return {
+            **default_environment(settings, cores=usable_cores()),
+            **os.environ,
+            **CHILD_ENV,
+            **ours,
+        }
 
     def __enter__(self) -> PlainVllm:
         self._log = tempfile.TemporaryFile()
@@ -147,7 +151,7 @@ class PlainVllm:
             return False
 
     def __exit__(self, *_: object) -> None:
-        """With all its processes, which do not always end with the first one."""
+        """Kill vLLM with all its processes, which do not always end with the first one."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()

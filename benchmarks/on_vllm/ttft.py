@@ -1,12 +1,12 @@
 """vLLM: time to first token of a returning session: prefilled, still hot, and restored from cold.
 
-    python benchmarks/vllm_ttft.py [--tokens 2048 6144] [--rounds 4] [--codec tq3]
+    python benchmarks/on_vllm/ttft.py [--tokens 2048 6144] [--rounds 4] [--codec tq3]
         [--dtype float32] [--folder F] [--json OUT]
 
 A codec that has to know the model finds its profile in a folder in which it was calibrated:
 
     THERMOCLINE_DATA_DIR=F/data thermocline calibrate --presets max --set engine.kind=vllm
-    python benchmarks/vllm_ttft.py --codec max --folder F
+    python benchmarks/on_vllm/ttft.py --codec max --folder F
 
 Through gateway and HTTP, with vLLM's CPU engine; cold sessions are in RAM. One process, one
 conversation per length. It goes on for ``--rounds`` turns of each kind, in turns: one short new
@@ -26,8 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stack import MIB, WORD_TOKENS, Client, Reply, client_of, prose, write_json
-from vllm_stack import with_plugin
+from benchmarks.stacks.product_stack import (
+    MIB,
+    WORD_TOKENS,
+    Client,
+    Reply,
+    client_of,
+    prose,
+    write_json,
+)
+from benchmarks.stacks.vllm_stack import with_plugin
 
 Messages = list[dict[str, str]]
 

@@ -1,6 +1,6 @@
 """vLLM: what our plug-in and gateway cost when nothing is ever reused, against plain vLLM.
 
-    python benchmarks/vllm_overhead.py [--rounds 4] [--users 4] [--json OUT]
+    python benchmarks/on_vllm/overhead.py [--rounds 4] [--users 4] [--json OUT]
 
 Two vLLMs stand side by side and take turns, so that both see the same noise: a plain one, asked
 directly, and one with the plug-in behind our gateway, where every request is packed and kept. Each
@@ -20,11 +20,19 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import psutil
-from overhead import alternate, figures
-from soak import gauges_mib
 
-from stack import MIB, WORD_TOKENS, Client, Stack, client_of, prose, write_json
-from vllm_stack import PlainVllm, with_plugin
+from benchmarks.overhead import alternate, figures
+from benchmarks.soak import gauges_mib
+from benchmarks.stacks.product_stack import (
+    MIB,
+    WORD_TOKENS,
+    Client,
+    Stack,
+    client_of,
+    prose,
+    write_json,
+)
+from benchmarks.stacks.vllm_stack import PlainVllm, with_plugin
 
 MAX_CONTEXT = 2048
 POLL_S = 0.05

@@ -1,6 +1,6 @@
 """vLLM: sixteen users at once, several turns each, for minutes; then every token is checked.
 
-    python benchmarks/vllm_soak.py [--users 16] [--minutes 5] [--control] [--json OUT]
+    python benchmarks/on_vllm/soak.py [--users 16] [--minutes 5] [--control] [--json OUT]
 
 Users chat as in ``soak.py``, through the gateway, with codec raw in float32. Live conversations are
 twice what vLLM's pool holds, and more than the RAM tier holds, too: they go cold and come back, by
@@ -22,10 +22,10 @@ from typing import Any
 
 import aiohttp
 import psutil
-from soak import Habits, gauges_mib, soak
 
-from stack import MIB, Reply, Stack, rss_mib, write_json
-from vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
+from benchmarks.soak import Habits, gauges_mib, soak
+from benchmarks.stacks.product_stack import MIB, Reply, Stack, rss_mib, write_json
+from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
 
 TIE = 1e-3  # of a logprob: a hundred times what the order of sums makes
 MAX_CONTEXT = 2048
@@ -40,14 +40,14 @@ HABITS = Habits(
 ROLES = {
     "VLLM::EngineCore": "engine_core",
     "VLLM::Worker": "worker",
-    "engines.vllm_plugin.server": "api_server",
+    "engines.vllm_plugin.process.server": "api_server",
     "vllm.entrypoints": "api_server",  # of plain vLLM
     "-m engines.vllm_plugin": "starter",
 }
 
 
 def memory_mib(stack: Stack) -> dict[str, float]:
-    """By process. The worker's RAM tier fills up to its limit, so it is also left out once."""
+    """MiB of each process, and of the worker without its RAM tier, which fills up to its limit."""
     used = {"gateway": rss_mib(stack.gateway), **by_role(stack.gateway)}
     ram_tier = gauges_mib(stack, ('thermocline_tier_bytes{tier="ram"} ',))
     return used | {"worker_without_ram_tier": used["worker"] - ram_tier}
@@ -92,7 +92,7 @@ def transcripts(replies: list[Reply]) -> list[Transcript]:
 
 
 async def gaps(server: PlainVllm, http: aiohttp.ClientSession, said: Transcript) -> list[float]:
-    """For each token of the answers, how much likelier the best token was; 0 = it was that one."""
+    """The advantage of the best token over each token of the answers; 0 = it was that one."""
     body = {
         "model": MODEL_NAME,
         "prompt": said.ids,

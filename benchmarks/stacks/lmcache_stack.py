@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from stack import free_port
-from vllm_stack import START_S, PlainVllm, python_with_vllm
+from benchmarks.stacks.product_stack import free_port
+from benchmarks.stacks.vllm_stack import START_S, PlainVllm, python_with_vllm
 
 LMCACHE = "lmcache==0.5.6"
 ITS_NEEDS = (
@@ -149,7 +149,7 @@ class LmcacheVllm:
             time.sleep(0.2)
 
     def _end_server(self) -> None:
-        """With patience at first: it takes its shared memory away when it ends."""
+        """End the server, patiently at first: it removes its shared memory when it ends."""
         self._server.terminate()
         try:
             self._server.wait(timeout=30)

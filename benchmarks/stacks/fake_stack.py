@@ -1,7 +1,7 @@
 """The real gateway with the fake engine, as processes: for tests and benchmarks without a model.
 
-``python benchmarks/fake_stack.py FILE`` is the gateway's process; ``FakeStack`` runs it. Unlike
-``stack.Stack`` it also tells how to reach the engine behind the gateway's back.
+``python benchmarks/stacks/fake_stack.py FILE`` is the gateway's process; ``FakeStack`` runs it.
+Unlike ``product_stack.Stack`` it also tells how to reach the engine behind the gateway's back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from scheduler.sessions import SessionManager
 
 MODEL = "fake-1"
 START_TIMEOUT_S = 60.0
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class FakeStack:
