@@ -61,6 +61,20 @@ def same(a: Result, b: Result) -> bool:
     return (a.tokens, a.logprobs) == (b.tokens, b.logprobs)
 
 
+def agree(a: Result, b: Result, within: float = 0.1) -> bool:
+    """Whether two answers are one, up to a tie that other company in the batch may decide.
+
+    A row's last digits depend on the rows beside it: on the recurrent model vLLM's own prefix hits
+    give logprobs that differ by up to 0.05 between a prompt alone and the same one in company.
+    """
+    for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)):
+        if x != y:
+            return i > 0 and max(a.leads[i], b.leads[i]) < within
+        if abs(a.logprobs[i] - b.logprobs[i]) >= within:
+            return False
+    return True
+
+
 def test_restored_is_own_hit_is_fresh(hybrid, sessions):
     fresh = ask(hybrid, sessions[0], "whole")
     own = ask(hybrid, sessions[0])
@@ -172,7 +186,9 @@ def test_two_at_a_time_and_one_that_leaves(hybrid, sessions, faults):
     hybrid.forget_local()
     back = hybrid.ask_all([(x, f"both{i}") for i, x in enumerate(prompts)], ANSWER)
     assert [x.restored for x in back] == [WHOLE] * 2
-    assert [x.tokens for x in back] == [x.tokens for x in alone]
+    assert all(agree(*x) for x in zip(back, alone, strict=True))
+    changed = ask(hybrid, [*prompts[0][:-8], *prompts[1][-8:]])
+    assert not agree(changed, alone[0]), "this model's answers hardly depend on its prompt"
     hybrid.forget_local()
     faults.delay(0.2)
     assert ask(hybrid, prompts[0], "both0", abort_when=faults.is_decoding).tokens == []

@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[3]
 class Result:
     tokens: list[int]
     logprobs: list[float]
+    leads: list[float]  # of each token's logprob over the next best one's
     cached: int
     restored: int
     tier: str | None
@@ -123,7 +124,7 @@ class RealEngine:
                 max_tokens=tokens,
                 temperature=0,
                 ignore_eos=True,
-                logprobs=1,
+                logprobs=2,
                 extra_args={"kv_transfer_params": ours} if session else None,
                 **sampling,
             )
@@ -203,12 +204,16 @@ def ref(session: str) -> SessionRef:
 
 def _result(output: Any, first_s: float, seconds: float) -> Result:
     if output is None:
-        return Result([], [], 0, 0, None, None, None, first_s, seconds)
+        return Result([], [], [], 0, 0, None, None, None, first_s, seconds)
     answer, told = output.outputs[0], output.kv_transfer_params or {}
-    chosen = [x[t].logprob for x, t in zip(answer.logprobs, answer.token_ids, strict=True)]
+    steps = [
+        (x.pop(t).logprob, max(y.logprob for y in x.values()))
+        for x, t in zip(answer.logprobs, answer.token_ids, strict=True)
+    ]
     return Result(
         list(answer.token_ids),
-        chosen,
+        [chosen for chosen, _ in steps],
+        [chosen - second for chosen, second in steps],
         output.num_cached_tokens or 0,
         told.get("restored_tokens", 0),
         told.get("tier"),
