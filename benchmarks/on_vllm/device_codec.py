@@ -31,9 +31,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts, kernels_for
+from engines.vllm_plugin.device.device_blocks import DeviceBlocks
 from engines.vllm_plugin.device.device_check import STAGING_BYTES, kernels_agree
 from engines.vllm_plugin.device.kv_views import KVViewGroup, view_groups
+from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts, kernels_for
 from engines.vllm_plugin.worker.block_layout import SplitContent
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
 from engines.vllm_plugin.worker.transfer import Filling, Packing

@@ -20,7 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engines.vllm_plugin.device import triton_kernels
+from engines.vllm_plugin.device.kernels import row_kernels
 
 POINTERS = {"cache": "*i16", "sides": "*i64", "blocks": "*i64", "payload": "*u8",
             "payload16": "*i16", "offsets": "*i64", "signs": "*fp32", "bounds": "*fp32",
@@ -30,7 +30,7 @@ STRIDES = {"s_block", "s_head", "s_token"}
 capability, dim, bits, fp16 = map(int, sys.argv[1:])
 found = {}
 for name in ("pack_kernel", "unpack_kernel", "gather_kernel", "scatter_kernel"):
-    kernel = getattr(triton_kernels, name)
+    kernel = getattr(row_kernels, name)
     names = kernel.arg_names
     copies = "W" in names
     constants = {"R": 16, "W": dim} if copies else {"R": 16, "D": dim, "BITS": bits, "FP16": fp16}

@@ -16,12 +16,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
-from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts  # noqa: E402
+from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_check import blocks_for, kernels_agree  # noqa: E402
+from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
+from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
+from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout  # noqa: E402
 from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
-from engines.vllm_plugin.device.staging_layout import StagingLayout  # noqa: E402
-from engines.vllm_plugin.device.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
 from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
 from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402

@@ -55,8 +55,9 @@ def device_blocks(
     Raises:
         ImportError: Triton is not installed.
     """
-    from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts
+    from engines.vllm_plugin.device.device_blocks import DeviceBlocks
     from engines.vllm_plugin.device.kv_views import view_groups
+    from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
 
     groups = view_groups(cache)
     if groups is None:

@@ -1,4 +1,4 @@
-"""Launches ``triton_kernels`` for ``RotatedRows`` on the device that holds the KV."""
+"""Launches ``row_kernels`` for ``RotatedRows`` on the device that holds the KV."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from engines.vllm_plugin.device.kv_views import KVViewGroup
-from engines.vllm_plugin.device.triton_kernels import (
+from engines.vllm_plugin.device.kernels.row_kernels import (
     gather_kernel,
     pack_kernel,
     scatter_kernel,
     unpack_kernel,
 )
+from engines.vllm_plugin.device.kv_views import KVViewGroup
 from kvstore.codecs.rows import rotation
 from kvstore.codecs.rows.rotated_rows import RotatedRows, size_of, squared_levels
 
