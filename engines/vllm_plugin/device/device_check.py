@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer
+from engines.vllm_plugin.device.scratch_cache import scratch_for
 from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.worker.block_layout import StridedView
 from engines.vllm_plugin.worker.host_blocks import SPARE_BYTES, HostBlocks
@@ -24,7 +25,6 @@ from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore
 from kvstore.config import StoreConfig
-from kvstore.shapes import KVLayer, KVLayout
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -69,8 +69,8 @@ def device_blocks(
 def kernels_agree(cache: PagedCache, store: BlockStore) -> bool:
     """Tell whether kernels and host make the same blobs and fill blocks with the same bits."""
     chunk, per_block = store.keys.chunk_blocks, store.keys.block_tokens
-    scratch = scratch_of(cache, 2 * chunk + 1)
     codec = store.packer.codec
+    scratch = scratch_for(codec, cache, 2 * chunk + 1)
     keys = BlockKeys("", per_block, chunk)
     packer = Packer(codec, scratch.layout, "")
     aside = BlockStore(StoreConfig(num_threads=1), packer, keys, "", [])
@@ -106,32 +106,6 @@ def _filled(scratch: PagedCache, way: DeviceTransfer, wanted: Sequence[Filling])
         view.fill_(1)
     way.fill(wanted, way.mark())
     return [view.clone() for view in _views(scratch)]
-
-
-def scratch_of(cache: PagedCache, num_blocks: int) -> PagedCache:
-    """Make a cache with one layer of each kind, in the real shapes and strides, full of numbers."""
-    kinds = {(_kind(k), _kind(v)): (k, v) for k, v in cache.views}
-    sides = [(_filled_like(k, num_blocks), _filled_like(v, num_blocks)) for k, v in kinds.values()]
-    layers = tuple(KVLayer(k.shape[0], k.shape[2], v.shape[2]) for k, v in sides)
-    layout = KVLayout(cache.layout.dtype, layers)
-    return PagedCache(sides, layout, cache.block_tokens, cache.device, cache.dtype)
-
-
-def _kind(side: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    assert isinstance(side, StridedView), "``view_groups`` takes no other"
-    return tuple(side.view.shape[1:]), side.view.stride()
-
-
-def _filled_like(side: object, num_blocks: int) -> StridedView:
-    assert isinstance(side, StridedView)
-    shape, strides = (num_blocks, *side.view.shape[1:]), side.view.stride()
-    needed = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    room = torch.zeros(needed, dtype=side.view.dtype, device=side.view.device)
-    view = room.as_strided(shape, strides)
-    ramp = torch.arange(view.numel(), dtype=torch.float64).remainder(10007)
-    view.copy_((ramp * ramp).sin().reshape(shape))
-    view[-2, 0, 0] = 0  # a row that no kernel packs, behind the session's first tokens
-    return StridedView(view)
 
 
 def _views(cache: PagedCache) -> list[Tensor]:

@@ -55,23 +55,28 @@ def rounded_to_bf16(bits):
 def widened(raw, KIND: tl.constexpr):
     """Return elements of the cache as fp32; those of an fp32 cache rounded to bf16."""
     if KIND == FP16:
-        return raw.to(tl.float16, bitcast=True).to(tl.float32)
-    if KIND == FP32:
-        return (rounded_to_bf16(raw.to(tl.uint32, bitcast=True)) << 16).to(tl.float32, bitcast=True)
-    return (raw.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        x = raw.to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == FP32:
+        bits = rounded_to_bf16(raw.to(tl.uint32, bitcast=True)) << 16
+        x = bits.to(tl.float32, bitcast=True)
+    else:
+        x = (raw.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
 def narrowed(x, KIND: tl.constexpr):
     """Round finite fp32 to elements of the cache: fp16 saturates, fp32 is rounded to bf16."""
-    if KIND == FP16:
-        clipped = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-        return clipped.to(tl.float16).to(tl.int16, bitcast=True)
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    if KIND == FP32:
-        return (rounded << 16).to(tl.int32, bitcast=True)
-    return rounded.to(tl.uint16).to(tl.int16, bitcast=True)
+    if KIND == FP16:
+        clipped = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+        element = clipped.to(tl.float16).to(tl.int16, bitcast=True)
+    elif KIND == FP32:
+        element = (rounded << 16).to(tl.int32, bitcast=True)
+    else:
+        element = rounded.to(tl.uint16).to(tl.int16, bitcast=True)
+    return element
 
 
 @triton.jit

@@ -14,13 +14,13 @@ from engines.vllm_plugin.device.kv_views import KVViewGroup
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Rows of one side that cannot be packed and are kept in the engine's dtype.
+    """Rows of one side that cannot be packed and are kept as they are.
 
     Attributes:
         side: the number of the side among all, as in ``KVViewGroup``.
         heads: int64 (num_rows,).
         tokens: int64 (num_rows,), counted from the blob's first token.
-        values: uint16 (num_rows, dim), bit patterns.
+        values: uint16 (num_rows, dim), bit patterns, of fp32 those of bf16.
     """
 
     side: int
@@ -53,11 +53,18 @@ def put_rows(groups: Sequence[KVViewGroup], rows: KeptRows, blocks: Tensor, firs
     view = _view(groups, rows.side)
     tokens = torch.from_numpy(rows.tokens).to(view.device) + first
     heads = torch.from_numpy(rows.heads).to(view.device)
-    values = torch.from_numpy(rows.values.view(np.int16)).to(view.device)
+    values = torch.from_numpy(_elements(rows.values, view)).to(view.device)
     ids = blocks[tokens // view.shape[2]]
     wanted = ids >= 0
     where = (ids[wanted], heads[wanted], tokens[wanted] % view.shape[2])
     view.index_put_(where, values[wanted])
+
+
+def _elements(values: np.ndarray, view: Tensor) -> np.ndarray:
+    """Return bit patterns of 16 bits as a side has them: of fp32 they are the upper half."""
+    if view.element_size() == 2:
+        return values.view(np.int16)
+    return (values.astype(np.uint32) << 16).view(np.int32)
 
 
 def _view(groups: Sequence[KVViewGroup], side: int) -> Tensor:

@@ -31,9 +31,10 @@ class StagingLayouts:
     ) -> None:
         self._groups = groups
         self._packer = packer
+        self._codec = packer.codec  # the store may adopt another one
         self._block_tokens = block_tokens
         self._kernels = kernels_for(groups, packer, dtype)
-        self._pipelines = rate_pipelines(packer.codec, packer.layout)
+        self._pipelines = rate_pipelines(self._codec, packer.layout)
         self._rates = group_rates(groups, self._pipelines, dtype)
         self._raw = lru_cache(maxsize=None)(self._new_raw)
         self._packed = lru_cache(maxsize=None)(self._new_packed)
@@ -51,12 +52,12 @@ class StagingLayouts:
     def _new_packed(self, num_tokens: int, first_token: int) -> StagingLayout:
         if self._rates is not None:
             payload = plan_rates(self._pipelines, self._packer.layout, num_tokens, first_token)
-            return RateStagingLayout(self._rates, self._packer, payload)
-        codec = self._packer.codec
+            return RateStagingLayout(self._rates, self._packer, self._codec, payload)
+        codec = self._codec
         assert isinstance(codec, RowCodec)
         assert self._kernels is not None
         plan = plan_payload(codec.rows, self._packer.layout, num_tokens, first_token)
-        return RowStagingLayout(self._groups, self._kernels, self._packer, plan, num_tokens)
+        return RowStagingLayout(self._groups, self._kernels, self._packer, codec, plan)
 
 
 def kernels_for(

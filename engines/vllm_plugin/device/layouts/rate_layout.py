@@ -25,6 +25,7 @@ from engines.vllm_plugin.device.layouts.staging_layout import TokenRun, device_t
 from kvstore.blobs.packer import AnyBlob, Packer
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.codecs import floats
+from kvstore.codecs.base import Codec
 from kvstore.codecs.fixed_rate.rate_payload import Kept, RatePayload
 from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
 
@@ -71,11 +72,13 @@ def _first_units(pipeline: RatePipeline, group: KVViewGroup) -> list[int]:
 class RateStagingLayout:
     """Implements ``StagingLayout`` for blobs of one length and number of sinks."""
 
-    def __init__(self, rates: Sequence[GroupRates], packer: Packer, plan: RatePayload) -> None:
+    def __init__(
+        self, rates: Sequence[GroupRates], packer: Packer, codec: Codec, plan: RatePayload
+    ) -> None:
         self._rates = rates
         self._groups = [x.group for x in rates]
         self._packer = packer
-        self._codec = packer.codec
+        self._codec = codec
         self._plan = plan
         self._num_tokens = plan.num_sinks + plan.num_tokens
         sizes = [x.shape.num_units * _bytes_of(plan.num_tokens) for x in plan.pipelines]

@@ -25,16 +25,15 @@ class RowStagingLayout:
         groups: Sequence[KVViewGroup],
         kernels: Sequence[TritonRows],
         packer: Packer,
+        codec: RowCodec,
         plan: PayloadPlan,
-        num_tokens: int,
     ) -> None:
-        assert isinstance(packer.codec, RowCodec)
         self._groups = groups
         self._kernels = kernels
         self._packer = packer
-        self._codec = packer.codec
+        self._codec = codec
         self._plan = plan
-        self._num_tokens = num_tokens
+        self._num_tokens = plan.num_sinks + plan.slots[0].num_tokens
         self.nbytes = plan.nbytes
         slots = [[plan.slots[i] for i in x.side_numbers] for x in groups]
         rows = [[(s.packed_at, s.scales_at // 2) for s in x] for x in slots]
