@@ -285,7 +285,7 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
     chain, ids, target = hashes(list(range(20))), [7, 2, 10, 4, 5], [3, 9, 0, 6, 8]
     before = [bits(x)[ids] for x in rig.caches.values()]
     staging, saved = StagingArea(), threading.Event()
-    blocks = CheckedBlocks(rig.device, rig.host, rig.store)
+    blocks = CheckedBlocks(rig.device, rig.host, rig.store, lambda: None)
     transfer = Transfer(blocks, rig.store, staging, 1 << 30)
     transfer.save(Save(1, ref(), chain, ids), lambda *_: saved.set())
     assert saved.wait(60)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
-from engines.vllm_plugin.device.device_check import kernels_agree  # noqa: E402
+from engines.vllm_plugin.device.device_check import kernels_agree, proven_blocks  # noqa: E402
 from engines.vllm_plugin.device.kernels.triton_rates import (  # noqa: E402
     RatePlaces,
     RateRun,
@@ -30,7 +32,7 @@ from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
 from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
 from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E402
-from engines.vllm_plugin.worker.transfer import Filling, Packing  # noqa: E402
+from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing  # noqa: E402
 from kvstore.blobs.codec_set import CodecSet  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
 from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
@@ -85,12 +87,12 @@ class Rig:
     def spans(self, num_blocks: int) -> list[BlobSpan]:
         return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
 
-    def blobs(self, blocks: DeviceBlocks | HostBlocks, ids: Sequence[int]) -> list[bytes]:
+    def blobs(self, blocks: Blocks, ids: Sequence[int]) -> list[bytes]:
         wanted = [Packing(x, [*ids[x.first_block : x.end_block]]) for x in self.spans(len(ids))]
         return [x.result() for x in blocks.pack(wanted, blocks.mark())]
 
     def filled(
-        self, blocks: DeviceBlocks | HostBlocks, blobs: Sequence[bytes], target: Sequence[int]
+        self, blocks: Blocks, blobs: Sequence[bytes], target: Sequence[int]
     ) -> list[torch.Tensor]:
         """Fill blocks; return the whole cache afterwards, bit for bit."""
         for cache in self.caches.values():
@@ -259,3 +261,25 @@ def test_an_adopted_codec_leaves_the_layouts_of_the_checked_one():
     rig.store.adopt(CodecSet.one(codec_by_name("tq3")), keep=True)
     assert isinstance(rig.layouts.of(span), RateStagingLayout)
     assert torch.equal(rig.filled(rig.device, [blob], [3, 9])[0], right[0])
+
+
+def test_the_kernels_take_over_once_dense3_is_adopted():
+    """What a first start does under ``auto``: raw, until the model was measured."""
+    rig = Rig(Shape())
+    calibrated = rig.codec
+    rig.store.adopt(CodecSet.one(codec_by_name("raw")), keep=True)
+    on_device = proven_blocks(rig.cache, rig.store)
+    assert on_device is not None
+    prove = partial(proven_blocks, rig.cache, rig.store)
+    blocks = CheckedBlocks(on_device, rig.host, rig.store, prove)
+    rig.store.adopt(CodecSet.one(calibrated), keep=True)
+    ids = [7, 2]
+    expected = rig.blobs(rig.host, ids)
+    assert rig.blobs(blocks, ids) == expected  # by the host, who has the kernels checked
+    blocks.close()  # waits for the check
+    chunks: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        pack = TritonRates.pack
+        patched.setattr(TritonRates, "pack", lambda *args: (chunks.append(1), pack(*args)))
+        assert rig.blobs(blocks, ids) == expected
+    assert chunks == [1]

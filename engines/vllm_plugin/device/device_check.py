@@ -1,14 +1,16 @@
 """Decides who moves the blocks: the device's kernels, if they agree with the host, or the host.
 
-Before the first request the kernels pack and fill a small cache of the engine's own shapes, which
-also compiles them. Every bit has to be what the host's codec makes. A kernel or a compiler that
-fails costs speed and nothing else.
+Before the first request, and when another codec is adopted, the kernels pack and fill a small
+cache of the engine's own shapes, which also compiles them. Every bit has to be what the host's
+codec makes. A kernel or a compiler that fails costs speed and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Final
 
 import torch
@@ -36,15 +38,35 @@ def blocks_for(cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BY
     on_host = HostBlocks(cache, store, SideStream(cache.device), spare_bytes)
     if cache.device.type != "cuda":
         return on_host
+    on_device = proven_blocks(cache, store)
+    if on_device is None:
+        return on_host
+    return CheckedBlocks(on_device, on_host, store, partial(proven_blocks, cache, store))
+
+
+def proven_blocks(cache: PagedCache, store: BlockStore) -> DeviceTransfer | None:
+    """Make the device's half for the store's present codec; None, with a warning, if it is wrong.
+
+    On any thread: it uses a stream of its own.
+    """
     try:
-        on_device = device_blocks(cache, store)
-        if on_device is not None and kernels_agree(cache, store):
-            return CheckedBlocks(on_device, on_host, store)
+        with _own_stream(cache.device):
+            on_device = device_blocks(cache, store)
+            if on_device is not None and kernels_agree(cache, store):
+                return on_device
         reason = "the kernels cannot address this cache" if on_device is None else "they are wrong"
     except Exception as error:  # of a compiler, a driver, a missing package: any kind
         reason = f"{type(error).__name__}: {error}"
     logger.warning("KV is packed by the host, slower: %s", reason)
-    return on_host
+    return None
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Make another stream, and its device, those of this thread for a while."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream(device))
+    return stream
 
 
 def device_blocks(
