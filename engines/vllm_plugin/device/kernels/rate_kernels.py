@@ -176,9 +176,10 @@ def pack_rates_kernel(
             at_bytes = target[:, None] + place * step + eighths[None, :]
             tl.store(at_bytes, plane((code >> place) & 1, CB, T), mask=mask)
         tl.debug_barrier()  # all of the tile is written
-        for k in range(CB):
-            along = along + tl.load(along_at + k * T + column)
-            energy = energy + tl.load(energy_at + k * T + column)
+        for k in range(0, CB, 8):
+            for i in tl.static_range(8):  # so that loads do not wait for sums
+                along = along + tl.load(along_at + (k + i) * T + column)
+                energy = energy + tl.load(energy_at + (k + i) * T + column)
         tl.debug_barrier()  # all of it is read
     usual = (along > 0) & (energy > 0)
     ratio = tl.div_rn(along, tl.where(usual, energy, 1.0))

@@ -53,8 +53,7 @@ class RateRun:
 class TritonRates:
     """The kernels for the units of one stack that lie in one group of sides.
 
-    In every call ``payload``, uint8 (nbytes,), may be memory of the device or pinned memory of the
-    host.
+    In every call ``payload`` is uint8 (nbytes,) on the device.
     """
 
     def __init__(

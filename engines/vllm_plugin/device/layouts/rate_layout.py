@@ -93,13 +93,16 @@ class RateStagingLayout:
         ]
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
+        # A plane of 32 tokens is four bytes: pieces too small to cross a bus one by one.
+        packed = torch.empty_like(staged, device=run.blocks.device)
         for rates, sinks in zip(self._rates, self._sinks, strict=True):
             if self._plan.num_sinks:
                 count = self._plan.num_sinks
-                gather_stored(rates.group, run.blocks, run.first, count, staged, sinks)
+                gather_stored(rates.group, run.blocks, run.first, count, packed, sinks)
             if self._plan.num_tokens:
                 behind = self._behind(run, rates.for_reading)
-                rates.kernels.pack(behind, staged, self._places[rates.stack])
+                rates.kernels.pack(behind, packed, self._places[rates.stack])
+        staged.copy_(packed, non_blocking=True)
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         found = []
