@@ -28,6 +28,7 @@ from engines.vllm_plugin.device.kernels.triton_rates import (  # noqa: E402
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
 from engines.vllm_plugin.device.layouts.rate_layout import RateStagingLayout  # noqa: E402
+from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
 from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
 from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
 from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
@@ -71,7 +72,10 @@ class Rig:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.caches = {f"layer{i}": cache_of(shape, i) for i in range(shape.layers)}
+        layers = [cache_of(shape, i) for i in range(shape.layers)]
+        if shape.layout == "BLHNC":  # a block has all layers
+            layers = list(torch.stack(layers, 1).unbind(1))
+        self.caches = {f"layer{i}": x for i, x in enumerate(layers)}
         self.cache: PagedCache = paged_cache(self.caches, SplitContent())
         self.codec = codec_of(self.cache.layout, shape.rope)
         packer = Packer(self.codec, self.cache.layout, FINGERPRINT)
@@ -237,6 +241,20 @@ def test_the_kernels_prove_themselves_on_all_layers(monkeypatch):
 
     monkeypatch.setattr(TritonRates, "pack", wrong)
     assert not kernels_agree(rig.cache, rig.store)
+
+
+def test_layers_that_lie_in_one_block_are_tried_in_memory_of_their_size():
+    rig = Rig(Shape(layout="BLHNC", layers=3))
+    scratch = scratch_for(rig.codec, rig.cache, 5)
+    assert scratch.layout.layers == rig.cache.layout.layers
+    views = [side.view for pair in scratch.views for side in pair]
+    memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in views}
+    assert sum(memory.values()) == 5 * 8 * rig.cache.layout.bytes_per_token
+    real = [side.view for pair in rig.cache.views for side in pair]
+    assert [x.stride() for x in views] == [x.stride() for x in real]
+    marks = [x.view(torch.int16).fill_(i) for i, x in enumerate(views)]  # none is in another
+    assert all(bool((x == i).all()) for i, x in enumerate(marks))
+    assert kernels_agree(rig.cache, rig.store)
 
 
 def test_kernels_that_restore_wrong_values_are_found_out(monkeypatch):
