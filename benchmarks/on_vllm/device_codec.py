@@ -1,6 +1,6 @@
 """The kernels on a CUDA machine: right or wrong, how fast, and at what price to decoding.
 
-    python benchmarks/on_vllm/device_codec.py [--codec tq3] [--dims 64 128 256]
+    python benchmarks/on_vllm/device_codec.py [--codec tq3|tq4|dense3] [--dims 64 128 256]
         [--seconds 2] [--json OUT]
 
 Run it with the Python of vLLM's environment. Without a CUDA device it says so and ends with 2; with
@@ -9,7 +9,8 @@ one that packs other bytes than the host, with 1.
 1. Correctness: blobs and blocks against the host's codec, through the whole path, in NHD and HND.
 2. Speed: kernels alone and the whole path, in GB/s of hot KV, beside a copy of the same memory on
    the device and the copies to and from pinned host memory. For packing straight into host memory
-   and for packing on the device with a copy behind it: which is better depends on the machine.
+   and for packing on the device with a copy behind it: which is better depends on the machine. (A
+   calibrated codec packs on the device, and a copy is behind it in all three.)
 3. Disturbance: a decode-like step (a chain of matrix products that read a weight of their own each)
    with nothing beside it, and with saves or loads going on all the time on the side stream.
 """
@@ -31,23 +32,30 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts, kernels_for
+from engines.vllm_plugin.device.device_blocks import DeviceBlocks
 from engines.vllm_plugin.device.device_check import STAGING_BYTES, kernels_agree
-from engines.vllm_plugin.device.kv_views import KVViewGroup, view_groups
+from engines.vllm_plugin.device.kv_views import view_groups
+from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
+from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
+from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
 from engines.vllm_plugin.worker.block_layout import SplitContent
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
 from engines.vllm_plugin.worker.transfer import Filling, Packing
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore
+from kvstore.codecs.base import Codec
+from kvstore.codecs.calibrated import calibrated_codec, learn_profile
+from kvstore.codecs.learning.samples import Samples
+from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import codec_by_name
-from kvstore.codecs.rows.payload import plan_payload
-from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.codecs.rope import Rope
 from kvstore.config import StoreConfig
 
 NO_DEVICE: Final = 2
 LAYERS, KV_HEADS, BLOCK_TOKENS, CHUNK_TOKENS = 32, 8, 16, 128
 SESSION_TOKENS: Final = 8192
+LEARNED_BLOCKS: Final = 16  # of each text that a codec is calibrated on
 STEP_LAYERS, STEP_WIDTH = 32, 4096
 
 
@@ -67,15 +75,14 @@ class Rig:
         num_blocks = 2 * SESSION_TOKENS // BLOCK_TOKENS
         caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(LAYERS)}
         self.cache: PagedCache = paged_cache(caches, SplitContent())
-        chosen = codec_by_name(codec)
+        chosen = codec_of(codec, self.cache)
         keys = BlockKeys("", BLOCK_TOKENS, CHUNK_TOKENS // BLOCK_TOKENS)
         self.packer = Packer(chosen, self.cache.layout, "")
         self.store = BlockStore(StoreConfig(), self.packer, keys, "", [])
         groups = view_groups(self.cache)
         assert groups is not None
-        self.groups: list[KVViewGroup] = groups
-        layouts = StagingLayouts(groups, self.packer, BLOCK_TOKENS, self.cache.dtype)
-        self.blocks = DeviceBlocks(self.cache, layouts.of, self.store, STAGING_BYTES)
+        self.layouts = StagingLayouts(groups, self.packer, BLOCK_TOKENS, self.cache.dtype)
+        self.blocks = DeviceBlocks(self.cache, self.layouts.of, self.store, STAGING_BYTES)
         ids = torch.randperm(num_blocks)[: SESSION_TOKENS // BLOCK_TOKENS].tolist()
         hashes = [i.to_bytes(32, "little") for i in range(len(ids))]
         self.wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in keys.whole(hashes)]
@@ -97,6 +104,22 @@ class Rig:
         self.store.close()
 
 
+def codec_of(name: str, cache: PagedCache) -> Codec:
+    """The codec of that name; one that can learn is calibrated on rows of the cache.
+
+    They are random numbers, so what it learns suits no model; how long it takes does not depend on
+    that.
+    """
+    if name not in LEARNABLE:
+        return codec_by_name(name)
+    blocks = range(0, 4 * LEARNED_BLOCKS, LEARNED_BLOCKS)
+    texts = [cache.read(range(first, first + LEARNED_BLOCKS)) for first in blocks]
+    dim = cache.layout.layers[0].head_dim
+    rope = Rope(tuple(10000.0 ** (-2 * k / dim) for k in range(dim // 2)))
+    samples = Samples(cache.layout, (rope,) * len(cache.layout.layers), texts)
+    return calibrated_codec(name, learn_profile(samples, "random", [name]))
+
+
 def _fused(num_blocks: int, dim: int, layout: str, device: torch.device) -> Tensor:
     inner = (BLOCK_TOKENS, KV_HEADS) if layout == "NHD" else (KV_HEADS, BLOCK_TOKENS)
     cache = torch.randn(num_blocks, *inner, 2 * dim, device=device, dtype=torch.bfloat16)
@@ -107,33 +130,28 @@ class Kernels:
     """The bare launches for one chunk after the other, without blobs and without the ring."""
 
     def __init__(self, rig: Rig) -> None:
-        codec = rig.packer.codec
-        assert isinstance(codec, RowCodec)
-        found = kernels_for(rig.groups, rig.packer, rig.cache.dtype)
-        assert found is not None, f"codec {codec.id} has no kernels"
-        self._group, self._rows = rig.groups[0], found[0]
-        plan = plan_payload(codec.rows, rig.cache.layout, CHUNK_TOKENS, CHUNK_TOKENS)
-        offsets = [(x.packed_at, x.scales_at // 2) for x in plan.slots]
-        self._offsets = torch.tensor(offsets, device=rig.device)
+        self._layout = rig.layouts.of(rig.wanted[1].span)  # no chunk of first tokens
+        assert not isinstance(self._layout, RawStagingLayout), "the codec has no kernels"
         ids = [i for x in rig.wanted for i in x.block_ids]
-        self._blocks = torch.tensor(ids, device=rig.device)
-        self.on_device = torch.empty(plan.nbytes, dtype=torch.uint8, device=rig.device)
-        self.on_host = torch.empty(plan.nbytes, dtype=torch.uint8, pin_memory=True)
+        blocks = torch.tensor(ids, device=rig.device)
+        firsts = range(0, SESSION_TOKENS, CHUNK_TOKENS)
+        self._runs = [TokenRun(blocks, first, CHUNK_TOKENS + first) for first in firsts]
+        nbytes = self._layout.nbytes
+        self.on_device = torch.empty(nbytes, dtype=torch.uint8, device=rig.device)
+        self.on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def pack(self, target: Tensor) -> None:
-        for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
-            self._rows.pack(self._group, self._blocks, first, CHUNK_TOKENS, target, self._offsets)
+        for run in self._runs:
+            self._layout.read(run, target)
 
     def pack_and_copy(self) -> None:
-        for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
-            self._rows.pack(
-                self._group, self._blocks, first, CHUNK_TOKENS, self.on_device, self._offsets
-            )
+        for run in self._runs:
+            self._layout.read(run, self.on_device)
             self.on_host.copy_(self.on_device, non_blocking=True)
 
     def unpack(self, source: Tensor) -> None:
-        for first in range(0, SESSION_TOKENS, CHUNK_TOKENS):
-            self._rows.unpack(self._group, self._blocks, first, CHUNK_TOKENS, source, self._offsets)
+        for run in self._runs:
+            self._layout.write(run, source, [])
 
 
 def seconds_of(work: Callable[[], object], within_s: float) -> float:

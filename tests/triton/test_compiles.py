@@ -16,42 +16,66 @@ pytestmark = pytest.mark.triton
 
 # In a process of its own: with TRITON_INTERPRET set, nothing can be compiled.
 SCRIPT = """
-import json, sys
+import json, subprocess, sys
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engines.vllm_plugin.device import triton_kernels
+from engines.vllm_plugin.device.kernels import rate_kernels, row_kernels
 
-POINTERS = {"cache": "*i16", "sides": "*i64", "blocks": "*i64", "payload": "*u8",
-            "payload16": "*i16", "offsets": "*i64", "signs": "*fp32", "bounds": "*fp32",
-            "levels": "*fp32", "unit": "*fp32", "squares": "*i32", "out": "*i16",
-            "source": "*i16"}
+WORDS = "thresholds ends rope_of partners columns lives bits firsts bounds squares first_units"
+FLOATS = "signs levels unit angles scratch means sizes gains values rates"
+POINTERS = {"sides": "*i64", "blocks": "*i64", "payload": "*u8", "payload16": "*i16",
+            "offsets": "*i64", "out": "*i16", "source": "*i16", "encode_high": "*i8",
+            "encode_low": "*i8", "decode": "*i8"}
+POINTERS |= {x: "*i32" for x in WORDS.split()} | {x: "*fp32" for x in FLOATS.split()}
 STRIDES = {"s_block", "s_head", "s_token"}
-capability, dim, bits, fp16 = map(int, sys.argv[1:])
+capability, dim, kind = map(int, sys.argv[1:4])
+module = {"rows": row_kernels, "rates": rate_kernels}[sys.argv[4]]
+disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 found = {}
-for name in ("pack_kernel", "unpack_kernel", "gather_kernel", "scatter_kernel"):
-    kernel = getattr(triton_kernels, name)
+for name, constants, num_warps in json.loads(sys.argv[5]):
+    kernel = getattr(module, name)
     names = kernel.arg_names
-    copies = "W" in names
-    constants = {"R": 16, "W": dim} if copies else {"R": 16, "D": dim, "BITS": bits, "FP16": fp16}
-    constants |= {"SIZE": 2048} if name == "pack_kernel" else {}
-    kinds = {n: POINTERS.get(n, "i64" if n in STRIDES else "i32") for n in names}
+    pointers = POINTERS | {"cache": "*i32" if kind == 2 else "*i16"}
+    pointers |= {"bounds": "*fp32"} if module is row_kernels else {}
+    pointers |= {"levels": "*u8"} if module is rate_kernels else {}
+    kinds = {n: pointers.get(n, "i64" if n in STRIDES else "i32") for n in names}
     signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
-    divisible = POINTERS.keys() | STRIDES | {"D"} - constants.keys()
+    divisible = pointers.keys() | STRIDES | {"D", "half"} - constants.keys()
     aligned = [i for i, n in enumerate(names) if n in divisible]
     hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=hints)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = built.asm["ptx"]
+    ptx, cubin = built.asm["ptx"], Path(sys.argv[6]) / f"{name}.cubin"
+    cubin.write_bytes(built.asm["cubin"])
+    command = [disassembler, "-res-usage", cubin]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found[name] = {
-        "cubin": len(built.asm["cubin"]),
-        "local": ".local" in ptx,
+        "spills": "STACK:0 " not in usage or ".local" in ptx,
         "fused": ptx.count("fma.rn.f32"),
+        "inexact": ptx.count(".ftz") + ptx.count(".approx") + ptx.count("div.full"),
         "wide": ptx.count("ld.global.v4.b32") + ptx.count("ld.global.v2.b64"),
+        "bytes": ptx.count("s32.s8.s8.s32"),
     }
 print(json.dumps(found))
 """
+
+
+def built(capability, dim, kind, family, kernels, tmp_path):
+    """What the compiler made of each kernel."""
+    env = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": "."}
+    numbers = map(str, (capability, dim, kind))
+    script = [sys.executable, "-c", SCRIPT, *numbers, family, json.dumps(kernels), str(tmp_path)]
+    run = subprocess.run(script, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert len(found) == len(kernels)
+    for kernel in found.values():
+        assert not kernel["spills"], "registers spill to local memory"
+        assert kernel["fused"] == 0, "a fused multiply-add would change the last bit"
+    return found
 
 
 KINDS = [(64, 3, 0), (128, 3, 0), (256, 3, 0), (128, 4, 1)]
@@ -59,19 +83,39 @@ KINDS = [(64, 3, 0), (128, 3, 0), (256, 3, 0), (128, 4, 1)]
 
 @pytest.mark.parametrize(("dim", "bits", "fp16"), KINDS)
 @pytest.mark.parametrize("capability", [90, 121])
-def test_compiles_without_fusing_or_spilling(capability, dim, bits, fp16, tmp_path):
-    env = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": "."}
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, (capability, dim, bits, fp16))],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert len(found) == 4
+def test_kernels_of_rows_compile_without_fusing_or_spilling(capability, dim, bits, fp16, tmp_path):
+    rows = {"R": 16, "D": dim, "BITS": bits, "FP16": fp16}
+    copies = {"R": 16, "W": dim, "ROUND": 0}
+    kernels = [
+        ("pack_kernel", rows | {"SIZE": 2048}, 4),
+        ("unpack_kernel", rows, 4),
+        ("gather_kernel", copies, 4),
+        ("scatter_kernel", copies, 4),
+    ]
+    found = built(capability, dim, fp16, "rows", kernels, tmp_path)
     assert found["pack_kernel"]["wide"] > 0, "rows are not read 16 bytes at a time"
+
+
+@pytest.mark.parametrize(("dim", "kind"), [(32, 0), (64, 0), (64, 2), (128, 0), (128, 1), (256, 0)])
+@pytest.mark.parametrize("capability", [90, 121])
+def test_kernels_of_rates_multiply_bytes_and_round_as_the_host_does(
+    capability, dim, kind, tmp_path
+):
+    alike = {"T": 32, "D": dim, "K": 32, "KIND": kind}
+    packing = {"CB": 32, "SCALE": 512.0, "SHARE": 1 / dim}
+    num_warps = 8 if dim > 128 else 4
+    kernels = [
+        ("pack_rates_kernel", alike | packing, num_warps),
+        ("unpack_rates_kernel", alike | {"W": 32}, num_warps),
+    ]
+    found = built(capability, dim, kind, "rates", kernels, tmp_path)
     for kernel in found.values():
-        assert kernel["cubin"] > 0
-        assert not kernel["local"], "registers spill to local memory"
-        assert kernel["fused"] == 0, "a fused multiply-add would change the last bit"
+        assert kernel["bytes"] > 0, "products of bytes are not made by tensor cores"
+        assert kernel["inexact"] == 0, "denormals or quotients are not those of IEEE"
+
+
+@pytest.mark.parametrize("capability", [90, 121])
+def test_first_tokens_of_fp32_are_rounded_on_their_way(capability, tmp_path):
+    copies = {"R": 16, "W": 64, "ROUND": 1}
+    kernels = [("gather_kernel", copies, 4), ("scatter_kernel", copies, 4)]
+    built(capability, 64, 2, "rows", kernels, tmp_path)

@@ -16,12 +16,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
-from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts  # noqa: E402
+from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_check import blocks_for, kernels_agree  # noqa: E402
+from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
+from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
+from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout  # noqa: E402
 from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
-from engines.vllm_plugin.device.staging_layout import StagingLayout  # noqa: E402
-from engines.vllm_plugin.device.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
 from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
 from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
@@ -284,7 +285,7 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
     chain, ids, target = hashes(list(range(20))), [7, 2, 10, 4, 5], [3, 9, 0, 6, 8]
     before = [bits(x)[ids] for x in rig.caches.values()]
     staging, saved = StagingArea(), threading.Event()
-    blocks = CheckedBlocks(rig.device, rig.host, rig.store)
+    blocks = CheckedBlocks(rig.device, rig.host, rig.store, lambda: None)
     transfer = Transfer(blocks, rig.store, staging, 1 << 30)
     transfer.save(Save(1, ref(), chain, ids), lambda *_: saved.set())
     assert saved.wait(60)

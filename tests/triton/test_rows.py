@@ -16,8 +16,8 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.device.kv_views import KVViewGroup  # noqa: E402
-from engines.vllm_plugin.device.triton_rows import TritonRows  # noqa: E402
 from kvstore.codecs import floats  # noqa: E402
 from kvstore.codecs.rows.rotated_rows import RotatedRows  # noqa: E402
 

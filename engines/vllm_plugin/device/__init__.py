@@ -1,9 +1,10 @@
 """Packs and unpacks KV blocks on the device that holds them: Triton kernels, staging, streams.
 
-1. ``device_check`` compares the kernels with the host's codec before the first request.
+1. ``device_check`` compares the kernels with the host's codec on a ``scratch_cache``, before the
+   first request.
 2. ``checked_blocks`` sends what they were checked for to the device, the rest to the host.
 3. ``device_blocks`` runs a save (``device_save``) or a load (``device_load``), blob by blob, each
-   direction on a ``copy_stream`` of its own. ``kv_views`` tells kernels where K and V lie,
-   ``staging`` gives pinned memory, ``staging_layout`` knows what lies in it, and ``triton_rows``
-   launches the kernels.
+   direction on a ``copy_stream`` of its own. ``kv_views`` tells kernels where K and V lie and
+   ``staging`` gives pinned memory.
+4. ``layouts`` know what lies in that memory, and ``kernels`` fill and read it.
 """

@@ -1,19 +1,26 @@
 """Chooses between the device's kernels, for the codec they were checked with, and the host.
 
 A store may pack with another codec for a slower tier, adopt one while it runs, and hold blobs of
-one that it used before. Kernels are checked at the start, for one codec; blobs of another codec,
-and blobs whose unpacked rows the caller wants too, are left to the host.
+one that it used before. Kernels are checked for one codec, at the start and again when another one
+is adopted; blobs of another codec, and blobs whose unpacked rows the caller wants too, are left to
+the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Protocol
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
+from engines.vllm_plugin.process.affinity import unbind_thread
 from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing, Rows
 from kvstore.blobs.format import codec_in
 from kvstore.by_blocks.store import BlockStore
+
+logger = logging.getLogger("thermocline.vllm")
 
 
 class DeviceTransfer(Protocol):
@@ -32,52 +39,98 @@ class DeviceTransfer(Protocol):
         """Wait until the device is done."""
 
 
+# Makes the device's half for the store's present codec, and checks it; None if the host must pack.
+Prove: TypeAlias = Callable[[], DeviceTransfer | None]
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """The device's half, and the id of the codec that it was checked for."""
+
+    transfer: DeviceTransfer
+    codec: str
+
+    def takes(self, filling: Filling) -> bool:
+        return filling.span.is_tail or codec_in(filling.blob) == self.codec.encode()
+
+
 class CheckedBlocks:
-    """Implements ``transfer.Blocks``.
+    """Implements ``transfer.Blocks``. Thread-safe: a call keeps what it began with.
 
     Args:
-        store: its present codec is the one that the kernels were checked with.
+        on_device: checked for the store's present codec.
+        prove: called on a thread of its own when another codec was adopted. Compiling and comparing
+            take seconds; the host packs meanwhile, and afterwards if the kernels are wrong.
     """
 
-    def __init__(self, on_device: DeviceTransfer, on_host: Blocks, store: BlockStore) -> None:
-        self._on_device = on_device
+    def __init__(
+        self, on_device: DeviceTransfer, on_host: Blocks, store: BlockStore, prove: Prove
+    ) -> None:
+        self._checked = _Checked(on_device, store.packer.codec.id)
         self._on_host = on_host
         self._store = store
-        self._codec = store.packer.codec.id
+        self._prove = prove
+        self._lock = threading.Lock()
+        self._under_check: set[str] = set()  # or found wrong
+        self._prover = ThreadPoolExecutor(1, "thermocline-prove", initializer=unbind_thread)
 
     @property
     def block_bytes(self) -> int:
         return self._on_host.block_bytes
 
     def mark(self) -> object:
-        """Remember what the model has asked of the device so far; good for both."""
-        return self._on_device.mark()
+        """Remember what the model has asked of the device so far; good for all."""
+        return self._checked.transfer.mark()
 
     def pack(
         self, wanted: Sequence[Packing], ready: object, rows: Rows | None = None
     ) -> list[Future[bytes]]:
-        if rows is not None or self._store.home_codec.id != self._codec:
+        checked, codec = self._checked, self._store.home_codec.id
+        if codec != checked.codec:
+            self._check_soon(codec)
+        if rows is not None or codec != checked.codec:
             return self._on_host.pack(wanted, ready, rows)
         kept = [x for x in wanted if x.restored]
         rest = [x for x in wanted if not x.restored]
         futures = dict(
             zip(
                 (x.span for x in (*kept, *rest)),
-                (*self._on_host.pack(kept, ready), *self._on_device.pack(rest, ready)),
+                (*self._on_host.pack(kept, ready), *checked.transfer.pack(rest, ready)),
                 strict=True,
             )
         )
         return [futures[x.span] for x in wanted]
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        by_device = [x for x in wanted if self._is_for_device(x)]
-        by_host = [x for x in wanted if not self._is_for_device(x)]
-        filled = self._on_device.fill(by_device, ready)
+        checked = self._checked
+        by_device = [x for x in wanted if checked.takes(x)]
+        by_host = [x for x in wanted if not checked.takes(x)]
+        filled = checked.transfer.fill(by_device, ready)
         return filled | (self._on_host.fill(by_host, ready) if by_host else set())
 
     def close(self) -> None:
-        self._on_device.close()
+        self._prover.shutdown(wait=True, cancel_futures=True)
+        self._checked.transfer.close()
         self._on_host.close()
 
-    def _is_for_device(self, filling: Filling) -> bool:
-        return filling.span.is_tail or codec_in(filling.blob) == self._codec.encode()
+    def _check_soon(self, codec: str) -> None:
+        """Have the kernels checked for an adopted codec, unless they were found wrong before."""
+        with self._lock:
+            if codec in self._under_check:
+                return
+            self._under_check.add(codec)
+        self._prover.submit(self._check, codec)
+
+    def _check(self, codec: str) -> None:
+        try:
+            found = self._prove()
+        except Exception:  # the edge of this thread: the host goes on packing
+            logger.exception("the kernels of codec %s could not be checked", codec)
+            return
+        if found is None:
+            return
+        with self._lock:
+            self._under_check.discard(codec)
+        if self._store.packer.codec.id == codec:  # no other one was adopted meanwhile
+            self._checked = _Checked(found, codec)
+            logger.info("KV is packed in codec %s by the device from now on", codec)

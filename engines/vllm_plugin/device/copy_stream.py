@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout, TokenRun
 from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.device.staging import Region, StagingRing
-from engines.vllm_plugin.device.staging_layout import StagingLayout
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
 
@@ -45,6 +45,10 @@ class CopyStream:
         if self.device.type != "cuda":
             return table
         return table.pin_memory().to(self.device, non_blocking=True)
+
+    def run_of(self, copy: InFlight, blocks: Tensor) -> TokenRun:
+        """Return the tokens of a blob; ``blocks`` is the ``table`` of its save or load."""
+        return TokenRun(blocks, copy.first, self.first_token(copy.span))
 
 
 @dataclass(eq=False)

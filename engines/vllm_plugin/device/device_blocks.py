@@ -12,31 +12,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import lru_cache
-
-import torch
 
 from engines.vllm_plugin.device.copy_stream import CopyStream
 from engines.vllm_plugin.device.device_load import DeviceLoad
 from engines.vllm_plugin.device.device_save import DeviceSave
-from engines.vllm_plugin.device.kv_views import KVViewGroup
+from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.device.staging import StagingRing
-from engines.vllm_plugin.device.staging_layout import (
-    PackedStagingLayout,
-    RawStagingLayout,
-    StagingLayout,
-)
-from engines.vllm_plugin.device.triton_rows import TritonRows
 from engines.vllm_plugin.worker.paging import PagedCache
 from engines.vllm_plugin.worker.transfer import Filling, Packing
-from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
-from kvstore.codecs.base import NUM_SINKS
-from kvstore.codecs.rows.payload import plan_payload
-from kvstore.codecs.rows.rotated_rows import RotatedRows
-from kvstore.codecs.rows.row_codec import RowCodec
 
 
 class DeviceBlocks:
@@ -92,46 +78,3 @@ class DeviceBlocks:
         """Wait until the device is done."""
         self._saving.side_stream.drain()
         self._loading.side_stream.drain()
-
-
-class StagingLayouts:
-    """Makes the staging layouts of blobs, one for each length and number of first tokens in it."""
-
-    def __init__(
-        self, groups: Sequence[KVViewGroup], packer: Packer, block_tokens: int, dtype: torch.dtype
-    ) -> None:
-        self._groups = groups
-        self._packer = packer
-        self._block_tokens = block_tokens
-        self._kernels = kernels_for(groups, packer, dtype)
-        self._raw = lru_cache(maxsize=None)(self._new_raw)
-        self._packed = lru_cache(maxsize=None)(self._new_packed)
-
-    def of(self, span: BlobSpan) -> StagingLayout:
-        """Return the layout of a blob; the same object for blobs of one length and position."""
-        tokens = span.num_blocks * self._block_tokens
-        if span.is_tail or self._kernels is None:
-            return self._raw(tokens)
-        return self._packed(tokens, min(span.first_block * self._block_tokens, NUM_SINKS))
-
-    def _new_raw(self, num_tokens: int) -> StagingLayout:
-        return RawStagingLayout(self._groups, self._packer, num_tokens)
-
-    def _new_packed(self, num_tokens: int, first_token: int) -> StagingLayout:
-        codec = self._packer.codec
-        assert isinstance(codec, RowCodec)
-        assert self._kernels is not None
-        plan = plan_payload(codec.rows, self._packer.layout, num_tokens, first_token)
-        return PackedStagingLayout(self._groups, self._kernels, self._packer, plan, num_tokens)
-
-
-def kernels_for(
-    groups: Sequence[KVViewGroup], packer: Packer, dtype: torch.dtype
-) -> list[TritonRows] | None:
-    """Return kernels for each group; None if the codec has none, or not for these rows."""
-    codec = packer.codec
-    if not isinstance(codec, RowCodec) or not isinstance(codec.rows, RotatedRows):
-        return None
-    if not all(TritonRows.supports(codec.rows, x.dim, dtype) for x in groups):
-        return None
-    return [TritonRows(codec.rows, x.dim, dtype, x.starts.device) for x in groups]

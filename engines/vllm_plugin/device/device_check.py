@@ -1,20 +1,23 @@
 """Decides who moves the blocks: the device's kernels, if they agree with the host, or the host.
 
-Before the first request the kernels pack and fill a small cache of the engine's own shapes, which
-also compiles them. Every bit has to be what the host's codec makes. A kernel or a compiler that
-fails costs speed and nothing else.
+Before the first request, and when another codec is adopted, the kernels pack and fill a small
+cache of the engine's own shapes, which also compiles them. Every bit has to be what the host's
+codec makes. A kernel or a compiler that fails costs speed and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer
+from engines.vllm_plugin.device.scratch_cache import scratch_for
 from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.worker.block_layout import StridedView
 from engines.vllm_plugin.worker.host_blocks import SPARE_BYTES, HostBlocks
@@ -24,7 +27,6 @@ from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore
 from kvstore.config import StoreConfig
-from kvstore.shapes import KVLayer, KVLayout
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -36,15 +38,35 @@ def blocks_for(cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BY
     on_host = HostBlocks(cache, store, SideStream(cache.device), spare_bytes)
     if cache.device.type != "cuda":
         return on_host
+    on_device = proven_blocks(cache, store)
+    if on_device is None:
+        return on_host
+    return CheckedBlocks(on_device, on_host, store, partial(proven_blocks, cache, store))
+
+
+def proven_blocks(cache: PagedCache, store: BlockStore) -> DeviceTransfer | None:
+    """Make the device's half for the store's present codec; None, with a warning, if it is wrong.
+
+    On any thread: it uses a stream of its own.
+    """
     try:
-        on_device = device_blocks(cache, store)
-        if on_device is not None and kernels_agree(cache, store):
-            return CheckedBlocks(on_device, on_host, store)
+        with _own_stream(cache.device):
+            on_device = device_blocks(cache, store)
+            if on_device is not None and kernels_agree(cache, store):
+                return on_device
         reason = "the kernels cannot address this cache" if on_device is None else "they are wrong"
     except Exception as error:  # of a compiler, a driver, a missing package: any kind
         reason = f"{type(error).__name__}: {error}"
     logger.warning("KV is packed by the host, slower: %s", reason)
-    return on_host
+    return None
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Make another stream, and its device, those of this thread for a while."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream(device))
+    return stream
 
 
 def device_blocks(
@@ -55,8 +77,9 @@ def device_blocks(
     Raises:
         ImportError: Triton is not installed.
     """
-    from engines.vllm_plugin.device.device_blocks import DeviceBlocks, StagingLayouts
+    from engines.vllm_plugin.device.device_blocks import DeviceBlocks
     from engines.vllm_plugin.device.kv_views import view_groups
+    from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
 
     groups = view_groups(cache)
     if groups is None:
@@ -68,8 +91,8 @@ def device_blocks(
 def kernels_agree(cache: PagedCache, store: BlockStore) -> bool:
     """Tell whether kernels and host make the same blobs and fill blocks with the same bits."""
     chunk, per_block = store.keys.chunk_blocks, store.keys.block_tokens
-    scratch = scratch_of(cache, 2 * chunk + 1)
     codec = store.packer.codec
+    scratch = scratch_for(codec, cache, 2 * chunk + 1)
     keys = BlockKeys("", per_block, chunk)
     packer = Packer(codec, scratch.layout, "")
     aside = BlockStore(StoreConfig(num_threads=1), packer, keys, "", [])
@@ -105,32 +128,6 @@ def _filled(scratch: PagedCache, way: DeviceTransfer, wanted: Sequence[Filling])
         view.fill_(1)
     way.fill(wanted, way.mark())
     return [view.clone() for view in _views(scratch)]
-
-
-def scratch_of(cache: PagedCache, num_blocks: int) -> PagedCache:
-    """Make a cache with one layer of each kind, in the real shapes and strides, full of numbers."""
-    kinds = {(_kind(k), _kind(v)): (k, v) for k, v in cache.views}
-    sides = [(_filled_like(k, num_blocks), _filled_like(v, num_blocks)) for k, v in kinds.values()]
-    layers = tuple(KVLayer(k.shape[0], k.shape[2], v.shape[2]) for k, v in sides)
-    layout = KVLayout(cache.layout.dtype, layers)
-    return PagedCache(sides, layout, cache.block_tokens, cache.device, cache.dtype)
-
-
-def _kind(side: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    assert isinstance(side, StridedView), "``view_groups`` takes no other"
-    return tuple(side.view.shape[1:]), side.view.stride()
-
-
-def _filled_like(side: object, num_blocks: int) -> StridedView:
-    assert isinstance(side, StridedView)
-    shape, strides = (num_blocks, *side.view.shape[1:]), side.view.stride()
-    needed = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    room = torch.zeros(needed, dtype=side.view.dtype, device=side.view.device)
-    view = room.as_strided(shape, strides)
-    ramp = torch.arange(view.numel(), dtype=torch.float64).remainder(10007)
-    view.copy_((ramp * ramp).sin().reshape(shape))
-    view[-2, 0, 0] = 0  # a row that no kernel packs, behind the session's first tokens
-    return StridedView(view)
 
 
 def _views(cache: PagedCache) -> list[Tensor]:

@@ -11,8 +11,9 @@ from typing import Final
 from torch import Tensor
 
 from engines.vllm_plugin.device.copy_stream import CopyStream, InFlight
+from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
+from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import Region
-from engines.vllm_plugin.device.staging_layout import KeptRows, StagingLayout
 from engines.vllm_plugin.worker.transfer import Filling
 from kvstore.blobs.packer import AnyBlob
 from kvstore.errors import Unusable
@@ -97,7 +98,8 @@ class DeviceLoad:
         if kept is not None:
             copy.region.upload()
             with self._copy_stream.launching:
-                copy.layout.write(blocks, copy.first, copy.region.device, kept)
+                run = self._copy_stream.run_of(copy, blocks)
+                copy.layout.write(run, copy.region.device, kept)
             self._filled.update(copy.block_ids)
         copy.wait_done = self._copy_stream.side_stream.completion()
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from engines.vllm_plugin.device.copy_stream import CopyStream, InFlight
+from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import Region
-from engines.vllm_plugin.device.staging_layout import StagingLayout
 from engines.vllm_plugin.worker.transfer import Packing
 
 
@@ -52,7 +52,7 @@ class DeviceSave:
     def _read(self, copy: InFlight, blocks: Tensor) -> None:
         with self._copy_stream.launching:
             # Straight into the host's memory: packed rows are a fifth of what a copy would move.
-            copy.layout.read(blocks, copy.first, copy.region.host)
+            copy.layout.read(self._copy_stream.run_of(copy, blocks), copy.region.host)
         copy.wait_done = self._copy_stream.side_stream.completion()
 
     def _take_region(self, layout: StagingLayout) -> Region:

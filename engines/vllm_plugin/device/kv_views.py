@@ -18,7 +18,7 @@ from engines.vllm_plugin.worker.block_layout import StridedView
 from engines.vllm_plugin.worker.paging import PagedCache
 
 BITS: Final = {2: torch.int16, 4: torch.int32}  # element size -> what kernels take it for
-ALIGNED: Final = 8  # elements, as in ``triton_kernels``
+ALIGNED: Final = 8  # elements, as in ``kernels.row_kernels``
 
 
 @dataclass(frozen=True, eq=False)

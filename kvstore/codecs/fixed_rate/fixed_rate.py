@@ -15,11 +15,12 @@ import numpy as np
 from kvstore.codecs.fixed_rate.axes import Axes
 from kvstore.codecs.fixed_rate.fused_rate import fused_rate
 from kvstore.codecs.fixed_rate.rate_integers import ARRAYS, RateIntegers
+from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
 from kvstore.codecs.learning.allocation import greedy_bits
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
-from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
+from kvstore.codecs.stacks.pipeline import StackPacker
+from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.integer_klt import IntegerKlt, IntegerLevels
 from kvstore.codecs.stages.mean import ModelMean
 from kvstore.codecs.stages.octave_gain import OctaveGain
@@ -53,22 +54,26 @@ class FixedRate:
         parts = []
         for number, shape in enumerate(stack_shapes(self.scope, layout)):
             known = {name: learned[f"{name}.{number}"] for name in ARRAYS}
-            RateIntegers(shape, **known)  # raises ValueError unless they fit
-            parts.append(_part(shape, profile, {**known, "means": learned["means"]}))
+            integers = RateIntegers(shape, **known)  # raises ValueError unless they fit
+            parts.append(_part(integers, profile, {**known, "means": learned["means"]}))
         return tuple(parts)
 
 
-def _part(shape: StackShape, profile: Profile, known: Mapping[str, np.ndarray]) -> StackPacker:
+def _part(integers: RateIntegers, profile: Profile, known: Mapping[str, np.ndarray]) -> StackPacker:
+    shape = integers.shape
     gain = OctaveGain(shape, known["gain_steps"])
     levels = IntegerLevels(*(known[x] for x in ("bits", "bounds", "levels", "units", "rates")))
-    pipeline = Pipeline(
-        shape,
-        (UnRope(shape, profile.ropes), ModelMean(shape, known["means"])),
-        gain,
-        (IntegerKlt(known["encode"], known["decode"], known["scales"]),),
-        levels,
-        BitPlanes(known["bits"]),
-        levels.fit_gains,
+    pipeline = RatePipeline(
+        shape=shape,
+        before=(UnRope(shape, profile.ropes), ModelMean(shape, known["means"])),
+        gain=gain,
+        after=(IntegerKlt(known["encode"], known["decode"], known["scales"]),),
+        quantiser=levels,
+        coder=BitPlanes(known["bits"]),
+        fit_gains=levels.fit_gains,
+        integers=integers,
+        means=known["means"],
+        ropes=profile.ropes,
     )
     return fused_rate(pipeline, profile, known, gain)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -219,7 +220,7 @@ def test_the_device_does_what_its_kernels_were_checked_for(tmp_path):
     pages = NumpyBlocks()
     host = HostBlocks(pages, store, NoStream())
     device = Device(host)
-    blocks = CheckedBlocks(device, host, store)
+    blocks = CheckedBlocks(device, host, store, lambda: None)
     assert blocks.block_bytes == BLOCK * LAYOUT.bytes_per_token
     pages.compute(CHAIN, IDS)
     spans = store.keys.whole(CHAIN)
@@ -246,5 +247,67 @@ def test_the_device_does_what_its_kernels_were_checked_for(tmp_path):
     ]
     assert blocks.fill(fillings, None) == set(ELSEWHERE)
     assert device.filled == [x.key for i, x in enumerate(spans) if i != 2]
+    blocks.close()
+    store.close()
+
+
+class Proof:
+    """Gives a device's half when it is told to."""
+
+    def __init__(self, found: Device | None) -> None:
+        self.found = found
+        self.asked = threading.Semaphore(0)
+        self.may_end = threading.Event()
+
+    def __call__(self) -> Device | None:
+        self.asked.release()
+        assert self.may_end.wait(20)
+        return self.found
+
+
+def test_kernels_are_checked_again_for_a_codec_that_is_adopted(tmp_path):
+    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
+    pages.compute(CHAIN, IDS)
+    host = HostBlocks(pages, store, NoStream())
+    old, new = Device(host), Device(host)
+    proof = Proof(new)
+    blocks = CheckedBlocks(old, host, store, proof)
+    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)]
+    (before,) = (x.result() for x in blocks.pack(wanted[:1], None))
+    store.adopt(CodecSet.one(TQ4))
+    old.packed.clear()
+    for x in wanted[:3]:  # the host packs, and the check is asked for once
+        assert codec_in(blocks.pack([x], None)[0].result()) == b"tq4.2"
+    assert proof.asked.acquire(timeout=20) and not proof.asked.acquire(blocking=False)
+    assert old.packed == new.packed == []
+    proof.may_end.set()
+    deadline = time.monotonic() + 20
+    while not new.packed and time.monotonic() < deadline:
+        (after,) = (x.result() for x in blocks.pack(wanted[:1], None))
+    assert new.packed == [wanted[0].span.key] and codec_in(after) == b"tq4.2"
+    fillings = [Filling(wanted[0].span, x, 0, ELSEWHERE[:4]) for x in (before, after)]
+    assert blocks.fill(fillings, None) == set(ELSEWHERE[:4])
+    assert (old.filled, new.filled) == ([], [wanted[0].span.key])  # the host reads what was before
+    blocks.close()
+    store.close()
+
+
+def test_kernels_that_are_wrong_for_an_adopted_codec_are_checked_once(tmp_path):
+    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
+    pages.compute(CHAIN, IDS)
+    host = HostBlocks(pages, store, NoStream())
+    device, proof = Device(host), Proof(None)
+    blocks = CheckedBlocks(device, host, store, proof)
+    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)[:1]]
+    store.adopt(CodecSet.one(TQ4))
+    proof.may_end.set()
+    blocks.pack(wanted, None)
+    assert proof.asked.acquire(timeout=20)
+    for _ in range(3):
+        assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"
+    assert device.packed == [] and not proof.asked.acquire(timeout=0.1)
+    store.adopt(CodecSet.one(TQ3))  # the one that they are right for
+    blocks.pack(wanted, None)
+    assert device.packed == [wanted[0].span.key]
     blocks.close()
     store.close()

@@ -14,6 +14,7 @@ from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.fused import proven_or_pipeline
 from kvstore.shapes import slice_tokens
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import (
+    GOLDEN,
     codec_of,
     is_fused,
     layout_with,
@@ -109,13 +110,6 @@ def test_what_kernels_cannot_do_stays_with_the_pieces(dims, rope):
 @given(st.data())
 def test_damage_is_found_or_gives_other_values(data):
     assert_damage_does_the_same(data, CODEC, pipelines_of(CODEC), LAYOUT)
-
-
-# (payload, restored), 8 bytes of blake2b each
-GOLDEN = {
-    64: ("d3ef30e2ff2ac29d", "98cc05ff77792042"),
-    128: ("c0c4ae20ced511d6", "232b3c964de2a250"),
-}
 
 
 @pytest.mark.parametrize("dim", GOLDEN)

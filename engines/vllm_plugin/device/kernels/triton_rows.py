@@ -1,4 +1,4 @@
-"""Launches ``triton_kernels`` for ``RotatedRows`` on the device that holds the KV."""
+"""Launches ``row_kernels`` for ``RotatedRows`` on the device that holds the KV."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from engines.vllm_plugin.device.kv_views import KVViewGroup
-from engines.vllm_plugin.device.triton_kernels import (
+from engines.vllm_plugin.device.kernels.row_kernels import (
     gather_kernel,
     pack_kernel,
     scatter_kernel,
     unpack_kernel,
 )
+from engines.vllm_plugin.device.kv_views import KVViewGroup
 from kvstore.codecs.rows import rotation
 from kvstore.codecs.rows.rotated_rows import RotatedRows, size_of, squared_levels
 
@@ -98,7 +98,7 @@ def gather(
     """
     gather_kernel[_grid(group, count)](
         group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
-        out.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group),
+        out.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group), ROUND=0,
     )  # fmt: skip
 
 
@@ -108,7 +108,31 @@ def scatter(
     """Copy rows out of ``source`` into blocks; the inverse of ``gather``."""
     scatter_kernel[_grid(group, count)](
         group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
-        source.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group),
+        source.view(group.views[0].dtype), offsets, group.dim, R=ROWS, W=_width(group), ROUND=0,
+    )  # fmt: skip
+
+
+def gather_stored(
+    group: KVViewGroup, blocks: Tensor, first: int, count: int, out: Tensor, offsets: Tensor
+) -> None:
+    """Copy rows as codecs keep them: 16 bits for a value, those of fp32 rounded to bf16.
+
+    ``offsets``, int64 (num_sides,) on the device, are counted in units of two bytes.
+    """
+    gather_kernel[_grid(group, count)](
+        group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
+        out.view(torch.int16), offsets, group.dim, R=ROWS, W=_width(group), ROUND=_is_wide(group),
+    )  # fmt: skip
+
+
+def scatter_stored(
+    group: KVViewGroup, blocks: Tensor, first: int, count: int, source: Tensor, offsets: Tensor
+) -> None:
+    """Copy rows that codecs keep into blocks; the inverse of ``gather_stored``."""
+    scatter_kernel[_grid(group, count)](
+        group.views[0], group.starts, blocks, *group.launch_arguments(first, count),
+        source.view(torch.int16), offsets, group.dim, R=ROWS, W=_width(group),
+        ROUND=_is_wide(group),
     )  # fmt: skip
 
 
@@ -118,6 +142,11 @@ def _grid(group: KVViewGroup, count: int) -> tuple[int, int]:
 
 def _width(group: KVViewGroup) -> int:
     return int(triton.next_power_of_2(group.dim))
+
+
+def _is_wide(group: KVViewGroup) -> int:
+    """Return 1 for fp32, of which codecs keep a bf16."""
+    return int(group.views[0].element_size() == 4)
 
 
 def _floats(values: np.ndarray, device: torch.device) -> Tensor:

@@ -10,15 +10,8 @@ Every layer is an allocation of its own, so ``sides`` holds where each side begi
 ``cache``; ``offsets`` says where in the payload it belongs. A block id below zero is a block that
 nobody asked for: it is neither read nor written.
 
-Rules that keep the bytes the same in the interpreter, on a GPU and in numpy:
-
-- 16-bit values travel as integers and are widened and rounded by integer operations. Triton's
-  interpreter truncates fp32 to bf16, and multiplies bit patterns.
-- Sums of squares are trees of reshapes and splits in a fixed order. The rotation is butterflies of
-  whole numbers, which are exact in fp32 in any order.
-- No multiply-add may be fused: launch with ``enable_fp_fusion=False``.
-- Stages are unrolled by hand. A loop that carries a tensor whose shape changes passes the
-  interpreter and is rejected by the compiler.
+The rules that keep the bytes the same are in ``paged_rows``; the rotation is butterflies of whole
+numbers, which are exact in fp32 in any order.
 
 Packed head dimensions are powers of two from 32 to 256; others are packed on the host. Rows of any
 multiple of eight are copied.
@@ -27,10 +20,17 @@ multiple of eight are copied.
 import triton
 import triton.language as tl
 
-# Numbers that differ from launch to launch; kernels are not compiled anew for them.
-VARYING = ("num_rows", "first_token", "num_tokens")
-# Sides and payloads begin, and strides are, multiples of so many elements: loads of 16 bytes.
-ALIGNED = tl.constexpr(8)
+from engines.vllm_plugin.device.kernels.paged_rows import (
+    ALIGNED,
+    VARYING,
+    halve,
+    narrowed,
+    nearest,
+    plane,
+    rounded_to_bf16,
+    row_starts,
+    widened,
+)
 
 
 @triton.jit
@@ -57,25 +57,19 @@ def _butterflies(z, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _halve(a, R: tl.constexpr, W: tl.constexpr):
-    low, high = tl.split(tl.permute(tl.reshape(a, (R, 2, W // 2)), (0, 2, 1)))
-    return low + high
-
-
-@triton.jit
 def _norms(x, R: tl.constexpr, D: tl.constexpr):
     even, odd = tl.split(tl.reshape(x * x, (R, D // 2, 2)))
     a = even + odd
     if D >= 256:
-        a = _halve(a, R, 128)
+        a = halve(a, R, 128)
     if D >= 128:
-        a = _halve(a, R, 64)
+        a = halve(a, R, 64)
     if D >= 64:
-        a = _halve(a, R, 32)
-    a = _halve(a, R, 16)
-    a = _halve(a, R, 8)
-    a = _halve(a, R, 4)
-    a = _halve(a, R, 2)
+        a = halve(a, R, 32)
+    a = halve(a, R, 16)
+    a = halve(a, R, 8)
+    a = halve(a, R, 4)
+    a = halve(a, R, 2)
     return tl.sqrt_rn(tl.reshape(a, (R,)))
 
 
@@ -83,16 +77,11 @@ def _norms(x, R: tl.constexpr, D: tl.constexpr):
 def _row_starts(
     row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
 ):
-    """Return where each row begins, in elements from ``cache``, and whether its block is wanted.
-
-    Row ``head * num_tokens + token`` is that of one head and token.
-    """
-    token = first_token + row % num_tokens
-    block = tl.load(blocks + token // block_tokens, mask=ok, other=-1)
-    head = (row // num_tokens).to(tl.int64)
-    side = tl.load(sides + tl.program_id(1))
-    within = head * s_head + (token % block_tokens).to(tl.int64) * s_token
-    return tl.multiple_of(side + block * s_block + within, ALIGNED), ok & (block >= 0)
+    """Return what ``row_starts`` does for rows ``head * num_tokens + token``."""
+    return row_starts(
+        row // num_tokens, first_token + row % num_tokens, ok, sides, tl.program_id(1), blocks,
+        block_tokens, s_block, s_head, s_token,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -100,19 +89,6 @@ def _rows_and_scales(payload, payload16, offsets):
     """Point to the packed rows and the scales of this side; the latter in units of two bytes."""
     pair = offsets + 2 * tl.program_id(1)
     return payload + tl.load(pair), payload16 + tl.load(pair + 1)
-
-
-@triton.jit
-def _plane(mask, R: tl.constexpr, D: tl.constexpr):
-    weights = (1 << tl.arange(0, 8))[None, None, :]
-    bits = tl.reshape(mask.to(tl.int32), (R, D // 8, 8))
-    return tl.sum(bits * weights, 2).to(tl.uint8)
-
-
-@triton.jit
-def _nearest(x):
-    """Round numbers of at most 2^22 to whole ones, halves to even, by adding a large number."""
-    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
@@ -154,15 +130,12 @@ def pack_kernel(
         row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
     )
     raw = tl.load(cache + start[:, None] + d[None, :], mask=wanted[:, None], other=0)
-    if FP16:
-        x = raw.to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        x = (raw.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    x = widened(raw, FP16)
     x = x * tl.load(signs + d)[None, :]
     if not FP16:  # fp16 has no numbers as small as that
         x = tl.where(tl.abs(x) < 1.0842021724855044e-19, 0.0, x)  # 2^-63
     norm = _norms(x, R, D)
-    whole = _nearest(x * _factors(norm, SIZE)[:, None])
+    whole = nearest(x * _factors(norm, SIZE)[:, None])
     number = tl.floor(_butterflies(whole, R, D) * (64.0 / SIZE)).to(tl.int32)
     negative = (number >> 31) & 1
     size = (number ^ (number >> 31)).to(tl.float32)
@@ -186,11 +159,11 @@ def pack_kernel(
     planes, scales = _rows_and_scales(payload, payload16, offsets)
     out = planes + row[:, None].to(tl.int64) * (BITS * P) + tl.arange(0, P)[None, :]
     keep = ok[:, None] & (tl.arange(0, P)[None, :] >= 0)
-    tl.store(out, _plane(count & 1, R, D), mask=keep)
-    tl.store(out + P, _plane((count >> 1) & 1, R, D), mask=keep)
+    tl.store(out, plane(count & 1, R, D), mask=keep)
+    tl.store(out + P, plane((count >> 1) & 1, R, D), mask=keep)
     if BITS == 4:
-        tl.store(out + 2 * P, _plane((count >> 2) & 1, R, D), mask=keep)
-    tl.store(out + (BITS - 1) * P, _plane(negative, R, D), mask=keep)
+        tl.store(out + 2 * P, plane((count >> 2) & 1, R, D), mask=keep)
+    tl.store(out + (BITS - 1) * P, plane(negative, R, D), mask=keep)
     tl.store(scales + row, _fp16_scale(scale), mask=ok)
 
 
@@ -222,13 +195,7 @@ def unpack_kernel(
     level = tl.load(levels + count)
     z = _butterflies(tl.where(negative != 0, -level, level), R, D)
     z = (z * scale[:, None]) * tl.load(signs + d)[None, :]
-    if FP16:
-        clipped = tl.minimum(tl.maximum(z, -65504.0), 65504.0)
-        value = clipped.to(tl.float16).to(tl.int16, bitcast=True)
-    else:
-        bits = z.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        value = rounded.to(tl.uint16).to(tl.int16, bitcast=True)
+    value = narrowed(z, FP16)
     start, wanted = _row_starts(
         row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
     )
@@ -241,9 +208,12 @@ def unpack_kernel(
 def gather_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
     out, offsets, D,
-    R: tl.constexpr, W: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of ``D`` elements of any type out of blocks; W is the power of two above D."""
+    """Copy rows of ``D`` elements of any type out of blocks; W is the power of two above D.
+
+    ROUND: elements are fp32, and bf16 is what is wanted of them.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok = row < num_rows
     start, wanted = _row_starts(
@@ -252,6 +222,9 @@ def gather_kernel(
     d = tl.arange(0, W)[None, :]
     mask = wanted[:, None] & (d < D)
     values = tl.load(cache + start[:, None] + d, mask=mask, other=0)
+    if ROUND:
+        bits = rounded_to_bf16(values.to(tl.uint32, bitcast=True))
+        values = bits.to(tl.uint16).to(tl.int16, bitcast=True)
     target = tl.multiple_of(tl.load(offsets + tl.program_id(1)) + row.to(tl.int64) * D, ALIGNED)
     tl.store(out + target[:, None] + d, values, mask=mask)
 
@@ -260,7 +233,7 @@ def gather_kernel(
 def scatter_kernel(
     cache, sides, blocks, num_rows, first_token, num_tokens, block_tokens, s_block, s_head, s_token,
     source, offsets, D,
-    R: tl.constexpr, W: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Copy rows of ``D`` elements into blocks; the inverse of ``gather_kernel``."""
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -272,4 +245,6 @@ def scatter_kernel(
     mask = wanted[:, None] & (d < D)
     origin = tl.multiple_of(tl.load(offsets + tl.program_id(1)) + row.to(tl.int64) * D, ALIGNED)
     values = tl.load(source + origin[:, None] + d, mask=mask, other=0)
+    if ROUND:
+        values = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
     tl.store(cache + start[:, None] + d, values, mask=mask)

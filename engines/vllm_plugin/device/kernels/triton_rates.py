@@ -1,0 +1,110 @@
+"""Launches ``rate_kernels`` for one stack of a calibrated fixed rate on the device of the KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from engines.vllm_plugin.device.kernels.rate_kernels import pack_rates_kernel, unpack_rates_kernel
+from engines.vllm_plugin.device.kernels.rate_tables import RateTables
+from engines.vllm_plugin.device.kv_views import KVViewGroup
+from kvstore.codecs.stages.integer_klt import input_scale
+
+DIMS: Final = (32, 64, 128, 256)
+KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+WIDE: Final = 128
+TOKENS: Final = 32  # of a program: what a chunk has by default
+COMPONENTS: Final = 32  # of a tile when packing
+COLUMNS: Final = 32  # of a tile when restoring
+
+
+@dataclass(frozen=True, eq=False)
+class RatePlaces:
+    """The byte offsets of gains, planes and kept rows of a stack in a staging region.
+
+    ``kept_at``: a bit for each unit and token, in whole bytes for each unit: where it is set the
+    row has to be kept as it is.
+    """
+
+    pairs_at: int
+    planes_at: int
+    kept_at: int
+
+
+@dataclass(frozen=True, eq=False)
+class RateRun:
+    """The tokens that one launch is for.
+
+    ``blocks``: int64 (num_blocks,) on the device, of a run of tokens. ``first``, ``count``: which
+    of these. ``angles``: fp32 (ropes, 2, count, half), of their positions.
+    """
+
+    blocks: Tensor
+    first: int
+    count: int
+    angles: Tensor
+
+
+class TritonRates:
+    """The kernels for the units of one stack that lie in one group of sides.
+
+    In every call ``payload`` is uint8 (nbytes,) on the device.
+    """
+
+    def __init__(
+        self, group: KVViewGroup, first_units: Tensor, tables: RateTables, dtype: torch.dtype
+    ) -> None:
+        """Take the unit of the first head of each side, ``first_units``: int32 on the device."""
+        self._group = group
+        self._first_units = first_units
+        self._tables = tables
+        self._constants: dict[str, Any] = {
+            "T": TOKENS, "D": group.dim, "K": tables.magnitudes, "KIND": KINDS[dtype],
+        }  # fmt: skip
+        if group.starts.device.type != "cpu":
+            num_warps = 8 if group.dim > WIDE else 4  # with 4, 256 channels spill
+            self._constants |= {"enable_fp_fusion": False, "num_warps": num_warps}
+
+    @staticmethod
+    def supports(dim: int, dtype: torch.dtype) -> bool:
+        """Tell whether there are kernels for this head dimension and dtype."""
+        return dim in DIMS and dtype in KINDS
+
+    def pack(self, run: RateRun, payload: Tensor, places: RatePlaces) -> None:
+        """Pack rows of blocks into gains and planes of ``payload``, and say which do not fit."""
+        t, grid = self._tables, self._grid(run.count)
+        tiles = (int(np.prod(grid)), 2, COMPONENTS, TOKENS)
+        scratch = torch.empty(tiles, dtype=torch.float32, device=self._group.starts.device)
+        pack_rates_kernel[grid](
+            *self._rows(run), payload, places.pairs_at, places.planes_at, places.kept_at,
+            self._first_units, run.angles, run.angles.shape[3], scratch,
+            t.rope_of, t.partners, t.columns, t.means, t.thresholds, t.ends, t.sizes,
+            t.encode_high, t.encode_low, t.lives, t.bits, t.firsts, t.bounds, t.values, t.rates,
+            CB=COMPONENTS, SCALE=float(input_scale(self._group.dim)), SHARE=1 / self._group.dim,
+            **self._constants,
+        )  # fmt: skip
+
+    def unpack(self, run: RateRun, payload: Tensor, places: RatePlaces) -> None:
+        """Unpack rows of ``payload`` into blocks; those that are kept get anything."""
+        t = self._tables
+        unpack_rates_kernel[self._grid(run.count)](
+            *self._rows(run), payload, places.pairs_at, places.planes_at,
+            self._first_units, run.angles, run.angles.shape[3],
+            t.rope_of, t.partners, t.columns, t.means, t.gains,
+            t.decode, t.bits, t.firsts, t.levels,
+            W=COLUMNS, **self._constants,
+        )  # fmt: skip
+
+    def _rows(self, run: RateRun) -> tuple[object, ...]:
+        group = self._group
+        arguments = group.launch_arguments(run.first, run.count)
+        return group.views[0], group.starts, run.blocks, *arguments
+
+    def _grid(self, count: int) -> tuple[int, int, int]:
+        heads = int(self._group.views[0].shape[1])
+        return triton.cdiv(count, TOKENS), heads, len(self._group.views)

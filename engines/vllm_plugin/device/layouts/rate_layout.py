@@ -1,0 +1,193 @@
+"""A payload of a calibrated fixed rate in a staging region, written and read by its kernels.
+
+    region: sink rows, gains and planes as in a payload that keeps no row | a bit for each row
+
+The bits say which rows cannot be packed. There hardly ever is one; their values are fetched from
+the blocks, and the payload is then put together on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.vllm_plugin.device.kernels.angles import Angles
+from engines.vllm_plugin.device.kernels.rate_tables import rate_tables, ropes_of, vector_of
+from engines.vllm_plugin.device.kernels.triton_rates import RatePlaces, RateRun, TritonRates
+from engines.vllm_plugin.device.kernels.triton_rows import gather_stored, scatter_stored
+from engines.vllm_plugin.device.kv_views import KVViewGroup
+from engines.vllm_plugin.device.layouts.kept_rows import KeptRows, fetch_rows, put_rows
+from engines.vllm_plugin.device.layouts.staging_layout import TokenRun, device_table
+from kvstore.blobs.packer import AnyBlob, Packer
+from kvstore.by_blocks.names import BlobSpan
+from kvstore.codecs import floats
+from kvstore.codecs.base import Codec
+from kvstore.codecs.fixed_rate.rate_payload import Kept, RatePayload
+from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRates:
+    """The kernels of one group of sides, the number of their stack, and angles for both ways."""
+
+    group: KVViewGroup
+    stack: int
+    kernels: TritonRates
+    for_reading: Angles
+    for_writing: Angles
+
+
+def group_rates(
+    groups: Sequence[KVViewGroup], pipelines: Sequence[RatePipeline], dtype: torch.dtype
+) -> list[GroupRates] | None:
+    """Copy the tables of all stacks to the device, once; None if kernels cannot do one of them."""
+    if not pipelines or not all(TritonRates.supports(x.shape.width, dtype) for x in pipelines):
+        return None
+    found = []
+    for stack, pipeline in enumerate(pipelines):
+        members = [x for x in groups if x.dim == pipeline.shape.width]
+        device, ropes = groups[0].starts.device, ropes_of(pipeline)
+        tables = rate_tables(pipeline, ropes, device)
+        if tables is None:
+            return None
+        angles = Angles(ropes, device), Angles(ropes, device)
+        for group in members:
+            units = torch.tensor(_first_units(pipeline, group), dtype=torch.int32, device=device)
+            kernels = TritonRates(group, units, tables, dtype)
+            found.append(GroupRates(group, stack, kernels, *angles))
+    return found
+
+
+def _first_units(pipeline: RatePipeline, group: KVViewGroup) -> list[int]:
+    """Return the unit of the first head of each side; those of its other heads follow."""
+    vectors = [vector_of(pipeline.shape, unit) for unit in range(pipeline.shape.num_units)]
+    firsts = {x.array: unit for unit, x in enumerate(vectors) if x.head == 0}
+    return [firsts[number] for number in group.side_numbers]
+
+
+class RateStagingLayout:
+    """Implements ``StagingLayout`` for blobs of one length and number of sinks."""
+
+    def __init__(
+        self, rates: Sequence[GroupRates], packer: Packer, codec: Codec, plan: RatePayload
+    ) -> None:
+        self._rates = rates
+        self._groups = [x.group for x in rates]
+        self._packer = packer
+        self._codec = codec
+        self._plan = plan
+        self._num_tokens = plan.num_sinks + plan.num_tokens
+        sizes = [x.shape.num_units * _bytes_of(plan.num_tokens) for x in plan.pipelines]
+        self._flags_at = np.cumsum([plan.nbytes, *sizes]).tolist()
+        self.nbytes: int = self._flags_at[-1]
+        self._places = [
+            RatePlaces(x.pairs_at, x.planes_at, flags)
+            for x, flags in zip(plan.stacks, self._flags_at, strict=False)
+        ]
+        self._sinks = [
+            device_table([plan.sinks_at[i] // 2 for i in x.side_numbers], x) for x in self._groups
+        ]
+
+    def read(self, run: TokenRun, staged: Tensor) -> None:
+        # A plane of 32 tokens is four bytes: pieces too small to cross a bus one by one.
+        packed = torch.empty_like(staged, device=run.blocks.device)
+        for rates, sinks in zip(self._rates, self._sinks, strict=True):
+            if self._plan.num_sinks:
+                count = self._plan.num_sinks
+                gather_stored(rates.group, run.blocks, run.first, count, packed, sinks)
+            if self._plan.num_tokens:
+                behind = self._behind(run, rates.for_reading)
+                rates.kernels.pack(behind, packed, self._places[rates.stack])
+        staged.copy_(packed, non_blocking=True)
+
+    def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
+        found = []
+        for stack, numbers in enumerate(self._kept_numbers(staged)):
+            for number in numbers.tolist():
+                side, head, token = self._place_of(stack, number)
+                at = (np.array([head]), np.array([token]))
+                bits = fetch_rows(self._groups, side, block_ids, *at)
+                values = bits.view(self._packer.layout.numpy_dtype)
+                found.append(floats.to_stored(values, self._packer.layout.dtype).tobytes())
+        return b"".join(found)
+
+    def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
+        plain = staged[: self._plan.nbytes]
+        payload: bytes | memoryview = plain.data
+        if rescued:
+            payload = self._plan.join(plain, self._kept_of(staged, rescued))
+        else:
+            for place in self._plan.stacks:
+                plain[place.count_at : place.pairs_at] = 0
+        return self._packer.seal_chunk(
+            span.key, payload, first_token, self._num_tokens, self._codec
+        )
+
+    def open(
+        self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
+    ) -> list[KeptRows]:
+        payload = self._packer.open_chunk(
+            blob, span.key, first_token, self._num_tokens, self._codec
+        )
+        kept = self._plan.split(payload, staged[: self._plan.nbytes])
+        return [rows for stack, some in enumerate(kept) for rows in self._rows_of(stack, some)]
+
+    def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:
+        for rates, sinks in zip(self._rates, self._sinks, strict=True):
+            if self._plan.num_sinks:
+                count = self._plan.num_sinks
+                scatter_stored(rates.group, run.blocks, run.first, count, staged, sinks)
+            if self._plan.num_tokens:
+                behind = self._behind(run, rates.for_writing)
+                rates.kernels.unpack(behind, staged, self._places[rates.stack])
+        for rows in kept:
+            put_rows(self._groups, rows, run.blocks, run.first)
+
+    def _behind(self, run: TokenRun, angles: Angles) -> RateRun:
+        """Return the tokens behind the sinks."""
+        sinks, count = self._plan.num_sinks, self._plan.num_tokens
+        table = angles.of(run.position + sinks, count)
+        return RateRun(run.blocks, run.first + sinks, count, table)
+
+    def _kept_numbers(self, staged: np.ndarray) -> list[np.ndarray]:
+        """Return the numbers of the rows that each stack keeps, int64, as ``Kept`` has them."""
+        found = []
+        for pipeline, at in zip(self._plan.pipelines, self._flags_at, strict=False):
+            units, count = pipeline.shape.num_units, self._plan.num_tokens
+            flags = staged[at : at + units * _bytes_of(count)]
+            if not flags.any():
+                found.append(np.empty(0, np.int64))
+                continue
+            bits = np.unpackbits(flags.reshape(units, -1), axis=1, bitorder="little")
+            found.append(np.flatnonzero(bits[:, :count]))
+        return found
+
+    def _kept_of(self, staged: np.ndarray, rescued: bytes) -> list[Kept]:
+        values, at, kept = np.frombuffer(rescued, "<u2"), 0, []
+        for pipeline, numbers in zip(self._plan.pipelines, self._kept_numbers(staged), strict=True):
+            width = pipeline.shape.width
+            end = at + len(numbers) * width
+            kept.append(Kept(numbers, values[at:end].reshape(-1, width)))
+            at = end
+        return kept
+
+    def _rows_of(self, stack: int, kept: Kept) -> list[KeptRows]:
+        found = []
+        for number, values in zip(kept.numbers.tolist(), kept.values, strict=True):
+            side, head, token = self._place_of(stack, number)
+            found.append(KeptRows(side, np.array([head]), np.array([token]), values[None]))
+        return found
+
+    def _place_of(self, stack: int, number: int) -> tuple[int, int, int]:
+        """Return side, head and token, with the sinks counted, of a kept row."""
+        unit, token = divmod(number, self._plan.num_tokens)
+        vector = vector_of(self._plan.pipelines[stack].shape, unit)
+        return vector.array, vector.head, token + self._plan.num_sinks
+
+
+def _bytes_of(num_bits: int) -> int:
+    return -(-num_bits // 8)

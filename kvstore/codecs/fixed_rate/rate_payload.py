@@ -1,0 +1,113 @@
+"""The places of everything in the payload of a fixed rate, for who writes it piece by piece.
+
+    sink rows | for each stack: kept rows (how many, which, values) | gains | planes
+
+Where nothing is kept as it is, and that is nearly always, layout and number of tokens give every
+offset. Such a payload is a *plain* one here: its numbers of kept rows are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.codecs.base import NUM_SINKS
+from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
+from kvstore.codecs.reader import Reader, count_bytes
+from kvstore.codecs.stages.octave_gain import pairs_of
+from kvstore.shapes import KVLayout
+
+COUNT_BYTES = 4  # of a number of kept rows
+
+
+@dataclass(frozen=True)
+class StackPlace:
+    """The byte offsets of one stack in a plain payload: from its count of kept rows to its end."""
+
+    count_at: int
+    pairs_at: int
+    planes_at: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The rows of one stack that are kept as they are.
+
+    ``numbers``: int64 (rows,), ascending: unit times number of tokens behind the sinks plus token.
+    ``values``: uint16 (rows, width), bit patterns.
+    """
+
+    numbers: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class RatePayload:
+    """The plan of a payload.
+
+    ``num_tokens``: those behind the sinks. ``sinks_at``: byte offsets of the sink rows of K and V
+    of the first layer, of the second, ... ``nbytes``: of a plain payload.
+    """
+
+    pipelines: Sequence[RatePipeline]
+    num_sinks: int
+    num_tokens: int
+    sinks_at: tuple[int, ...]
+    stacks: tuple[StackPlace, ...]
+    nbytes: int
+
+    def join(self, plain: np.ndarray, kept: Sequence[Kept]) -> bytes:
+        """Makes a payload of a plain one, uint8 (nbytes,), and of what each stack keeps."""
+        parts: list[bytes | memoryview] = [plain[: self._sinks_end].data]
+        for place, some in zip(self.stacks, kept, strict=True):
+            numbers = some.numbers.astype("<u4").tobytes()
+            parts += [count_bytes(len(some.numbers)), numbers, some.values.astype("<u2").tobytes()]
+            parts.append(plain[place.pairs_at : place.end].data)
+        return b"".join(parts)
+
+    def split(self, payload: memoryview, plain: np.ndarray) -> list[Kept]:
+        """Takes a payload apart: fills ``plain``, uint8 (nbytes,), and returns what each stack
+        keeps.
+
+        Raises:
+            Corrupt: the payload is shorter, longer, or its kept rows are out of order.
+        """
+        reader, kept = Reader(payload), []
+        plain[: self._sinks_end] = reader.take("u1", self._sinks_end)
+        for place, pipeline in zip(self.stacks, self.pipelines, strict=True):
+            numbers, exact = pipeline.read_kept(reader, self.num_tokens)
+            width = pipeline.shape.width
+            values = np.concatenate(exact) if exact else np.empty(0, np.uint16)
+            kept.append(Kept(numbers, values.reshape(-1, width)))
+            plain[place.count_at : place.pairs_at] = 0
+            part = reader.take("u1", place.end - place.pairs_at)
+            plain[place.pairs_at : place.end] = part
+        reader.expect_end()
+        return kept
+
+    @property
+    def _sinks_end(self) -> int:
+        return self.stacks[0].count_at if self.stacks else self.nbytes
+
+
+def plan_rates(
+    pipelines: Sequence[RatePipeline], layout: KVLayout, num_tokens: int, first_token: int
+) -> RatePayload:
+    """Plans ``num_tokens`` tokens of every layer, the first of them at ``first_token``."""
+    num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
+    sinks_at, at = [], 0
+    for layer in layout.layers:
+        for dim in (layer.head_dim, layer.value_dim):
+            sinks_at.append(at)
+            at += 2 * layer.num_kv_heads * num_sinks * dim
+    behind, places = num_tokens - num_sinks, []
+    for pipeline in pipelines if behind else ():
+        planes_at = at + COUNT_BYTES + pipeline.shape.num_units * pairs_of(behind)
+        end = planes_at + pipeline.coder.nbytes(behind)
+        places.append(StackPlace(at, at + COUNT_BYTES, planes_at, end))
+        at = end
+    used = tuple(pipelines) if behind else ()
+    return RatePayload(used, num_sinks, behind, tuple(sinks_at), tuple(places), at)

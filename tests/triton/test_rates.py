@@ -1,0 +1,303 @@
+"""The Triton kernels of the calibrated fixed rate: byte for byte what the host's codec makes.
+
+In Triton's interpreter on the host's memory, or on a GPU where there is one. Through the whole
+path, from blocks to blobs and back, against the host's pipeline and its golden digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
+from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
+from engines.vllm_plugin.device.device_check import kernels_agree, proven_blocks  # noqa: E402
+from engines.vllm_plugin.device.kernels.triton_rates import (  # noqa: E402
+    RatePlaces,
+    RateRun,
+    TritonRates,
+)
+from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
+from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
+from engines.vllm_plugin.device.layouts.rate_layout import RateStagingLayout  # noqa: E402
+from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
+from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
+from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
+from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
+from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E402
+from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing  # noqa: E402
+from kvstore.blobs.codec_set import CodecSet  # noqa: E402
+from kvstore.blobs.packer import Packer  # noqa: E402
+from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
+from kvstore.by_blocks.store import BlockStore  # noqa: E402
+from kvstore.codecs.presets import codec_by_name  # noqa: E402
+from kvstore.codecs.rope import Rope  # noqa: E402
+from kvstore.config import StoreConfig  # noqa: E402
+from kvstore.tiers.ram_tier import RamTier  # noqa: E402
+from tests.block_sessions import FINGERPRINT, hashes  # noqa: E402
+from tests.unit.kvstore.codecs.fixed_rate.integer_models import (  # noqa: E402
+    GOLDEN,
+    codec_of,
+    rope_of,
+)
+from tests.unit.kvstore.codecs.samples import frozen_rows  # noqa: E402
+
+pytestmark = pytest.mark.triton
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_BLOCKS, EMPTY = 12, 7.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    layout: str = "NHD"
+    block: int = 8
+    per_chunk: int = 2
+    heads: int = 1
+    dim: int = 64
+    layers: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    rope: Rope | None = rope_of(64)
+
+
+class Rig:
+    """A cache, a store with a calibrated codec, and both ways to it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        layers = [cache_of(shape, i) for i in range(shape.layers)]
+        if shape.layout == "BLHNC":  # a block has all layers
+            layers = list(torch.stack(layers, 1).unbind(1))
+        self.caches = {f"layer{i}": x for i, x in enumerate(layers)}
+        self.cache: PagedCache = paged_cache(self.caches, SplitContent())
+        self.codec = codec_of(self.cache.layout, shape.rope)
+        packer = Packer(self.codec, self.cache.layout, FINGERPRINT)
+        keys = BlockKeys(FINGERPRINT, shape.block, shape.per_chunk)
+        config = StoreConfig(chunk_tokens=shape.block * shape.per_chunk, num_threads=1)
+        self.store = BlockStore(config, packer, keys, FINGERPRINT, [RamTier(1 << 26)])
+        groups = view_groups(self.cache)
+        assert groups is not None
+        self.layouts = StagingLayouts(groups, packer, shape.block, self.cache.dtype)
+        self.device = DeviceBlocks(self.cache, self.layouts.of, self.store, staging_bytes=1)
+        self.host = HostBlocks(self.cache, self.store, SideStream(DEVICE))
+
+    def spans(self, num_blocks: int) -> list[BlobSpan]:
+        return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
+
+    def blobs(self, blocks: Blocks, ids: Sequence[int]) -> list[bytes]:
+        wanted = [Packing(x, [*ids[x.first_block : x.end_block]]) for x in self.spans(len(ids))]
+        return [x.result() for x in blocks.pack(wanted, blocks.mark())]
+
+    def filled(
+        self, blocks: Blocks, blobs: Sequence[bytes], target: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Fill blocks; return the whole cache afterwards, bit for bit."""
+        for cache in self.caches.values():
+            cache.fill_(EMPTY)
+        wanted = [
+            Filling(x, blob, 0, [*target[x.first_block : x.end_block]])
+            for x, blob in zip(self.spans(len(target)), blobs, strict=True)
+        ]
+        assert blocks.fill(wanted, blocks.mark()) == set(target)
+        return [bits(x) for x in self.caches.values()]
+
+
+def cache_of(shape: Shape, layer: int) -> torch.Tensor:
+    """One layer as vLLM shows it, (blocks, heads, tokens, K | V), with channels of unequal size."""
+    inner = (shape.block, shape.heads) if shape.layout == "NHD" else (shape.heads, shape.block)
+    generator = torch.Generator().manual_seed(layer)
+    loud = torch.exp(torch.randn(2 * shape.dim, generator=generator))
+    values = torch.randn(NUM_BLOCKS, *inner, 2 * shape.dim, generator=generator) * loud
+    cache = values.to(shape.dtype).to(DEVICE)
+    return cache.transpose(1, 2) if shape.layout == "NHD" else cache
+
+
+def bits(cache: torch.Tensor) -> torch.Tensor:
+    kinds = {2: torch.int16, 4: torch.int32}
+    return cache.contiguous().view(kinds[cache.element_size()]).cpu().clone()
+
+
+SHAPES = {
+    "NHD, two layers, two heads": Shape(heads=2, layers=2),
+    "HND": Shape(layout="HND", heads=2),
+    "head_dim 128": Shape(dim=128, rope=rope_of(128)),
+    "head_dim 128, half of it turned, fp16": Shape(dim=128, dtype=torch.float16),
+    "head_dim 256": Shape(dim=256, rope=rope_of(256)),
+    "head_dim 256, fp32": Shape(dim=256, rope=rope_of(256), dtype=torch.float32),
+    "head_dim 32, not turned": Shape(dim=32, rope=None),
+    "neighbours are turned": Shape(rope=Rope(tuple(2.0**-k for k in range(32)), True)),
+    "fp16": Shape(dtype=torch.float16),
+    "fp32": Shape(dtype=torch.float32, heads=2),
+    "several programs for a chunk": Shape(block=24, per_chunk=2),
+    "an odd number of tokens": Shape(block=17, per_chunk=1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_host_and_the_device_make_and_read_the_same_blobs(shape):
+    rig = Rig(shape)
+    ids, target = [7, 2, 10, 4, 5], [3, 9, 0, 6, 8]
+    assert isinstance(rig.layouts.of(rig.spans(5)[0]), RateStagingLayout)
+    expected = rig.blobs(rig.host, ids)
+    assert rig.blobs(rig.device, ids) == expected
+    found = rig.filled(rig.device, expected, target)
+    right = rig.filled(rig.host, expected, target)
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def test_rows_that_cannot_be_packed_are_kept_as_they_are():
+    """Infinite, no number, larger than any gain; in K and V, and among the sinks."""
+    rig = Rig(Shape(heads=2, layers=2))
+    ids, target = [7, 2, 10, 4], [3, 9, 0, 6]
+    odd = [float("inf"), float("nan"), -float("inf"), 1e30, 0.0]
+    for i, value in enumerate(odd):
+        rig.caches["layer0"][2, 1, i, 5] = value  # keys
+        rig.caches["layer1"][10, 0, 7 - i, 64:] = value  # values
+        rig.caches["layer1"][7, 0, i + 1, 64:] = value  # sinks, and two rows behind them
+    before = [bits(x)[ids] for x in rig.caches.values()]
+    blobs = rig.blobs(rig.device, ids)
+    assert blobs == rig.blobs(rig.host, ids)
+    found = rig.filled(rig.device, blobs, target)
+    right = rig.filled(rig.host, blobs, target)
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    kept = (1, 1, slice(0, 4), slice(0, 64))
+    assert torch.equal(found[0][target][kept], before[0][kept])
+
+
+def test_rows_of_fp32_that_are_kept_are_rounded_once():
+    rig = Rig(Shape(dtype=torch.float32))
+    rig.caches["layer0"][2, 0, 3, 7] = float("inf")
+    rig.caches["layer0"][2, 0, 4, 70] = float("nan")
+    blobs = rig.blobs(rig.device, [7, 2])
+    assert blobs == rig.blobs(rig.host, [7, 2])
+    found, right = (rig.filled(x, blobs, [3, 9]) for x in (rig.device, rig.host))
+    assert torch.equal(found[0], right[0])
+
+
+def test_payload_and_restored_values_are_the_frozen_ones():
+    """The golden digests of the host's own test, of one chunk from the session's beginning."""
+    for dim, (payload_digest, rows_digest) in GOLDEN.items():
+        rig = Rig(Shape(layout="HND", block=70, per_chunk=1, heads=2, dim=dim, rope=rope_of(dim)))
+        rows = frozen_rows(2 * 70, dim).reshape(2, 70, dim)
+        both = np.concatenate([rows, rows[::-1]], axis=2)
+        rig.caches["layer0"][4] = torch.from_numpy(both.view(np.int16)).view(torch.bfloat16)
+        (span,) = rig.spans(1)
+        (blob,) = rig.blobs(rig.device, [4])
+        payload = rig.store.packer.open_chunk(blob, span.key, 0, 70, rig.codec)
+        assert digest(payload) == payload_digest
+        (found,) = rig.filled(rig.device, [blob], [6])
+        keys, values = found[6, ..., :dim].numpy(), found[6, ..., dim:].numpy()
+        assert digest(keys.tobytes() + values.tobytes()) == rows_digest
+
+
+def digest(data: bytes | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+@pytest.mark.parametrize("cut", [1, -1, 100])
+def test_a_payload_of_another_length_fills_nothing(cut):
+    rig = Rig(Shape())
+    (span,) = rig.spans(2)
+    (blob,) = rig.blobs(rig.device, [7, 2])
+    packer = rig.store.packer
+    payload = bytes(packer.open_chunk(blob, span.key, 0, 16, rig.codec))
+    wrong = payload[:-cut] if cut > 0 else payload + b"\0"
+    forged = packer.seal_chunk(span.key, wrong, 0, 16, rig.codec)
+    assert rig.device.fill([Filling(span, forged, 0, [0, 6])], None) == set()
+
+
+def test_what_codes_no_packer_writes_are_restored_as_by_the_host():
+    """Random gains and planes: any of them stands for something, on the device as on the host."""
+    rig = Rig(Shape(heads=2))
+    spans = rig.spans(4)
+    packer, chance = rig.store.packer, np.random.default_rng(5)
+    blobs = []
+    for span, blob, first in zip(spans, rig.blobs(rig.host, [7, 2, 10, 4]), (0, 16), strict=True):
+        payload = np.frombuffer(packer.open_chunk(blob, span.key, first, 16, rig.codec), np.uint8)
+        sinks = 4 * 2 * 2 * 64 * 2 if not first else 0
+        forged = payload.copy()
+        forged[sinks + 4 :] = chance.integers(0, 256, len(payload) - sinks - 4)
+        blobs.append(packer.seal_chunk(span.key, forged.data, first, 16, rig.codec))
+    found, right = (rig.filled(x, blobs, [3, 9, 0, 6]) for x in (rig.device, rig.host))
+    assert torch.equal(found[0], right[0])
+
+
+def test_the_kernels_prove_themselves_on_all_layers(monkeypatch):
+    """A calibrated codec knows the layers of its model only."""
+    rig = Rig(Shape(layers=2))
+    assert kernels_agree(rig.cache, rig.store)
+    right = TritonRates.pack
+
+    def wrong(self: TritonRates, run: RateRun, payload: torch.Tensor, places: RatePlaces) -> None:
+        right(self, run, payload, places)
+        payload[places.planes_at + 5] ^= 16
+
+    monkeypatch.setattr(TritonRates, "pack", wrong)
+    assert not kernels_agree(rig.cache, rig.store)
+
+
+def test_layers_that_lie_in_one_block_are_tried_in_memory_of_their_size():
+    rig = Rig(Shape(layout="BLHNC", layers=3))
+    scratch = scratch_for(rig.codec, rig.cache, 5)
+    assert scratch.layout.layers == rig.cache.layout.layers
+    views = [side.view for pair in scratch.views for side in pair]
+    memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in views}
+    assert sum(memory.values()) == 5 * 8 * rig.cache.layout.bytes_per_token
+    real = [side.view for pair in rig.cache.views for side in pair]
+    assert [x.stride() for x in views] == [x.stride() for x in real]
+    marks = [x.view(torch.int16).fill_(i) for i, x in enumerate(views)]  # none is in another
+    assert all(bool((x == i).all()) for i, x in enumerate(marks))
+    assert kernels_agree(rig.cache, rig.store)
+
+
+def test_kernels_that_restore_wrong_values_are_found_out(monkeypatch):
+    rig = Rig(Shape())
+    monkeypatch.setattr(TritonRates, "unpack", lambda *args: None)
+    assert not kernels_agree(rig.cache, rig.store)
+
+
+@pytest.mark.parametrize(("dim", "rope"), [(80, None), (96, rope_of(96))])
+def test_dimensions_without_kernels_are_packed_by_the_host(dim, rope):
+    rig = Rig(Shape(dim=dim, rope=rope))
+    ids = [7, 2, 10]
+    assert not isinstance(rig.layouts.of(rig.spans(3)[0]), RateStagingLayout)
+    assert rig.blobs(rig.device, ids) == rig.blobs(rig.host, ids)
+
+
+def test_an_adopted_codec_leaves_the_layouts_of_the_checked_one():
+    """Old blobs are filled by the kernels that they were checked with, whatever packs now."""
+    rig = Rig(Shape())
+    span, blob = rig.spans(2)[0], rig.blobs(rig.host, [7, 2])[0]
+    right = rig.filled(rig.host, [blob], [3, 9])
+    rig.store.adopt(CodecSet.one(codec_by_name("tq3")), keep=True)
+    assert isinstance(rig.layouts.of(span), RateStagingLayout)
+    assert torch.equal(rig.filled(rig.device, [blob], [3, 9])[0], right[0])
+
+
+def test_the_kernels_take_over_once_dense3_is_adopted():
+    """What a first start does under ``auto``: raw, until the model was measured."""
+    rig = Rig(Shape())
+    calibrated = rig.codec
+    rig.store.adopt(CodecSet.one(codec_by_name("raw")), keep=True)
+    on_device = proven_blocks(rig.cache, rig.store)
+    assert on_device is not None
+    prove = partial(proven_blocks, rig.cache, rig.store)
+    blocks = CheckedBlocks(on_device, rig.host, rig.store, prove)
+    rig.store.adopt(CodecSet.one(calibrated), keep=True)
+    ids = [7, 2]
+    expected = rig.blobs(rig.host, ids)
+    assert rig.blobs(blocks, ids) == expected  # by the host, who has the kernels checked
+    blocks.close()  # waits for the check
+    chunks: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        pack = TritonRates.pack
+        patched.setattr(TritonRates, "pack", lambda *args: (chunks.append(1), pack(*args)))
+        assert rig.blobs(blocks, ids) == expected
+    assert chunks == [1]
