@@ -31,7 +31,7 @@ from launch.machine.memory import available_memory, free_disk
 from launch.model import find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.expected_codec import expected_choices
-from launch.plan.families import cache_shape
+from launch.plan.families.table import cache_shape
 from launch.sample.sample_model import find_gguf
 from launch.sample.sample_model import folder_in as sample_folder
 from launch.serve.port import take_port

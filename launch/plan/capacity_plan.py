@@ -21,7 +21,7 @@ from launch.model import find_model
 from launch.plan.cache_shape import CacheShape, NotUnderstood
 from launch.plan.cold_size import cold_bytes
 from launch.plan.expected_codec import expected_choice
-from launch.plan.families import cache_shape
+from launch.plan.families.table import cache_shape
 from launch.plan.hot_budget import HotBudget, hot_budget_of, live_dtype
 from launch.settings.effective_settings import EffectiveSettings
 

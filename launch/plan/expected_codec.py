@@ -10,7 +10,7 @@ from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.shapes import KVLayout
 from launch.calibrate.profile_notes import find_profile
 from launch.model import find_model
-from launch.plan.families import cache_shape
+from launch.plan.families.table import cache_shape
 from launch.plan.hot_budget import live_dtype
 from launch.settings.effective_settings import EffectiveSettings
 

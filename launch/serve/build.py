@@ -32,7 +32,7 @@ from launch.machine.interpreters import CHILD_ENV
 from launch.machine.memory import machine_memory
 from launch.model import Model, find_model
 from launch.plan.cache_shape import NotUnderstood
-from launch.plan.families import cache_shape
+from launch.plan.families.table import cache_shape
 from launch.serve.hot_kv_checks import check_hot_budget, check_hot_codec
 from launch.serve.preflight import check_memory, check_tiers
 from launch.serve.secret import server_secret

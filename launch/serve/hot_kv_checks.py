@@ -14,7 +14,7 @@ from kvstore.errors import UnknownCodec
 from launch.errors import UsageError
 from launch.model import Model
 from launch.plan.cache_shape import CacheShape, NotUnderstood
-from launch.plan.families import cache_shape
+from launch.plan.families.table import cache_shape
 from launch.plan.hot_budget import hot_budget_of
 from launch.settings.effective_settings import EffectiveSettings
 

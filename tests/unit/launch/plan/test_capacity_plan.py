@@ -6,9 +6,10 @@ from kvstore.shapes import NUMPY_DTYPES, KVLayer
 from launch.cli.plan_table import print_plan
 from launch.plan.cache_shape import CacheShape
 from launch.plan.capacity_plan import Plan, make_plan
-from launch.plan.families import cache_shape
+from launch.plan.families.table import cache_shape
 from launch.plan.hot_budget import HotBudget
-from tests.unit.launch.plan.test_families import DEEPSEEK_V3, GEMMA3_4B, LLAMA_8B
+from tests.unit.launch.plan.published import DEEPSEEK_V3, LLAMA_8B
+from tests.unit.launch.plan.test_families import GEMMA3_4B
 
 GIB = 1 << 30
 STORE = StoreConfig(ram_bytes=4 * GIB, disk_bytes=16 * GIB)

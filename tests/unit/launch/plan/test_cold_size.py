@@ -14,9 +14,9 @@ from kvstore.shapes import KVLayer, KVLayout, StoredModel
 from kvstore.tiers.ram_tier import RamTier
 from launch.plan.cache_shape import CacheShape, Window
 from launch.plan.cold_size import cold_bytes
-from launch.plan.families import cache_shape
+from launch.plan.families.table import cache_shape
 from tests.kv_sessions import kv_of, np, ref, tokens
-from tests.unit.launch.plan.test_families import DEEPSEEK_V3
+from tests.unit.launch.plan.published import DEEPSEEK_V3
 
 GIB = 1 << 30
 STORE = StoreConfig(ram_bytes=4 * GIB, disk_bytes=16 * GIB)
