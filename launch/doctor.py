@@ -31,7 +31,8 @@ from launch.machine.memory import available_memory, free_disk
 from launch.model import find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.expected_codec import expected_choices
-from launch.plan.families.table import cache_shape
+from launch.plan.serve_checks import check_served
+from launch.plan.served_cache import served_cache
 from launch.sample.sample_model import find_gguf
 from launch.sample.sample_model import folder_in as sample_folder
 from launch.serve.port import take_port
@@ -231,8 +232,11 @@ def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return "ok", "the sample model; converted at the first start (about 20 seconds)"
     model = find_model(given, effective.folders.cache)
     model.require_weights()
+    if model.folder is None:
+        return "ok", f"{model.name}: not on this machine yet; the engine fetches it"
+    check_served(effective, model)
     try:
-        shape = cache_shape(model.config())
+        shape = served_cache(effective, model.config())
     except NotUnderstood as error:
         return "warning", f"{model.name}: no capacity plan: {error}"
     kept = f"{len(shape.growing)} growing layers"

@@ -9,7 +9,7 @@ import pytest
 
 from launch.errors import UsageError
 from launch.model import Model
-from launch.serve.hot_kv_checks import check_hot_codec
+from launch.plan.serve_checks import check_hot_codec
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
 from launch.settings.fields import Value
 
