@@ -20,7 +20,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from engines.calibration.gate.choice import Choice
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk.folder import left_behind
 from launch.calibrate.program import MEASURABLE
@@ -31,6 +30,7 @@ from launch.machine.memory import available_memory, free_disk
 from launch.model import find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.expected_codec import expected_choices
+from launch.plan.measurement_outlook import first_measurement, in_words
 from launch.plan.serve_checks import check_served
 from launch.plan.served_cache import served_cache
 from launch.sample.sample_model import find_gguf
@@ -246,7 +246,7 @@ def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind not in MEASURABLE:
         return "ok", "the engine's own"
-    given, store = effective.settings.store.codec, effective.settings.store
+    given = effective.settings.store.codec
     if not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists():
         return "ok", f"{given}; the sample model is not here yet"
     try:
@@ -255,17 +255,11 @@ def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return "failure", str(error)
     except NotUnderstood:  # the engine looks at the real cache and decides for itself
         return "ok", given
-    text = "; ".join(dict.fromkeys(_in_words(x) for x in choices))
+    text = "; ".join(dict.fromkeys(map(in_words, choices)))
     if not any(x.unmeasured for x in choices):
         return "ok", text
-    cure = "the first start measures it" if store.calibrate else "run: thermocline calibrate"
-    verdict: Verdict = "ok" if store.calibrate else "warning"
-    return verdict, f"{text}; {cure}"
-
-
-def _in_words(choice: Choice) -> str:
-    size = ", exact but large" if choice.unmeasured else ""
-    return f"{choice.name}{size} ({choice.why})"
+    outlook = first_measurement(effective)
+    return "ok" if outlook.will_be else "warning", f"{text}; {outlook.text}"
 
 
 def _open_files(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:

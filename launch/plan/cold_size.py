@@ -23,7 +23,7 @@ PLACE_BYTES = KEY_BYTES + TAG_BYTES + ENTRY_BYTES  # of a blob in a tier, beside
 
 @dataclass(frozen=True)
 class ColdSize:
-    """What one sleeping session takes in a tier, in bytes; keys and index entries included.
+    """The bytes that one sleeping session takes in a tier; keys and index entries included.
 
     ``rows`` are K and V of every token: packed chunks, and the raw tail, which lies inside the
     states where there are some. ``states`` are kept exact, whatever the codec.
