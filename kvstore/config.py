@@ -6,6 +6,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kvstore.kept_states import STATES_PER_SESSION
+
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 MIN_CHUNK_TOKENS: Final = 16
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -49,8 +51,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Packed bytes that may wait for each slower tier; beyond it that tier is left behind, counted,
     # and caught up with later. One save always fits an empty queue, here and above.
     write_queue_bytes: NonNegative = 256 << 20
-    # Of a session whose cache cannot be cut: its first and its newest states are kept.
-    max_snapshots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    # States that are kept of a session whose cache cannot be cut: see kvstore.kept_states.
+    max_snapshots: Annotated[int, msgspec.Meta(ge=1, le=64)] = STATES_PER_SESSION
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
     # Pinned sessions take at most so much of the smallest tier; a pin beyond it is refused.

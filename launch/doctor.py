@@ -20,7 +20,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from engines.calibration.gate.choice import Choice
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk.folder import left_behind
 from launch.calibrate.program import MEASURABLE
@@ -31,7 +30,9 @@ from launch.machine.memory import available_memory, free_disk
 from launch.model import find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.expected_codec import expected_choices
-from launch.plan.families import cache_shape
+from launch.plan.measurement_outlook import first_measurement, in_words
+from launch.plan.serve_checks import check_served
+from launch.plan.served_cache import served_cache
 from launch.sample.sample_model import find_gguf
 from launch.sample.sample_model import folder_in as sample_folder
 from launch.serve.port import take_port
@@ -231,8 +232,11 @@ def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return "ok", "the sample model; converted at the first start (about 20 seconds)"
     model = find_model(given, effective.folders.cache)
     model.require_weights()
+    if model.folder is None:
+        return "ok", f"{model.name}: not on this machine yet; the engine fetches it"
+    check_served(effective, model)
     try:
-        shape = cache_shape(model.config())
+        shape = served_cache(effective, model.config())
     except NotUnderstood as error:
         return "warning", f"{model.name}: no capacity plan: {error}"
     kept = f"{len(shape.growing)} growing layers"
@@ -242,7 +246,7 @@ def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind not in MEASURABLE:
         return "ok", "the engine's own"
-    given, store = effective.settings.store.codec, effective.settings.store
+    given = effective.settings.store.codec
     if not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists():
         return "ok", f"{given}; the sample model is not here yet"
     try:
@@ -251,17 +255,11 @@ def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return "failure", str(error)
     except NotUnderstood:  # the engine looks at the real cache and decides for itself
         return "ok", given
-    text = "; ".join(dict.fromkeys(_in_words(x) for x in choices))
+    text = "; ".join(dict.fromkeys(map(in_words, choices)))
     if not any(x.unmeasured for x in choices):
         return "ok", text
-    cure = "the first start measures it" if store.calibrate else "run: thermocline calibrate"
-    verdict: Verdict = "ok" if store.calibrate else "warning"
-    return verdict, f"{text}; {cure}"
-
-
-def _in_words(choice: Choice) -> str:
-    size = ", exact but large" if choice.unmeasured else ""
-    return f"{choice.name}{size} ({choice.why})"
+    outlook = first_measurement(effective)
+    return "ok" if outlook.will_be else "warning", f"{text}; {outlook.text}"
 
 
 def _open_files(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:

@@ -42,9 +42,9 @@ class Generation:
     # Token sequences that end an answer; the tokens that end it are delivered too.
     stop_sequences: Sequence[tuple[int, ...]]
     session: SessionRef | None = None
-    # Positions in ``prompt`` where a later turn may come back to (end of the system prompt, end of
-    # the prompt before the generation marker). Models whose cache cannot be trimmed take a
-    # snapshot of their state there.
+    # Positions in ``prompt`` where a later turn may come back to (end of the system prompt, and as
+    # the last one the end of the messages, before the generation marker). Models whose cache cannot
+    # be trimmed take a snapshot of their state at the first and the last.
     boundaries: Sequence[int] = ()
     top_logprobs: int | None = None  # None = no logprobs at all
 

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from engines.cache_classes import LATENT_ON_VLLM, NOTHING_GROWS_ON_VLLM
 from engines.vllm_env import SUPPORTED
 from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.worker.paging import DTYPES
@@ -97,7 +98,7 @@ def _cache_reasons(config: KVCacheConfig, block_size: int) -> Iterator[str]:
     for spec in specs:
         yield from _layer_reasons(spec)
     if not any(map(_keeps_all, config.kv_cache_groups)):
-        yield "no layer of the model keeps all tokens, so that little would be gained"
+        yield NOTHING_GROWS_ON_VLLM
     for reason in _group_reasons(config, {block_size, *(x.block_size for x in specs)}):
         recurrent = any(isinstance(x, MambaSpec) for x in specs)
         yield reason if recurrent else f"{reason}; {_ALL_KEEP_ALL}"
@@ -121,7 +122,7 @@ def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
     A subclass adds a way to keep fewer tokens, or other bytes, so it is not taken for its base.
     """
     if isinstance(spec, MLAAttentionSpec):
-        yield "the model keeps one latent vector per token (MLA), which has no heads to pack"
+        yield LATENT_ON_VLLM
     elif type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec):
         yield f"layers of kind {type(spec).__name__} keep tokens in a way that is not known here"
     if isinstance(spec, AttentionSpec) and spec.dtype not in DTYPES:

@@ -31,6 +31,7 @@ from kvstore.by_blocks.records import (
     encode_block_record,
 )
 from kvstore.errors import Mismatch
+from kvstore.kept_states import by_worth
 from kvstore.tiers.base import Blob
 
 _BLOCKS: Final = b"thermoclineblock"
@@ -134,10 +135,14 @@ class BlockKeys:
         return self.whole(hashes) + ([self.part(hashes, part)] if part else [])
 
     def spans(self, record: BlockRecord) -> list[BlobSpan]:
-        """Name all blobs of a session, states first, since no restore works without one."""
+        """Name all blobs of a session: the newest state, the blocks, the older states.
+
+        Nothing comes back without a state; a turn that goes on behind the answer needs the newest
+        only, so under pressure the others, which are large, go first.
+        """
         hashes = record.block_hashes
-        states = [self.state(hashes, x) for x in record.states]
-        return [*states, *self.covering(hashes, record.part)]
+        states = [self.state(hashes, x) for x in by_worth(record.states)]
+        return [*states[:1], *self.covering(hashes, record.part), *states[1:]]
 
     def num_tokens(self, span: BlobSpan) -> int:
         return span.num_blocks * self.block_tokens + span.part_tokens
@@ -172,6 +177,9 @@ class BlockRecords:
 
     def blob_keys(self, record: BlockRecord) -> list[bytes]:
         return [x.key for x in self._keys.spans(record)]
+
+    def num_spare(self, record: BlockRecord) -> int:
+        return max(0, len({*record.states}) - 1)
 
     def first_blob(self, record: BlockRecord, blob_keys: Sequence[bytes]) -> bytes | None:
         first = self._keys.whole(record.block_hashes[: self._keys.chunk_blocks])

@@ -10,6 +10,7 @@ import msgspec
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlobSpan, BlockKeys
 from kvstore.by_blocks.records import BlockRecord, common_blocks
+from kvstore.kept_states import kept_states
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.record import bytes_of_leading, codecs_of
 from kvstore.session import SessionRef
@@ -27,11 +28,13 @@ class BlockReviser:
         index: SessionIndex[BlockRecord],
         packer: Packer,
         clock: Callable[[], float],
+        max_states: int,
     ) -> None:
         self._keys = keys
         self._index = index
         self._packer = packer
         self._clock = clock
+        self._max_states = max_states
 
     def revise(
         self,
@@ -44,7 +47,7 @@ class BlockReviser:
     ) -> tuple[BlockRecord, list[bytes]]:
         """Give the new record, and keys of blobs that nobody needs once it is written."""
         chain = self._keys.covering(hashes, part)
-        states = states or _still_good(old, hashes)
+        states = kept_states(states or _still_good(old, hashes), self._max_states)
         state_keys = [self._keys.state(hashes, x).key for x in states]
         state_bytes = max((len(fresh[x]) for x in state_keys if x in fresh), default=0)
         state_bytes = state_bytes or (old.state_bytes if old else 0)
@@ -57,7 +60,7 @@ class BlockReviser:
             codecs=codecs_of(self._packer.readable, old.codecs if old else ()),
             pinned=old.pinned if old else False,
             packed_bytes=self._chain_bytes(hashes, chain, fresh, old) + len(states) * state_bytes,
-            states=tuple(states),
+            states=states,
             state_bytes=state_bytes,
             part=tuple(part),
         )

@@ -64,7 +64,7 @@ class BlockStore:
         self.ledger = ledger = Ledger(
             config, records, packer, tiers, clock=clock, monotonic=monotonic
         )
-        self._reviser = BlockReviser(keys, ledger.index, packer, clock)
+        self._reviser = BlockReviser(keys, ledger.index, packer, clock, config.max_snapshots)
         self._reader = BlockReader(ledger, keys, packer, has_state=has_state)
 
     @property

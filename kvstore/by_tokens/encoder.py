@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,9 +10,10 @@ from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
 from kvstore.by_tokens.keys import KeyMaker
 from kvstore.by_tokens.records import SessionRecord
-from kvstore.by_tokens.reviser import SessionUpdate, kept_positions
+from kvstore.by_tokens.reviser import SessionUpdate
 from kvstore.by_tokens.save_queue import SaveJob
 from kvstore.codecs.base import Codec
+from kvstore.kept_states import by_worth, kept_states
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.record import bytes_of_leading
 from kvstore.shapes import KVRun, slice_tokens
@@ -36,6 +37,7 @@ class Encoder:
         self, ledger: Ledger[SessionRecord], packer: Packer, keys: KeyMaker, max_snapshots: int
     ) -> None:
         self._stack = ledger.stack
+        self._index = ledger.index
         self._workers = ledger.workers
         self._counters = ledger.counters
         self._packer = packer
@@ -118,7 +120,23 @@ class Encoder:
         gone = [level is None and not held.down for level in held.levels]
         there = [x for x, lost in zip(still_true, gone, strict=True) if not lost]
         new = [x.position for x in job.snapshots if 0 < x.position <= len(update.tokens)]
-        return kept_positions(there, new, self._max_snapshots)
+        own = kept_states([*there, *new], self._max_snapshots)
+        return (*self._shared_beginning(update, job, {*there, *new}.difference(own)), *own)
+
+    def _shared_beginning(
+        self, update: SessionUpdate, job: SaveJob, others: Iterable[int]
+    ) -> list[int]:
+        """Find the furthest of these states whose beginning another session has, too.
+
+        That is the end of a system prompt, often. Many sessions start from it, and it is stored
+        once for all of them: the next one to begin so finds it and stores none.
+        """
+        chunks = update.chain.chunk_keys if self._keys.growing else []
+        for position in by_worth(others):
+            last = chunks[: position // self._size][-1:]
+            if last and not self._index.unshared(last, job.key):
+                return [position]
+        return []
 
     def _snapshots(
         self, update: SessionUpdate, job: SaveJob, kept: tuple[int, ...]

@@ -1,8 +1,10 @@
 """All blobs of one session, by key, in the order in which they matter.
 
 A session's blobs are its full chunks, and behind them either the tail or, for a model whose cache
-cannot be cut, its snapshots. The order is that of the tokens: whoever evicts from the end loses the
-least.
+cannot be cut, its snapshots. The order is that of use: whoever evicts from the end loses the least.
+Nothing comes back without a state, so the newest one is in front; then come the chunks, in the
+order of their tokens. Older states are at the end: they are large, and a turn that goes on behind
+the answer does without them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from kvstore.blobs.chain import Chain, KeySpace
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.by_tokens.records import SessionRecord, decode_record, encode_record, left_behind_keys
 from kvstore.errors import Mismatch
+from kvstore.kept_states import by_worth
 from kvstore.tiers.base import Blob
 
 
@@ -26,11 +29,15 @@ class SessionKeys:
     tail: bytes | None
     snapshots: dict[int, bytes]  # by position, ascending
 
-    def in_order(self, chunk_tokens: int) -> list[bytes]:
-        """Chunks and snapshots by the last token they need, the tail at the end."""
-        ends = [((i + 1) * chunk_tokens, key) for i, key in enumerate(self.chunks)]
-        placed = sorted(ends + list(self.snapshots.items()), key=lambda x: x[0])
-        return [key for _, key in placed] + ([self.tail] if self.tail else [])
+    @property
+    def states(self) -> list[bytes]:
+        """Keys of the snapshots, the newest first."""
+        return [self.snapshots[x] for x in by_worth(self.snapshots)]
+
+    def in_order(self) -> list[bytes]:
+        """The newest state, the chunks, the tail, the older states."""
+        tail = [self.tail] if self.tail else []
+        return [*self.states[:1], *self.chunks, *tail, *self.states[1:]]
 
 
 class KeyMaker:
@@ -72,7 +79,10 @@ class TokenRecords:
         return self._keys.space.record_key(tenant, session_id)
 
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
-        return self._keys.of(record).in_order(self._keys.space.chunk_tokens)
+        return self._keys.of(record).in_order()
+
+    def num_spare(self, record: SessionRecord) -> int:
+        return max(0, len(record.snapshots) - 1)
 
     def first_blob(self, record: SessionRecord, blob_keys: Sequence[bytes]) -> bytes | None:
         return blob_keys[0] if blob_keys else None

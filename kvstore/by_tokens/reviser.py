@@ -8,7 +8,6 @@ left stay, for the user may go back; the record remembers them so that ``forget`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,14 +44,6 @@ class SessionUpdate:
 class Revision:
     record: SessionRecord
     obsolete: list[bytes]  # keys that nobody needs once the record is replaced
-
-
-def kept_positions(old: Iterable[int], new: Iterable[int], most: int) -> tuple[int, ...]:
-    """Choose the snapshots to keep: the first (its system prompt, often) and the newest."""
-    every = sorted({*old, *new})
-    if len(every) <= most:
-        return tuple(every)
-    return (every[0], *every[len(every) - most + 1 :]) if most > 1 else (every[-1],)
 
 
 class Reviser:

@@ -86,6 +86,11 @@ class SessionIndex(Generic[R]):
             return list(entry.blob_keys)
         return self._kind.blob_keys(record)
 
+    def needed_keys(self, record: R) -> list[bytes]:
+        """Keys of the blobs that a turn needs that goes on where the session ended."""
+        keys = self.blob_keys(record)
+        return keys[: len(keys) - self._kind.num_spare(record)]
+
     def owned(self, record: R) -> list[bytes]:
         """Keys of all blobs that go with the session: those it needs, and those it left behind."""
         return [*self.blob_keys(record), *self._kind.left_behind(record)]

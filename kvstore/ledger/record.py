@@ -52,6 +52,9 @@ class RecordKind(Protocol[R]):
         The order is that of use: whoever evicts from the end loses the least.
         """
 
+    def num_spare(self, record: R) -> int:
+        """Count the keys at their end that only a return to an earlier point needs."""
+
     def first_blob(self, record: R, blob_keys: Sequence[bytes]) -> bytes | None:
         """The key of the blob without which nothing can be restored; None if nothing can.
 

@@ -55,7 +55,7 @@ class Upkeep(Generic[R]):
 
     def tier_of(self, record: R) -> TierName | None:
         """The slowest tier that a restore has to read; None if not even the beginning is held."""
-        located = self._stack.locate(self._index.blob_keys(record))
+        located = self._stack.locate(self._index.needed_keys(record))
         levels = [x for x in located.levels[: located.num_leading] if x is not None]
         return self._stack.name(max(levels)) if levels else None
 

@@ -22,6 +22,7 @@ import msgspec
 
 from engines.base import CodecReport, Engine, EngineError, EngineRefused
 from engines.calibration.gate.profiles import profile_path
+from engines.calibration.messages import CalibrationOrder
 from launch.calibrate.background_run import KEPT_FREE_BYTES, run_in_background
 from launch.calibrate.orders import first_order
 from launch.calibrate.profile_notes import write_note
@@ -107,18 +108,11 @@ class FirstCalibration:
             if not alone:
                 return
             self._tried = True
-            order = await asyncio.to_thread(first_order, self._effective)
-            weights = weights_bytes(Path(order.model_path), self._effective.widens) or 0
-            kind = self._effective.engine_kind
-            gpus = await asyncio.to_thread(find_gpus) if kind == "vllm" else []
-            if gpus:
-                raise LaunchError("its GPU may not hold it twice")
-            most_bytes = granted_bytes(kind, weights, self._available())
-            order = msgspec.structs.replace(order, most_bytes=most_bytes)
+            order = await asyncio.to_thread(order_beside, self._effective, self._available)
             command, env = await asyncio.to_thread(program, self._effective, self._environ)
             log.info("measuring what each codec costs this model; until then nothing is lost")
             began = time.monotonic()
-            code = await run_in_background(command, env, order, most_bytes)
+            code = await run_in_background(command, env, order, order.most_bytes)
             if code:
                 raise LaunchError("the lines above say why")
             log.info("measured in %.0f s", time.monotonic() - began)
@@ -137,6 +131,23 @@ class FirstCalibration:
                 yield False
                 return
             yield True
+
+
+def order_beside(effective: EffectiveSettings, available: Callable[[], int]) -> CalibrationOrder:
+    """The order to measure this model beside the service, within the memory that is left.
+
+    Args:
+        available: bytes of memory that the machine can give while it serves.
+
+    Raises:
+        LaunchError: it cannot be measured beside the service; says why.
+    """
+    order, kind = first_order(effective), effective.engine_kind
+    if kind == "vllm" and find_gpus():
+        raise LaunchError("its GPU may not hold it twice")
+    weights = weights_bytes(Path(order.model_path), effective.widens) or 0
+    most_bytes = granted_bytes(kind, weights, available())
+    return msgspec.structs.replace(order, most_bytes=most_bytes)
 
 
 def granted_bytes(kind: str, weights: int, available: int) -> int:

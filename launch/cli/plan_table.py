@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from launch.cli.printing import print_table
 from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan
 from launch.settings.units import show_bytes
+
+SERVED: Final = ("tokens", "tier", "codec", "bytes", "states", "vs live", "sessions")
+RATIOS: Final = ("KV vs bf16", "all vs bf16")
 
 
 def print_plan(plan: Plan) -> None:
@@ -15,7 +20,7 @@ def print_plan(plan: Plan) -> None:
     if plan.state_bytes:
         print(
             f"and {show_bytes(plan.state_bytes)} of state that does not grow"
-            f" ({plan.window_layers} sliding windows)"
+            f" ({plan.window_layers} sliding windows, {plan.state_layers} recurrent layers)"
         )
     print("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
     print(_usable(plan))
@@ -23,7 +28,11 @@ def print_plan(plan: Plan) -> None:
         print(f"note: {note}")
     print()
     tiers = [tier for tier in plan.budgets if tier != "hot"]
-    columns = ("tokens", "kept", "KL", "bytes", "vs bf16", "per GiB", "hot", *tiers)
+    print_table(
+        SERVED, [x for context in plan.contexts for x in _served(context)], right=SERVED[2:]
+    )
+    print("\nwhat each codec would take:")
+    columns = ("tokens", "kept", "KL", "bytes", "states", *RATIOS, "per GiB", "hot", *tiers)
     rows = [row for context in plan.contexts for row in _rows(context, tiers)]
     print_table(columns, rows, right=[x for x in columns if x != "kept"])
     refusals = {cold.codec: cold.refused for x in plan.contexts for cold in x.cold if cold.refused}
@@ -39,21 +48,34 @@ def _usable(plan: Plan) -> str:
     return f"{words}; all of them need --hot {mib}MiB"
 
 
+def _served(context: ContextPlan) -> list[list[str]]:
+    """One row for live KV, and one for each tier."""
+    nbytes, count = context.hot_bytes_per_session, context.hot_sessions
+    rows = [[str(context.context), "hot", "", show_bytes(nbytes), "", "", str(count)]]
+    for x in context.served:
+        states = show_bytes(x.state_bytes) if x.state_bytes else ""
+        size = [show_bytes(x.bytes_per_session), states, f"{x.times_smaller_than_live:.2f}x"]
+        rows.append(["", x.tier, x.codec, *size, str(x.sessions)])
+    return rows
+
+
 def _rows(context: ContextPlan, tiers: list[str]) -> list[list[str]]:
     nbytes = context.hot_bytes_per_session
-    live = ["live", "", show_bytes(nbytes), "", str((1 << 30) // max(1, nbytes))]
+    live = ["live", "", show_bytes(nbytes), "", "", "", str((1 << 30) // max(1, nbytes))]
     first = [str(context.context), *live, str(context.hot_sessions), *("" for _ in tiers)]
     return [first, *(_cold_row(cold, tiers) for cold in context.cold)]
 
 
 def _cold_row(cold: ColdPlan, tiers: list[str]) -> list[str]:
     if cold.refused:
-        return ["", cold.codec, "", "refused", *("" for _ in range(3 + len(tiers)))]
+        return ["", cold.codec, "", "refused", *("" for _ in range(5 + len(tiers)))]
     return [
         "",
         cold.codec,
         "" if cold.kl is None else f"{cold.kl:.4f}",
         show_bytes(cold.bytes_per_session),
+        show_bytes(cold.state_bytes) if cold.state_bytes else "",
+        f"{cold.kv_times_smaller_than_bf16:.2f}x",
         f"{cold.times_smaller_than_bf16:.2f}x",
         str(cold.sessions_per_gib),
         "",

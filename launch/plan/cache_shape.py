@@ -14,6 +14,10 @@ class NotUnderstood(Exception):
     """The cache of this model cannot be computed from its config.json; the message says why."""
 
 
+class ModelRefused(NotUnderstood):
+    """The engine cannot serve this model at all; the message says why."""
+
+
 @dataclass(frozen=True)
 class Window:
     """Attention layers that keep their newest ``longest`` tokens only."""

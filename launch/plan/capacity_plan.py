@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from engines.calibration.gate.choice import Choice
 from engines.kv_budget import stated_context
 from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
 from kvstore.codecs.names import READY
@@ -18,11 +20,12 @@ from kvstore.shapes import DType
 from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
 from launch.model import find_model
-from launch.plan.cache_shape import CacheShape, NotUnderstood
-from launch.plan.cold_size import cold_bytes
-from launch.plan.expected_codec import expected_choice
-from launch.plan.families import cache_shape
-from launch.plan.hot_budget import HotBudget, hot_budget_of, live_dtype
+from launch.plan.cache_shape import NotUnderstood
+from launch.plan.cold_size import cold_size
+from launch.plan.expected_codec import expected_choices
+from launch.plan.hot_budget import HotBudget, hot_budget_of
+from launch.plan.serve_checks import check_family, check_hot_codec
+from launch.plan.served_cache import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
 BF16_BYTES = 2
@@ -38,26 +41,44 @@ class ColdPlan(msgspec.Struct, frozen=True):
     kl: float | None = None  # the worst that was measured of it on this model; None: it was not
     refused: str = ""
     bytes_per_session: int = 0
-    times_smaller_than_bf16: float = 0.0
+    state_bytes: int = 0  # of these: the states that are kept, exact under every codec
+    kv_bytes_per_token: float = 0.0  # packed K and V of the growing layers
+    kv_times_smaller_than_bf16: float = 0.0  # the same
+    times_smaller_than_bf16: float = 0.0  # the whole session
     sessions_per_gib: int = 0
     sessions: dict[str, int] = {}
+
+
+class TierPlan(msgspec.Struct, frozen=True):
+    """A session of one length as it will rest in one tier, in the codec that will serve there."""
+
+    tier: str
+    codec: str
+    bytes_per_session: int
+    state_bytes: int
+    times_smaller_than_live: float
+    sessions: int
 
 
 class ContextPlan(msgspec.Struct, frozen=True):
     context: int
     hot_bytes_per_session: int  # between turns
     hot_sessions: int  # while one of them is being answered
-    cold: list[ColdPlan]
+    served: list[TierPlan]  # what ``serve`` will do
+    cold: list[ColdPlan]  # what each codec would do
 
 
 class Plan(msgspec.Struct, frozen=True):
     model: str
     model_type: str
+    engine: str
     dtype: str  # of the live cache
     growing_layers: int
     window_layers: int
+    state_layers: int  # recurrent ones
     live_bytes_per_token: int  # of the growing layers
     state_bytes: int  # windows (full) and recurrent state
+    states_kept: int  # of a cold session; 0 = its cache can be cut anywhere
     usable_context: int  # tokens that the hot budget allows a session
     wanted_context: int  # tokens that the model, or the settings, allow it
     wanted_hot_bytes: int  # the budget that allows as much
@@ -73,36 +94,44 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         contexts: tokens per session, separated by commas; None = usual ones.
 
     Raises:
-        UsageError: ``contexts`` are not such numbers, or there is no such model.
+        UsageError: ``contexts`` are not such numbers, there is no such model, or ``serve`` would
+            refuse these settings for it.
         LaunchError: the model's cache is not understood; says why.
     """
     settings = effective.settings
     model = find_model(settings.engine.model, effective.folders.cache)
     content = model.config()
     lengths = _lengths(contexts, stated_context(content))
+    check_family(effective, model)
+    check_hot_codec(effective, model)
     try:
-        shape = cache_shape(content)
+        shape = served_cache(effective, content)
     except NotUnderstood as error:
         raise LaunchError(f"{model.name} cannot be planned: {error}") from error
+    choices, note = _choices(effective)
     plan = make_plan(
         settings.engine.served_model_name or model.name,
         content,
         hot_budget_of(effective, content, shape),
-        live_dtype(settings.engine, content, effective.widens),
+        served_dtype(effective, content),
         lengths,
         _as_saved(effective),
         find_profile(effective),
+        choices,
     )
-    return msgspec.structs.replace(plan, notes=[*plan.notes, _codec_note(effective)])
+    return msgspec.structs.replace(plan, engine=effective.engine_kind, notes=[*plan.notes, *note])
 
 
-def _codec_note(effective: EffectiveSettings) -> str:
+def _choices(effective: EffectiveSettings) -> tuple[Mapping[str, Choice], list[str]]:
+    """The codec that ``serve`` will use for each name in the settings, and what to say of it."""
     given = effective.settings.store.codec
     try:
-        choice = expected_choice(effective)
+        choices = expected_choices(effective)
     except (CodecRefused, UnknownCodec) as error:
-        return f"serve will refuse codec {given}: {error}"
-    return f"codec {given} is {choice.name} here: {choice.why}"
+        return {}, [f"serve will refuse codec {given}: {error}"]
+    return choices, [
+        f"codec {x} is {choice.name} here: {choice.why}" for x, choice in choices.items()
+    ]
 
 
 def _as_saved(effective: EffectiveSettings) -> StoreConfig:
@@ -136,6 +165,7 @@ def make_plan(
     contexts: Sequence[int],
     store: StoreConfig,
     profile: Profile | None = None,
+    choices: Mapping[str, Choice] | None = None,
 ) -> Plan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
@@ -146,30 +176,32 @@ def make_plan(
         dtype: of the live cache.
         store: the budgets of the tiers.
         profile: what was measured of the model; None = nothing.
+        choices: the codec that will serve, for each name in the settings.
     """
     shape, itemsize = hot.shape, hot.itemsize
-    budgets = {"hot": hot.hot_bytes, "ram": store.ram_bytes, "disk": store.disk_bytes}
-    if store.redis_url:
-        budgets["redis"] = store.redis_bytes
     longest = max((w.longest for w in shape.windows), default=0)
+    planner = _Planner(hot, dtype, store, profile, choices or {})
     return Plan(
         model=name,
         model_type=str(content.get("model_type")),
+        engine="",
         dtype=dtype,
         growing_layers=len(shape.growing),
         window_layers=len(shape.windows),
+        state_layers=shape.num_states,
         live_bytes_per_token=shape.elements_per_token * itemsize,
         state_bytes=shape.state_bytes(longest, itemsize),
+        states_kept=store.max_snapshots if shape.needs_state else 0,
         usable_context=hot.longest_context(),
         wanted_context=hot.wanted_context,
         wanted_hot_bytes=hot.running_bytes(hot.wanted_context),
-        budgets=budgets,
-        contexts=[_context_plan(hot, dtype, n, budgets, store, profile) for n in contexts],
-        notes=_notes(hot),
+        budgets={"hot": hot.hot_bytes, **planner.cold_budgets},
+        contexts=[planner.context(n) for n in contexts],
+        notes=_notes(hot, store),
     )
 
 
-def _notes(hot: HotBudget) -> list[str]:
+def _notes(hot: HotBudget, store: StoreConfig) -> list[str]:
     shape = hot.shape
     notes = list(shape.notes)
     if refusal := hot.refusal():
@@ -178,54 +210,81 @@ def _notes(hot: HotBudget) -> list[str]:
         notes.append(f"only the codec raw: {shape.exact_only}")
     if shape.needs_state:
         notes.append(
-            "windows and recurrent state are kept exact, in snapshots; sessions resume at those"
+            "windows and recurrent state are kept exact, not packed: a cold session has"
+            f" {store.max_snapshots} of them, and resumes at those"
         )
     return notes
 
 
-def _context_plan(
-    hot: HotBudget,
-    dtype: DType,
-    context: int,
-    budgets: Mapping[str, int],
-    store: StoreConfig,
-    profile: Profile | None,
-) -> ContextPlan:
-    cold_budgets = {tier: nbytes for tier, nbytes in budgets.items() if tier != "hot"}
-    # Beside the presets: the codecs in the settings, and those that learned this model.
-    named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
-    names = dict.fromkeys([*READY, *named, *(profile.learned if profile else ())])
-    return ContextPlan(
-        context=context,
-        hot_bytes_per_session=hot.idle_bytes(context),
-        hot_sessions=hot.sessions(context),
-        cold=[
-            _cold_plan(name, hot.shape, dtype, context, cold_budgets, store, profile)
-            for name in names
-        ],
-    )
+@dataclass(frozen=True)
+class _Planner:
+    """The sizes of one model's sessions, of any length."""
 
+    hot: HotBudget
+    dtype: DType
+    store: StoreConfig
+    profile: Profile | None
+    choices: Mapping[str, Choice]
 
-def _cold_plan(
-    name: str,
-    shape: CacheShape,
-    dtype: DType,
-    context: int,
-    budgets: Mapping[str, int],
-    store: StoreConfig,
-    profile: Profile | None,
-) -> ColdPlan:
-    try:
-        codec = open_codec(name, profile)
-        nbytes = cold_bytes(shape, codec, dtype, context, store)
-    except UnknownCodec as error:
-        return ColdPlan(name, refused=str(error))
-    rows = [x for x in (profile.rows if profile else ()) if x.codec_id == codec.id]
-    return ColdPlan(
-        codec=name,
-        kl=max((x.kl for x in rows), default=None),
-        bytes_per_session=nbytes,
-        times_smaller_than_bf16=round(shape.hot_bytes(context, BF16_BYTES) / nbytes, 2),
-        sessions_per_gib=GIB // nbytes,
-        sessions={tier: budget // nbytes for tier, budget in budgets.items()},
-    )
+    @property
+    def cold_budgets(self) -> dict[str, int]:
+        """Bytes by tier."""
+        budgets = {"ram": self.store.ram_bytes, "disk": self.store.disk_bytes}
+        return budgets | ({"redis": self.store.redis_bytes} if self.store.redis_url else {})
+
+    def context(self, num_tokens: int) -> ContextPlan:
+        """The plan of sessions of so many tokens."""
+        store = self.store
+        # Beside the presets: the codecs in the settings, and those that learned this model.
+        named = [
+            x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)
+        ]
+        learned = self.profile.learned if self.profile else ()
+        return ContextPlan(
+            context=num_tokens,
+            hot_bytes_per_session=self.hot.idle_bytes(num_tokens),
+            hot_sessions=self.hot.sessions(num_tokens),
+            served=[x for tier in self.cold_budgets if (x := self._tier(tier, num_tokens))],
+            cold=[self._cold(x, num_tokens) for x in dict.fromkeys([*READY, *named, *learned])],
+        )
+
+    def _tier(self, tier: str, num_tokens: int) -> TierPlan | None:
+        own = {"disk": self.store.disk_codec, "redis": self.store.redis_codec}
+        choice = self.choices.get(own.get(tier, "") or self.store.codec)
+        if choice is None:
+            return None
+        cold = self._cold(choice.name, num_tokens)
+        if cold.refused:
+            return None
+        return TierPlan(
+            tier=tier,
+            codec=choice.name,
+            bytes_per_session=cold.bytes_per_session,
+            state_bytes=cold.state_bytes,
+            times_smaller_than_live=round(
+                self.hot.idle_bytes(num_tokens) / cold.bytes_per_session, 2
+            ),
+            sessions=cold.sessions[tier],
+        )
+
+    def _cold(self, name: str, num_tokens: int) -> ColdPlan:
+        shape = self.hot.shape
+        try:
+            codec = open_codec(name, self.profile)
+            size = cold_size(shape, codec, self.dtype, num_tokens, self.store)
+        except UnknownCodec as error:
+            return ColdPlan(name, refused=str(error))
+        rows = [x for x in (self.profile.rows if self.profile else ()) if x.codec_id == codec.id]
+        live = shape.elements_per_token * BF16_BYTES
+        packed = size.row_bytes_per_token
+        return ColdPlan(
+            codec=name,
+            kl=max((x.kl for x in rows), default=None),
+            bytes_per_session=size.total,
+            state_bytes=size.states,
+            kv_bytes_per_token=round(packed, 2),
+            kv_times_smaller_than_bf16=round(live / packed, 2) if packed else 0.0,
+            times_smaller_than_bf16=round(shape.hot_bytes(num_tokens, BF16_BYTES) / size.total, 2),
+            sessions_per_gib=GIB // size.total,
+            sessions={tier: nbytes // size.total for tier, nbytes in self.cold_budgets.items()},
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvstore.blobs.chain import KEY_BYTES
 from kvstore.blobs.codec_tags import TAG_BYTES
 from kvstore.blobs.format import HEADER_BYTES
@@ -16,14 +18,31 @@ from launch.plan.cache_shape import CacheShape
 
 TOKEN_ID_BYTES = 4
 RECORD_BYTES = 256  # of a session record besides its token ids: names, digests, numbers
+PLACE_BYTES = KEY_BYTES + TAG_BYTES + ENTRY_BYTES  # of a blob in a tier, besides its own
 
 
-def cold_bytes(
+@dataclass(frozen=True)
+class ColdSize:
+    """The bytes that one sleeping session takes in a tier; keys and index entries included.
+
+    ``rows`` are K and V of every token: packed chunks, and the raw tail, which lies inside the
+    states where there are some. ``states`` are kept exact, whatever the codec.
+    """
+
+    rows: int
+    states: int
+    record: int
+    row_bytes_per_token: float  # of a full chunk behind the first, headers not counted
+
+    @property
+    def total(self) -> int:
+        return self.rows + self.states + self.record
+
+
+def cold_size(
     shape: CacheShape, codec: Codec, dtype: DType, num_tokens: int, store: StoreConfig
-) -> int:
-    """All bytes that one sleeping session takes in a tier.
-
-    That includes headers, exact first tokens, the raw tail, the record, keys and index entries.
+) -> ColdSize:
+    """The bytes of a session of ``num_tokens``: headers, exact first tokens, tail, states, record.
 
     Raises:
         UnknownCodec: this codec must not or cannot pack this cache.
@@ -32,17 +51,20 @@ def cold_bytes(
         raise UnknownCodec(f"codec {codec.id} is refused: {shape.exact_only}")
     layout = KVLayout(dtype, shape.growing)
     codec.check(layout)
-    packer = Packer(codec, layout, "")
-    size = chunk_tokens(store)
-    num_chunks, tail = divmod(num_tokens, size)
-    blobs = [
-        packer.chunk_nbytes(min(i, 1) * size, size)
-        for i in range(num_chunks if shape.growing else 0)
-    ]
-    if shape.needs_state:  # the newest rows then lie inside the snapshots
-        state = shape.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
-        blobs += [packer.tail_nbytes(tail) + state] * store.max_snapshots
+    packer, size = Packer(codec, layout, ""), chunk_tokens(store)
+    num_chunks, tail = divmod(num_tokens, size) if shape.growing else (0, 0)
+    rows = [packer.chunk_nbytes(min(i, 1) * size, size) for i in range(num_chunks)]
+    states: list[int] = []
+    if shape.needs_state:
+        state = HEADER_BYTES + shape.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
+        tail_rows = packer.tail_nbytes(tail) - HEADER_BYTES
+        states = [state + tail_rows] * store.max_snapshots
     elif tail:
-        blobs.append(packer.tail_nbytes(tail))
-    blobs.append(HEADER_BYTES + RECORD_BYTES + TOKEN_ID_BYTES * num_tokens)
-    return sum(blobs) + len(blobs) * (KEY_BYTES + TAG_BYTES + ENTRY_BYTES)
+        rows.append(packer.tail_nbytes(tail))
+    packed = codec.packed_nbytes(layout, size, size) if shape.growing else 0
+    return ColdSize(
+        rows=sum(rows) + len(rows) * PLACE_BYTES,
+        states=sum(states) + len(states) * PLACE_BYTES,
+        record=HEADER_BYTES + RECORD_BYTES + TOKEN_ID_BYTES * num_tokens + PLACE_BYTES,
+        row_bytes_per_token=packed / size,
+    )

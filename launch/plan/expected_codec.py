@@ -10,14 +10,8 @@ from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.shapes import KVLayout
 from launch.calibrate.profile_notes import find_profile
 from launch.model import find_model
-from launch.plan.families import cache_shape
-from launch.plan.hot_budget import live_dtype
+from launch.plan.served_cache import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
-
-
-def expected_choice(effective: EffectiveSettings) -> Choice:
-    """The codec for ``store.codec``. See ``expected_choices``, also for what is raised."""
-    return expected_choices(effective)[effective.settings.store.codec]
 
 
 def expected_choices(effective: EffectiveSettings) -> Mapping[str, Choice]:
@@ -34,10 +28,10 @@ def expected_choices(effective: EffectiveSettings) -> Mapping[str, Choice]:
     named = (store.codec, store.disk_codec, store.redis_codec)
     names = tuple(dict.fromkeys(x or store.codec for x in named))
     content = find_model(engine.model, effective.folders.cache).config()
-    shape, profile = cache_shape(content), find_profile(effective)
+    shape, profile = served_cache(effective, content), find_profile(effective)
     if shape.exact_only:
         return dict.fromkeys(names, exact(shape.exact_only))
-    layout = KVLayout(live_dtype(engine, content, effective.widens), shape.growing)
+    layout = KVLayout(served_dtype(effective, content), shape.growing)
     if profile is not None:
         layout = profile.layout  # of one rank
     if num_bits := HOT_CODECS.get(engine.hot_codec):

@@ -12,9 +12,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from engines.config import EngineConfig
 from engines.kv_budget import (
     SMALLEST_CONTEXT,
     UNSTATED_CONTEXT,
@@ -24,8 +23,9 @@ from engines.kv_budget import (
     too_little,
 )
 from engines.packed_budget import HOT_CODECS, packed_cost
-from kvstore.shapes import NUMPY_DTYPES, DType
+from kvstore.shapes import NUMPY_DTYPES
 from launch.plan.cache_shape import CacheShape
+from launch.plan.served_cache import served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
 
@@ -93,7 +93,7 @@ def hot_budget_of(
     """The budget that these settings give to the model of this config.json (``content``)."""
     engine = effective.settings.engine
     longest = stated_context(content) or UNSTATED_CONTEXT
-    itemsize = NUMPY_DTYPES[live_dtype(engine, content, effective.widens)].itemsize
+    itemsize = NUMPY_DTYPES[served_dtype(effective, content)].itemsize
     bits = HOT_CODECS.get(engine.hot_codec)
     packed = bits and packed_cost(shape.growing, bits, itemsize, engine.prefill_step)
     return HotBudget(
@@ -105,15 +105,3 @@ def hot_budget_of(
         context_is_set=engine.max_context > 0,
         packed=packed or None,
     )
-
-
-def live_dtype(engine: EngineConfig, content: Mapping[str, Any], widens: bool) -> DType:
-    """The dtype of the live cache: the one that is set, else the platform's, else the model's."""
-    if engine.dtype != "auto":
-        return engine.dtype
-    if widens:
-        return "float32"
-    text = content.get("text_config") or content
-    stored = text.get("dtype") or text.get("torch_dtype") or content.get("torch_dtype")
-    names: tuple[DType, ...] = get_args(DType)
-    return next((name for name in names if name == stored), "bfloat16")

@@ -32,8 +32,8 @@ from launch.machine.interpreters import CHILD_ENV
 from launch.machine.memory import machine_memory
 from launch.model import Model, find_model
 from launch.plan.cache_shape import NotUnderstood
-from launch.plan.families import cache_shape
-from launch.serve.hot_kv_checks import check_hot_budget, check_hot_codec
+from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
+from launch.plan.served_cache import served_cache
 from launch.serve.preflight import check_memory, check_tiers
 from launch.serve.secret import server_secret
 from launch.settings.default_budgets import weights_bytes
@@ -72,10 +72,11 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     require_installed(effective)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
     model = _model(effective)
+    check_family(effective, model)
     check_hot_codec(effective, model)
     _check_memory(effective, model)
     check_hot_budget(effective, model)
-    store = _store(settings.store, effective.folders.data, model)
+    store = _store(effective, model)
     if kind in ("mlx", "vllm"):
         ranks = settings.engine.vllm.tensor_parallel if kind == "vllm" else 0
         check_tiers(store, vllm_ranks=ranks)
@@ -138,13 +139,15 @@ def _check_memory(effective: EffectiveSettings, model: Model) -> None:
     )
 
 
-def _store(config: StoreConfig, data_dir: Path, model: Model) -> StoreConfig:
+def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
     """The store's settings with its folder filled in, and ``raw`` where the model allows no loss.
 
     Cold sessions lie beside the secret that their keys are derived from.
     """
-    config = msgspec.structs.replace(config, disk_path=config.disk_path or str(data_dir))
-    reason = _exact_only(model)
+    config = effective.settings.store
+    path = config.disk_path or str(effective.folders.data)
+    config = msgspec.structs.replace(config, disk_path=path)
+    reason = _exact_only(effective, model)
     names = [x for x in (config.codec, config.disk_codec, config.redis_codec) if x]
     lossy = [x for x in names if x == AUTO or not is_exact(x)]
     if not reason or not lossy:
@@ -155,12 +158,12 @@ def _store(config: StoreConfig, data_dir: Path, model: Model) -> StoreConfig:
     return msgspec.structs.replace(config, codec=EXACT, disk_codec="", redis_codec="")
 
 
-def _exact_only(model: Model) -> str:
+def _exact_only(effective: EffectiveSettings, model: Model) -> str:
     """The reason why this model's cache must not be packed with loss; "" if none is known."""
     if model.folder is None:
         return ""
     try:
-        return cache_shape(model.config()).exact_only
+        return served_cache(effective, model.config()).exact_only
     except NotUnderstood:  # the engine looks at the real cache and decides for itself
         return ""
 

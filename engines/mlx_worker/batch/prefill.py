@@ -27,8 +27,6 @@ BUSY_CHUNK_S = 0.4
 QUIET_CHUNK_S = 1.0
 # Every so many chunks the oldest prompt goes before the shortest.
 OLDEST_EVERY = 4
-# Most snapshots of untrimmable state that one request takes on its way through the prompt.
-MAX_SNAPSHOTS = 4
 
 
 class ChunkSizer:
@@ -131,13 +129,13 @@ class Prefiller:
 
 
 def snapshot_positions(task: PrefillTask) -> list[int]:
-    """The positions at which to take snapshots of untrimmable state, ascending.
+    """The positions at which to take snapshots of untrimmable state, ascending: two at most.
 
-    These are the first boundary (a system prompt, which other sessions share), the last ones, and
-    the end of what is fed before decoding.
+    These are the first boundary (a system prompt, which other sessions share: the store keeps it
+    where they do), and the one before the answer, which is the end of the prompt where it has no
+    boundaries. Each is a copy in memory until the turn ends, where the newest state is taken.
     """
-    boundaries = task.request.generation.boundaries
-    inside = {x for x in boundaries if task.num_cached < x < task.target}
-    positions = sorted({*inside, task.target} if task.target > task.num_cached else inside)
-    surplus = len(positions) - MAX_SNAPSHOTS
-    return positions if surplus <= 0 else [positions[0], *positions[1 + surplus :]]
+    generation = task.request.generation
+    last = min(len(generation.prompt) - 1, task.target)
+    ahead = [x for x in generation.boundaries if x <= last] or [last]
+    return sorted({x for x in (min(ahead), max(ahead)) if x > task.num_cached})

@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
-    ArraysCache,
     CacheList,
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 
+from engines.cache_classes import GROWING, cannot_batch, cannot_keep
 from engines.kv_budget import KVCost
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from kvstore.shapes import KVLayer, KVLayout
@@ -52,7 +52,7 @@ class CachePlan:
     @property
     def needs_state(self) -> bool:
         """True if a part of the cache does not grow and must be kept as snapshots."""
-        return any(name not in ("KVCache", "PackedKVCache") for name in self.class_names)
+        return any(name not in GROWING for name in self.class_names)
 
 
 def leaves(caches: Caches) -> Iterator[Any]:
@@ -81,10 +81,7 @@ def probe(model: Any) -> CachePlan:
     found = list(leaves(caches))
     for leaf in found:
         if not hasattr(leaf, "merge"):
-            raise CannotServe(
-                f"mlx_lm cannot batch the {type(leaf).__name__} of this model, so it cannot be "
-                "served; choose another model"
-            )
+            raise CannotServe(cannot_batch(type(leaf).__name__))
     names = tuple(type(leaf).__name__ for leaf in found)
     try:
         return CachePlan(names, _cost(found), _layout(found))
@@ -93,9 +90,8 @@ def probe(model: Any) -> CachePlan:
 
 
 def _layout(found: list[Any]) -> KVLayout:
-    known = (KVCache, RotatingKVCache, ArraysCache)
-    if strange := {type(x).__name__ for x in found if type(x) not in known}:
-        raise CannotKeep(f"its caches of class {', '.join(sorted(strange))} are not known here")
+    if reason := cannot_keep(type(x).__name__ for x in found):
+        raise CannotKeep(reason)
     growing = [x for x in found if is_growing(x)]
     dtypes = {str(a.dtype).removeprefix("mlx.core.") for x in growing for a in (x.keys, x.values)}
     if not dtypes:

@@ -29,8 +29,8 @@ class ChatPrompt:
     """A chat as the model reads it."""
 
     token_ids: list[int]
-    # Positions that a later turn may come back to: the end of the system prompt, and the end of the
-    # messages, before the marker that makes the assistant speak.
+    # Positions that a later turn may come back to: the end of the system prompt, and, as the last,
+    # the end of the messages, before the marker that makes the assistant speak.
     boundaries: tuple[int, ...]
     thinking: bool  # the marker opens a block of reasoning
 
@@ -118,9 +118,9 @@ class PromptWriter:
             raise context_too_long(self._max_context, least, param)
 
     def _marker_start(self, marker: str, ids: list[int]) -> int:
-        """Count the tokens before the marker; 0 if it has no tokens of its own."""
+        """Count the tokens before the marker; all but one if it has no tokens of its own."""
         tail = self._encode(marker) if marker else []
-        return len(ids) - len(tail) if tail and ids[-len(tail) :] == tail else 0
+        return len(ids) - (len(tail) if tail and ids[-len(tail) :] == tail else 1)
 
     def _system_end(
         self,

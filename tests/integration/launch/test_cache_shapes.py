@@ -1,147 +1,118 @@
-"""The plan's arithmetic against the caches that mlx_lm really makes, family by family."""
+"""The plan's arithmetic against the caches that mlx_lm really makes, for every type that it has."""
 
 from __future__ import annotations
 
-import importlib
+import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from launch.plan.families import FAMILIES, cache_shape
+from engines.kv_budget import KVCost
+from launch.plan.cache_shape import CacheShape, ModelRefused
+from launch.plan.families.table import FAMILIES, NESTED, REFUSED, cache_shape
+from tests.integration.launch.mlx_models import COMMON, all_types, config_of, tiny_model
+from tests.unit.launch.plan.published import PUBLISHED
 
+mx = pytest.importorskip("mlx.core")
 pytestmark = pytest.mark.mlx
 
 TOKENS = 40
-WINDOW = 16
-
-# Enough for every family; each takes what it knows.
-COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    # windows
-    "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 16,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "layer_norm_eps": 1e-5,
-    "logit_scale": 1.0,
-    # mixtures of experts
-    "num_experts": 2,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    # scaled models
-    "embedding_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "use_bias": False,
-    "partial_rotary_factor": 0.5,
-    # linear attention and recurrences
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 3,
-    "state_size": 8,
-    "conv_kernel": 4,
-    "use_conv_bias": True,
-    "time_step_rank": 4,
-    "num_heads": 3,
-    "n_groups": 1,
-    "layer_norm_epsilon": 1e-5,
-    "time_step_limit": [0.0, 100.0],
-    # short convolutions
-    "conv_bias": False,
-    "conv_L_cache": 3,
-    "block_dim": 64,
-    "block_ff_dim": 32,
-    "block_multiple_of": 16,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": False,
-    # latent attention
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": None,
-    "first_k_dense_replace": 6,
-}
-SLIDING, FULL = "sliding_attention", "full_attention"
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "llama": {"layer_types": [SLIDING, FULL] * 3},
-    "gpt_oss": {"layer_types": [SLIDING, FULL] * 3},
-    "olmo3": {"layer_types": [SLIDING, SLIDING, FULL] * 2},
-    "gemma3_text": {"sliding_window_pattern": 3},
-    "cohere2": {"sliding_window_pattern": 3},
-    "mamba2": {"intermediate_size": 48},
-    "lfm2": {"layer_types": ["conv", FULL] * 3},
-}
-# model_type -> module of mlx_lm, where they differ
-MODULES = {
-    "mistral": "llama",
-    "kimi_k2": "deepseek_v3",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-}
+ON_METAL_ONLY = frozenset(("bitnet", "muse_spark"))  # their layers are Metal kernels
+# Its config.json lists every packed module of one checkpoint.
+NOT_BUILT_HERE = frozenset(("prism_hadamard_qwen35",))
+TYPES = sorted({*all_types()})
+BUILT = [x for x in TYPES if x not in REFUSED and x not in NOT_BUILT_HERE]
 
 
-def config_of(kind: str) -> dict[str, Any]:
-    return {**COMMON, "model_type": kind, **OF_FAMILY.get(kind, {})}
+def test_every_type_of_mlx_lm_is_planned_or_refused() -> None:
+    assert len(TYPES) > 100
+    assert [x for x in TYPES if x not in {*FAMILIES, *NESTED, *REFUSED}] == []
+    assert {*REFUSED} < {*TYPES}
 
 
-# mlx on CPU multiplies by gathered experts in float32 only.
-EXPERTS = frozenset(
-    {"gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"}
-    | {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-)
-CASES = [(kind, "float32") for kind in sorted(FAMILIES)]
-CASES += [(kind, "bfloat16") for kind in sorted(FAMILIES.keys() - EXPERTS)]
-
-
-@pytest.mark.parametrize(("kind", "dtype"), CASES)
-def test_bytes_are_those_that_mlx_lm_holds(kind: str, dtype: str) -> None:
-    mx = pytest.importorskip("mlx.core")
+def held_by(kind: str, config: dict[str, Any], dtype: str, num_tokens: int) -> list[Any]:
+    """The leaves of the cache after so many tokens; nothing of it is ever computed."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from engines.mlx_worker.cache.layout import probe
+    from engines.mlx_worker.cache.layout import leaves
 
-    config = config_of(kind)
-    module = importlib.import_module(f"mlx_lm.models.{MODULES.get(kind, kind)}")
-    nested = {"model_type": kind, "text_config": config} if kind == "gemma3" else config
-    model = module.Model(module.ModelArgs.from_dict(nested))
+    model = tiny_model(kind, copy.deepcopy(config))
     model.set_dtype(getattr(mx, dtype))
     caches = make_prompt_cache(model)
-    model(mx.array([list(range(TOKENS))]), cache=caches)
-    mx.eval([cache.state for cache in caches])
-    held = sum(_nbytes(cache) for cache in caches)
-    itemsize = 4 if dtype == "float32" else 2
-    shape = cache_shape(nested)
-    assert shape.hot_bytes(TOKENS, itemsize) == held
-    assert shape.cost(itemsize) == probe(model).cost
+    model(mx.array([[x % 64 for x in range(num_tokens)]]), cache=caches)
+    return list(leaves(caches))
 
 
-def _nbytes(cache: Any) -> int:
+def nbytes(leaf: Any, num_tokens: int) -> int:
     """Bytes of the tokens it holds, without the room it keeps for more."""
-    if type(cache).__name__ == "ArraysCache":
-        return int(cache.nbytes)
-    held = min(TOKENS, getattr(cache, "max_size", TOKENS))
-    return int(sum(x.nbytes // x.shape[2] * held for x in (cache.keys, cache.values)))
+    if type(leaf).__name__ == "ArraysCache":
+        return int(leaf.nbytes)
+    held = min(num_tokens, getattr(leaf, "max_size", num_tokens))
+    return int(sum(x.nbytes // x.shape[2] * held for x in (leaf.keys, leaf.values)))
+
+
+def cost_of(leaves: list[Any]) -> KVCost:
+    """The cost that the engine's admission reckons with."""
+    from engines.mlx_worker.cache import layout
+
+    return layout._cost(leaves)
+
+
+def check(kind: str, config: dict[str, Any], dtype: str, num_tokens: int = TOKENS) -> CacheShape:
+    leaves = held_by(kind, config, dtype, num_tokens)
+    itemsize = 4 if dtype == "float32" else 2
+    shape = cache_shape(config)
+    assert shape.hot_bytes(num_tokens, itemsize) == sum(nbytes(x, num_tokens) for x in leaves)
+    real, planned = cost_of(leaves), shape.cost(itemsize)
+    assert sorted(real.windows) == sorted(planned.windows)
+    assert (real.per_token, real.fixed) == (planned.per_token, planned.fixed)
+    assert real.num_caches == planned.num_caches
+    return shape
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", BUILT)
+def test_bytes_are_those_that_mlx_lm_holds(kind: str, dtype: str) -> None:
+    if kind in ON_METAL_ONLY and not mx.metal.is_available():
+        pytest.skip("its layers are Metal kernels")
+    check(kind, config_of(kind), dtype)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_models_are_planned_at_their_full_size(name: str) -> None:
+    """The weights of these models are never made: only their caches' shapes are."""
+    config = {**SILENT, **PUBLISHED[name]}
+    check(str(config["model_type"]), config, "bfloat16", num_tokens=1500)
+
+
+# What the fixtures leave out since no cache depends on it.
+SILENT = {
+    key: COMMON[key]
+    for key in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "tie_word_embeddings")
+}
+
+
+def test_what_is_refused_is_what_the_engine_refuses() -> None:
+    from engines.mlx_worker.cache.layout import CannotServe, probe
+
+    model = tiny_model("llama4", config_of("llama4"))
+    with pytest.raises(CannotServe) as engines_reason:
+        probe(model)
+    with pytest.raises(ModelRefused) as plans_reason:
+        cache_shape(config_of("llama4"))
+    assert str(engines_reason.value) in str(plans_reason.value)
+
+
+def test_the_caches_of_deepseek_v41_cannot_be_batched() -> None:
+    from mlx_lm.models.deepseek_v41 import LayerCache
+
+    assert not hasattr(LayerCache, "merge")
+    assert "LayerCache" in REFUSED["deepseek_v41"]
+
+
+def test_olmo_ends_the_process_that_loads_it() -> None:
+    code = "import mlx_lm.models.olmo"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode and "ai2-olmo" in ended.stdout + ended.stderr

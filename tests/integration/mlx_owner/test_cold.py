@@ -112,16 +112,31 @@ async def test_a_lossy_codec_restores_almost_the_same_probabilities(tmp_path: Pa
 async def test_a_boundary_snapshot_saves_what_an_edited_turn_still_shares(
     kind: str, tmp_path: Path
 ) -> None:
-    system, one = text(1, 140), session("one")
+    chat, one = text(1, 190), session("one")
     async with engine(kind, tmp_path) as it:
-        await it.turn(system + text(2, 60), one, boundaries=[140, 190])
+        await it.turn(chat + text(2, 10), one, boundaries=[140, 190])
         await it.settled()
-        edited = await it.turn(system + text(3, 60), one, boundaries=[140, 190])
-        other = await it.turn(system + text(4, 60), session("two"), boundaries=[140])
-        fresh = await it.turn(system + text(3, 60))
-    assert cache(edited).header() == "cold-ram; tokens=140; reason=diverged"
-    assert (cache(other).source, cache(other).cached_tokens) == ("cold-ram", 140)
+        edited = await it.turn(chat + text(3, 60), one, boundaries=[140, 245])
+        fresh = await it.turn(chat + text(3, 60))
+    assert cache(edited).header() == "cold-ram; tokens=190; reason=diverged"
     same(edited, fresh)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
+async def test_a_system_prompt_that_sessions_share_is_computed_twice_at_most(
+    kind: str, tmp_path: Path
+) -> None:
+    """The second session to begin so shows that it is shared, and leaves the state to others."""
+    system, names = text(1, 140), ("one", "two", "three")
+    turns = []
+    async with engine(kind, tmp_path) as it:
+        for i, name in enumerate(names):
+            prompt = system + text(2 + i, 60)
+            turns.append(await it.turn(prompt, session(name), boundaries=[140, 190]))
+            await it.settled()
+        fresh = await it.turn(system + text(4, 60))
+    assert [cache(x).cached_tokens for x in turns] == [0, 0, 140]
+    same(turns[2], fresh)
 
 
 @pytest.mark.parametrize("kind", UNTRIMMABLE)

@@ -68,17 +68,42 @@ def test_another_session_finds_the_state_at_a_boundary(store, session):
     assert trees_equal(restored.state, state_at(HISTORY, 37))
 
 
-def test_the_first_and_the_newest_states_are_kept(store):
+def test_the_newest_state_and_the_one_before_the_answer_are_kept(store):
     for n in (20, 40, 60, 80, 100, 120):
-        save(store, ref(), HISTORY[:n], [10, n])
+        save(store, ref(), HISTORY[:n], [10, n - 8, n])
     record = store.record(ref())
-    assert record is not None and record.snapshots == (10, 80, 100, 120)
-    assert num_snapshots(store) == 4
-    assert come_back(store, ref(), [*HISTORY[:70], 1])[0].num_tokens == 10
+    assert record is not None and record.snapshots == (112, 120)
+    assert num_snapshots(store) == 2
+    again = [*HISTORY[:112], 1]  # the answer is generated again
+    assert come_back(store, ref(), again)[1].num_tokens == 112
+    assert come_back(store, ref(), [*HISTORY[:70], 1])[0].num_tokens == 0
+
+
+def test_a_beginning_that_sessions_share_keeps_its_state_once():
+    store = open_store([ram()], needs_state=True)
+    system = HISTORY[:40]
+    prompts = [[*system, *tokens(60, seed)] for seed in (1, 2, 3)]
+    save(store, ref("a"), prompts[0], [37, 90, 100])
+    assert come_back(store, ref("b"), prompts[1], boundaries=[37])[0].num_tokens == 0
+    save(store, ref("b"), prompts[1], [37, 90, 100])
+    match, restored = come_back(store, ref("c"), prompts[2], boundaries=[37])
+    assert match.num_tokens == 37
+    assert trees_equal(restored.state, state_at(prompts[2], 37))
+    save(store, ref("c"), prompts[2], [90, 100])
+    longer = [*prompts[1], *tokens(20, 9)]
+    save(store, ref("b"), longer, [110, 120])  # it stays while others begin so, too
+    found = {x.id: x.snapshots for x in store.records()}
+    assert found == {"a": (90, 100), "b": (37, 110, 120), "c": (90, 100)}
+    store.forget(ref("a"))
+    store.forget(ref("c"))
+    save(store, ref("b"), [*longer, 5], [120, 121])
+    record = store.record(ref("b"))
+    assert record is not None and record.snapshots == (120, 121)
+    store.close()
 
 
 def test_states_of_an_abandoned_branch_go(store):
-    save(store, ref(), HISTORY[:100], [30, 60, 100])
+    save(store, ref(), HISTORY[:100], [30, 100])
     other = [*HISTORY[:50], *tokens(40, 8)]
     save(store, ref(), other, [90])
     record = store.record(ref())
@@ -115,7 +140,7 @@ def test_a_lost_state_is_left_out_of_the_next_record(store):
 
 def test_a_lost_chunk_takes_what_is_behind_it():
     store = open_store([ram()], needs_state=True)
-    save(store, ref(), HISTORY[:100], [30, 64, 100])
+    save(store, ref(), HISTORY[:100], [30, 100])
     chunks = store.keys.of(store.record(ref())).chunks
     store.ledger.stack.delete(0, [chunks[3]])
     match, restored = come_back(store, ref(), HISTORY)

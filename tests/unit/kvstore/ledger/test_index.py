@@ -7,7 +7,7 @@ from kvstore.by_tokens.records import SessionRecord
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
-from tests.kv_sessions import CHUNK, Clock, come_back, open_store, ram, ref, save, tokens
+from tests.kv_sessions import Clock, come_back, open_store, ram, ref, save, tokens
 
 HISTORY = tokens(200)
 
@@ -41,8 +41,8 @@ def test_another_history_has_other_keys(store):
     save(store, ref(), [*HISTORY[:150], 1, 2])
     after = store.record(ref())
     listed = store.ledger.index.blob_keys
-    assert listed(before) == store.keys.of(before).in_order(CHUNK) != listed(after)
-    assert listed(after) == store.keys.of(after).in_order(CHUNK)
+    assert listed(before) == store.keys.of(before).in_order() != listed(after)
+    assert listed(after) == store.keys.of(after).in_order()
 
 
 def test_the_list_of_sessions_is_bounded_and_loses_the_oldest():

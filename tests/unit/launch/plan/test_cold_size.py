@@ -13,10 +13,10 @@ from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, StoredModel
 from kvstore.tiers.ram_tier import RamTier
 from launch.plan.cache_shape import CacheShape, Window
-from launch.plan.cold_size import cold_bytes
-from launch.plan.families import cache_shape
+from launch.plan.cold_size import cold_size
+from launch.plan.families.table import cache_shape
 from tests.kv_sessions import kv_of, np, ref, tokens
-from tests.unit.launch.plan.test_families import DEEPSEEK_V3
+from tests.unit.launch.plan.published import DEEPSEEK_V3
 
 GIB = 1 << 30
 STORE = StoreConfig(ram_bytes=4 * GIB, disk_bytes=16 * GIB)
@@ -34,7 +34,7 @@ def test_a_session_that_was_really_stored_takes_as_much(codec, num_tokens):
     assert store.flush(30)
     held = tier.stats().nbytes
     store.close()
-    expected = cold_bytes(TINY, codec_by_name(codec), "bfloat16", num_tokens, STORE)
+    expected = cold_size(TINY, codec_by_name(codec), "bfloat16", num_tokens, STORE).total
     assert held == pytest.approx(expected, rel=0.01, abs=300)
 
 
@@ -53,11 +53,11 @@ def test_windows_and_state_are_counted_once_per_snapshot():
     assert store.flush(30)
     held = tier.stats().nbytes
     store.close()
-    expected = cold_bytes(shape, codec_by_name("tq3"), "bfloat16", 1000, config)
+    expected = cold_size(shape, codec_by_name("tq3"), "bfloat16", 1000, config).total
     # The plan takes every snapshot to be as long as the newest; the first one here is shorter.
     assert held == pytest.approx(expected, rel=0.15)
 
 
 def test_a_codec_that_must_not_pack_a_cache_is_refused():
     with pytest.raises(UnknownCodec, match="latent attention"):
-        cold_bytes(cache_shape(DEEPSEEK_V3), codec_by_name("tq3"), "bfloat16", 10, STORE)
+        cold_size(cache_shape(DEEPSEEK_V3), codec_by_name("tq3"), "bfloat16", 10, STORE)

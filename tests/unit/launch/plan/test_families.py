@@ -5,26 +5,21 @@ from __future__ import annotations
 import pytest
 
 from engines.kv_budget import stated_context
-from launch.plan.cache_shape import NotUnderstood
-from launch.plan.families import FAMILIES, REFUSED, cache_shape
+from launch.plan.cache_shape import ModelRefused, NotUnderstood
+from launch.plan.families.table import FAMILIES, NESTED, ON_VLLM, REFUSED, cache_shape
+from tests.unit.launch.plan.published import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    GEMMA3N_E4B,
+    GEMMA4_31B,
+    GPT_OSS_20B,
+    KIMI_LINEAR_48B,
+    LLAMA_8B,
+    MAMBA2_3B,
+    QWEN3_32B,
+    QWEN3_NEXT_80B,
+)
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
-QWEN3_32B = {
-    "model_type": "qwen3",
-    "hidden_size": 5120,
-    "head_dim": 128,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "use_sliding_window": False,
-}
 GEMMA3_4B = {  # nested, and silent about its heads
     "model_type": "gemma3",
     "text_config": {
@@ -33,49 +28,6 @@ GEMMA3_4B = {  # nested, and silent about its heads
         "num_hidden_layers": 34,
         "sliding_window": 1024,
     },
-}
-GPT_OSS_20B = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "head_dim": 64,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-}
-QWEN3_NEXT_80B = {
-    "model_type": "qwen3_next",
-    "hidden_size": 2048,
-    "head_dim": 256,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-}
-MAMBA2 = {
-    "model_type": "mamba2",
-    "num_hidden_layers": 64,
-    "num_heads": 80,
-    "head_dim": 64,
-    "state_size": 128,
-    "intermediate_size": 5120,
-    "n_groups": 1,
-    "conv_kernel": 4,
 }
 
 
@@ -105,7 +57,7 @@ def test_recurrent_state_does_not_grow():
     assert len(shape.growing) == 12
     state = 36 * (3 * (2 * 128 * 16 + 128 * 32) * 2 + 32 * 128 * 128 * 4)
     assert shape.hot_bytes(4096, 2) == 4096 * 12 * 2 * 2 * 256 * 2 + state
-    pure = cache_shape(MAMBA2)
+    pure = cache_shape(MAMBA2_3B)
     assert pure.hot_bytes(10, 2) == pure.hot_bytes(10**6, 2) > 0
 
 
@@ -119,13 +71,12 @@ def test_latent_attention_is_kept_exact():
     [
         ({}, "type None are not known"),
         ({"model_type": "brand_new"}, "brand_new are not known here"),
-        ({**LLAMA_8B, "model_type": "llama4"}, "chunked attention"),
+        ({**LLAMA_8B, "model_type": "llama4"}, "cannot batch the ChunkedKVCache"),
         ({**LLAMA_8B, "num_hidden_layers": None}, "num_hidden_layers = None"),
         ({**LLAMA_8B, "num_key_value_heads": -8}, "num_key_value_heads = -8"),
         ({**LLAMA_8B, "num_attention_heads": True}, "num_attention_heads = True"),
         ({**LLAMA_8B, "num_hidden_layers": 32.0}, r"num_hidden_layers = 32\.0"),
         ({**QWEN3_32B, "head_dim": None}, "head_dim = None"),
-        ({**QWEN3_32B, "use_sliding_window": True}, "sliding windows"),
         ({**LLAMA_8B, "layer_types": ["strange"] * 32}, "layer_types has strange"),
         ({**LLAMA_8B, "layer_types": ["full_attention"]}, "names 1 of 32"),
         ({**GPT_OSS_20B, "sliding_window": None}, "sliding_window = None"),
@@ -138,9 +89,61 @@ def test_what_is_not_understood_says_why(config, words):
 
 def test_no_type_is_both_known_and_refused():
     assert not set(FAMILIES) & set(REFUSED)
+    assert set(NESTED.values()) <= set(FAMILIES)
+    assert set(FAMILIES) == set(ON_VLLM)
+
+
+def test_layers_that_share_keep_nothing_of_their_own():
+    shape = cache_shape(GEMMA3N_E4B)
+    assert (len(shape.growing), len(shape.windows)) == (4, 16)  # of the first 20 of 35
+
+
+def test_layers_may_have_heads_of_several_sizes():
+    shape = cache_shape(GEMMA4_31B)
+    assert {(x.num_kv_heads, x.head_dim) for x in shape.growing} == {(4, 512)}
+    assert {(x.layer.num_kv_heads, x.layer.head_dim) for x in shape.windows} == {(16, 256)}
+    assert (len(shape.growing), len(shape.windows)) == (10, 50)
+
+
+def test_latents_between_states():
+    shape = cache_shape(KIMI_LINEAR_48B)
+    assert (len(shape.growing), shape.num_states) == (7, 20)
+    assert shape.elements_per_token == 7 * 576
+    assert "latent" in shape.exact_only
+
+
+def test_windows_that_mlx_lm_lacks_are_kept_whole():
+    shape = cache_shape({**QWEN3_32B, "use_sliding_window": True})
+    assert shape.hot_bytes(1000, 2) == cache_shape(QWEN3_32B).hot_bytes(1000, 2)
+    assert "every token of its sliding windows" in shape.notes[0]
+
+
+def test_the_same_model_may_be_kept_otherwise_by_vllm():
+    """mlx_lm unfolds the latents of DeepSeek V2, and all K and V rows can be packed."""
+    shape = cache_shape(DEEPSEEK_V2_LITE)
+    assert shape.elements_per_token == 27 * 16 * (192 + 128)
+    assert not shape.exact_only
+    gemma = {**LLAMA_8B, "model_type": "gemma2", "sliding_window": 4096}
+    assert len(cache_shape(gemma).windows) == 0
+    assert len(cache_shape(gemma, "vllm").windows) == 16
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (DEEPSEEK_V2_LITE, "one latent vector"),
+        (DEEPSEEK_V3, "one latent vector"),
+        (KIMI_LINEAR_48B, "one latent vector"),
+        (MAMBA2_3B, "no layer of the model keeps all tokens"),
+    ],
+)
+def test_what_vllm_cannot_keep_is_refused(config, words):
+    cache_shape(config)
+    with pytest.raises(ModelRefused, match=words):
+        cache_shape(config, "vllm")
 
 
 def test_the_longest_context():
     assert stated_context(LLAMA_8B) == 131072
-    assert stated_context(QWEN3_32B) is None
+    assert stated_context(GEMMA3_4B) is None
     assert stated_context({"text_config": {"max_position_embeddings": 7}}) == 7

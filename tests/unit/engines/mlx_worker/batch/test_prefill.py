@@ -5,7 +5,6 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from engines.mlx_worker.batch.prefill import (
-    MAX_SNAPSHOTS,
     OLDEST_EVERY,
     ChunkSizer,
     Prefiller,
@@ -60,16 +59,26 @@ def test_the_shortest_goes_first_and_the_oldest_is_not_starved() -> None:
     assert prefiller.num_ready == 2 and prefiller.admitted == [old, long]
 
 
-def test_snapshots_are_due_at_the_boundaries_to_come_and_at_the_end() -> None:
-    assert snapshot_positions(task(100, 0, (30, 60, 99, 100))) == [30, 60, 99]
-    assert snapshot_positions(task(100, 30, (30, 60))) == [60, 99]
-    assert snapshot_positions(task(100, 99, (30, 60))) == []
+def test_a_snapshot_is_due_behind_the_system_prompt_and_before_the_answer() -> None:
+    assert snapshot_positions(task(100, 0, (30, 95))) == [30, 95]
+    assert snapshot_positions(task(100, 30, (30, 95))) == [95]
+    assert snapshot_positions(task(100, 95, (30, 95))) == []
+    assert snapshot_positions(task(100, 0, tuple(range(10, 90, 10)))) == [10, 80]
 
 
-def test_of_many_boundaries_the_first_and_the_last_get_a_snapshot() -> None:
-    many = tuple(range(10, 90, 10))
-    found = snapshot_positions(task(100, 0, many))
-    assert found == [10, 70, 80, 99] and len(found) == MAX_SNAPSHOTS
+def test_without_boundaries_the_prompt_ends_before_the_answer() -> None:
+    assert snapshot_positions(task(100)) == [99]
+    assert snapshot_positions(task(100, 99)) == []
+    assert snapshot_positions(task(100, 0, (100,))) == [99]
+
+
+@pytest.mark.parametrize("boundaries", [(), (30, 95)])
+def test_a_sequence_that_goes_on_half_way_takes_none_inside_its_answer(boundaries) -> None:
+    one = task(100, 0, boundaries)
+    one.tokens = np.ones(150, np.int32)
+    assert snapshot_positions(one)[-1] == (95 if boundaries else 99)
+    one.num_cached = 120
+    assert snapshot_positions(one) == []
 
 
 def test_a_prompt_stops_at_each_snapshot_and_at_its_end() -> None:

@@ -59,6 +59,15 @@ def test_without_a_system_message_there_is_one_boundary(plain: Vocabulary) -> No
     assert len(write(plain, [USER]).boundaries) == 1
 
 
+def test_the_last_boundary_is_before_the_answer_without_a_marker(
+    plain: Vocabulary, tmp_path: Path
+) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    tokenizer._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompt = write(Vocabulary(tokenizer, plain.size), [SYSTEM, USER])
+    assert prompt.boundaries[-1] == len(prompt.token_ids) - 1
+
+
 def test_developer_is_system(plain: Vocabulary) -> None:
     developer = {**SYSTEM, "role": "developer"}
     assert write(plain, [developer, USER]) == write(plain, [SYSTEM, USER])

@@ -1,0 +1,99 @@
+"""Writes the tables of docs/models.md: what sessions of published models take, live and cold.
+
+Nothing is loaded or guessed: ``thermocline plan``'s own arithmetic over the fields of published
+config.json files on which a cache depends. bf16, the engine's chunks, two states per session where
+the model has states.
+
+    python benchmarks/plan_table.py              Markdown
+    python benchmarks/plan_table.py --json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from kvstore.codecs.presets import open_codec
+from kvstore.config import StoreConfig
+from kvstore.errors import UnknownCodec
+from launch.plan.cache_shape import CacheShape, ModelRefused
+from launch.plan.cold_size import cold_size
+from launch.plan.families.table import cache_shape
+from tests.unit.launch.plan.published import PUBLISHED
+
+LENGTHS = (8192, 32768)
+MIB = 1 << 20
+HEAD = ("model", "kept", "engines", "tokens", "live", "raw", "dense3", "states", "live : dense3")
+
+
+def kept(shape: CacheShape) -> str:
+    """How the layers keep their KV, in words."""
+    what = "latents" if "latent" in shape.exact_only else "K and V"
+    words = [f"{len(shape.growing)} {what}"] if shape.growing else []
+    if shape.windows:
+        longest = sorted({w.longest for w in shape.windows})
+        words.append(f"{len(shape.windows)} windows of {' and '.join(map(str, longest))}")
+    if shape.num_states:
+        words.append(f"{shape.num_states} states")
+    return ", ".join(words)
+
+
+def engines(config: dict[str, Any]) -> str:
+    """The engines that can keep its sessions cold."""
+    try:
+        cache_shape(config, "vllm")
+    except ModelRefused:
+        return "mlx"
+    return "both"
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """One row for each model and length; sizes in bytes, None where a codec is refused."""
+    for name, config in sorted(PUBLISHED.items(), key=lambda x: x[0].lower()):
+        shape = cache_shape(config)
+        for num_tokens in LENGTHS:
+            live = shape.hot_bytes(num_tokens, 2)
+            cold = {codec: _cold(shape, codec, num_tokens) for codec in ("raw", "dense3")}
+            yield {
+                "model": name,
+                "kept": kept(shape),
+                "engines": engines(config),
+                "tokens": num_tokens,
+                "live_bytes": live,
+                "raw_bytes": cold["raw"][0],
+                "dense3_bytes": cold["dense3"][0],
+                "state_bytes": cold["raw"][1],
+            }
+
+
+def _cold(shape: CacheShape, codec: str, num_tokens: int) -> tuple[int | None, int]:
+    try:
+        size = cold_size(shape, open_codec(codec, None), "bfloat16", num_tokens, StoreConfig())
+    except UnknownCodec:
+        return None, 0
+    return size.total, size.states
+
+
+def _mib(nbytes: int | None) -> str:
+    return "refused" if nbytes is None else f"{nbytes / MIB:.1f}"
+
+
+def markdown() -> Iterator[str]:
+    yield "| " + " | ".join(HEAD) + " |"
+    yield "|---|---|---|" + "---:|" * (len(HEAD) - 3)
+    before = ""
+    for row in rows():
+        first = [row["model"], row["kept"], row["engines"]] if row["model"] != before else [""] * 3
+        before, dense = row["model"], row["dense3_bytes"]
+        sizes = [_mib(row[f"{x}_bytes"]) for x in ("live", "raw", "dense3", "state")]
+        ratio = "" if dense is None else f"{row['live_bytes'] / dense:.2f}"
+        yield "| " + " | ".join([*first, str(row["tokens"]), *sizes, ratio]) + " |"
+
+
+if __name__ == "__main__":
+    if "--json" in sys.argv[1:]:
+        print(json.dumps(list(rows()), indent=2))
+    else:
+        print("\n".join(markdown()))

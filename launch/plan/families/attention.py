@@ -1,0 +1,158 @@
+"""Layers that keep K and V of every token: multi-head, grouped-query and multi-query attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.shapes import KVLayer
+from launch.plan.cache_shape import CacheShape
+from launch.plan.families.config import Config, Family
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of the fields that say how large K and V are.
+
+    ``may_be_mha``: without ``kv_heads`` there are as many as heads. ``dim_from_width``: without
+    ``dim`` the heads share the width; "" = they always do. Others have defaults of their own, which
+    are as easily wrong as a guess, so their config.json must say it.
+    """
+
+    layers: str = "num_hidden_layers"
+    heads: str = "num_attention_heads"
+    kv_heads: str = "num_key_value_heads"
+    width: str = "hidden_size"
+    dim: str = "head_dim"
+    may_be_mha: bool = False
+    dim_from_width: bool = True
+
+
+USUAL = Names()
+MHA = Names(may_be_mha=True)
+STATED = Names(dim_from_width=False)
+GPT = Names("n_layer", "n_head", "n_head", "n_embd")
+EXAONE = Names(layers="num_layers", may_be_mha=True)
+LILLE = Names("n_layer", "n_head", "n_kv_heads", "n_embd")
+STEP = Names(kv_heads="num_attention_groups", dim_from_width=False)
+SHARED_WIDTH = Names(dim="")
+BAICHUAN_WINDOWS = Names(
+    heads="num_swa_attention_heads", kv_heads="num_swa_key_value_heads", dim=""
+)
+TALKIE = Names(kv_heads="num_attention_heads", dim_from_width=False)
+QWEN1 = Names(kv_heads="num_attention_heads", dim="kv_channels", dim_from_width=False)
+
+
+def kv_layer(config: Config, names: Names = USUAL) -> KVLayer:
+    """One layer's K and V. Raises ``NotUnderstood``: a field is missing."""
+    num_heads = config.integer(names.heads)
+    num_kv_heads = config.integer(names.kv_heads, num_heads if names.may_be_mha else None)
+    derived = config.integer(names.width) // num_heads if names.dim_from_width else None
+    dim = config.integer(names.dim, derived)
+    return KVLayer(num_kv_heads, dim, dim)
+
+
+def dense(names: Names = USUAL) -> Family:
+    """Every layer keeps every token."""
+
+    def family(config: Config) -> CacheShape:
+        slides = config.flag("use_sliding_window") or "sliding_attention" in config.words(
+            "layer_types"
+        )
+        return keeps_windows_whole(names)(config) if slides else every_token(config, names)
+
+    return family
+
+
+def every_token(config: Config, names: Names = USUAL) -> CacheShape:
+    """Every layer keeps every token, whatever windows the model may have."""
+    return CacheShape((kv_layer(config, names),) * config.integer(names.layers))
+
+
+def keeps_windows_whole(names: Names = USUAL) -> Family:
+    """The model has sliding windows, and mlx_lm keeps all of their tokens."""
+
+    def family(config: Config) -> CacheShape:
+        layers = every_token(config, names).growing
+        return CacheShape(layers, notes=("mlx_lm keeps every token of its sliding windows, too",))
+
+    return family
+
+
+def multi_query(config: Config) -> CacheShape:
+    """GPT-BigCode: one head of K and V for all, if it says so."""
+    heads = config.integer("n_head")
+    dim = config.integer("n_embd") // heads
+    layer = KVLayer(1 if config.flag("multi_query") else heads, dim, dim)
+    return CacheShape((layer,) * config.integer("n_layer"))
+
+
+def afm7(config: Config) -> CacheShape:
+    """The last layers have no K and V of their own: they read those of an earlier one."""
+    layer = kv_layer(config, Names("num_layers", "num_heads", "num_kv_heads", "hidden_dim"))
+    num_own = config.integer("num_layers") - config.count("num_kv_reuse_layers")
+    return CacheShape((layer,) * num_own)
+
+
+def dbrx(config: Config) -> CacheShape:
+    dim = config.integer("d_model") // config.integer("n_heads")
+    layer = KVLayer(config.section("attn_config").integer("kv_n_heads"), dim, dim)
+    return CacheShape((layer,) * config.integer("n_layers"))
+
+
+def phixtral(config: Config) -> CacheShape:
+    heads = config.integer("num_heads")
+    dim = config.integer("model_dim") // heads
+    return CacheShape((KVLayer(heads, dim, dim),) * config.integer("num_layers"))
+
+
+def plamo(config: Config) -> CacheShape:
+    """Each head of K and V serves ``n_shared_head`` heads."""
+    heads = config.integer("num_attention_heads")
+    dim = config.integer("hidden_size") // heads
+    layer = KVLayer(-(-heads // config.integer("n_shared_head", 8)), dim, dim)
+    return CacheShape((layer,) * config.integer("num_hidden_layers"))
+
+
+def openelm(config: Config) -> CacheShape:
+    """The number of heads differs from layer to layer."""
+    dim = config.integer("head_dim")
+    return CacheShape(tuple(KVLayer(x, dim, dim) for x in config.integers("num_kv_heads")))
+
+
+def nemotron_nas(config: Config) -> CacheShape:
+    """Some layers have no attention, the others groups of different sizes."""
+    heads = config.integer("num_attention_heads")
+    dim = config.integer("hidden_size") // heads
+    kinds = [x.section("attention") for x in config.sections("block_configs")]
+    kept = [x for x in kinds if not (x.flag("no_op") or x.flag("replace_with_linear"))]
+    groups = [x.integer("n_heads_in_group") for x in kept]
+    return CacheShape(tuple(KVLayer(heads // x, dim, dim) for x in groups))
+
+
+def looped(config: Config) -> CacheShape:
+    """Nanbeige: the same layers are passed several times, with a cache for each time."""
+    num_loops = len(config.words("loop_loss_weights")) + 1
+    if num_loops == 1:
+        num_loops = config.integer("num_loops", 1)
+    layers = every_token(config).growing
+    return CacheShape(layers * num_loops)
+
+
+def hunyuan(config: Config) -> CacheShape:
+    """Cross-layer attention: a layer without K and V of its own keeps those that it reads again."""
+    return every_token(config)
+
+
+def expanded_latent(value_dim_from_width: bool = False) -> Family:
+    """Latent attention that is kept unfolded: K and V of each head."""
+
+    def family(config: Config) -> CacheShape:
+        heads = config.integer("num_attention_heads")
+        key = config.integer("qk_nope_head_dim") + config.integer("qk_rope_head_dim")
+        if value_dim_from_width:
+            value = config.integer("hidden_size") // heads
+        else:
+            value = config.integer("v_head_dim")
+        return CacheShape((KVLayer(heads, key, value),) * config.integer("num_hidden_layers"))
+
+    return family

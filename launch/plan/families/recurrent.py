@@ -1,0 +1,267 @@
+"""Layers with a state of fixed size, alone or between others that keep every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.shapes import KVLayer
+from launch.plan.cache_shape import CacheShape, NotUnderstood, Window
+from launch.plan.families.attention import MHA, SHARED_WIDTH, STATED, USUAL, kv_layer
+from launch.plan.families.config import Config
+from launch.plan.families.latents import MLA_REASON, latent_layer
+from launch.plan.families.windows import FULL, SLIDING, repeated
+
+
+@dataclass(frozen=True)
+class State:
+    """One layer's state: numbers in the engine's dtype, and numbers that are always float32."""
+
+    elements: int
+    float32: int = 0
+
+
+def between(growing: tuple[KVLayer, ...], state: State, num_states: int) -> CacheShape:
+    """Put so many layers with this state between others that grow."""
+    return CacheShape(
+        growing=growing,
+        state_elements=state.elements * num_states,
+        state_float32=state.float32 * num_states,
+        num_states=num_states,
+    )
+
+
+def delta_net_state(config: Config) -> State:
+    """A gated delta net: a short convolution's inputs, and a matrix for each head."""
+    key_dim, value_dim = (
+        config.integer("linear_key_head_dim"),
+        config.integer("linear_value_head_dim"),
+    )
+    num_keys, num_values = (config.integer(f"linear_num_{side}_heads") for side in ("key", "value"))
+    channels = 2 * key_dim * num_keys + value_dim * num_values
+    convolution = channels * (config.integer("linear_conv_kernel_dim") - 1)
+    return State(convolution, num_values * key_dim * value_dim)
+
+
+def qwen_next(config: Config) -> CacheShape:
+    """Qwen3-Next and Qwen3.5: linear attention, full every few layers."""
+    num_layers = config.integer("num_hidden_layers")
+    num_full = num_layers // config.integer("full_attention_interval", 4)
+    full = (kv_layer(config, STATED),) * num_full
+    return between(full, delta_net_state(config), num_layers - num_full)
+
+
+def olmo_hybrid(config: Config) -> CacheShape:
+    num_layers = config.integer("num_hidden_layers")
+    types = config.layer_types(repeated(["linear_attention"] * 3 + [FULL], num_layers))
+    full = (kv_layer(config, MHA),) * types.count(FULL)
+    return between(full, delta_net_state(config), num_layers - len(full))
+
+
+def mamba(config: Config) -> CacheShape:
+    """The first Mamba: no layer grows."""
+    width = config.integer("intermediate_size")
+    state = State(width * (config.integer("conv_kernel") - 1 + config.integer("state_size")))
+    return between((), state, config.integer("num_hidden_layers"))
+
+
+def mamba2_state(heads: int, dim: int, size: int, groups: int, kernel: int, width: int) -> State:
+    """Mamba 2: ``width`` + 2 x ``groups`` x ``size`` channels, and a matrix for each head."""
+    return State((width + 2 * groups * size) * (kernel - 1), heads * dim * size)
+
+
+def mamba2(config: Config) -> CacheShape:
+    heads, dim = config.integer("num_heads"), config.integer("head_dim")
+    state = mamba2_state(
+        heads,
+        dim,
+        config.integer("state_size"),
+        config.integer("n_groups"),
+        config.integer("conv_kernel"),
+        config.integer("intermediate_size"),
+    )
+    return between((), state, config.integer("num_hidden_layers"))
+
+
+def granite_hybrid(config: Config) -> CacheShape:
+    """Granite 4: Mamba 2 between a few layers of attention."""
+    types = config.layer_types([])
+    full = (kv_layer(config, SHARED_WIDTH),) * types.count("attention")
+    num_states = types.count("mamba")
+    return between(full, _mamba_fields(config) if num_states else State(0), num_states)
+
+
+def falcon_h1(config: Config) -> CacheShape:
+    """Attention and Mamba 2 beside each other in every layer."""
+    num_layers = config.integer("num_hidden_layers")
+    state = _mamba_fields(config, config.integer("mamba_d_ssm"))
+    return between((kv_layer(config, STATED),) * num_layers, state, num_layers)
+
+
+def _mamba_fields(config: Config, width: int | None = None) -> State:
+    heads, dim = config.integer("mamba_n_heads"), config.integer("mamba_d_head")
+    return mamba2_state(
+        heads,
+        dim,
+        config.integer("mamba_d_state"),
+        config.integer("mamba_n_groups"),
+        config.integer("mamba_d_conv"),
+        width or heads * dim,
+    )
+
+
+def nemotron_h(config: Config) -> CacheShape:
+    """``hybrid_override_pattern``: M is Mamba 2, * attention, - and E keep nothing."""
+    types = config.words("layers_block_type") or config.words("layer_types")
+    pattern = config.text("hybrid_override_pattern") or "".join(
+        config.words("hybrid_override_pattern")
+    )
+    num_states = pattern.count("M") if pattern else types.count("mamba")
+    num_full = pattern.count("*") if pattern else types.count("attention")
+    if not num_states + num_full:
+        raise NotUnderstood("its config.json has neither hybrid_override_pattern nor layer types")
+    heads, dim = config.integer("mamba_num_heads"), config.integer("mamba_head_dim")
+    size, groups = config.integer("ssm_state_size"), config.integer("n_groups")
+    state = mamba2_state(heads, dim, size, groups, config.integer("conv_kernel"), heads * dim)
+    return between((kv_layer(config),) * num_full, state, num_states)
+
+
+def jamba(config: Config) -> CacheShape:
+    """The first Mamba between layers of attention, all in the engine's dtype."""
+    num_layers = config.integer("num_hidden_layers")
+    types = config.words("layers_block_type")
+    if not types:
+        period, offset = config.integer("attn_layer_period"), config.count("attn_layer_offset")
+        types = ["attention" if i % period == offset else "mamba" for i in range(num_layers)]
+    width = config.integer("mamba_expand") * config.integer("hidden_size")
+    kept = config.integer("mamba_d_conv") - 1 + config.integer("mamba_d_state")
+    full = (kv_layer(config),) * types.count("attention")
+    return between(full, State(width * kept), types.count("mamba"))
+
+
+def plamo2(config: Config) -> CacheShape:
+    """Mamba 2 of its own kind in every ``mamba_step``-th layer but the first of each."""
+    num_layers, step = config.integer("num_hidden_layers"), config.integer("mamba_step")
+    if num_layers <= step // 2:
+        mambas = [i != num_layers - 1 for i in range(num_layers)]
+    else:
+        mambas = [i % step != step // 2 for i in range(num_layers)]
+    num_states = sum(mambas) if config.flag("mamba_enabled") else 0
+    dim, heads = config.integer("hidden_size_per_head"), config.integer("mamba_num_heads")
+    kernel, size = config.integer("mamba_d_conv"), config.integer("mamba_d_state")
+    state = State(heads * dim * (kernel - 1), heads * dim * size)
+    layer = KVLayer(config.integer("num_key_value_heads"), dim, dim)
+    return between((layer,) * (num_layers - num_states), state, num_states)
+
+
+def lfm2(config: Config) -> CacheShape:
+    """Short convolutions between a few attention layers."""
+    num_layers = config.integer("num_hidden_layers")
+    if config.has("full_attn_idxs"):
+        num_full = len(config.integers("full_attn_idxs"))
+    elif types := config.words("layer_types"):
+        num_full, num_layers = types.count(FULL), len(types)
+    else:
+        raise NotUnderstood("its config.json has no layer_types")
+    state = State(config.integer("hidden_size") * (config.integer("conv_L_cache") - 1))
+    return between((kv_layer(config),) * num_full, state, num_layers - num_full)
+
+
+def gear(config: Config) -> CacheShape:
+    """Full, sliding and convolutional layers."""
+    types = config.layer_types([])
+    layer = kv_layer(config, STATED)
+    num_convolutions = len(types) - types.count(FULL) - types.count(SLIDING)
+    kept = config.integer("conv_L_cache", 3) - 1
+    return CacheShape(
+        growing=(layer,) * types.count(FULL),
+        windows=(Window(layer, config.integer("sliding_window")),) * types.count(SLIDING),
+        state_elements=kept * layer.num_kv_heads * 2 * layer.head_dim * num_convolutions,
+        num_states=num_convolutions,
+    )
+
+
+def kimi_linear(config: Config) -> CacheShape:
+    """Delta attention with states between layers of latent attention."""
+    linear = config.section("linear_attn_config")
+    num_layers = config.integer("num_hidden_layers")
+    num_states = sum(0 < x <= num_layers for x in linear.integers("kda_layers"))
+    heads, dim = linear.integer("num_heads"), linear.integer("head_dim")
+    return latent_and_delta(
+        config, heads, dim, linear.integer("short_conv_kernel_size", 4), num_states
+    )
+
+
+def latent_and_delta(
+    config: Config, heads: int, dim: int, kernel: int, num_states: int
+) -> CacheShape:
+    """Three convolutions and a matrix for each head, between latents."""
+    state = State(3 * heads * dim * (kernel - 1), heads * dim * dim)
+    num_full = config.integer("num_hidden_layers") - num_states
+    shape = between((latent_layer(config),) * num_full, state, num_states)
+    return CacheShape(
+        shape.growing,
+        state_elements=shape.state_elements,
+        state_float32=shape.state_float32,
+        num_states=num_states,
+        exact_only=MLA_REASON,
+    )
+
+
+def _num_global(config: Config) -> int:
+    """The number of layers that are not linear: the last of each group, and of those left over."""
+    num_layers, group = config.integer("num_hidden_layers"), config.integer("layer_group_size")
+    whole = num_layers // group * group
+    return sum((i + 1) % group == 0 or i >= whole for i in range(num_layers))
+
+
+def bailing_linear(config: Config) -> CacheShape:
+    """Ling and Ring with linear attention: a matrix for each head."""
+    heads, num_full = config.integer("num_attention_heads"), _num_global(config)
+    dim = config.integer("head_dim", config.integer("hidden_size") // heads)
+    state = State(heads * dim * dim)
+    num_states = config.integer("num_hidden_layers") - num_full
+    return between((kv_layer(config, USUAL),) * num_full, state, num_states)
+
+
+def bailing_hybrid(config: Config) -> CacheShape:
+    """The same between layers of latent attention."""
+    heads, dim = config.integer("num_attention_heads"), config.integer("head_dim")
+    num_full = _num_global(config)
+    num_states = config.integer("num_hidden_layers") - num_full
+    return CacheShape(
+        (latent_layer(config),) * num_full,
+        state_float32=heads * dim * dim * num_states,
+        num_states=num_states,
+        exact_only=MLA_REASON,
+    )
+
+
+def bailing_v3(config: Config) -> CacheShape:
+    """Delta attention with states, and latents every ``layer_group_size`` layers."""
+    heads, dim = config.integer("num_attention_heads"), config.integer("head_dim")
+    kernel = config.integer("short_conv_kernel_size")
+    num_states = config.integer("num_hidden_layers") - _num_global(config)
+    return latent_and_delta(config, heads, dim, kernel, num_states)
+
+
+def recurrent_gemma(config: Config) -> CacheShape:
+    """Gated recurrences, and windows; no layer keeps every token."""
+    pattern = config.words("block_types") or config.words("_block_types")
+    if not pattern:
+        raise NotUnderstood("its config.json has no block_types")
+    types = repeated(pattern, config.integer("num_hidden_layers"))
+    num_states = types.count("recurrent")
+    layer, longest = kv_layer(config), config.integer("attention_window_size")
+    width = config.integer("hidden_size")
+    return CacheShape(
+        windows=(Window(layer, longest),) * (len(types) - num_states),
+        state_elements=width * config.integer("conv1d_width") * num_states,
+        num_states=num_states,
+    )
+
+
+def rwkv7(config: Config) -> CacheShape:
+    """Two shifted tokens, and a matrix for each head, in the engine's dtype."""
+    width, dim = config.integer("hidden_size"), config.integer("head_dim")
+    state = State(2 * width + width * dim)
+    return between((), state, config.integer("num_hidden_layers"))

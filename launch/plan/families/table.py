@@ -1,0 +1,190 @@
+"""Says which ``model_type`` keeps its KV in which way, and which cannot be served at all.
+
+What is not in the table is refused: a guess would be wrong by a factor, silently. The integration
+tests build a model of every type that mlx_lm has and compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from engines.cache_classes import LATENT_ON_VLLM, NOTHING_GROWS_ON_VLLM, cannot_batch
+from launch.plan.cache_shape import CacheShape, ModelRefused, NotUnderstood
+from launch.plan.families import attention, latents, recurrent, windows
+from launch.plan.families.attention import (
+    EXAONE,
+    GPT,
+    LILLE,
+    MHA,
+    QWEN1,
+    STATED,
+    TALKIE,
+    USUAL,
+    Names,
+    dense,
+    keeps_windows_whole,
+)
+from launch.plan.families.config import Config, Family
+from launch.plan.families.windows import FULL, SLIDING, by_layer_types, every_nth_full
+
+EngineName: TypeAlias = Literal["mlx", "vllm"]
+
+
+def cache_shape(content: Mapping[str, Any], engine: EngineName = "mlx") -> CacheShape:
+    """The cache of the model with this config.json, as this engine keeps it.
+
+    Raises:
+        ModelRefused: the engine cannot serve it, or not with cold sessions; says why.
+        NotUnderstood: unknown family, or a missing field. Says which.
+    """
+    config = Config(content)
+    kind = model_kind(config)
+    if engine == "mlx" and kind in REFUSED:
+        raise ModelRefused(f"models of type {kind} are refused: {REFUSED[kind]}")
+    families = FAMILIES if engine == "mlx" else ON_VLLM
+    if kind not in families:
+        raise NotUnderstood(
+            f"models of type {kind} are not known here, and a guess could be wrong by a factor"
+        )
+    shape = families[kind](config)
+    if engine == "vllm" and (reason := _not_on_vllm(shape)):
+        raise ModelRefused(f"models of type {kind} are refused: {reason}")
+    return shape
+
+
+def _not_on_vllm(shape: CacheShape) -> str:
+    """The reason why vLLM's sessions cannot be kept cold; "" if they can."""
+    if shape.exact_only:
+        return LATENT_ON_VLLM if shape.exact_only == latents.MLA_REASON else shape.exact_only
+    return "" if shape.growing else NOTHING_GROWS_ON_VLLM
+
+
+def model_kind(config: Config) -> str:
+    """The type that decides: the outer one where it says what the nested model is, else that."""
+    outer = config.outer_type
+    if outer in NESTED or outer in REFUSED:
+        return NESTED.get(outer, outer)
+    return config.model_type if config.model_type in FAMILIES else outer
+
+
+_NO_DEFAULTS = (
+    *("ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "mellum", "nanochat", "qwen3"),
+    *("qwen3_moe", "seed_oss", "solar_open"),
+)
+_DENSE: Mapping[Names, tuple[str, ...]] = {
+    STATED: tuple(x for x in _NO_DEFAULTS if x not in ("ernie4_5_moe", "mellum", "nanochat")),
+    USUAL: (
+        *("Klear", "apertus", "bailing_moe", "bitnet", "cohere", "dots1", "ernie4_5_moe"),
+        *("granite", "granitemoe", "helium", "hunyuan_v1_dense", "iquestcoder", "minicpm"),
+        *("minimax", "minimax_m2", "mimo", "mixtral", "nanochat", "nemotron", "phimoe", "qwen2"),
+        *("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "stablelm"),
+        *("starcoder2", "telechat3", "xverse", "llama4_text"),
+    ),
+    MHA: (
+        *("deepseek", "ernie4_5", "gpt_neox", "internlm2", "internlm3", "olmo2", "olmoe", "phi"),
+        *("phi3", "smollm3"),
+    ),
+    GPT: ("gpt2", "gptj"),
+    EXAONE: ("exaone",),
+    LILLE: ("lille-130m",),
+    TALKIE: ("talkie",),
+    QWEN1: ("qwen",),
+}
+_LATENT = (*("deepseek_v3", "glm4_moe_lite", "joyai_llm_flash", "kimi_k2", "mistral4"),)
+_LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+_THREE_SLIDE = (SLIDING, SLIDING, SLIDING, FULL)
+
+FAMILIES: Mapping[str, Family] = {
+    **{kind: dense(names) for names, kinds in _DENSE.items() for kind in kinds},
+    **dict.fromkeys(_LATENT, latents.latent()),
+    **dict.fromkeys(_LINEAR, recurrent.qwen_next),
+    **dict.fromkeys(("afmoe", "exaone_moe", "laguna", "mellum"), by_layer_types(STATED)),
+    **dict.fromkeys(
+        ("muse_glimmer", "muse_spark", "spark2_5"), by_layer_types(STATED, _THREE_SLIDE)
+    ),
+    **dict.fromkeys(("gemma3", "gemma3_text"), every_nth_full(6, STATED)),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), windows.gemma3n),
+    **dict.fromkeys(("gemma4", "gemma4_text"), windows.gemma4),
+    **dict.fromkeys(("kimi_k3", "kimi_linear"), recurrent.kimi_linear),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), recurrent.lfm2),
+    **dict.fromkeys(("mamba", "falcon_mamba"), recurrent.mamba),
+    "afm7": attention.afm7,
+    "baichuan_m1": windows.baichuan_m1,
+    "bailing_hybrid": recurrent.bailing_hybrid,
+    "bailing_moe_linear": recurrent.bailing_linear,
+    "bailing_moe_v3": recurrent.bailing_v3,
+    "cohere2": every_nth_full(4),
+    "dbrx": attention.dbrx,
+    "deepseek_v2": attention.expanded_latent(),
+    "deepseek_v32": latents.sparse_latent,
+    "exaone4": windows.exaone4,
+    "falcon_h1": recurrent.falcon_h1,
+    "gear": recurrent.gear,
+    "gemma2": keeps_windows_whole(STATED),
+    "glm_moe_dsa": latents.sparse_latent,
+    "gpt_bigcode": attention.multi_query,
+    "gpt_oss": by_layer_types(STATED, (SLIDING, FULL)),
+    "granitemoehybrid": recurrent.granite_hybrid,
+    "hunyuan": attention.hunyuan,
+    "iquestloopcoder": windows.iquest_loop,
+    "jamba": recurrent.jamba,
+    "llama": by_layer_types(MHA),
+    "longcat_flash": latents.latent("num_layers", 2),
+    "longcat_flash_ngram": latents.longcat_ngram,
+    "mamba2": recurrent.mamba2,
+    "mimo_v2_flash": windows.mimo_v2,
+    "minicpm3": attention.expanded_latent(value_dim_from_width=True),
+    "minimax_m3_vl": latents.minimax_m3,
+    "ministral3": by_layer_types(),
+    "mistral3": dense(MHA),
+    "mistral": by_layer_types(MHA),
+    "nanbeige": attention.looped,
+    "nemotron-nas": attention.nemotron_nas,
+    "nemotron_h": recurrent.nemotron_h,
+    "olmo3": every_nth_full(4, MHA, types_first=True),
+    "olmo_hybrid": recurrent.olmo_hybrid,
+    "openelm": attention.openelm,
+    "phi3small": keeps_windows_whole(),
+    "phixtral": attention.phixtral,
+    "plamo": attention.plamo,
+    "plamo2": recurrent.plamo2,
+    "plamo3": every_nth_full(8, STATED),
+    "recurrent_gemma": recurrent.recurrent_gemma,
+    "rwkv7": recurrent.rwkv7,
+    "step3p5": windows.step,
+    "youtu_llm": attention.expanded_latent(),
+}
+
+# vLLM keeps latents as they are, and forgets what is behind a window.
+ON_VLLM: Mapping[str, Family] = {
+    **FAMILIES,
+    **dict.fromkeys(("deepseek_v2", "minicpm3", "youtu_llm"), latents.latent()),
+    "gemma2": every_nth_full(2, STATED),
+}
+
+# Multimodal and other outer types, and the type that their nested text model has in mlx_lm.
+NESTED: Mapping[str, str] = {
+    "gemma4_unified": "gemma4",
+    "kimi_k25": "deepseek_v3",
+    "kimi_k3": "kimi_k3",
+    "kimi_vl": "deepseek_v3",
+    "llava": "mistral3",
+    "lfm2-vl": "lfm2",
+    "minimax_m3_vl": "minimax_m3_vl",
+    "mistral3": "mistral3",
+    "muse_spark": "muse_spark",
+    "phi-msft": "phixtral",
+    "pixtral": "mistral3",
+    "prism_hadamard_qwen35": "qwen3_5",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+
+# What mlx_lm has and this engine cannot serve.
+REFUSED: Mapping[str, str] = {
+    "deepseek_v41": cannot_batch("LayerCache"),
+    "deepseek_v41_text": cannot_batch("LayerCache"),
+    "llama4": cannot_batch("ChunkedKVCache"),
+    "olmo": "mlx_lm needs the package ai2-olmo for it, which is not among ours; take olmo2",
+}
