@@ -57,7 +57,7 @@ def _untimed(by_bits: Sequence[str]) -> Preferred:
 
 
 def _quick_enough(rows: Mapping[str, Quality], name: str, denser: str, most_share: float) -> str:
-    words = f"the densest within the bound that restores in {most_share:.0%} of a prefill: "
+    words = f"the densest within the bound that unpacks in {most_share:.0%} of a prefill: "
     words += _times(rows[name])
     if denser and rows[denser].restore_share is not None:
         words += f"; {denser} would take {_share(rows[denser]):.1%}"
@@ -68,7 +68,7 @@ def _times(row: Quality) -> str:
     assert row.restore_s is not None and row.prefill_s is not None
     seconds = [x * TOKENS / 1000 for x in (row.restore_s, row.prefill_s)]
     return (
-        f"{TOKENS:,} tokens come back in {seconds[0]:.3f} s instead of {seconds[1]:.2f} s,"
+        f"{TOKENS:,} tokens are unpacked in {seconds[0]:.3f} s and prefilled in {seconds[1]:.2f} s,"
         f" that is {_share(row):.1%}"
     )
 

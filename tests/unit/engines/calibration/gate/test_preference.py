@@ -45,10 +45,13 @@ def test_other_tiers_get_the_densest(share: float) -> None:
 
 def test_the_reason_has_the_times() -> None:
     reason = preferred(MEASURED, 0.1, fastest=True).reason
-    assert "in 10% of a prefill: 2,000 tokens come back in 0.180 s instead of 2.00 s" in reason
+    assert (
+        "in 10% of a prefill: 2,000 tokens are unpacked in 0.180 s and prefilled in 2.00 s"
+        in reason
+    )
     assert reason.endswith("that is 9.0%; max would take 12.0%")
     slow = preferred(MEASURED, 0.01, fastest=True).reason
-    assert "in 0.080 s instead of 2.00 s" in slow and "none takes 1%" in slow
+    assert "in 0.080 s and prefilled in 2.00 s" in slow and "none takes 1%" in slow
 
 
 def test_a_slower_prefill_makes_a_denser_preset_quick_enough() -> None:
