@@ -207,7 +207,7 @@ def make_plan(
         usable_context=hot.longest_context(),
         wanted_context=hot.wanted_context,
         wanted_hot_bytes=hot.running_bytes(hot.wanted_context),
-        budgets={"hot": hot.hot_bytes, **planner.cold_budgets},
+        budgets={"hot": hot.hot_bytes} | {str(x): n for x, n in planner.cold_budgets.items()},
         contexts=[planner.context(n) for n in contexts],
         notes=_notes(hot, store),
     )

@@ -23,7 +23,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     # Of reasoning chains. Only answers are judged there, which hang on single facts: they cost more
     # than a text does, and the bound is so many times that of texts.
     chain_factor: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    chain_top1: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.8
+    chain_top1: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.83
 
 
 def refusal(rows: Sequence[Quality], preset: str, bound: Bound) -> str:

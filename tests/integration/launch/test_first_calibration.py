@@ -122,7 +122,7 @@ def test_two_gateways_measure_once_and_both_adopt(folder: Path) -> None:
         assert codec | {"why": ""} == codec_of(two) | {"why": ""}  # which has one tier only
         for row in codec["rows"]:
             assert row["kl"] <= 0.01 and row["context"] == 1024
-            assert 0 < row["restore_s"] and 0 < row["prefill_s"] and row["chain_tokens"] > 0
+            assert min(row["restore_s"], row["prefill_s"], row["chain_tokens"]) > 0
         metrics = get(one, "/metrics")
         assert f'thermocline_codec_info{{codec="{codec["id"]}",tier="ram"}} 1.0' in metrics
         assert f'thermocline_codec_kl{{codec="{codec["id"]}",context="1024"}}' in metrics
