@@ -4,8 +4,11 @@ The machinery is that of ``thermocline calibrate``, so the figures are those of 
 cache: all bytes counted, what follows a prefix judged against the exact cache. vLLM is used where
 it is installed: it reads prompts several times as fast as mlx does on a CPU.
 
-    python benchmarks/quality.py [--engine vllm|mlx] [--model M] [--presets ours]
-        [--contexts 2048,6144] [--json OUT] [--markdown OUT.md] [--plot OUT.png]
+    python benchmarks/quality.py [--engine vllm|mlx] [--model M] [--dtype bfloat16] [--presets ours]
+        [--contexts 2048,6144] [--folder F] [--json OUT] [--markdown OUT.md] [--plot OUT.png]
+
+With ``--folder`` the profile is kept there, and another run with other presets adds to it. The last
+lines are what ``auto`` would choose for each tier, by that profile.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from engines.calibration.gate.choice import choose_tiers
 from engines.calibration.messages import CalibrationReport
+from kvstore.codecs.profile import load_profile
 from kvstore.codecs.quality import Quality, TextQuality
+from kvstore.config import StoreConfig
 from launch.calibrate.orders import USUAL_CONTEXTS, CalibrateOptions
 from launch.calibrate.output_files import write_json
 from launch.calibrate.plot import check_path, draw
@@ -30,32 +36,50 @@ from launch.errors import LaunchError, UsageError
 from launch.machine.interpreters import find_python
 from launch.settings.effective_settings import effective_settings
 
-HEAD = ("preset", "tokens", "bits", "ratio", "KL", "perplexity", "top 1", "needles", "cos K / V")
+HEAD = (
+    *("preset", "tokens", "bits", "ratio", "KL", "perplexity", "delta p", "top 1", "needles"),
+    *("KL of chains", "top 1 of chains", "restore / prefill", "cos K / V"),
+)
 
 
 def main() -> None:
     arguments = _arguments()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        assignments = [f"data_dir={folder}", f"engine.kind={arguments.engine}"]
-        flags = {"--model": arguments.model} if arguments.model else {}
-        settings = effective_settings(
-            layers(os.environ, assignments=assignments, flags=flags), os.environ
-        )
-        wishes = CalibrateOptions((), (), arguments.presets, arguments.contexts, True)
-        try:
-            report = calibrate(settings, wishes, os.environ)
-        except (LaunchError, UsageError) as error:
-            raise SystemExit(f"error: {error}") from error
+    with tempfile.TemporaryDirectory() as temporary:
+        report = _measured(arguments, arguments.folder or Path(temporary))
+        choices = _choices(Path(report.profile))
     print_report(report)
     text = markdown(report, time.monotonic() - started)
-    print("", text, sep="\n")
+    print("", text, choices, sep="\n")
     if arguments.markdown:
-        arguments.markdown.write_text(text)
+        arguments.markdown.write_text(f"{text}\n{choices}\n")
     if arguments.json:
         write_json(report, arguments.json)
     if arguments.plot:
         draw(report, arguments.plot)
+
+
+def _measured(arguments: argparse.Namespace, folder: Path) -> CalibrationReport:
+    assignments = [f"data_dir={folder}", f"engine.kind={arguments.engine}"]
+    assignments += [f"engine.dtype={arguments.dtype}"] if arguments.dtype else []
+    assignments += [f"engine.vllm.python={arguments.python}"] if arguments.python else []
+    flags = {"--model": arguments.model} if arguments.model else {}
+    wishes = CalibrateOptions((), (), arguments.presets, arguments.contexts, True)
+    try:
+        settings = effective_settings(
+            layers(os.environ, assignments=assignments, flags=flags), os.environ
+        )
+        return calibrate(settings, wishes, os.environ)
+    except (LaunchError, UsageError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _choices(path: Path) -> str:
+    """What ``auto`` chooses for each tier by the profile in this file, and why."""
+    profile = load_profile(path)
+    config = StoreConfig(redis_url="redis://another-machine")
+    found = choose_tiers(config, profile.layout, profile)
+    return "\n".join(f"- {tier}: {choice.why}" for tier, choice in found.items())
 
 
 def _arguments() -> argparse.Namespace:
@@ -63,7 +87,10 @@ def _arguments() -> argparse.Namespace:
     engine = "vllm" if find_python("") else "mlx"
     parser.add_argument("--engine", choices=("vllm", "mlx"), default=engine)
     parser.add_argument("--model", help="default: the sample model")
-    parser.add_argument("--presets", default="all", help="names, or: ours, all")
+    parser.add_argument("--python", help="interpreter of vLLM's environment")
+    parser.add_argument("--dtype", help="of the model; default: engine.dtype's")
+    parser.add_argument("--folder", type=Path, help="keep the profile there")
+    parser.add_argument("--presets", default="all", help="names, or: ours, usual, all")
     parser.add_argument("--contexts", help=f"default: {USUAL_CONTEXTS}")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -75,13 +102,21 @@ def _arguments() -> argparse.Namespace:
 
 
 def markdown(report: CalibrationReport, seconds: float) -> str:
-    """Two tables: of all texts, and of each kind of text by itself."""
+    """Three tables: of all texts, of each kind of text, and of each kind of problem."""
     parts = [f"{report.engine}, {report.dtype}, {seconds / 60:.0f} minutes on this machine.", ""]
     parts += table(HEAD, [list(_cells(row)) for row in report.rows])
     kinds = list(dict.fromkeys(kind(x.text) for row in report.rows for x in row.texts))
     parts += ["", "KL by kind of text:", ""]
     rows = [[row.preset, str(row.context), *_kl_of(row.texts, kinds)] for row in report.rows]
-    return "\n".join([*parts, *table(("preset", "tokens", *kinds), rows), ""])
+    parts += table(("preset", "tokens", *kinds), rows)
+    problems = list(dict.fromkeys(x.text for row in report.rows for x in row.chains))
+    parts += ["", "Chains, by kind of problem: KL at the answers, and how many stay the same:", ""]
+    rows = [[row.preset, str(row.context), *_answers_of(row.chains)] for row in report.rows]
+    return "\n".join([*parts, *table(("preset", "tokens", *problems), rows), ""])
+
+
+def _answers_of(chains: Sequence[TextQuality]) -> Iterator[str]:
+    yield from (f"{x.kl:.4f}, {x.top1:.0%}" for x in chains)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -96,8 +131,12 @@ def _cells(row: Quality) -> Iterator[str]:
     yield f"{16 / row.bits_per_element:.2f}x"
     yield f"{row.kl:.5f}"
     yield f"{row.perplexity_change_pct:+.2f} %"
+    yield "" if row.delta_p is None else f"{row.delta_p:.2%}"
     yield f"{row.top1:.1%}"
     yield f"{row.needle_found}/{row.needle_total}"
+    yield "" if row.chain_kl is None else f"{row.chain_kl:.4f}"
+    yield "" if row.chain_top1 is None else f"{row.chain_top1:.1%}"
+    yield "" if row.restore_share is None else f"{row.restore_share:.1%}"
     yield f"{row.cos_k:.4f} / {row.cos_v:.4f}"
 
 

@@ -211,10 +211,14 @@ def _codec_metrics(codec: CodecReport) -> Iterator[Metric]:
         ("kl", "Measured on this model: KL of the next token, nats."),
         ("top1", "Measured: share of positions with the same most likely token."),
         ("bits_per_element", "Measured: bits for each value, everything counted."),
+        ("chain_kl", "Measured: KL at the answers to reasoning chains, nats."),
+        ("restore_share", "Measured: time to unpack, as a share of a prefill."),
     ):
         gauge = GaugeMetricFamily(f"thermocline_codec_{field}", words, labels=["codec", "context"])
         for row in codec.rows:
-            gauge.add_metric([row.codec_id, str(row.context)], float(getattr(row, field)))
+            figure: float | None = getattr(row, field)
+            if figure is not None:  # None: an earlier release measured, or nothing was timed
+                gauge.add_metric([row.codec_id, str(row.context)], float(figure))
         yield gauge
 
 

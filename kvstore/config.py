@@ -12,7 +12,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 MIN_CHUNK_TOKENS: Final = 16
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
-# Of ``codec``: three bits if that keeps the bound on this model, else the densest that does.
+# Of ``codec``: what suits each tier among the presets that keep the bound on this model.
 AUTO: Final = "auto"
 
 
@@ -31,6 +31,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # A codec that loses something serves only where it was measured on this very model and stayed
     # within this: KL of the next token, in nats, against the exact cache. See ``quality``.
     max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
+    # Of ``auto``: a restore from the fastest tier may take so much of the prefill that it saves.
+    restore_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
     # Serve the codec that was named all the same: not measured, or out of bounds.
     accept_loss: bool = False
     # Measure a model that was not measured yet, at its first start, beside the service.

@@ -27,7 +27,9 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     window_tokens: Annotated[int, msgspec.Meta(ge=128)] = 1024
     num_scored: Positive = 256  # tokens after each prefix that are compared
     depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles
+    num_chains: Annotated[int, msgspec.Meta(ge=0)] = 4  # prefixes with problems; 0 = none
     chunk_tokens: Positive = 128  # of the cold store
+    num_threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # of the cold store; 0 = its default
     with_bounds: bool = True  # compute the bounds of theory, too; takes as long as learning
     data_path: str = ""  # where profiles, and digests of large files, are kept; "" = nowhere
     most_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of memory to take; 0 = what is free

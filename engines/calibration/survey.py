@@ -13,6 +13,7 @@ from engines.calibration.gate.profiles import make_folder, save
 from engines.calibration.instrument import Instrument
 from engines.calibration.learn import learn, samples_of, yardsticks
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
+from engines.calibration.measuring.chains import chain_cases
 from engines.calibration.measuring.measure import measure
 from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
 from kvstore.codecs.learning.bounds import RateDistortionBound
@@ -83,7 +84,7 @@ def survey(instrument: Instrument, order: CalibrationOrder) -> Survey:
     """
     cases = list(_cases(instrument, order))
     for context in order.contexts:
-        if not any(len(x.prefix) == context and not x.is_needle for x in cases):
+        if not any(len(x.prefix) == context and x.is_text for x in cases):
             needed = context + order.num_scored
             raise CannotCalibrate(f"no text has {needed} tokens; give longer ones by --eval-text")
     profile, sticks = _learned(instrument, order)
@@ -91,7 +92,9 @@ def survey(instrument: Instrument, order: CalibrationOrder) -> Survey:
     for codec in codecs.values():
         codec.check(instrument.layout)
         warm(codec, instrument.layout)
-    rows = measure(instrument, codecs, cases, order.chunk_tokens, sticks)
+    rows = measure(
+        instrument, codecs, cases, order.chunk_tokens, sticks, num_threads=order.num_threads
+    )
     most_bits = max((x.bits_per_element for x in rows if x.residual_error), default=0.0)
     bounds = [_water_filling(x, most_bits) for x in dict.fromkeys(sticks.values())]
     return Survey(replace(profile, rows=tuple(rows)), tuple(bounds))
@@ -121,3 +124,4 @@ def _cases(instrument: Instrument, order: CalibrationOrder) -> Iterator[Case]:
     for context in order.contexts:
         yield from text_cases(texts, encode, context, order.num_scored)
         yield from needle_cases(texts, encode, context, order.depths)
+        yield from chain_cases(texts, encode, context, order.num_chains, order.num_scored)

@@ -6,11 +6,10 @@ says in its header which codec it is in; whatever tier it lies in, it is read by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.codecs.base import Codec
-from kvstore.config import StoreConfig
 from kvstore.session import TierName
 
 
@@ -57,14 +56,3 @@ def distinct(codecs: Iterable[Codec]) -> tuple[Codec, ...]:
 
 def as_set(codecs: Codec | CodecSet) -> CodecSet:
     return codecs if isinstance(codecs, CodecSet) else CodecSet.one(codecs)
-
-
-def open_codecs(config: StoreConfig, open_one: Callable[[str], Codec]) -> CodecSet:
-    """Open the codecs that a configuration names; a tier without one of its own has memory's.
-
-    ``open_one`` is asked once for each name. Raises what it raises: ``UnknownCodec``.
-    """
-    names = (config.codec, config.disk_codec or config.codec, config.redis_codec or config.codec)
-    opened = {name: open_one(name) for name in dict.fromkeys(names)}
-    ram, disk, redis = (opened[name] for name in names)
-    return CodecSet(ram, disk, redis)

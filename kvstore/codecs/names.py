@@ -161,7 +161,20 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         "KIVI: groups of 32 values of two bits, keys by channel and values by token.",
         make=f"{_PAPERS}.kivi:kivi",
     ),
+    "fp8": CodecEntry(
+        8,
+        "Floats of 8 bits, e4m3, with a scale for each tensor: an engine's own fp8 KV cache.",
+        make=f"{_PAPERS}.fp8:fp8",
+    ),
+    "q8": CodecEntry(
+        8.5,
+        "Integers of 8 bits in blocks of 32 with a scale: q8_0 of llama.cpp.",
+        make=f"{_PAPERS}.q8:q8",
+    ),
 }
+
+# What is usual elsewhere and taken for harmless: measured with ours, to see what a loss amounts to.
+FLOOR: Final = ("fp8", "q8")
 
 CODECS: Final[dict[str, CodecEntry]] = {**OWN, **LITERATURE}
 # The product's codecs that need no profile.

@@ -28,7 +28,8 @@ from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
 
 MAGIC: Final = b"TCPF"
-VERSION: Final = 1
+VERSION: Final = 2  # 1: rows without reasoning chains and times
+READABLE: Final = (1, VERSION)
 DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 22
 MAX_BYTES: Final = 1 << 33
@@ -158,7 +159,7 @@ def _is_whole(file: BufferedReader, end: int) -> bool:
 def _header(text: bytes, path: Path) -> _Header:
     try:
         version = msgspec.json.decode(text)["version"]
-        if version != VERSION:
+        if version not in READABLE:
             raise Mismatch(f"{path}: version {version}, {VERSION} expected; calibrate again")
         return msgspec.json.decode(text, type=_Header)
     except (msgspec.MsgspecError, TypeError, KeyError) as error:

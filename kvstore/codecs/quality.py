@@ -6,7 +6,10 @@ import msgspec
 
 
 class TextQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The cost of a preset on one text, to see whether a kind of text suffers more than others."""
+    """The cost of a preset on one text, to see whether a kind of text suffers more than others.
+
+    Also on the answers to one kind of problem.
+    """
 
     text: str
     kl: float
@@ -17,7 +20,8 @@ class TextQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The cost of one preset at one context length.
 
-    All figures are finite: JSON knows no others.
+    All figures are finite: JSON knows no others. What is None was not measured, as in a profile of
+    an earlier release.
     """
 
     preset: str
@@ -42,3 +46,21 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     # Of a codec that has a scope: more than the water-filling bound of the same residual error.
     above_bound_bits: float | None = None
     texts: tuple[TextQuality, ...] = ()
+    # Probability of the token that the text has, packed less exact: the root of its mean square.
+    delta_p: float | None = None
+    # The same figures on the answers to reasoning chains, whose facts went through the codec.
+    chain_tokens: int = 0  # so many were judged; 0 = no chains were measured
+    chain_kl: float | None = None
+    chain_top1: float | None = None
+    chain_delta_p: float | None = None
+    chains: tuple[TextQuality, ...] = ()  # by kind of problem
+    # Seconds for 1,000 tokens of this context on the machine that measured, at its quickest.
+    prefill_s: float | None = None
+    restore_s: float | None = None  # to unpack them, with the threads of a cold store
+
+    @property
+    def restore_share(self) -> float | None:
+        """The time to unpack, in prefills of the same tokens; None if that was not timed."""
+        if self.prefill_s is None or self.restore_s is None:
+            return None
+        return self.restore_s / max(self.prefill_s, 1e-9)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engines.calibration.messages import CalibrationOrder
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from kvstore.chunk_size import USUAL_TOKENS
-from kvstore.codecs.names import CODECS, OWN
+from kvstore.codecs.names import CODECS, FLOOR, OWN
 from kvstore.codecs.presets import check_name
 from kvstore.config import AUTO
 from kvstore.errors import UnknownCodec
@@ -28,11 +28,14 @@ FIRST_PRESETS = ("dense3", "balanced", "tq4", "safe")
 FIRST_CONTEXT = 1024
 FIRST_SCORED = 128
 FIRST_WINDOWS = 8
+FIRST_CHAINS = 3
 BEHIND_CONTEXT: Final = 512  # tokens after the context: the scored ones, a needle's question
 MOST_CONTEXT: Final = 1 << 20  # tokens that an order may ask for
 SNIFFED_BYTES: Final = 1 << 16  # of a file, to see whether it is text
 # Names that stand for several presets.
-GROUPS: Final = {"ours": tuple(OWN), "all": tuple(CODECS)}
+GROUPS: Final = {"ours": tuple(OWN), "usual": FLOOR, "all": tuple(CODECS)}
+# With what is usual elsewhere beside them: a figure alone says little.
+USUAL_PRESETS: Final = "ours,usual"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class CalibrateOptions:
 
     texts: Sequence[Path]
     eval_texts: Sequence[Path]
-    presets: str | None  # names, or "ours", "all", separated by commas; None = ours
+    presets: str | None  # names and groups, separated by commas; None = ours and the usual
     contexts: str | None  # None = the usual ones that the model can take
     needles: bool
 
@@ -67,6 +70,7 @@ def order_of(effective: EffectiveSettings, options: CalibrateOptions) -> Calibra
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
+        num_threads=effective.settings.store.num_threads,
         data_path=str(effective.folders.data),
         most_bytes=available_memory(),
         log_level=effective.settings.log_level,
@@ -114,7 +118,9 @@ def first_order(effective: EffectiveSettings) -> CalibrationOrder:
         num_scored=FIRST_SCORED,
         depths=(0.5,),
         with_bounds=False,  # nobody looks at them, and they cost as much as learning
+        num_chains=FIRST_CHAINS,
         chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
+        num_threads=store.num_threads,
         data_path=str(effective.folders.data),
         log_level=settings.log_level,
     )
@@ -122,7 +128,7 @@ def first_order(effective: EffectiveSettings) -> CalibrationOrder:
 
 def presets_of(names: str | None) -> tuple[str, ...]:
     """The presets behind a list of names and groups, each once. Raises ``UsageError``."""
-    wanted = [x.strip() for x in ("ours" if names is None else names).split(",")]
+    wanted = [x.strip() for x in (USUAL_PRESETS if names is None else names).split(",")]
     each = dict.fromkeys(preset for name in wanted for preset in GROUPS.get(name, (name,)))
     for name in each:
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from engines.calibration.messages import CalibrationReport, WaterFilling
-from kvstore.codecs.names import OWN
+from kvstore.codecs.names import FLOOR, OWN
 from kvstore.codecs.quality import Quality
 from launch.calibrate.output_files import check_output, whole_file
 from launch.calibrate.plot_labels import place_labels
@@ -23,7 +23,10 @@ LEAST_KL: Final = 1e-5  # smaller ones are rounding errors
 MOST_DB: Final = 3.0  # larger errors are drawn here
 INSTALL: Final = "pip install 'thermocline[plot]'"
 BITS: Final = "bits per element, everything counted"
-GROUPS: Final = (("ours", "o", "tab:blue"), ("of the literature", "s", "tab:orange"))
+OURS: Final = "ours"
+USUAL: Final = "usual elsewhere"
+PAPERS: Final = "of the literature"
+GROUPS: Final = ((OURS, "o", "tab:blue"), (USUAL, "P", "tab:green"), (PAPERS, "s", "tab:orange"))
 CONTEXT_MARKERS: Final = "o^Dv*"
 
 
@@ -60,8 +63,10 @@ def draw(report: CalibrationReport, path: Path) -> None:
 def _draw_quality(axes: Axes, rows: Sequence[Quality], contexts: Sequence[int]) -> None:
     """KL against bits. Each context has its own marker; presets are named at the first context."""
     for number, context in enumerate(contexts):
-        for ours, (group, _, color) in zip((True, False), GROUPS, strict=True):
-            shown = [x for x in rows if x.context == context and (x.preset in OWN) == ours]
+        for group, _, color in GROUPS:
+            shown = [x for x in rows if x.context == context and _group(x.preset) == group]
+            if not shown:
+                continue
             axes.scatter(
                 [row.bits_per_element for row in shown],
                 [max(row.kl, LEAST_KL) for row in shown],
@@ -117,12 +122,16 @@ def _draw_residuals(axes: Axes, rows: Sequence[Quality], bounds: Sequence[WaterF
 def _draw_points(
     axes: Axes, rows: Sequence[Quality], points: Sequence[tuple[float, float]]
 ) -> None:
-    for ours, (group, marker, color) in zip((True, False), GROUPS, strict=True):
+    for group, marker, color in GROUPS:
         pairs = zip(rows, points, strict=True)
-        shown = [point for row, point in pairs if (row.preset in OWN) == ours]
+        shown = [point for row, point in pairs if _group(row.preset) == group]
         if shown:
             right, up = zip(*shown, strict=True)
             axes.scatter(right, up, marker=marker, c=color, label=group, zorder=3)
+
+
+def _group(preset: str) -> str:
+    return OURS if preset in OWN else USUAL if preset in FLOOR else PAPERS
 
 
 def _draw_gaussian(axes: Axes, rows: Sequence[Quality]) -> None:

@@ -157,7 +157,8 @@ def calibrate(
         list[Path] | None, typer.Option(metavar="FILE", help="Judge by this; may be repeated.")
     ] = None,
     presets: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME", help="Codecs to measure, or: ours, all.")
+        str | None,
+        typer.Option(metavar="NAME,NAME", help="Codecs to measure, or: ours, usual, all."),
     ] = None,
     contexts: Annotated[
         str | None,

@@ -16,6 +16,7 @@ from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
+from kvstore.session import TierName
 from kvstore.shapes import DType
 from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
@@ -122,16 +123,27 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
     return msgspec.structs.replace(plan, engine=effective.engine_kind, notes=[*plan.notes, *note])
 
 
-def _choices(effective: EffectiveSettings) -> tuple[Mapping[str, Choice], list[str]]:
-    """The codec that ``serve`` will use for each name in the settings, and what to say of it."""
-    given = effective.settings.store.codec
+def _choices(effective: EffectiveSettings) -> tuple[Mapping[TierName, Choice], list[str]]:
+    """The codec that ``serve`` will use for each tier, and what to say of it."""
+    store = effective.settings.store
     try:
         choices = expected_choices(effective)
     except (CodecRefused, UnknownCodec) as error:
-        return {}, [f"serve will refuse codec {given}: {error}"]
+        return {}, [f"serve will refuse codec {store.codec}: {error}"]
+    own = {"disk": store.disk_codec, "redis": store.redis_codec}
+    notes: dict[str, dict[tuple[str, str], list[str]]] = {}  # tiers, by setting and what it led to
+    for tier, choice in choices.items():
+        found = notes.setdefault(own.get(tier) or store.codec, {})
+        found.setdefault((choice.name, choice.why), []).append(tier)
     return choices, [
-        f"codec {x} is {choice.name} here: {choice.why}" for x, choice in choices.items()
+        f"codec {given} is {name} {_where(tiers, len(found))}: {why}"
+        for given, found in notes.items()
+        for (name, why), tiers in found.items()
     ]
+
+
+def _where(tiers: Sequence[str], num_choices: int) -> str:
+    return f"in {' and '.join(tiers)}" if num_choices > 1 else "here"
 
 
 def _as_saved(effective: EffectiveSettings) -> StoreConfig:
@@ -165,7 +177,7 @@ def make_plan(
     contexts: Sequence[int],
     store: StoreConfig,
     profile: Profile | None = None,
-    choices: Mapping[str, Choice] | None = None,
+    choices: Mapping[TierName, Choice] | None = None,
 ) -> Plan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
@@ -176,7 +188,7 @@ def make_plan(
         dtype: of the live cache.
         store: the budgets of the tiers.
         profile: what was measured of the model; None = nothing.
-        choices: the codec that will serve, for each name in the settings.
+        choices: the codec that will serve, for each tier.
     """
     shape, itemsize = hot.shape, hot.itemsize
     longest = max((w.longest for w in shape.windows), default=0)
@@ -195,7 +207,7 @@ def make_plan(
         usable_context=hot.longest_context(),
         wanted_context=hot.wanted_context,
         wanted_hot_bytes=hot.running_bytes(hot.wanted_context),
-        budgets={"hot": hot.hot_bytes, **planner.cold_budgets},
+        budgets={"hot": hot.hot_bytes} | {str(x): n for x, n in planner.cold_budgets.items()},
         contexts=[planner.context(n) for n in contexts],
         notes=_notes(hot, store),
     )
@@ -224,12 +236,12 @@ class _Planner:
     dtype: DType
     store: StoreConfig
     profile: Profile | None
-    choices: Mapping[str, Choice]
+    choices: Mapping[TierName, Choice]
 
     @property
-    def cold_budgets(self) -> dict[str, int]:
+    def cold_budgets(self) -> dict[TierName, int]:
         """Bytes by tier."""
-        budgets = {"ram": self.store.ram_bytes, "disk": self.store.disk_bytes}
+        budgets: dict[TierName, int] = {"ram": self.store.ram_bytes, "disk": self.store.disk_bytes}
         return budgets | ({"redis": self.store.redis_bytes} if self.store.redis_url else {})
 
     def context(self, num_tokens: int) -> ContextPlan:
@@ -248,9 +260,8 @@ class _Planner:
             cold=[self._cold(x, num_tokens) for x in dict.fromkeys([*READY, *named, *learned])],
         )
 
-    def _tier(self, tier: str, num_tokens: int) -> TierPlan | None:
-        own = {"disk": self.store.disk_codec, "redis": self.store.redis_codec}
-        choice = self.choices.get(own.get(tier, "") or self.store.codec)
+    def _tier(self, tier: TierName, num_tokens: int) -> TierPlan | None:
+        choice = self.choices.get(tier)
         if choice is None:
             return None
         cold = self._cold(choice.name, num_tokens)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engines.calibration.gate.choice import Choice, choose, exact
+from engines.calibration.gate.choice import Choice, choose_tiers, exact
 from engines.packed_budget import HOT_CODECS
 from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout
 from launch.calibrate.profile_notes import find_profile
 from launch.model import find_model
@@ -14,27 +15,23 @@ from launch.plan.served_cache import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
 
-def expected_choices(effective: EffectiveSettings) -> Mapping[str, Choice]:
-    """The codec that the engine would choose for each name in the settings.
-
-    The first name is ``store.codec``; then follow the codecs that a tier has of its own.
+def expected_choices(effective: EffectiveSettings) -> Mapping[TierName, Choice]:
+    """The codec that the engine would choose for each tier.
 
     Raises:
-        CodecRefused, UnknownCodec: see ``choose``.
+        CodecRefused, UnknownCodec: see ``choose_tiers``.
         NotUnderstood: config.json does not say what the model's cache is like.
         UsageError, LaunchError: there is no such model.
     """
     engine, store = effective.settings.engine, effective.settings.store
-    named = (store.codec, store.disk_codec, store.redis_codec)
-    names = tuple(dict.fromkeys(x or store.codec for x in named))
     content = find_model(engine.model, effective.folders.cache).config()
     shape, profile = served_cache(effective, content), find_profile(effective)
     if shape.exact_only:
-        return dict.fromkeys(names, exact(shape.exact_only))
+        return dict.fromkeys(TIER_NAMES, exact(shape.exact_only))
     layout = KVLayout(served_dtype(effective, content), shape.growing)
     if profile is not None:
         layout = profile.layout  # of one rank
     if num_bits := HOT_CODECS.get(engine.hot_codec):
         layout = PackedLayout(dtype=layout.dtype, layers=layout.layers, num_bits=num_bits)
     unmeasurable = "windows and recurrent state" if shape.needs_state else ""
-    return {x: choose(x, store, layout, profile, unmeasurable) for x in names}
+    return choose_tiers(store, layout, profile, unmeasurable)

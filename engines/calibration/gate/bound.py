@@ -20,6 +20,10 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     # Against disasters that KL, a mean, could hide.
     top1: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
+    # Of reasoning chains. Only answers are judged there, which hang on single facts: they cost more
+    # than a text does, and the bound is so many times that of texts.
+    chain_factor: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    chain_top1: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.83
 
 
 def refusal(rows: Sequence[Quality], preset: str, bound: Bound) -> str:
@@ -35,4 +39,27 @@ def refusal(rows: Sequence[Quality], preset: str, bound: Bound) -> str:
             return f"{at} keeps {row.top1:.1%} of the most likely tokens, under {bound.top1:.0%}"
         if row.needle_found < row.needle_total:
             return f"{at} lost {row.needle_total - row.needle_found} of {row.needle_total} needles"
+        if words := _chains_refusal(row, bound):
+            return f"{at} {words}"
+    return ""
+
+
+def _chains_refusal(row: Quality, bound: Bound) -> str:
+    """The rest of a sentence on what it does to reasoning chains; "" if they keep the bound.
+
+    A row of an earlier release has no chains, and is judged by what it has.
+    """
+    if row.chain_tokens == 0 or row.chain_kl is None or row.chain_top1 is None:
+        return ""
+    most = bound.chain_factor * bound.kl
+    if not row.chain_kl <= most:
+        return (
+            f"loses the thread of reasoning: a KL of {row.chain_kl:.4f} at the answers to chains,"
+            f" above the bound of {most:g}"
+        )
+    if not row.chain_top1 >= bound.chain_top1:
+        return (
+            f"loses the thread of reasoning: {row.chain_top1:.1%} of the answers to chains stay the"
+            f" same, under {bound.chain_top1:.0%}"
+        )
     return ""

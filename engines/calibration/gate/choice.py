@@ -5,10 +5,13 @@ Every engine chooses at its start, and again whenever something was measured.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from engines.calibration.gate.bound import Bound, refusal
+from engines.calibration.gate.preference import UNTIMED, preferred
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import EXACT, LEARNABLE, OWN
 from kvstore.codecs.presets import codec_by_name, open_codec
@@ -17,9 +20,10 @@ from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
+from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout
 
-FIRST: Final = "dense3"  # ``auto`` takes it wherever it keeps the bound
+FIRST: Final = UNTIMED  # without a row of it a model counts as not measured yet
 _OVERRULE: Final = "accept the loss with store.accept_loss = true"
 
 
@@ -34,6 +38,58 @@ class Choice:
     unmeasured: bool = False  # a calibration may lead to another choice
 
 
+@dataclass(frozen=True)
+class _Offers:
+    """The presets that ``auto`` chooses among, for every tier."""
+
+    good: Mapping[str, Choice]  # measured, and within the bound
+    refused: Mapping[str, Choice]  # measured, and out of it; ``why`` says how far
+    unmeasured: bool
+    missing: str  # why there is no row of ``FIRST``; "" if there is one
+
+
+def choose_tiers(
+    config: StoreConfig, layout: KVLayout, profile: Profile | None, unmeasurable: str = ""
+) -> dict[TierName, Choice]:
+    """The codec of each tier: that of its own setting, or else of ``store.codec``.
+
+    For arguments and errors see ``choose``. Where ``auto`` decides, the fastest tier that is in use
+    may get another codec than those behind it.
+    """
+    names: dict[TierName, str] = {
+        "ram": config.codec,
+        "disk": config.disk_codec or config.codec,
+        "redis": config.redis_codec or config.codec,
+    }
+    auto = AUTO in names.values() and _has_choice(layout)
+    offers = _offers(config, layout, profile, unmeasurable) if auto else None
+
+    @functools.cache  # a codec that several tiers have is made once
+    def choice(name: str, fastest: bool) -> Choice:
+        if name == AUTO and offers is not None:
+            return _from(offers, config, fastest=fastest)
+        return choose(name, config, layout, profile, unmeasurable)
+
+    quick = fastest_tiers(config)
+    return {tier: choice(name, name == AUTO and tier in quick) for tier, name in names.items()}
+
+
+def fastest_tiers(config: StoreConfig) -> tuple[TierName, ...]:
+    """The fastest tier that is in use, and those before it."""
+    first = next(iter(tiers_in_use(config)), TIER_NAMES[-1])
+    return TIER_NAMES[: TIER_NAMES.index(first) + 1]
+
+
+def tiers_in_use(config: StoreConfig) -> tuple[TierName, ...]:
+    """The tiers that have room, the fastest first."""
+    room: dict[TierName, bool] = {
+        "ram": config.ram_bytes > 0,
+        "disk": config.disk_bytes > 0,
+        "redis": bool(config.redis_url) and config.redis_bytes > 0,
+    }
+    return tuple(tier for tier, has_room in room.items() if has_room)
+
+
 def choose(
     name: str,
     config: StoreConfig,
@@ -41,7 +97,9 @@ def choose(
     profile: Profile | None,
     unmeasurable: str = "",
 ) -> Choice:
-    """The codec of that name, or ``auto``, if it may serve this model, else an exact one.
+    """The codec of that name, if it may serve this model, else an exact one.
+
+    ``auto`` is the choice for the fastest tier.
 
     Args:
         config: the bound, and what the operator accepts.
@@ -57,7 +115,7 @@ def choose(
     if not layout.layers:
         return exact("this model keeps nothing that a codec could pack")
     if name == AUTO:
-        return _auto(Bound(kl=config.max_kl), layout, profile, unmeasurable)
+        return _from(_offers(config, layout, profile, unmeasurable), config, fastest=True)
     return _named(name, config, layout, profile, unmeasurable)
 
 
@@ -84,20 +142,47 @@ def _packed(
     return replace(choice, why=f"the loss was accepted: {refused}") if refused else choice
 
 
-def _auto(bound: Bound, layout: KVLayout, profile: Profile | None, unmeasurable: str) -> Choice:
-    first = _measured(FIRST, layout, profile)
-    if first is not None and not _refusal(first, bound):
-        return first
-    why = _refusal(first, bound) if first else f"{FIRST} was not measured on this model yet"
+def _has_choice(layout: KVLayout) -> bool:
+    return bool(layout.layers) and not isinstance(layout, PackedLayout)
+
+
+def _offers(
+    config: StoreConfig, layout: KVLayout, profile: Profile | None, unmeasurable: str
+) -> _Offers:
+    bound = Bound(kl=config.max_kl)
+    choices = (_measured(name, layout, profile) for name in _by_density(profile))
+    measured = {x.name: x for x in choices if x is not None}
+    refused = {
+        name: replace(x, why=why) for name, x in measured.items() if (why := _refusal(x, bound))
+    }
+    missing = "" if FIRST in measured else f"{FIRST} was not measured on this model yet"
     if unmeasurable:
-        why = f"no codec can be measured here: {unmeasurable}"
-    unmeasured = first is None and not unmeasurable
-    for name in _by_density(profile):
-        other = _measured(name, layout, profile)
-        if other is not None and not _refusal(other, bound):
-            words = f"{why}; of those within the bound the densest is {other.why}"
-            return replace(other, why=words, unmeasured=unmeasured)
-    return exact(why, unmeasured=unmeasured)
+        missing = f"no codec can be measured here: {unmeasurable}"
+    return _Offers(
+        good={name: x for name, x in measured.items() if name not in refused},
+        refused=refused,
+        unmeasured=FIRST not in measured and not unmeasurable,
+        missing=missing,
+    )
+
+
+def _from(offers: _Offers, config: StoreConfig, *, fastest: bool) -> Choice:
+    """The choice for a tier; also says which denser presets, and ``FIRST``, are out of bounds."""
+    told = [offers.missing, *(x.why for x in offers.refused.values())]
+    if not offers.good:
+        return exact("; ".join(filter(None, told)), unmeasured=offers.unmeasured)
+    rows = {name: x.rows for name, x in offers.good.items()}
+    name, reason = preferred(rows, config.restore_share, fastest=fastest)
+    found = offers.good[name]
+    told = [offers.missing] + [
+        x.why for x in offers.refused.values() if x.name == FIRST or _bits(x) < _bits(found)
+    ]
+    words = "; ".join(filter(None, [found.why, reason, *told]))
+    return replace(found, why=words, unmeasured=offers.unmeasured)
+
+
+def _bits(choice: Choice) -> float:
+    return choice.rows[-1].bits_per_element
 
 
 def _named(
@@ -186,8 +271,14 @@ def _by_density(profile: Profile | None) -> list[str]:
     return sorted((name for name in OWN if name in bits), key=bits.__getitem__)
 
 
-def _figures(name: str, rows: list[Quality]) -> str:
-    return f"{name}: " + ", ".join(
-        f"KL {x.kl:.4f} at {x.context} tokens, {x.bits_per_element:.2f} bits per value"
-        for x in rows
-    )
+def _figures(name: str, rows: Sequence[Quality]) -> str:
+    words = f"{name}: " + ", ".join(map(_figures_of, rows))
+    if all(x.chain_tokens for x in rows):
+        return words
+    return f"{words}; never judged by reasoning chains, for that run: thermocline calibrate"
+
+
+def _figures_of(row: Quality) -> str:
+    chains = "" if row.chain_kl is None else f" (of chains {row.chain_kl:.4f})"
+    size = f"{row.bits_per_element:.2f} bits per value"
+    return f"KL {row.kl:.4f} at {row.context} tokens{chains}, {size}"

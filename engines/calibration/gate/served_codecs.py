@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Protocol
 
 import msgspec
 
-from engines.calibration.gate.choice import Choice, choose, exact
+from engines.calibration.gate.choice import Choice, choose, choose_tiers, exact, tiers_in_use
 from engines.calibration.gate.profiles import profile_path
-from engines.wire import CodecReport, TierName
-from kvstore.blobs.codec_set import CodecSet, open_codecs
-from kvstore.codecs.base import Codec
+from engines.wire import CodecReport
+from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, UnknownCodec
+from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout
 
 logger = logging.getLogger(__name__)
@@ -33,20 +34,39 @@ class AdoptCodecs(Protocol):
 
 @dataclass(frozen=True)
 class _Chosen:
-    codecs: CodecSet
-    choices: Mapping[str, Choice]  # by the name that the settings have
+    choices: Mapping[TierName, Choice]
+
+    @functools.cached_property
+    def codecs(self) -> CodecSet:
+        ram, disk, redis = (self.choices[tier].codec for tier in TIER_NAMES)
+        codecs = CodecSet(ram, disk, redis)
+        if _all_exact(codecs):
+            return codecs
+        return replace(codecs, readable=(exact("").codec,))  # from before the measurement
+
+    @property
+    def different(self) -> list[Choice]:
+        """The choices without repetition, the fastest tier's first."""
+        found: list[Choice] = []
+        for choice in self.choices.values():
+            if choice not in found:
+                found.append(choice)
+        return found
 
 
 def _all_exact(codecs: CodecSet) -> bool:
     return all(x.exact for x in codecs.written)
 
 
-def _stands(before: _Chosen, after: _Chosen) -> bool:
-    """True if no lossy codec was dropped; if one was, its blobs must go, too."""
-    return all(
-        choice.codec.exact or choice.name == after.choices[name].name
-        for name, choice in before.choices.items()
-    )
+def reason(choices: Mapping[TierName, Choice], in_use: Collection[TierName]) -> str:
+    """The reasons in words; which tiers they are for, if tiers differ."""
+    tiers: dict[str, list[str]] = {}
+    for tier, choice in choices.items():
+        if tier in in_use or not in_use:
+            tiers.setdefault(choice.why, []).append(tier)
+    if len(tiers) == 1:
+        return next(iter(tiers))
+    return "; ".join(f"{' and '.join(names)}: {why}" for why, names in tiers.items())
 
 
 class ServedCodecs:
@@ -88,16 +108,15 @@ class ServedCodecs:
     def report(self) -> CodecReport:
         """The codecs and the reasons for them, as the gateway is told."""
         chosen = self._chosen
-        first, codecs = chosen.choices[self._config.codec], chosen.codecs
-        tiers: tuple[TierName, ...] = get_args(TierName)
+        first = chosen.choices["ram"]
         return CodecReport(
             name=first.name,
             id=first.codec.id,
-            tiers={tier: codecs.of(tier).id for tier in tiers},
-            why="; ".join(dict.fromkeys(x.why for x in chosen.choices.values())),
+            tiers={tier: choice.codec.id for tier, choice in chosen.choices.items()},
+            why=reason(chosen.choices, tiers_in_use(self._config)),
             rows=tuple(
-                msgspec.structs.replace(row, texts=())
-                for choice in chosen.choices.values()
+                msgspec.structs.replace(row, texts=(), chains=())
+                for choice in chosen.different
                 for row in choice.rows
             ),
             unmeasured=any(x.unmeasured for x in chosen.choices.values()),
@@ -112,9 +131,9 @@ class ServedCodecs:
         """
         with self._lock:
             chosen = self._choose_again()
-            adopt(chosen.codecs, keep=_stands(self._chosen, chosen))
+            adopt(chosen.codecs, keep=self._stands(chosen))
             before, self._chosen = self._chosen, chosen
-            if self._chosen.codecs != before.codecs:
+            if chosen.codecs != before.codecs:
                 self._say()
 
     def _choose_again(self) -> _Chosen:
@@ -122,24 +141,33 @@ class ServedCodecs:
             return self._choose()
         except (CodecRefused, UnknownCodec) as error:
             logger.error("%s; from now on nothing is packed with loss", error)
-            choices = {name: exact(str(error)) for name in self._chosen.choices}
-            return _Chosen(CodecSet.one(exact("").codec), choices)
+            refused = exact(str(error))
+            return _Chosen(dict.fromkeys(TIER_NAMES, refused))
 
     def _choose(self) -> _Chosen:
-        choices: dict[str, Choice] = {}
-        profile = self._load()
+        chosen = _Chosen(choose_tiers(self._config, self._layout, self._load(), self._unmeasurable))
+        for choice in chosen.different if self._layout.layers else ():
+            warm(choice.codec, self._layout)
+        return chosen
 
-        def open_one(name: str) -> Codec:
-            choice = choose(name, self._config, self._layout, profile, self._unmeasurable)
-            if self._layout.layers:
-                warm(choice.codec, self._layout)
-            choices[name] = choice
-            return choice.codec
+    def _stands(self, after: _Chosen) -> bool:
+        """True if every lossy codec that packed before may still serve.
 
-        codecs = open_codecs(self._config, open_one)
-        if not _all_exact(codecs):  # blobs from before the measurement are exact
-            codecs = replace(codecs, readable=(exact("").codec,))
-        return _Chosen(codecs, choices)
+        Another may suit a tier better now; but if one was taken back, its blobs must go, too.
+        """
+        return all(
+            choice.codec.exact or self._may_serve(choice.name, after)
+            for choice in self._chosen.different
+        )
+
+    def _may_serve(self, name: str, after: _Chosen) -> bool:
+        if any(x.name == name for x in after.different):
+            return True
+        try:
+            choice = choose(name, self._config, self._layout, self._load(), self._unmeasurable)
+        except (CodecRefused, UnknownCodec):
+            return False
+        return choice.name == name
 
     def _load(self) -> Profile | None:
         """The model's profile; None if there is none that can be used."""

@@ -1,5 +1,6 @@
 """Measures how far a model's answers drift when its past went through a codec.
 
-``cases.py`` -> ``prefixes.py`` (prefill) -> ``round_trip.py`` (pack and unpack) -> ``metrics.py``
--> ``tally.py``; ``measure.py`` is the loop over all of them.
+``cases.py``, and ``chains.py`` with ``problems.py``, -> ``prefixes.py`` (prefill) ->
+``round_trip.py`` (pack and unpack) -> ``metrics.py`` -> ``tally.py``; ``measure.py`` is the loop
+over all of them.
 """

@@ -1,14 +1,15 @@
 """The cases of a measurement: a prefix, whose KV is packed and unpacked, and tokens after it.
 
 In a *text* case the text goes on; a *needle* case ends in a question whose answer stands in the
-prefix and nowhere else.
+prefix and nowhere else; in a case of *chains* (``chains.py``) there are questions whose answers
+need several passages of the prefix.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from engines.calibration.corpus import Text
 from engines.calibration.measuring.prefixes import common_length
@@ -27,10 +28,20 @@ class Case:
     prefix: tuple[int, ...]
     rest: tuple[int, ...]
     num_answer: int = 0  # for a needle: so many tokens at the end of ``rest`` are the answer
+    # For chains: by kind of problem the places in ``rest`` of the tokens that are answers.
+    answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def is_needle(self) -> bool:
         return self.num_answer > 0
+
+    @property
+    def is_text(self) -> bool:
+        return not (self.is_needle or self.is_chains)
+
+    @property
+    def is_chains(self) -> bool:
+        return bool(self.answers)
 
 
 def text_cases(

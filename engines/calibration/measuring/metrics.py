@@ -16,22 +16,44 @@ class Drift:
 
     kl: np.ndarray  # fp64 (num_positions,), nats
     same_top: np.ndarray  # bool (num_positions,): the most likely token is the same
-    loss: np.ndarray  # fp64 (num_positions - 1,), nats: how much less likely the text became
+    loss: np.ndarray  # fp64 (num_judged,), nats: how much less likely the text became
+    delta_p: np.ndarray  # fp64 (num_judged,): probability of the text's token, packed less exact
 
 
 def drift(exact: np.ndarray, packed: np.ndarray, tokens: Sequence[int]) -> Drift:
     """Compare log-probabilities after each token.
 
     ``exact`` and ``packed``: fp32 (len(tokens), vocabulary). The last position has no next token to
-    judge by, so the loss has one entry fewer.
+    judge by, so what goes by that token has one entry fewer.
     """
+    return _drift(exact, packed, np.arange(len(tokens) - 1), np.asarray(tokens[1:]))
+
+
+def answer_drift(
+    exact: np.ndarray, packed: np.ndarray, tokens: Sequence[int], places: Sequence[int]
+) -> Drift:
+    """Compare the predictions of the tokens at ``places``, none of which is the first.
+
+    ``exact`` and ``packed``: fp32 (len(tokens), vocabulary), after each token.
+    """
+    before = np.asarray(places) - 1
+    following = np.asarray(tokens)[np.asarray(places)]
+    return _drift(exact[before], packed[before], np.arange(len(before)), following)
+
+
+def _drift(
+    exact: np.ndarray, packed: np.ndarray, judged: np.ndarray, following: np.ndarray
+) -> Drift:
+    """``following``: int (num_judged,), the token that comes after each position of ``judged``."""
     probs = np.exp(exact, dtype=np.float32)
     kl = np.einsum("nv,nv->n", probs, exact - packed, dtype=np.float64)
-    following = np.asarray(tokens[1:])[:, None]
-    loss = [
-        np.take_along_axis(x[:-1], following, 1)[:, 0].astype(np.float64) for x in (exact, packed)
-    ]
-    return Drift(np.maximum(kl, 0), exact.argmax(1) == packed.argmax(1), loss[0] - loss[1])
+    before, after = (x[judged, following].astype(np.float64) for x in (exact, packed))
+    return Drift(
+        kl=np.maximum(kl, 0),
+        same_top=exact.argmax(1) == packed.argmax(1),
+        loss=before - after,
+        delta_p=np.exp(after) - np.exp(before),
+    )
 
 
 def answers(log_probs: np.ndarray, tokens: Sequence[int], num_answer: int) -> bool:

@@ -31,6 +31,10 @@ class Tally:
     above_bound: list[float] = field(default_factory=list)
     drifts: dict[str, Drift] = field(default_factory=dict)
     needles: list[bool] = field(default_factory=list)
+    chains: dict[str, list[Drift]] = field(default_factory=dict)  # by kind of problem
+    # For 1,000 tokens, of each case that could be timed.
+    prefill_s: list[float] = field(default_factory=list)
+    restore_s: list[float] = field(default_factory=list)
 
     def quality(self) -> Quality:
         """The means over all cases.
@@ -38,6 +42,7 @@ class Tally:
         Perplexity is that of all texts as one: the exponential of the mean loss.
         """
         drifts = list(self.drifts.values())
+        chains = [x for found in self.chains.values() for x in found]
         return Quality(
             preset=self.preset,
             codec_id=self.codec_id,
@@ -57,7 +62,16 @@ class Tally:
             above_bound_bits=_mean([np.array(self.above_bound)], WORST)
             if self.above_bound
             else None,
-            texts=tuple(_of_text(name, x) for name, x in self.drifts.items()),
+            texts=tuple(_of_text(name, [x]) for name, x in self.drifts.items()),
+            delta_p=_root_mean_square(drifts) if drifts else None,
+            chain_tokens=sum(len(x.kl) for x in chains),
+            chain_kl=_mean([x.kl for x in chains], WORST) if chains else None,
+            chain_top1=_mean([x.same_top for x in chains], 0) if chains else None,
+            chain_delta_p=_root_mean_square(chains) if chains else None,
+            chains=tuple(_of_text(kind, found) for kind, found in self.chains.items()),
+            # Others may have had the machine meanwhile: the quickest is the least disturbed.
+            prefill_s=min(self.prefill_s, default=None),
+            restore_s=min(self.restore_s, default=None),
         )
 
     def _gaussian_gap_db(self) -> float | None:
@@ -65,13 +79,17 @@ class Tally:
         return gaussian_gap_db(_mean([np.array(self.bits)], WORST), error) if error else None
 
 
-def _of_text(name: str, drift: Drift) -> TextQuality:
+def _of_text(name: str, drifts: list[Drift]) -> TextQuality:
     return TextQuality(
         text=name,
-        kl=_mean([drift.kl], WORST),
-        perplexity_change_pct=_perplexity_change([drift]),
-        top1=_mean([drift.same_top], 0),
+        kl=_mean([x.kl for x in drifts], WORST),
+        perplexity_change_pct=_perplexity_change(drifts),
+        top1=_mean([x.same_top for x in drifts], 0),
     )
+
+
+def _root_mean_square(drifts: list[Drift]) -> float:
+    return math.sqrt(_mean([x.delta_p**2 for x in drifts], 1))
 
 
 def _perplexity_change(drifts: list[Drift]) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engines.calibration.gate.profiles import save
@@ -13,6 +15,8 @@ from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import CannotServe, probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.wire import CodecReport
+from kvstore.blobs.chain import CHUNK
+from kvstore.blobs.format import codec_in
 from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.presets import open_codec
@@ -24,8 +28,12 @@ pytestmark = pytest.mark.mlx
 ONE, TWO = session("one"), session("two")
 
 
-def calibrate(data: Path, *presets: str) -> None:
-    """A real profile of the tiny model, learned and measured."""
+def calibrate(data: Path, *presets: str, shares: Mapping[str, float] | None = None) -> None:
+    """A real profile of the tiny model, learned and measured.
+
+    ``shares``: what a restore takes of a prefill, by preset, on a machine of the test's choice; all
+    presets then keep the bound.
+    """
     loaded = tiny_model("llama")
     instrument = MlxInstrument(loaded, probe(loaded.model))
     windows = [instrument.prefill(text(100 + i, 256)) for i in range(3)]
@@ -35,6 +43,9 @@ def calibrate(data: Path, *presets: str) -> None:
     codecs = {name: open_codec(name, profile) for name in presets}
     cases = [Case("text", tuple(text(7, 256)), tuple(text(8, 256)))]
     rows = measure(instrument, codecs, cases, 128)
+    if shares is not None:
+        good = {"kl": 0.001, "top1": 1.0, "prefill_s": 1.0}
+        rows = [msgspec.structs.replace(x, restore_s=shares[x.preset], **good) for x in rows]
     save(dataclasses.replace(profile, rows=tuple(rows)), data)
 
 
@@ -79,6 +90,35 @@ async def test_a_profile_is_adopted_while_sessions_live(tmp_path: Path) -> None:
         for ref, start in ((ONE, 1), (TWO, 2)):
             again = await it.turn(text(start, 300), ref)
             assert again.cache is not None and again.cache.source == "cold-disk", again.cache
+
+
+def codecs_in(it: Engine, tier: int) -> set[str]:
+    return {codec_in(x).decode().split(".")[0] for _, x in it.tiers[tier].scan(CHUNK)}
+
+
+async def test_each_tier_packs_by_its_own_codec_and_neither_is_packed_again(tmp_path: Path) -> None:
+    calibrate(tmp_path, "tq4", "dense3", shares={"tq4": 0.05, "dense3": 0.4})
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        report = await report_of(it)
+        assert report.name == "tq4" and report.tiers["disk"].startswith("dense3")
+        assert "ram: tq4" in report.why and "disk: dense3" in report.why
+        first = await it.turn(text(1, 300), ONE)
+        await it.settled()
+        assert codecs_in(it, 0) == {"tq4"} and codecs_in(it, 1) == {"dense3"}
+        await it.demote_all()
+        for _ in range(2):  # asleep and awake again and again: the same bytes
+            before = [sorted(it.tiers[x].scan(CHUNK)) for x in (0, 1)]
+            again = await it.turn(text(1, 300), ONE)
+            assert again.cache is not None and again.cache.source == "cold-ram", again.cache
+            await it.settled()
+            await it.demote_all()
+            assert [sorted(it.tiers[x].scan(CHUNK)) for x in (0, 1)] == before
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        again = await it.turn(text(1, 300), ONE)
+        assert again.cache is not None and again.cache.source == "cold-disk", again.cache
+        assert again.cache.cached_tokens == 299 and len(again.tokens) == len(first.tokens)
+        await it.settled()
+        assert codecs_in(it, 0) == {"dense3"}  # as it is: a copy of a copy would lose twice
 
 
 async def test_a_named_codec_out_of_bounds_ends_the_start(tmp_path: Path) -> None:

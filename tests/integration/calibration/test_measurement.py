@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import mlx.core as mx
@@ -68,6 +69,37 @@ def test_a_needle_that_the_model_finds(instrument: MlxInstrument) -> None:
     found = Case("needle", tuple(TOKENS[:128]), (*asked, int(scores[-1].argmax())), num_answer=1)
     (row,) = measure(instrument, {"raw": codec_by_name("raw")}, [found], 128)
     assert (row.needle_found, row.needle_total) == (1, 1)
+
+
+def chains(num_prefix: int, num_answers: int) -> Case:
+    """Any tokens will do: answers are those that the text happens to have."""
+    rest = TOKENS[num_prefix : num_prefix + 40]
+    places = tuple(range(len(rest) - num_answers, len(rest)))
+    return Case("chains", tuple(TOKENS[:num_prefix]), tuple(rest), answers={"table": places})
+
+
+def test_chains_are_judged_at_their_answers_only(instrument: MlxInstrument) -> None:
+    codecs = {name: codec_by_name(name) for name in ("raw", "q8", "tq4", "tq2")}
+    cases = [case(256), chains(256, 9)]
+    rows = {row.preset: row for row in measure(instrument, codecs, cases, 128)}
+    raw, q8, tq4, tq2 = (rows[name] for name in codecs)
+    assert (raw.chain_kl, raw.chain_top1, raw.chain_delta_p, raw.delta_p) == (0, 1, 0, 0)
+    for row in rows.values():
+        assert row.chain_tokens == 9 and [x.text for x in row.chains] == ["table"]
+        assert len(row.texts) == 1 and row.chain_kl is not None
+    assert 0 < q8.chain_kl < tq4.chain_kl < tq2.chain_kl
+    assert 0 < q8.delta_p < tq4.delta_p < tq2.delta_p
+
+
+def test_restores_are_held_against_prefills(instrument: MlxInstrument) -> None:
+    """By a clock that ticks once for each look."""
+    ticks = itertools.count()
+    codecs = {name: codec_by_name(name) for name in ("raw", "tq4")}
+    rows = measure(instrument, codecs, [case(250)], 128, clock=lambda: float(next(ticks)))
+    assert [(x.prefill_s, x.restore_s, x.restore_share) for x in rows] == [(4.0, 4.0, 1.0)] * 2
+    for row in measure(instrument, codecs, [case(250)], 128):
+        assert row.prefill_s is not None and row.restore_s is not None
+        assert 0 < row.restore_s < 60 and 0 < row.prefill_s < 60
 
 
 def test_gradients_foretell_what_an_error_does(instrument: MlxInstrument) -> None:

@@ -119,9 +119,10 @@ def test_two_gateways_measure_once_and_both_adopt(folder: Path) -> None:
         assert sum("measured in" in "".join(x.log) for x in (one, two)) == 1
         codec = codec_of(one)
         assert codec["name"] in FIRST_PRESETS and not codec["unmeasured"]
-        assert codec == codec_of(two)
-        (row,) = codec["rows"]
-        assert row["kl"] <= 0.01 and row["context"] == 1024
+        assert codec | {"why": ""} == codec_of(two) | {"why": ""}  # which has one tier only
+        for row in codec["rows"]:
+            assert row["kl"] <= 0.01 and row["context"] == 1024
+            assert min(row["restore_s"], row["prefill_s"], row["chain_tokens"]) > 0
         metrics = get(one, "/metrics")
         assert f'thermocline_codec_info{{codec="{codec["id"]}",tier="ram"}} 1.0' in metrics
         assert f'thermocline_codec_kl{{codec="{codec["id"]}",context="1024"}}' in metrics
@@ -155,7 +156,9 @@ def test_doctor_and_plan_tell_what_was_measured(folder: Path) -> None:
     plan = json.loads(run(folder, "plan", "--context", "2048", "--json").stdout)
     rows = {x["codec"]: x for x in plan["contexts"][0]["cold"]}
     assert 0 < rows["dense3"]["kl"] <= 0.01 and rows["tq3"]["kl"] is None
-    assert any(re.match(r"codec auto is (\w+) here: .*\1: KL 0\.00", x) for x in plan["notes"])
+    assert any(
+        re.match(r"codec auto is (\w+) (here|in \w+).*: .*\1: KL 0\.00", x) for x in plan["notes"]
+    )
 
 
 @pytest.mark.parametrize("tier", ["store.codec", "store.disk_codec", "store.redis_codec"])

@@ -57,11 +57,13 @@ def test_cache_outcomes_by_source_and_reason() -> None:
 
 
 def test_the_codec_in_use_and_what_it_was_measured_to_cost() -> None:
-    row = msgspec.structs.replace(GOOD, codec_id="tq3.2", kl=0.004)
+    row = msgspec.structs.replace(GOOD, codec_id="tq3.2", kl=0.004, chain_kl=0.02)
     codec = CodecReport(name="tq3", id="tq3.2", tiers={"ram": "tq3.2"}, rows=(row,))
     found = samples(Metrics(), msgspec.structs.replace(REPORT, codec=codec))
     assert found["thermocline_codec_info{tq3.2,ram}"] == 1
     assert found["thermocline_codec_kl{tq3.2,2048}"] == 0.004
+    assert found["thermocline_codec_chain_kl{tq3.2,2048}"] == 0.02
+    assert "thermocline_codec_restore_share{tq3.2,2048}" not in found  # which was not timed
     assert found["thermocline_codec_bits_per_element{tq3.2,2048}"] == row.bits_per_element
     assert found["thermocline_codec_unmeasured{}"] == 0
 

@@ -3,52 +3,20 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 
 from kvstore.blobs.chain import CHUNK, RECORD, TAIL
-from kvstore.blobs.codec_set import CodecSet, as_set, open_codecs
+from kvstore.blobs.codec_set import CodecSet, as_set
 from kvstore.blobs.codec_tags import TAG_BYTES, CodecTags, tag_of
 from kvstore.blobs.format import Header, pack
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.raw import RawCodec
-from kvstore.config import StoreConfig
-from kvstore.errors import UnknownCodec
 
 RAW, TQ3, TQ4 = map(codec_by_name, ("raw", "tq3", "tq4"))
 
 
 def ids(codecs):
     return [x.id for x in codecs]
-
-
-@pytest.mark.parametrize(
-    ("config", "wanted", "asked"),
-    [
-        (StoreConfig(codec="tq3"), ["tq3.2"] * 3, ["tq3"]),
-        (StoreConfig(codec="tq3", disk_codec="tq4"), ["tq3.2", "tq4.2", "tq3.2"], ["tq3", "tq4"]),
-        (
-            StoreConfig(codec="raw", disk_codec="tq4", redis_codec="tq4"),
-            ["raw.1", "tq4.2", "tq4.2"],
-            ["raw", "tq4"],
-        ),
-    ],
-)
-def test_each_name_is_opened_once(config, wanted, asked):
-    opened = []
-
-    def open_one(name):
-        opened.append(name)
-        return codec_by_name(name)
-
-    found = open_codecs(config, open_one)
-    assert [found.of(x).id for x in ("ram", "disk", "redis")] == wanted
-    assert opened == asked
-
-
-def test_what_cannot_be_opened_is_said():
-    with pytest.raises(UnknownCodec):
-        open_codecs(StoreConfig(codec="raw", redis_codec="nonsense"), codec_by_name)
 
 
 def test_codecs_without_repetition():

@@ -16,7 +16,8 @@ from launch.settings.effective_settings import effective_settings
 
 
 def test_groups_and_names() -> None:
-    assert set(presets_of(None)) == set(presets_of("ours")) == {*OWN}
+    assert set(presets_of("ours")) == {*OWN}
+    assert set(presets_of(None)) == {*OWN, "fp8", "q8"}
     assert set(presets_of("all")) == {*OWN, *LITERATURE}
     assert presets_of("max, tq3") == ("max", "tq3")
 

@@ -34,8 +34,10 @@ def drawn(folder: Path, *rows: Quality, bounds: tuple[WaterFilling, ...] = ()) -
 
 def test_presets_and_bounds_stand_in_it(tmp_path: Path) -> None:
     rows = [row("tq3", 3.25, residual_error=0.03), row("manthan", 3.5, residual_error=0.3)]
+    rows.append(row("fp8", 8, residual_error=0.001))
     found = drawn(tmp_path, *rows, row("max", 0.8, residual_error=0.02), bounds=(WATER,))
-    for word in ("tq3", "manthan", "max", "water-filling over a layer", "Gaussian bound"):
+    told = ("ours", "usual elsewhere", "of the literature", "Gaussian bound")
+    for word in ("tq3", "manthan", "fp8", "max", "water-filling over a layer", *told):
         assert f"<!-- {word}" in found, word
 
 

@@ -74,7 +74,8 @@ def test_states_are_raw_and_two_of_them_are_kept():
 
 def test_each_tier_is_planned_in_the_codec_that_will_serve_there():
     store = StoreConfig(codec="tq4", disk_codec="tq3", ram_bytes=4 * GIB, disk_bytes=16 * GIB)
-    choices = {x: Choice(x, codec_by_name(x), "") for x in ("tq4", "tq3")}
+    named = {"ram": "tq4", "disk": "tq3", "redis": "tq4"}
+    choices = {tier: Choice(x, codec_by_name(x), "") for tier, x in named.items()}
     context = plan_of(LLAMA_8B, (8192,), store, choices=choices).contexts[0]
     by_name = {x.codec: x.bytes_per_session for x in context.cold}
     assert [(x.tier, x.codec, x.bytes_per_session) for x in context.served] == [

@@ -47,5 +47,45 @@ def test_one_bad_context_is_enough(change: dict[str, object], said: str) -> None
     assert said in found and "at 6144 tokens" in found
 
 
+CHAINS = {"chain_tokens": 100, "chain_kl": 0.02, "chain_top1": 0.97}
+
+
+def test_chains_within_the_bound() -> None:
+    assert refusal([row(**CHAINS)], "tq3", BOUND) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"chain_kl": 0.3}, "a KL of 0.3000 at the answers to chains, above the bound of"),
+        ({"chain_kl": math.nan}, "a KL of nan at the answers"),
+        ({"chain_top1": 0.6}, "60.0% of the answers to chains stay the same, under"),
+    ],
+)
+def test_pass_keys_are_not_enough(change: dict[str, object], said: str) -> None:
+    """Texts and needles as good as before; what has to be followed is lost."""
+    found = refusal([GOOD, row(context=6144, **{**CHAINS, **change})], "tq3", BOUND)
+    assert said in found and found.startswith("codec tq3 at 6144 tokens loses the thread")
+
+
+def test_what_finds_every_pass_key_and_loses_the_thread_is_refused() -> None:
+    """The figures of ``tq3`` on SmolLM2-135M at 1,024 tokens, under a bound that its texts keep."""
+    measured = {"kl": 0.023, "top1": 0.916, "needle_found": 3, "needle_total": 3}
+    loose = Bound(kl=0.03)
+    assert refusal([row(**measured)], "tq3", loose) == ""
+    chains = {"chain_tokens": 264, "chain_kl": 0.1676, "chain_top1": 0.795}
+    assert "79.5% of the answers" in refusal([row(**measured, **chains)], "tq3", loose)
+
+
+def test_the_bound_of_chains_follows_the_operators() -> None:
+    rows = [row(kl=0.0001, **{**CHAINS, "chain_kl": 0.02})]
+    assert refusal(rows, "tq3", Bound(kl=0.01)) == ""
+    assert "above the bound of 0.01" in refusal(rows, "tq3", Bound(kl=0.001))
+
+
+def test_a_row_without_chains_is_judged_by_what_it_has() -> None:
+    assert GOOD.chain_tokens == 0 and refusal([GOOD], "tq3", BOUND) == ""
+
+
 def test_what_was_not_measured_is_refused() -> None:
     assert "thermocline calibrate" in refusal([GOOD], "tq4", BOUND)

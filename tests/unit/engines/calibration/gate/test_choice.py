@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engines.calibration.gate.choice import Choice, choose
+from engines.calibration.gate.choice import Choice, choose, choose_tiers, fastest_tiers
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
@@ -44,6 +44,91 @@ def test_auto_takes_three_bits_where_they_keep_the_bound() -> None:
     assert choice.codec.id == open_codec("dense3", model_profile()).id
     assert "KL 0.0050 at 2048 tokens, 3.20 bits" in choice.why
     assert choice.rows == (row("dense3"),)
+
+
+def test_a_row_without_chains_says_that_they_are_missing() -> None:
+    old = chosen(measured(row("dense3")))
+    assert old.name == "dense3" and "never judged by reasoning chains" in old.why
+    assert "thermocline calibrate" in old.why
+    chains = {"chain_tokens": 80, "chain_kl": 0.01, "chain_top1": 0.98}
+    new = chosen(measured(row("dense3", **chains)))
+    assert "0.0050 at 2048 tokens (of chains 0.0100), 3.20 bits" in new.why
+    assert "never judged" not in new.why
+
+
+def test_what_loses_the_thread_of_reasoning_is_refused() -> None:
+    bad = {"chain_tokens": 80, "chain_kl": 0.4, "chain_top1": 0.7}
+    profile = measured(row("dense3", **bad), row("tq4"))
+    choice = chosen(profile)
+    assert choice.name == "tq4" and "dense3 at 2048 tokens loses the thread" in choice.why
+    with pytest.raises(CodecRefused, match="answers to chains"):
+        chosen(profile, "dense3")
+
+
+def timed(preset: str, share: float, **changes: object) -> Quality:
+    """A row whose restore takes that share of a prefill."""
+    return row(preset, prefill_s=1.0, restore_s=share, **changes)
+
+
+TIMED = (timed("dense3", 0.04), timed("balanced", 0.09), timed("max", 0.2), timed("safe", 0.3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, ("balanced", "max", "max")),
+        ({"restore_share": 0.05}, ("dense3", "max", "max")),
+        ({"restore_share": 0.2}, ("max", "max", "max")),
+        ({"disk_codec": "dense3"}, ("balanced", "dense3", "max")),
+        ({"codec": "safe"}, ("safe", "safe", "safe")),
+        ({"codec": "dense3", "disk_codec": "auto"}, ("dense3", "max", "dense3")),
+        ({"ram_bytes": 0}, ("balanced", "balanced", "max")),
+        ({"max_kl": 0.001}, ("raw", "raw", "raw")),
+    ],
+)
+def test_each_tier_gets_what_suits_it(settings: dict[str, Any], wanted: tuple[str, ...]) -> None:
+    found = choose_tiers(StoreConfig(**settings), LAYOUT, measured(*TIMED))
+    assert tuple(x.name for x in found.values()) == wanted
+    assert not any(x.unmeasured for x in found.values())
+
+
+def test_tiers_with_one_codec_share_it() -> None:
+    found = choose_tiers(StoreConfig(), LAYOUT, measured(*TIMED))
+    assert found["disk"] is found["redis"]
+    named = choose_tiers(StoreConfig(codec="max", disk_codec="max"), LAYOUT, measured(*TIMED))
+    assert named["ram"] is named["disk"]
+
+
+def test_a_tier_says_what_is_denser_and_out_of_bounds() -> None:
+    rows = (timed("dense3", 0.04, kl=0.02), timed("max", 0.2, kl=0.03), timed("balanced", 0.3))
+    profile = measured(*rows, timed("safe", 0.04))
+    ram, disk, _ = choose_tiers(StoreConfig(), LAYOUT, profile).values()
+    assert (ram.name, disk.name) == ("safe", "balanced")
+    for choice in (ram, disk):
+        assert "max at 2048 tokens has a KL of 0.0300" in choice.why
+        assert "dense3 at 2048 tokens has a KL of 0.0200" in choice.why
+    assert "balanced would take 30.0%" in ram.why and "read seldom" in disk.why
+
+
+def test_a_packed_live_cache_sleeps_as_it_is_in_every_tier() -> None:
+    layout = PackedLayout(dtype="bfloat16", layers=model_profile().layout.layers, num_bits=4)
+    found = choose_tiers(StoreConfig(), layout, measured(timed("tq4", 0.04), *TIMED))
+    assert {x.name for x in found.values()} == {"tq4"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, ("ram",)),
+        ({"ram_bytes": 0}, ("ram", "disk")),
+        ({"ram_bytes": 0, "disk_bytes": 0}, ("ram", "disk", "redis")),
+        ({"ram_bytes": 0, "disk_bytes": 0, "redis_url": "redis://there"}, ("ram", "disk", "redis")),
+    ],
+)
+def test_the_fastest_tier_is_one_that_is_in_use(
+    settings: dict[str, Any], wanted: tuple[str, ...]
+) -> None:
+    assert fastest_tiers(StoreConfig(**settings)) == wanted
 
 
 def test_else_the_densest_that_does_and_says_both() -> None:

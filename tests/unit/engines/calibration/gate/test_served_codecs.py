@@ -14,7 +14,7 @@ from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.profile import Profile
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused
-from tests.unit.engines.calibration.gate.test_choice import LAYOUT, measured, row
+from tests.unit.engines.calibration.gate.test_choice import LAYOUT, TIMED, measured, row, timed
 from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT
 
 
@@ -99,6 +99,37 @@ def test_each_tier_passes_the_gate(tmp_path: Path) -> None:
     write(measured(row("dense3"), row("max", kl=0.02)), tmp_path)
     with pytest.raises(CodecRefused, match="codec max at 2048"):
         served(tmp_path, disk_codec="max")
+
+
+def test_auto_gives_each_tier_its_own_and_says_why(tmp_path: Path) -> None:
+    write(measured(*TIMED), tmp_path)
+    codecs = served(tmp_path)
+    report = codecs.report
+    assert report.name == "balanced" and report.id == report.tiers["ram"]
+    assert {name: x.split(".")[0] for name, x in report.tiers.items()} == {
+        "ram": "balanced",
+        "disk": "max",
+        "redis": "max",
+    }
+    assert [x.id for x in codecs.codecs.written] == [report.tiers["ram"], report.tiers["disk"]]
+    ram, disk = report.why.split("; disk: ")
+    assert ram.startswith("ram: balanced: KL 0.0050") and "9.0%" in ram
+    assert disk.startswith("max: KL 0.0050") and "redis" not in report.why  # which is off
+    assert {x.preset for x in report.rows} == {"balanced", "max"}
+    assert not any(x.texts or x.chains for x in report.rows)
+
+
+def test_a_codec_that_is_only_too_slow_now_is_read_on(tmp_path: Path) -> None:
+    write(measured(*TIMED), tmp_path)
+    codecs, store = served(tmp_path, disk_bytes=0), Store()
+    slower = (timed("dense3", 0.05), timed("balanced", 0.15), timed("max", 0.3))
+    write(measured(*slower), tmp_path)
+    codecs.renew(store.adopt)
+    ((adopted, keep),) = store.adopted
+    assert adopted.ram.id.startswith("dense3") and keep
+    write(measured(timed("dense3", 0.05), timed("max", 0.3, kl=0.5)), tmp_path)
+    codecs.renew(store.adopt)
+    assert [keep for _, keep in store.adopted] == [True, False]  # max is out of bounds
 
 
 def test_a_profile_that_is_no_use_is_as_none(

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.calibration.measuring.metrics import answers, drift, loss
+from engines.calibration.measuring.metrics import answer_drift, answers, drift, loss
 from engines.calibration.measuring.tally import WORST, Tally
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayer, KVLayout
@@ -33,6 +33,40 @@ def test_divergence_loss_and_top_token() -> None:
     assert found.same_top.tolist() == [False, True]
     # The next token is 0; its probability fell to a half.
     assert found.loss == pytest.approx([np.log(2)], abs=1e-6)
+    assert found.delta_p == pytest.approx([-0.25], abs=1e-6)
+
+
+def test_of_chains_only_answers_are_judged() -> None:
+    exact = logs([0.5, 0.5], [0.9, 0.1], [0.2, 0.8], [0.5, 0.5])
+    packed = logs([0.1, 0.9], [0.4, 0.6], [0.2, 0.8], [0.9, 0.1])
+    found = answer_drift(exact, packed, [0, 1, 1, 0], [2, 3])
+    assert found.same_top.tolist() == [False, True]
+    assert found.kl == pytest.approx([0.9 * np.log(9 / 4) + 0.1 * np.log(1 / 6), 0], abs=1e-6)
+    assert found.delta_p == pytest.approx([0.5, 0], abs=1e-6)  # of the tokens 1 and 0
+
+
+def test_chains_have_figures_of_their_own() -> None:
+    tally = Tally("tq3", "tq3.2", 64)
+    kept, halved = logs([0.5, 0.5], [0.5, 0.5]), logs([0.25, 0.75], [0.5, 0.5])
+    tally.drifts["one"] = drift(kept, kept, [1, 0])
+    tally.chains["table"] = [answer_drift(kept, halved, [1, 0], [1])]
+    tally.chains["counting"] = [answer_drift(kept, kept, [1, 0], [1])] * 3
+    tally.prefill_s, tally.restore_s = [3.0, 2.0], [0.5, 0.2, 0.4]
+    found = tally.quality()
+    assert (found.kl, found.delta_p) == (0, 0)
+    assert found.chain_tokens == 4 and found.chain_kl == pytest.approx(0.143841 / 4, abs=1e-6)
+    assert found.chain_top1 == 0.75 and found.chain_delta_p == pytest.approx(0.125)
+    assert {x.text: x.top1 for x in found.chains} == {"table": 0, "counting": 1}
+    assert found.restore_share == pytest.approx(0.1)
+
+
+def test_what_was_not_measured_is_none() -> None:
+    found = Tally("tq3", "tq3.2", 64).quality()
+    assert (found.delta_p, found.chain_kl, found.chain_top1, found.chain_tokens) == (
+        *(None, None, None),
+        0,
+    )
+    assert found.restore_share is None
 
 
 def test_perplexity_is_that_of_all_texts_as_one() -> None:

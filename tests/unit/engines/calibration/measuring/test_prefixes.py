@@ -54,6 +54,20 @@ def test_a_few_tokens_are_computed_again() -> None:
     assert instrument.computed == [LEAST_SHARED, LEAST_SHARED]
 
 
+def test_a_prompt_is_timed_where_all_of_it_was_computed_for_it() -> None:
+    times = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 30.0, 34.0])
+    prefixes, long = Prefixes(Counting(), lambda: next(times)), list(range(1000))
+    assert prefixes.prefill_s is None
+    prefixes.run(long[:400])
+    assert prefixes.prefill_s == 2 / 0.4
+    prefixes.run(long)  # goes on from all of it
+    assert prefixes.prefill_s == 2 + 3
+    prefixes.run([*long[:600], *range(9000, 9300)])  # from a part of it
+    assert prefixes.prefill_s is None
+    prefixes.run([5] * 500)
+    assert prefixes.prefill_s == 8
+
+
 def test_the_length_of_what_is_common() -> None:
     assert common_length([1, 2, 3], [1, 2, 4]) == 2
     assert common_length([1, 2], [1, 2, 4]) == 2

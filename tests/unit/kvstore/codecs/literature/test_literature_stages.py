@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.codecs.literature.fp8 import LARGEST, Float8, TensorScale, float8_values
+from kvstore.codecs.literature.q8 import BlockScale
 from kvstore.codecs.literature.rvq import Residual
 from kvstore.codecs.literature.stages.lloyd import LloydMax
 from kvstore.codecs.literature.stages.min_max import MinMaxGroups, Rounded
@@ -44,6 +46,50 @@ def test_groups_refuse_bounds_that_are_no_numbers():
     note = np.full(groups.note_nbytes(3) // 2, np.inf, "<f2").tobytes()
     with pytest.raises(Corrupt):
         groups.read(Reader(memoryview(note)), 3)
+
+
+def test_float8_is_the_nearest_of_its_values_and_even_between_two():
+    values = float8_values()
+    positive = values[:127].astype(np.float64)
+    assert np.all(np.diff(positive) > 0) and positive[-1] == LARGEST == 448
+    assert (positive[1], positive[8], positive[9]) == (2.0**-9, 2.0**-6, 2.0**-6 * 1.125)
+    middles = (positive[1:] + positive[:-1]) / 2
+    exact = np.concatenate([positive, middles, middles * 1.001, middles * 0.999, [1e4]])
+    exact = np.concatenate([exact, -exact]).astype(np.float32)
+    distances = np.abs(exact[:, None].astype(np.float64) - values[None, :].astype(np.float64))
+    codes = Float8().quantise(exact)
+    found = distances[np.arange(len(exact)), codes]
+    assert np.array_equal(found, distances.min(axis=1))
+    assert np.all(codes[127 : 127 + len(middles)] % 2 == 0)
+
+
+def test_a_tensor_has_one_scale_for_all_its_heads():
+    layout = layout_of(32, num_heads=2, num_layers=2)
+    (shape,) = stack_shapes(Scope("head"), layout)
+    scaled, stack = TensorScale(shape), uneven((shape.num_units, 9, 32))
+    mapped, note = scaled.forward(stack.copy(), 0)
+    assert len(note) == scaled.note_nbytes(9) == 4 * 4  # K and V of two layers
+    assert np.sum(np.abs(mapped).max(axis=(1, 2)) > LARGEST - 0.001) == 4
+    restored = scaled.backward(mapped, 0, scaled.read(Reader(memoryview(note)), 9))
+    assert np.allclose(restored, stack, rtol=1e-6)
+    for scale in (0.0, np.inf):
+        with pytest.raises(Corrupt):
+            scaled.read(Reader(memoryview(np.full(4, scale, "<f4").tobytes())), 9)
+
+
+@pytest.mark.parametrize("width", [32, 48, 80])
+def test_blocks_come_back_within_half_a_step(width):
+    stack = uneven((4, 50, width))
+    blocks, rounded = BlockScale(shape_of(width)), Rounded(8)
+    mapped, note = blocks.forward(stack, 0)
+    assert len(note) == blocks.note_nbytes(50)
+    scales = blocks.read(Reader(memoryview(note)), 50)
+    restored = blocks.backward(rounded.restore(rounded.quantise(mapped)), 0, scales)
+    steps = np.repeat(scales, 32, axis=2)[:, :, :width]
+    assert np.all(np.abs(restored - stack) <= steps * 0.57)  # fp16 scales cut off a little
+    assert not blocks.backward(np.full_like(mapped, 128), 0, scales).any()
+    with pytest.raises(Corrupt):
+        blocks.read(Reader(memoryview(bytes([0, 124]) * (len(note) // 2))), 50)
 
 
 def test_lloyd_max_reaches_the_error_of_its_tables():

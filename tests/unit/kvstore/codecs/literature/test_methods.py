@@ -82,6 +82,8 @@ SIZES = {  # bits for each element at D = 64, 128, 256, chunks of 128 tokens
     "rabitq": (2.8125, 2.6875, 2.625),
     "playground": (3.125, 3.0625, 3.031),
     "kivi": (3.0, 3.0, 3.0),
+    "fp8": (8.0, 8.0, 8.0),
+    "q8": (8.5, 8.5, 8.5),
 }
 
 
@@ -267,6 +269,11 @@ def test_learned_vectors_beat_two_bits_of_levels():
 
 def test_keys_before_rope_suit_groups_along_tokens():
     assert model_error("kvquant")[0] < 0.6 * model_error("kivi")[0]
+
+
+def test_eight_bits_lose_next_to_nothing():
+    for kind in ("alike", "uneven"):
+        assert error_of("q8", kind) < 1e-4 < error_of("fp8", kind) < 1e-3
 
 
 def test_every_method_has_its_figures():

@@ -1,0 +1,101 @@
+"""fp8: what an engine's own 8-bit float KV cache keeps, as the floor to stand beside.
+
+Idea: floats of a sign, four bits of exponent and three of mantissa (e4m3, no infinity, 448 the
+largest), with one scale for K and one for V of a layer, so that their largest value fits.
+Formula: x = scale * e4m3; the scale is fp32, here one for each chunk.
+Size: 8 bits, and next to nothing.
+Format: FP8 formats for deep learning, arXiv 2209.05433; vLLM's ``kv_cache_dtype = "fp8"``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from kvstore.codecs.base import Codec
+from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal_bits, planes_of
+from kvstore.codecs.reader import Reader
+from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.stack_codec import StackCodec
+from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stages.gain import NoGain
+from kvstore.errors import Corrupt
+
+LARGEST = np.float32(448)
+LARGEST_CODE = 0x7E  # 0x7F is not a number
+SMALLEST_NORMAL = np.float32(2.0**-6)
+STEPS_BELOW = np.float32(2.0**9)  # of what is smaller: equal steps
+SMALLEST_SCALE = np.float32(2.0**-100)
+
+
+def fp8() -> Codec:
+    """Makes the preset ``fp8``."""
+    return StackCodec("fp8.1", HeadPipelines(_scaled, _scaled))
+
+
+class TensorScale:
+    """Divides K, or V, of a layer so that its largest value is e4m3's. Implements ``Transform``."""
+
+    def __init__(self, shape: StackShape) -> None:
+        arrays = np.array([unit[0].array for unit in shape.units])
+        # The number of each unit's array among those of this stack.
+        self._arrays = np.unique(arrays, return_inverse=True)[1].reshape(-1)
+        self._count = int(self._arrays.max()) + 1
+
+    def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
+        largest = np.zeros(self._count, np.float32)
+        np.maximum.at(largest, self._arrays, np.abs(stack).max((1, 2), initial=0))
+        scales = np.maximum(largest / LARGEST, SMALLEST_SCALE)
+        stack /= self._of_units(scales)
+        return stack, scales.astype("<f4").tobytes()
+
+    def read(self, reader: Reader, num_tokens: int) -> object:
+        scales = reader.take("<f4", self._count)
+        if not (np.isfinite(scales) & (scales > 0)).all():
+            raise Corrupt("a scale is none that was written")
+        return scales
+
+    def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
+        assert isinstance(note, np.ndarray)
+        restored: np.ndarray = stack * self._of_units(note)
+        return restored
+
+    def note_nbytes(self, num_tokens: int) -> int:
+        return 4 * self._count
+
+    def _of_units(self, scales: np.ndarray) -> np.ndarray:
+        return scales[self._arrays][:, None, None]
+
+
+class Float8:
+    """Rounds to the nearest e4m3, to even where two are as near. Implements ``Quantiser``."""
+
+    def quantise(self, components: np.ndarray) -> np.ndarray:
+        sizes = np.minimum(np.abs(components), LARGEST)
+        bits = sizes.view(np.uint32)
+        rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20  # exponent, and three bits
+        normal = np.minimum(rounded.astype(np.int32) - (120 << 3), LARGEST_CODE)
+        below = np.rint(sizes * STEPS_BELOW).astype(np.int32)
+        codes = np.where(sizes < SMALLEST_NORMAL, below, normal).astype(np.uint8)
+        signed: np.ndarray = codes | (np.signbit(components).astype(np.uint8) << 7)
+        return signed
+
+    def restore(self, codes: np.ndarray) -> np.ndarray:
+        values: np.ndarray = float8_values()[codes]
+        return values
+
+
+@functools.cache
+def float8_values() -> np.ndarray:
+    """The value of each code, fp32 (256,); not a number counts as the largest."""
+    codes = np.minimum(np.arange(128), LARGEST_CODE)
+    exponents, mantissas = np.divmod(codes, 8)
+    normal = (1 + mantissas / 8) * np.exp2(exponents - 7.0)
+    sizes = np.where(exponents > 0, normal, mantissas / STEPS_BELOW)
+    return np.concatenate([sizes, -sizes]).astype(np.float32)
+
+
+def _scaled(shape: StackShape) -> Pipeline:
+    coder = planes_of(shape, equal_bits(shape, 8))
+    return Pipeline(shape, (), NoGain(shape), (TensorScale(shape),), Float8(), coder)

@@ -1,0 +1,91 @@
+"""Which preset ``auto`` prefers, by sizes and measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from engines.calibration.gate.preference import preferred
+from kvstore.codecs.quality import Quality
+from tests.unit.engines.calibration.gate.test_bound import GOOD
+
+
+def timed(
+    bits: float, restore_s: float | None, prefill_s: float | None = 1.0, context: int = 2048
+) -> Quality:
+    return msgspec.structs.replace(
+        GOOD, bits_per_element=bits, restore_s=restore_s, prefill_s=prefill_s, context=context
+    )
+
+
+# A machine that prefills 1,000 tokens in a second.
+MEASURED: Mapping[str, list[Quality]] = {
+    "max": [timed(0.8, 0.12)],
+    "balanced": [timed(1.5, 0.09)],
+    "dense3": [timed(3.25, 0.04)],
+    "safe": [timed(5.3, 0.2)],
+}
+
+
+@pytest.mark.parametrize(
+    ("share", "wanted"),
+    [(1.0, "max"), (0.12, "max"), (0.1, "balanced"), (0.05, "dense3"), (0.03, "dense3")],
+)
+def test_the_fastest_tier_gets_the_densest_that_is_quick_enough(share: float, wanted: str) -> None:
+    assert preferred(MEASURED, share, fastest=True).name == wanted
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1, 0.03])
+def test_other_tiers_get_the_densest(share: float) -> None:
+    name, reason = preferred(MEASURED, share, fastest=False)
+    assert name == "max" and "read seldom" in reason
+
+
+def test_the_reason_has_the_times() -> None:
+    reason = preferred(MEASURED, 0.1, fastest=True).reason
+    assert (
+        "in 10% of a prefill: 2,000 tokens are unpacked in 0.180 s and prefilled in 2.00 s"
+        in reason
+    )
+    assert reason.endswith("that is 9.0%; max would take 12.0%")
+    slow = preferred(MEASURED, 0.01, fastest=True).reason
+    assert "in 0.080 s and prefilled in 2.00 s" in slow and "none takes 1%" in slow
+
+
+def test_a_slower_prefill_makes_a_denser_preset_quick_enough() -> None:
+    slow = {
+        name: [msgspec.structs.replace(row, prefill_s=3.0) for row in rows]
+        for name, rows in MEASURED.items()
+    }
+    assert preferred(slow, 0.1, fastest=True).name == "max"
+
+
+def test_the_context_nearest_to_two_thousand_tokens_counts() -> None:
+    rows = {
+        "max": [timed(0.8, 0.05), timed(0.7, 0.5, context=6144)],
+        "dense3": [timed(3.25, 0.04), timed(3.2, 0.04, context=6144)],
+    }
+    assert preferred(rows, 0.1, fastest=True).name == "max"
+
+
+def test_what_was_not_timed_is_for_slower_tiers_only() -> None:
+    rows = {"max": [timed(0.8, None)], "dense3": [timed(3.25, 0.04)]}
+    assert preferred(rows, 0.1, fastest=True).name == "dense3"
+    assert preferred(rows, 0.1, fastest=False).name == "max"
+    rows["max"] = [timed(0.8, 0.04, None)]  # a restore, and no prefill to hold it against
+    assert preferred(rows, 0.1, fastest=True).name == "dense3"
+
+
+@pytest.mark.parametrize("fastest", [True, False])
+@pytest.mark.parametrize(
+    ("presets", "wanted"),
+    [(("max", "dense3", "safe"), "dense3"), (("safe", "balanced"), "balanced")],
+)
+def test_a_profile_without_times_is_chosen_by_as_before(
+    presets: tuple[str, ...], wanted: str, fastest: bool
+) -> None:
+    rows = {name: [msgspec.structs.replace(MEASURED[name][0], restore_s=None)] for name in presets}
+    name, reason = preferred(rows, 0.1, fastest=fastest)
+    assert name == wanted and "not timed" in reason and "thermocline calibrate" in reason
