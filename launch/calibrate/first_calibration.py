@@ -42,6 +42,7 @@ WORK_BYTES: Final = {"mlx": 3 << 30, "vllm": 6 << 30}
 # memory to read it.
 MORE_COPIES: Final = {"mlx": 0, "vllm": 2}
 LOCK: Final = "calibrating.lock"
+SELF_MEASURED: Final = ("vllm",)  # engines that measure their model themselves, while they serve
 
 
 class FirstCalibration:
@@ -92,7 +93,8 @@ class FirstCalibration:
                 log.info("sessions are packed from now on by %s: %s", adopted.name, adopted.why)
             self._seen = stamp
         elif codec.unmeasured and self._effective.settings.store.calibrate and not self._tried:
-            await self._calibrate()
+            if self._effective.engine_kind not in SELF_MEASURED:
+                await self._calibrate()
 
     def _stamp(self, fingerprint: str) -> object:
         """A value that changes when the profile's file does; None while there is no file."""

@@ -16,6 +16,7 @@ import msgspec
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.vllm_plugin.messages import (
     Ask,
+    ForwardDone,
     Look,
     Message,
     Probe,
@@ -108,8 +109,9 @@ class RankLink:
         stats: Callable[[], StoreStats],
         wait_saved: Callable[[SessionRef, float], bool],
         codecs: ServedCodecs,
+        on_forward_done: Callable[[ForwardDone], None],
     ) -> None:
-        """``wait_saved``: see ``Transfer.wait_saved``."""
+        """``wait_saved``: see ``Transfer``. ``on_forward_done``: see ``ForwardClient.hear``."""
         self._path = path
         self._hello = hello
         self._store = store
@@ -117,6 +119,7 @@ class RankLink:
         self._stats = stats
         self._wait_saved = wait_saved
         self._codecs = codecs
+        self._on_forward_done = on_forward_done
         self._sending = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
@@ -200,6 +203,8 @@ class RankLink:
                 self._staging.take(message.ticket)
             case Ask():
                 self._verb_threads.submit(self._answer, message, connection)
+            case ForwardDone():
+                self._on_forward_done(message)
 
     def _send_on(self, connection: socket.socket | None, message: Message) -> None:
         """Send only on the connection that the question came from.
@@ -257,7 +262,8 @@ class RankLink:
         for page in pages(answer):
             self._send_on(connection, page)
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
+        """Have the store adopt the codecs that the model's profile allows now."""
         self._codecs.renew(self._store.adopt)
         packed = packed_bytes_per_token(self._store)
         self._hello = msgspec.structs.replace(
@@ -271,7 +277,7 @@ class RankLink:
             case ListSessions():
                 return self._store.records()
             case Adopt():
-                self._adopt()
+                self.adopt()
                 return []
             case Demote(session, tier) if tier is not None:
                 self._store.demote(session, tier)

@@ -96,7 +96,14 @@ class Engine:
         hello = RankHello(i, "raw.1", 1000, 1000)
         path = str(folder / "hub.sock")
         return RankLink(
-            path, hello, store, self.staging[i], store.stats, self._wait_saved, served()
+            path,
+            hello,
+            store,
+            self.staging[i],
+            store.stats,
+            self._wait_saved,
+            served(),
+            lambda done: None,
         )
 
     def _wait_saved(self, session: SessionRef, within_s: float) -> bool:

@@ -45,6 +45,7 @@ class Bench:
             self.store.stats,
             lambda session, within_s: True,
             served(),
+            lambda done: None,
         )
         self.store.listen(lambda session: self.link.send(RankLost(session)))
         wait(lambda: self.side.ready)

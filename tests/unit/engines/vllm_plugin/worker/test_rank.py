@@ -12,7 +12,7 @@ import pytest
 
 from engines.calibration.gate.profiles import save as write_profile
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.vllm_plugin.messages import Probe, RankHello, RankNews, Stage, Staged, receive
+from engines.vllm_plugin.messages import ForwardDone, Probe, RankHello, RankNews, Stage, Staged, receive
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
@@ -70,6 +70,7 @@ class Rank:
         self.staging = StagingArea()
         self.settling = threading.Event()
         self.news: list[RankNews] = []
+        self.forwards_done: list[ForwardDone] = []
         host = HostBlocks(self.blocks, self.store, NoStream())
         self.transfer = Transfer(host, self.store, self.staging, 1 << 30)
         self.path = str(folder / "hub.sock")
@@ -87,6 +88,7 @@ class Rank:
             self.store.stats,
             self._wait_saved,
             codecs or served(),
+            self.forwards_done.append,
         )
         wait(lambda: self.hub.ready)
 
@@ -282,6 +284,7 @@ def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes)
             store.stats,
             lambda *_: True,
             served(),
+            lambda done: None,
         )
         for _ in range(2):
             with hub.accept()[0] as rank:

@@ -110,6 +110,7 @@ def test_ranks_may_come_before_the_hub(tmp_path):
         store.stats,
         lambda session, s: True,
         served(),
+        lambda done: None,
     )
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()
