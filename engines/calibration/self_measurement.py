@@ -19,6 +19,7 @@ from typing import Final
 from engines.calibration.instrument import Instrument
 from engines.calibration.messages import CalibrationOrder
 from engines.calibration.survey import CannotCalibrate, survey_report
+from kvstore.codecs.profile import Profile
 from kvstore.errors import UnknownCodec
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class SelfMeasurement:
         adopt: Callable[[], None],
         *,
         engine: str,
+        agree: Callable[[Profile], Profile] = lambda profile: profile,
+        give_up: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Begin to measure.
 
@@ -50,11 +53,15 @@ class SelfMeasurement:
                 ends.
             adopt: called on the measuring thread once the profile was written.
             engine: the name and version of the engine, for the report.
+            agree: makes one verdict of what several ranks have found.
+            give_up: called with the reason if this rank cannot go on.
         """
         self._order = order
         self._open_instrument = open_instrument
         self._adopt = adopt
         self._engine = engine
+        self._agree = agree
+        self._give_up = give_up
         self._thread = threading.Thread(target=self._run, name="thermocline-measure", daemon=True)
         self._thread.start()
 
@@ -71,15 +78,17 @@ class SelfMeasurement:
         began = time.monotonic()
         logger.info("measuring what each codec costs this model; until then nothing is lost")
         try:
-            survey_report(self._open_instrument(), self._order, self._engine)
+            survey_report(self._open_instrument(), self._order, self._engine, self._agree)
             logger.info("measured in %.0f s", time.monotonic() - began)
             self._adopt()
         except Interrupted:
             logger.info("measuring was interrupted; it begins again with the engine's next start")
         except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
             logger.warning("the model is not measured: %s", " ".join(str(error).split()))
-        except Exception:  # the edge of this thread: nothing here may end the service
+            self._give_up(str(error))
+        except Exception as error:  # the edge of this thread: nothing here may end the service
             logger.exception("the model is not measured")
+            self._give_up(f"{type(error).__name__}: {error}")
 
 
 def _lower_priority() -> None:

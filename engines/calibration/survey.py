@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,9 +36,14 @@ class Survey:
 
 
 def survey_report(
-    instrument: Instrument, order: CalibrationOrder, engine: str
+    instrument: Instrument,
+    order: CalibrationOrder,
+    engine: str,
+    agree: Callable[[Profile], Profile] = lambda profile: profile,
 ) -> CalibrationReport:
     """Run ``survey``, save the profile and return the report. Raises what ``survey`` raises.
+
+    ``agree`` makes one verdict of what several ranks have found.
 
     If the profile cannot be saved after all, the log says why, and the report is returned.
     """
@@ -49,7 +54,7 @@ def survey_report(
         where = f"nothing can be kept in {order.data_path}; choose another data_dir"
         raise CannotCalibrate(f"{where}: {error.strerror}") from error
     found = survey(instrument, order)
-    profile = found.profile
+    profile = agree(found.profile)
     return CalibrationReport(
         fingerprint=instrument.fingerprint,
         engine=engine,

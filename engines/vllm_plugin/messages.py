@@ -16,6 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, Verb, WireError
+from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
 
@@ -110,6 +111,24 @@ class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
     error: str = ""
 
 
+class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
+    """What a rank has measured, to be agreed on with the others, or why it has given up.
+
+    Sent again until there is an answer.
+    """
+
+    rank: int
+    rows: tuple[Quality, ...]
+    error: str = ""
+
+
+class JointFindings(msgspec.Struct, frozen=True, tag="joint-findings"):
+    """What all ranks have found together: of each figure the worst. Or why there is nothing."""
+
+    rows: tuple[Quality, ...]
+    error: str = ""
+
+
 class RunForward(msgspec.Struct, frozen=True, tag="run-forward"):
     """Order to an HTTP server to put the request to vLLM. ``ticket``: the secret that shows it."""
 
@@ -182,10 +201,10 @@ class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
     cache: str
 
 
-ToRank: TypeAlias = Stage | Probe | Release | Ask | ForwardDone
+ToRank: TypeAlias = Stage | Probe | Release | Ask | ForwardDone | JointFindings
 ToFront: TypeAlias = RequestAdmitted | RunForward
 RankNews: TypeAlias = RankSaved | RankLost
-PeerNews: TypeAlias = RankNews | Forward | ForwardDone
+PeerNews: TypeAlias = RankNews | Forward | ForwardDone | RankFindings
 FromPeer: TypeAlias = RankHello | Staged | RankAnswer | PeerNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | ToFront
 

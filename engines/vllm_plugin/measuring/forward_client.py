@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
+from engines.calibration.agreement import with_figures_of
 from engines.calibration.self_measurement import Interrupted
-from engines.vllm_plugin.messages import Forward, ForwardDone
+from engines.vllm_plugin.messages import Forward, ForwardDone, JointFindings, RankFindings
+from kvstore.codecs.profile import Profile
 
 REPEAT_S: Final = 2.0
 
@@ -15,12 +18,13 @@ REPEAT_S: Final = 2.0
 class ForwardClient:
     """Orders one request after the other. ``hear`` and ``close`` are for other threads."""
 
-    def __init__(self, rank: int, send: Callable[[Forward], None]) -> None:
+    def __init__(self, rank: int, send: Callable[[Forward | RankFindings], None]) -> None:
         self._rank = rank
         self._send = send
         self._lock = threading.Condition()
         self._number = 0
         self._done: ForwardDone | None = None
+        self._joint: JointFindings | None = None
         self._closed = False
 
     def next_number(self) -> int:
@@ -55,16 +59,45 @@ class ForwardClient:
 
     def _over(self) -> ForwardDone | None:
         """The news of the end, if it is there."""
-        if self._closed:
-            raise Interrupted
+        self._check()
         return self._done
 
-    def hear(self, done: ForwardDone) -> None:
-        """Note that a request is over."""
+    def _check(self) -> None:
+        if self._closed:
+            raise Interrupted
+        if self._joint is not None and self._joint.error:
+            raise RuntimeError(f"another rank has given up: {self._joint.error}")
+
+    def agree(self, profile: Profile) -> Profile:
+        """The same profile with the figures that all ranks have agreed on.
+
+        Raises:
+            Interrupted: the engine ends.
+            RuntimeError: a rank has given up.
+        """
+        findings = RankFindings(self._rank, profile.rows)
         with self._lock:
-            if done.number == self._number:
-                self._done = done
-                self._lock.notify_all()
+            while (joint := self._agreed()) is None:
+                self._send(findings)
+                self._lock.wait_for(self._agreed, REPEAT_S)
+        return replace(profile, rows=with_figures_of(profile.rows, joint.rows))
+
+    def _agreed(self) -> JointFindings | None:
+        self._check()
+        return self._joint
+
+    def give_up(self, reason: str) -> None:
+        """Tell the other ranks that this one measures no more."""
+        self._send(RankFindings(self._rank, (), reason))
+
+    def hear(self, news: ForwardDone | JointFindings) -> None:
+        """Note that a request is over, or what all ranks have found."""
+        with self._lock:
+            if isinstance(news, JointFindings):
+                self._joint = news
+            elif news.number == self._number:
+                self._done = news
+            self._lock.notify_all()
 
     def close(self) -> None:
         """End whoever waits."""

@@ -10,7 +10,14 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from engines.vllm_plugin.messages import Forward, ForwardDone, RunForward
+from engines.calibration.agreement import worst_of
+from engines.vllm_plugin.messages import (
+    Forward,
+    ForwardDone,
+    JointFindings,
+    RankFindings,
+    RunForward,
+)
 
 LOOK_EVERY_S: Final = 0.05
 # For one request; long, since users' requests may share the model with it once it runs.
@@ -27,8 +34,8 @@ class ForwardHub(Protocol):
     def ask_front(self, order: RunForward) -> None:
         """Have one of the HTTP servers put a request to vLLM."""
 
-    def tell_ranks(self, done: ForwardDone) -> None:
-        """Tell every rank that a request is over."""
+    def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
+        """Tell every rank how the measurement goes on."""
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``work()`` on the event loop."""
@@ -44,6 +51,7 @@ class Forwards:
         self._is_idle = is_idle
         self._heard: dict[int, Forward] = {}  # the newest order, by rank
         self._last = 0  # number of the order that was carried out last
+        self._findings: dict[int, RankFindings] = {}  # by rank
         self._open: dict[str, Forward] = {}
         self._done: dict[int, asyncio.Future[str]] = {}
 
@@ -67,6 +75,15 @@ class Forwards:
         waiting = self._done.get(done.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(done.error)
+
+    def hear_findings(self, findings: RankFindings) -> None:
+        """Note what a rank has found; when all have, or one has given up, tell all of them."""
+        self._findings[findings.rank] = findings
+        found = [self._findings[x] for x in sorted(self._findings)]
+        if error := next((x.error for x in found if x.error), ""):
+            self._hub.tell_ranks(JointFindings((), error))
+        elif len(found) == self._num_ranks:
+            self._hub.tell_ranks(JointFindings(worst_of([x.rows for x in found])))
 
     async def _carry_out(self, order: Forward) -> None:
         while not (self._is_idle() and self._hub.num_fronts):

@@ -82,7 +82,14 @@ class RankMeasuring:
                 self._salt,
             )
 
-        SelfMeasurement(order, opened, adopt, engine=f"vllm {vllm.__version__}")
+        SelfMeasurement(
+            order,
+            opened,
+            adopt,
+            engine=f"vllm {vllm.__version__}",
+            agree=self._client.agree,
+            give_up=self._client.give_up,
+        )
 
     def fill(self, step: StepWork) -> None:
         """Fill the blocks of the step that get the KV which is ready."""

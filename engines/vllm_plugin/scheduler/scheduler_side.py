@@ -15,7 +15,14 @@ from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forwards import Forwards
 from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
-from engines.vllm_plugin.messages import Forward, ForwardDone, PeerNews, RankLost, RankSaved
+from engines.vllm_plugin.messages import (
+    Forward,
+    ForwardDone,
+    PeerNews,
+    RankFindings,
+    RankLost,
+    RankSaved,
+)
 from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.hub.save_acks import SaveAcks
@@ -143,6 +150,8 @@ class SchedulerSide:
                 self._hub.spawn(partial(self._tell, "saved", news.session))
             case Forward():
                 self._forwards.hear(news)
+            case RankFindings():
+                self._forwards.hear_findings(news)
             case ForwardDone():
                 self._forwards.hear_done(news)
 

@@ -17,6 +17,7 @@ from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.vllm_plugin.messages import (
     Ask,
     ForwardDone,
+    JointFindings,
     Look,
     Message,
     Probe,
@@ -109,9 +110,9 @@ class RankLink:
         stats: Callable[[], StoreStats],
         wait_saved: Callable[[SessionRef, float], bool],
         codecs: ServedCodecs,
-        on_forward_done: Callable[[ForwardDone], None],
+        on_measuring: Callable[[ForwardDone | JointFindings], None],
     ) -> None:
-        """``wait_saved``: see ``Transfer``. ``on_forward_done``: see ``ForwardClient.hear``."""
+        """``wait_saved``: see ``Transfer``. ``on_measuring``: see ``ForwardClient.hear``."""
         self._path = path
         self._hello = hello
         self._store = store
@@ -119,7 +120,7 @@ class RankLink:
         self._stats = stats
         self._wait_saved = wait_saved
         self._codecs = codecs
-        self._on_forward_done = on_forward_done
+        self._on_measuring = on_measuring
         self._sending = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
@@ -203,8 +204,8 @@ class RankLink:
                 self._staging.take(message.ticket)
             case Ask():
                 self._verb_threads.submit(self._answer, message, connection)
-            case ForwardDone():
-                self._on_forward_done(message)
+            case ForwardDone() | JointFindings():
+                self._on_measuring(message)
 
     def _send_on(self, connection: socket.socket | None, message: Message) -> None:
         """Send only on the connection that the question came from.

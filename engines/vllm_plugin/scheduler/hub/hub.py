@@ -23,11 +23,13 @@ from engines.vllm_plugin.messages import (
     Forward,
     ForwardDone,
     FrontHello,
+    JointFindings,
     Look,
     Message,
     PeerNews,
     Probe,
     RankAnswer,
+    RankFindings,
     RankHello,
     RankLost,
     RankSaved,
@@ -166,9 +168,9 @@ class Hub:
         """Tell the HTTP servers that a request begins to run, and its cache header's value."""
         self.call_soon(self._tell_fronts, RequestAdmitted(answer_id, cache))
 
-    def tell_ranks(self, done: ForwardDone) -> None:
-        """Tell every rank that a request which measures is over."""
-        self.call_soon(self._broadcast, done)
+    def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
+        """Tell every rank how a measurement goes on."""
+        self.call_soon(self._broadcast, news)
 
     def ask_front(self, order: RunForward) -> None:
         """Have one of the HTTP servers put a request to vLLM."""
@@ -269,5 +271,5 @@ class Hub:
                         self._lock.notify_all()
             case RankAnswer() as answer:
                 self._calls.hear(answer, writer)
-            case RankSaved() | RankLost() | Forward() | ForwardDone() as news:
+            case RankSaved() | RankLost() | Forward() | ForwardDone() | RankFindings() as news:
                 self._on_news(news)
