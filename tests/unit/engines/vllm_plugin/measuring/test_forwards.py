@@ -16,6 +16,8 @@ from engines.vllm_plugin.measuring.forwards import Forwards
 from engines.vllm_plugin.messages import (
     ForwardDone,
     FrontHello,
+    JointFindings,
+    RankFindings,
     RankHello,
     RunForward,
     decode_to_front,
@@ -24,6 +26,9 @@ from engines.vllm_plugin.messages import (
     receive,
 )
 from engines.vllm_plugin.scheduler.hub.hub import Hub
+from kvstore.codecs.profile import Profile
+from kvstore.shapes import KVLayout
+from tests.unit.engines.calibration.test_agreement import row
 from tests.unit.engines.vllm_plugin.hub_engine import wait
 
 
@@ -51,7 +56,7 @@ class Rank(Peer):
                 message = decode_to_rank(receive(self.link))
             except (OSError, EOFError):
                 return
-            assert isinstance(message, ForwardDone)
+            assert isinstance(message, ForwardDone | JointFindings)
             self.client.hear(message)
 
 
@@ -69,6 +74,8 @@ class Rig:
     def _hear(self, news: object) -> None:
         if isinstance(news, ForwardDone):
             self.forwards.hear_done(news)
+        elif isinstance(news, RankFindings):
+            self.forwards.hear_findings(news)
         else:
             self.forwards.hear(news)
 
@@ -152,3 +159,27 @@ def test_the_same_order_is_sent_again_but_carried_out_once(rig, monkeypatch):
         rig.taken(0.3)
     rig.answer(run)
     assert [x.result(60) for x in orders] == [None, None]
+
+
+def profile_of(kl: float) -> Profile:
+    rows = (row(kl=kl, codec_id=f"codec {kl}"),)
+    return Profile("model", KVLayout("float32", ()), (), {}, rows)
+
+
+def test_all_ranks_get_the_worst_that_any_has_found(rig):
+    agreed = [
+        rig.pool.submit(x.client.agree, profile_of(kl))
+        for x, kl in zip(rig.ranks, (0.1, 0.2), strict=True)
+    ]
+    rows = [x.result(60).rows[0] for x in agreed]
+    assert [x.kl for x in rows] == [0.2, 0.2]
+    assert [x.codec_id for x in rows] == ["codec 0.1", "codec 0.2"]
+
+
+def test_a_rank_that_gives_up_ends_all_others(rig):
+    agreeing = rig.pool.submit(rig.ranks[0].client.agree, profile_of(0.1))
+    rig.ranks[1].client.give_up("it has no text")
+    with pytest.raises(RuntimeError, match="it has no text"):
+        agreeing.result(60)
+    with pytest.raises(RuntimeError, match="it has no text"):
+        rig.order(0, [1]).result(60)
