@@ -1,10 +1,12 @@
-"""Measures a model at its first start, beside the engine that serves it.
+"""Has an engine choose its codecs again when its model's profile has changed.
 
-Where nothing was measured, the engine begins with an exact codec. Meanwhile the calibration program
-runs as a child process: at the lowest priority, at most one for each data folder, in bounded memory
-and time, and never longer than this process. When the model's profile has been written the engine
-is told to choose its codecs again, also if another process wrote it (``thermocline calibrate``,
-another gateway). If anything fails here, serving goes on unchanged.
+Where nothing was measured, an engine begins with an exact codec. mlx's then measures its model
+itself, in its idle moments. When the model's profile has been written the engine is told to choose
+again, whoever wrote it (``thermocline calibrate``, another gateway's engine).
+
+For vLLM the calibration program runs as a child process meanwhile: at the lowest priority, at most
+one for each data folder, in bounded memory and time, and never longer than this process. If
+anything fails here, serving goes on unchanged.
 """
 
 from __future__ import annotations
@@ -37,16 +39,17 @@ log = logging.getLogger("thermocline.calibration")
 
 LOOK_EVERY_S: Final = 2.0
 # Memory beside the weights: the texts' KV, what is learned of it, the engine itself.
-WORK_BYTES: Final = {"mlx": 3 << 30, "vllm": 6 << 30}
+WORK_BYTES: Final = 6 << 30
 # More copies of the weights, where there is room: vLLM's gradients need a second model, and
 # memory to read it.
-MORE_COPIES: Final = {"mlx": 0, "vllm": 2}
+MORE_COPIES: Final = 2
 LOCK: Final = "calibrating.lock"
-SELF_MEASURED: Final = ("vllm",)  # engines that measure their model themselves, while they serve
+# Engines that are measured by a child process: none any more.
+BY_PROGRAM: Final[tuple[str, ...]] = ()
 
 
 class FirstCalibration:
-    """Watches the engine and the profile's file; measures if need be. Belongs to one event loop."""
+    """Watches the engine and the profile's file; measures vLLM. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -90,11 +93,16 @@ class FirstCalibration:
         if stamp is not None and stamp != self._seen:
             with suppress(EngineRefused):  # its log says why; the next file may be better
                 adopted = await self._engine.adopt()
-                log.info("sessions are packed from now on by %s: %s", adopted.name, adopted.why)
+                if adopted.id != codec.id:  # else the engine measured it, and has adopted it
+                    log.info("sessions are packed from now on by %s: %s", adopted.name, adopted.why)
             self._seen = stamp
-        elif codec.unmeasured and self._effective.settings.store.calibrate and not self._tried:
-            if self._effective.engine_kind not in SELF_MEASURED:
-                await self._calibrate()
+        elif self._needs_a_program(codec):
+            await self._calibrate()
+
+    def _needs_a_program(self, codec: CodecReport) -> bool:
+        """True if nobody has measured the model, and its engine cannot do it while it serves."""
+        wanted = codec.unmeasured and self._effective.settings.store.calibrate
+        return wanted and not self._tried and self._effective.engine_kind in BY_PROGRAM
 
     def _stamp(self, fingerprint: str) -> object:
         """A value that changes when the profile's file does; None while there is no file."""
@@ -111,11 +119,9 @@ class FirstCalibration:
             self._tried = True
             order = await asyncio.to_thread(first_order, self._effective)
             weights = weights_bytes(Path(order.model_path), self._effective.widens) or 0
-            kind = self._effective.engine_kind
-            gpus = await asyncio.to_thread(find_gpus) if kind == "vllm" else []
-            if gpus:
+            if await asyncio.to_thread(find_gpus):
                 raise LaunchError("its GPU may not hold it twice")
-            most_bytes = granted_bytes(kind, weights, self._available())
+            most_bytes = granted_bytes(weights, self._available())
             order = msgspec.structs.replace(order, most_bytes=most_bytes)
             command, env = await asyncio.to_thread(program, self._effective, self._environ)
             log.info("measuring what each codec costs this model; until then nothing is lost")
@@ -141,15 +147,15 @@ class FirstCalibration:
             yield True
 
 
-def granted_bytes(kind: str, weights: int, available: int) -> int:
+def granted_bytes(weights: int, available: int) -> int:
     """Bytes of memory that a calibration may take, which loads the model a second time.
 
     Raises:
         LaunchError: there is too little.
     """
-    least = weights + WORK_BYTES[kind]
+    least = weights + WORK_BYTES
     if least + KEPT_FREE_BYTES > available:
         raise LaunchError(
             f"that may take {show_bytes(least)}, and {show_bytes(available)} are available"
         )
-    return min(least + MORE_COPIES[kind] * weights, available - KEPT_FREE_BYTES)
+    return min(least + MORE_COPIES * weights, available - KEPT_FREE_BYTES)

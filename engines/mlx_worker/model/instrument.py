@@ -32,12 +32,8 @@ class MlxInstrument:
         Raises:
             ValueError: this model's cache holds state that no lossy codec may touch.
         """
-        if plan.layout is None or plan.needs_state:
-            raise ValueError(
-                plan.reason or "a part of this model's cache cannot be cut to a length"
-            )
+        self._layout = growing_layout(plan)
         self._loaded = loaded
-        self._layout = plan.layout
         self._fingerprint = fingerprint(loaded, plan, folder)
 
     @property
@@ -101,6 +97,17 @@ class MlxInstrument:
         return kv_arrays.rebuild(self._loaded.model, self._layout, run, None, num_tokens)
 
 
+def growing_layout(plan: CachePlan) -> KVLayout:
+    """The layout of a cache that grows with every token and holds nothing else.
+
+    Raises:
+        ValueError: this model's cache holds state that no lossy codec may touch.
+    """
+    if plan.layout is None or plan.needs_state:
+        raise ValueError(plan.reason or "a part of this model's cache cannot be cut to a length")
+    return plan.layout
+
+
 def _as_fp32(array: mx.array) -> np.ndarray:
     """Copy (1, ...) of any dtype to float32 (...)."""
     return np.array(array[0].astype(mx.float32))
@@ -117,10 +124,11 @@ def ropes_of(model: Any, head_dims: list[int]) -> tuple[Rope | None, ...]:
     layers = list(model.layers)
     if len(layers) != len(head_dims):
         raise ValueError("the model's layers are not those of its cache")
-    return tuple(_rope_of(x, dim) for x, dim in zip(layers, head_dims, strict=True))
+    return tuple(rope_of(x, dim) for x, dim in zip(layers, head_dims, strict=True))
 
 
-def _rope_of(layer: Any, head_dim: int) -> Rope | None:
+def rope_of(layer: Any, head_dim: int) -> Rope | None:
+    """Read off how one layer turns its keys. Raises ``ValueError`` as ``ropes_of`` does."""
     attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     module = getattr(attention, "rope", None)
     if attention is None or module is None:

@@ -1,0 +1,134 @@
+"""Measuring on an engine that serves: the same figures, and nobody waits for more than a step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.calibration.instrument import Interrupted
+from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
+from engines.mlx_worker.model.instrument import MlxInstrument
+from tests.integration.mlx_owner.harness import Engine, engine, session, text
+from tests.integration.tiny_models import tiny_model
+
+pytestmark = pytest.mark.mlx
+
+
+def serving(it: Engine) -> ServingInstrument:
+    owner = it.owner
+    assert owner.held is not None and owner.codecs is not None
+    known = owner.codecs.report.fingerprint
+    return ServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held)
+
+
+async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
+    loaded = tiny_model("llama")
+    alone = MlxInstrument(loaded, probe(loaded.model))
+    prompt, rest = text(1, 300), text(2, 40)
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        beside = serving(it)
+        assert (beside.fingerprint, beside.layout) == (alone.fingerprint, alone.layout)
+        assert await asyncio.to_thread(lambda: beside.ropes) == alone.ropes
+        run = await asyncio.to_thread(beside.prefill, prompt)
+        expected = alone.prefill(prompt)
+        for pair, other in zip(run, expected, strict=True):
+            for array, exact in zip(pair, other, strict=True):
+                assert array.dtype == exact.dtype
+                np.testing.assert_allclose(array, exact, atol=1e-4)
+        again = await asyncio.to_thread(
+            beside.prefill, prompt, [(k[:, :200], v[:, :200]) for k, v in run]
+        )
+        for pair, other in zip(again, run, strict=True):
+            np.testing.assert_allclose(pair[1], other[1], atol=1e-4)
+        scores = await asyncio.to_thread(beside.log_probs, run, rest)
+        np.testing.assert_allclose(scores, alone.log_probs(expected, rest), atol=1e-3)
+        assert it.owner.held is not None and it.owner.held.nbytes == 0
+
+
+async def test_a_request_waits_for_one_step_at_most(tmp_path: Path) -> None:
+    """Counted between its arrival and its last token, which are many rounds."""
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        steps, beside = it.owner.idle_steps, serving(it)
+        ends = threading.Event()
+
+        def measure() -> None:
+            while not ends.is_set():
+                beside.prefill(text(3, 900))
+
+        measuring = asyncio.create_task(asyncio.to_thread(measure))
+        try:
+            for number in range(6):
+                while steps.num_done < 3 * (number + 1):
+                    await asyncio.sleep(0.001)
+                before = steps.num_done
+                stream = it.submit(text(10 + number, 200), max_tokens=20)
+                seen = []
+                async for _ in stream.events():
+                    seen.append(steps.num_done)
+                assert seen[-2] - before <= 1, seen
+        finally:
+            ends.set()
+            await measuring
+
+
+async def test_its_memory_goes_to_requests_that_need_it(tmp_path: Path) -> None:
+    """So little is allowed that the request and the measured prefix do not fit together."""
+    tokens, rest = text(5, 700), text(6, 300)
+    loaded = tiny_model("llama")
+    nbytes = probe(loaded.model).cost.row_bytes(1024)
+    settings = {"hot_bytes": 4 * nbytes, "max_context": 1024}
+    async with engine("llama", tmp_path, codec="auto", gate={}, **settings) as it:
+        owner, beside = it.owner, serving(it)
+        held = owner.held
+        assert held is not None
+        run = await asyncio.to_thread(beside.prefill, tokens)
+        await owner.call(lambda: held.begin(run))
+        assert 0 < held.nbytes <= nbytes
+        assert it.reports.engine().hot_bytes < held.nbytes, "it is nobody's session"
+        first = [it.submit(text(20 + i, 700), session(str(i)), max_tokens=8) for i in range(4)]
+        for stream in first:
+            async for _ in stream.events():
+                pass
+        assert held.nbytes == 0
+        # And what measured it begins again: the result is the same.
+        scores = await asyncio.to_thread(beside.log_probs, run, rest)
+        assert scores.shape[0] == len(rest) and np.isfinite(scores).all()
+
+
+async def test_a_prefix_that_went_away_is_computed_again(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        owner, beside = it.owner, serving(it)
+        held = owner.held
+        assert held is not None
+        expected = await asyncio.to_thread(beside.prefill, text(7, 600))
+        before, dropped = owner.idle_steps.num_done, 0
+        running = asyncio.create_task(asyncio.to_thread(beside.prefill, text(7, 600)))
+        while not running.done():
+            if owner.idle_steps.num_done >= before + 3 and not dropped:
+                dropped += 1
+                await owner.call(held.drop)
+            await asyncio.sleep(0)
+        assert dropped
+        for pair, other in zip(await running, expected, strict=True):
+            np.testing.assert_allclose(pair[0], other[0], atol=1e-4)
+
+
+async def test_closing_the_owner_interrupts(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        beside = serving(it)
+
+        def measure() -> None:
+            while True:
+                beside.prefill(text(3, 900))
+
+        measuring = asyncio.create_task(asyncio.to_thread(measure))
+        while not it.owner.idle_steps.num_done:
+            await asyncio.sleep(0.001)
+        await it.owner.close()
+        with pytest.raises(Interrupted):
+            await asyncio.wait_for(measuring, 10)
