@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
+from engines.mlx_worker.model.scoring import gradients, log_probs
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
 
@@ -29,6 +30,8 @@ class HeldPrefix:
         self._model = model
         self._layout = layout
         self._caches: Caches | None = None
+        # By K and V of each layer, fp32 (1, num_kv_heads, tokens, dim), of the first tokens.
+        self._gradients: list[list[mx.array]] = []
         self._nbytes = 0
 
     @property
@@ -76,10 +79,40 @@ class HeldPrefix:
         del k, v, run  # views, which would keep the memory
         self.drop()
 
+    def look_back(self, tokens: Sequence[int], first: int) -> None:
+        """Add to the gradients those of the loss after ``tokens``, fed before from ``first`` on.
+
+        Begin with the last tokens: what their loss says of ``tokens``' own KV is handed on to all
+        before. So the gradients are those of the whole loss, however it is cut into pieces.
+
+        Raises ``Dropped``, and RuntimeError or ValueError if the model has no gradients.
+        """
+        known = [(x.keys[..., :first, :], x.values[..., :first, :]) for x in self._held()]
+        found = gradients(self._model, known, tokens, self._gradients)
+        before = [tuple(x[..., :first, :] for x in pair) for pair in self._gradients]
+        for pair, others in zip(found, before, strict=False):  # at first there are none
+            pair[:] = [a + b for a, b in zip(pair, others, strict=True)]
+        mx.eval(found)
+        self._gradients = found
+        mx.clear_cache()
+        self._count()
+
+    def take_gradients(self) -> list[KVPair]:
+        """The gradients by the KV before all that was looked back on, fp32; drops everything.
+
+        Raises ``Dropped``.
+        """
+        self._held()
+        self._caches = None
+        found = [(np.array(keys[0]), np.array(values[0])) for keys, values in self._gradients]
+        self.drop()
+        return found
+
     def drop(self) -> None:
         """Free it."""
-        if self._caches is not None:
+        if self._nbytes:
             self._caches = None
+            self._gradients = []
             mx.clear_cache()
         self._nbytes = 0
 
@@ -89,11 +122,5 @@ class HeldPrefix:
         return self._caches
 
     def _count(self) -> None:
-        self._nbytes = kv_arrays.nbytes_of(self._caches or [])
-
-
-def log_probs(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
-    """Feed ``tokens`` behind ``caches``; the log-probabilities after each, fp32 (tokens, vocab)."""
-    logits = model(mx.array(list(tokens))[None], cache=caches)[0].astype(mx.float32)
-    scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return scores
+        looked_back = sum(x.nbytes for pair in self._gradients for x in pair)
+        self._nbytes = kv_arrays.nbytes_of(self._caches or []) + looked_back

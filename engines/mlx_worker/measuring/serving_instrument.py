@@ -13,10 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from engines.calibration.instrument import NotDifferentiable
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.measuring.held_prefix import Dropped, HeldPrefix
 from engines.mlx_worker.measuring.idle_steps import IdleSteps
-from engines.mlx_worker.measuring.step_size import StepSize
+from engines.mlx_worker.measuring.step_size import SMALLEST, StepSize
 from engines.mlx_worker.model.instrument import growing_layout, rope_of
 from engines.mlx_worker.model.loading import LoadedModel
 from kvstore.codecs.rope import Rope
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class ServingInstrument:
-    """An ``Instrument`` whose methods wait for idle moments of the owner thread.
+    """A ``Differentiable`` ``Instrument`` whose methods wait for idle moments of the owner thread.
 
     All of them raise ``Interrupted`` once the engine ends.
     """
@@ -51,6 +52,7 @@ class ServingInstrument:
         self._steps = steps
         self._held = held
         self._size = StepSize()
+        self._back_size = StepSize(first=SMALLEST)  # of gradients, which take several times as long
         self._clock = clock
 
     @property
@@ -80,6 +82,15 @@ class ServingInstrument:
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
         return self._until_done(lambda: self._scored(run, tokens))
 
+    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
+        try:
+            return self._until_done(lambda: self._looked_back(run, tokens))
+        except (RuntimeError, ValueError) as error:  # mlx says so in either way
+            raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
+
+    def gradients_done(self) -> None:
+        """Do nothing: ``gradients`` leaves nothing to release here."""
+
     def _until_done(self, work: Callable[[], T]) -> T:
         """Do work of several steps, again from its start whenever the KV was needed by others."""
         while True:
@@ -87,15 +98,30 @@ class ServingInstrument:
                 return work()
 
     def _prefilled(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
-        self._steps.run(lambda: self._held.begin(past))
-        at = past[0][0].shape[1] if past else 0
-        while at < len(tokens):
-            part = tokens[at : at + self._size.tokens]
-            self._timed(len(part), partial(self._held.feed, part))
-            at += len(part)
+        num_past = past[0][0].shape[1] if past else 0
+        self._feed(past, tokens[num_past:])
         out = self._layout.empty(len(tokens))
         self._steps.run(lambda: self._held.take(out))
         return out
+
+    def _feed(self, past: KVRun, tokens: Sequence[int]) -> None:
+        """Have ``past``, and ``tokens`` behind it, held."""
+        self._steps.run(lambda: self._held.begin(past))
+        at = 0
+        while at < len(tokens):
+            part = tokens[at : at + self._size.tokens]
+            self._timed(self._size, len(part), partial(self._held.feed, part))
+            at += len(part)
+
+    def _looked_back(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
+        self._feed(run, tokens)
+        first, end = run[0][0].shape[1], len(tokens)
+        while end:
+            part = tokens[max(0, end - self._back_size.tokens) : end]
+            end -= len(part)
+            step = partial(self._held.look_back, part, first + end)
+            self._timed(self._back_size, len(part), step)
+        return self._steps.run(self._held.take_gradients)
 
     def _scored(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
         self._steps.run(lambda: self._held.begin(run))
@@ -104,7 +130,7 @@ class ServingInstrument:
         while at < len(tokens):
             part = tokens[at : at + self._size.tokens]
             is_last = at + len(part) == len(tokens)
-            parts.append(self._timed(len(part), partial(self._score, part, is_last)))
+            parts.append(self._timed(self._size, len(part), partial(self._score, part, is_last)))
             at += len(part)
         return np.concatenate(parts)
 
@@ -115,13 +141,13 @@ class ServingInstrument:
             self._held.drop()
         return found
 
-    def _timed(self, num_tokens: int, step: Callable[[], T]) -> T:
-        """Run a step, and learn from how long it took on the owner thread."""
+    def _timed(self, size: StepSize, num_tokens: int, step: Callable[[], T]) -> T:
+        """Run a step, and have ``size`` learn from how long it took on the owner thread."""
 
         def timed() -> T:
             began = self._clock()
             found = step()
-            self._size.took(num_tokens, self._clock() - began)
+            size.took(num_tokens, self._clock() - began)
             return found
 
         return self._steps.run(timed)

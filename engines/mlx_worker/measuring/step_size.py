@@ -13,9 +13,10 @@ FIRST: Final = 32
 class StepSize:
     """A number of tokens, a power of two: halved after slow steps, doubled after quick ones."""
 
-    def __init__(self, target_s: float = TARGET_S) -> None:
+    def __init__(self, target_s: float = TARGET_S, first: int = FIRST) -> None:
+        """``target_s``: seconds that a step may take. ``first``: tokens of the first one."""
         self._target_s = target_s
-        self._tokens = FIRST
+        self._tokens = first
 
     @property
     def tokens(self) -> int:
