@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,7 +110,8 @@ def survey(
     for codec in codecs.values():
         codec.check(instrument.layout)
         warm(codec, instrument.layout)
-    rows = measure(instrument, codecs, cases, order.chunk_tokens, sticks, unfinished, tell)
+    folder = _folder(order) if unfinished is not None else None
+    rows = measure(instrument, codecs, cases, order.chunk_tokens, sticks, unfinished, tell, folder)
     most_bits = max((x.bits_per_element for x in rows if x.residual_error), default=0.0)
     bounds = [_water_filling(x, most_bits) for x in dict.fromkeys(sticks.values())]
     return Survey(replace(profile, rows=tuple(rows)), tuple(bounds))
@@ -131,8 +133,9 @@ def _learned(
         return profile, {}
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
     tell("reading texts to learn from")
-    with _scratch(order) as scratch:
-        windows = (order.num_windows, order.window_tokens)
+    windows = (order.num_windows, order.window_tokens)
+    # Beside a model that serves its rows are not to take memory.
+    with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
         samples = samples_of(instrument, texts, *windows, scratch, tell)
         sticks = yardsticks(samples, order.presets) if order.with_bounds else {}
         for name in missing:
@@ -144,9 +147,9 @@ def _learned(
     return profile, sticks
 
 
-def _scratch(order: CalibrationOrder) -> Scratch:
-    """A file beside the profiles, if they have a folder. Raises ``OSError``."""
-    return Scratch(Path(order.data_path) / "profiles" if order.data_path else None)
+def _folder(order: CalibrationOrder) -> Path | None:
+    """The folder of profiles, if there is one."""
+    return Path(order.data_path) / "profiles" if order.data_path else None
 
 
 def _water_filling(stick: RateDistortionBound, most_bits: float) -> WaterFilling:

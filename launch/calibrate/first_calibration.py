@@ -93,7 +93,8 @@ class FirstCalibration:
         if stamp is not None and stamp != self._seen:
             with suppress(EngineRefused):  # its log says why; the next file may be better
                 adopted = await self._engine.adopt()
-                if adopted.id != codec.id:  # else the engine measured it, and has adopted it
+                # An engine that measured it by itself has adopted it, and said so.
+                if adopted.id != codec.id and not codec.progress:
                     log.info("sessions are packed from now on by %s: %s", adopted.name, adopted.why)
             self._seen = stamp
         elif self._needs_a_program(codec):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias
 
@@ -61,6 +62,7 @@ def measure(
     yardsticks: Mapping[str, RateDistortionBound] = MappingProxyType({}),
     kept: Results | None = None,
     tell: Tell = quiet,
+    folder: Path | None = None,
 ) -> list[Quality]:
     """Measure every case with every codec; returns a row for each preset and context length.
 
@@ -73,8 +75,10 @@ def measure(
         yardsticks: by preset; that of ``ANY`` is for presets without one.
         kept: results of cases are kept here; those that are known are not measured again.
         tell: told before every case.
+        folder: of a file in which a case's KV rests between codecs; None = in memory.
     """
-    trial = _Trial(instrument, codecs, chunk_tokens, yardsticks, kept or _Nowhere())
+    prefixes = Prefixes(instrument, folder)
+    trial = _Trial(instrument, prefixes, codecs, chunk_tokens, yardsticks, kept or _Nowhere())
     tallies: dict[tuple[int, str], Tally] = {}
     ordered = in_reading_order(cases)
     for number, case in enumerate(ordered):
@@ -95,18 +99,19 @@ class _Trial:
     def __init__(
         self,
         instrument: Instrument,
+        prefixes: Prefixes,
         codecs: Mapping[str, Codec],
         chunk_tokens: int,
         yardsticks: Mapping[str, RateDistortionBound],
         kept: Results,
     ) -> None:
         self._instrument = instrument
+        self._prefixes = prefixes
         self._codecs = codecs
         self._chunk_tokens = chunk_tokens
         self._yardsticks = yardsticks
         self._kept = kept
         self._known = {(x.case, x.codec_id): x for x in kept.results()}
-        self._prefixes = Prefixes(instrument)
 
     def results(self, case: Case) -> Iterator[tuple[str, CaseResult]]:
         """Yield the result of each preset; none at all if not even the exact cache answers."""

@@ -125,14 +125,16 @@ class ServingInstrument:
 
     def _scored(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
         self._steps.run(lambda: self._held.begin(run))
-        parts: list[np.ndarray] = []
-        at = 0
+        found, at = np.empty((0, 0), np.float32), 0
         while at < len(tokens):
             part = tokens[at : at + self._size.tokens]
             is_last = at + len(part) == len(tokens)
-            parts.append(self._timed(self._size, len(part), partial(self._score, part, is_last)))
+            scores = self._timed(self._size, len(part), partial(self._score, part, is_last))
+            if not at:
+                found = np.empty((len(tokens), scores.shape[1]), np.float32)
+            found[at : at + len(part)] = scores
             at += len(part)
-        return np.concatenate(parts)
+        return found
 
     def _score(self, tokens: Sequence[int], is_last: bool) -> np.ndarray:
         """Score one part, on the owner thread; nothing is held after the last."""
