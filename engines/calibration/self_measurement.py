@@ -57,7 +57,8 @@ class SelfMeasurement:
             open_instrument: called on the measuring thread. May raise ``ValueError``: this model
                 cannot be measured. The instrument's methods raise ``Interrupted`` once the engine
                 ends.
-            adopt: called on the measuring thread once the profile was written.
+            adopt: called on the measuring thread once the profile was written, also by another
+                process that was measuring this model.
             engine: the name and version of the engine, for the report.
             resumes: keep what is done in the data folder, go on from there after a restart, and
                 let no two processes measure one model at a time.
@@ -111,7 +112,9 @@ class SelfMeasurement:
 
     def _measure(self) -> None:
         instrument = self._open_instrument()
-        with self._alone(instrument.fingerprint):
+        with self._alone(instrument.fingerprint) as has_waited:
+            if has_waited:  # the other may have found what is wanted
+                self._adopt()
             if not self._is_needed():
                 return
             began = time.monotonic()
@@ -123,16 +126,16 @@ class SelfMeasurement:
             self._adopt()
 
     @contextmanager
-    def _alone(self, fingerprint: str) -> Iterator[None]:
-        """Wait until no other process measures this model; raises ``Interrupted``.
+    def _alone(self, fingerprint: str) -> Iterator[bool]:
+        """Wait until no other process measures this model; yields True if one did.
 
-        The system frees the lock of a process that dies.
+        The system frees the lock of a process that dies. Raises ``Interrupted``.
         """
         if not self._resumes:
-            yield
+            yield False
             return
         with locked(Path(self._order.data_path), fingerprint, self._wait_for_another):
-            yield
+            yield bool(self._progress)
 
     def _wait_for_another(self) -> None:
         self._progress = "waiting: another process measures this model"

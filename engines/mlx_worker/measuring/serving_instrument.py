@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from engines.calibration.instrument import NotDifferentiable
+from engines.calibration.instrument import Interrupted, NotDifferentiable
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.measuring.held_prefix import Dropped, HeldPrefix
 from engines.mlx_worker.measuring.idle_steps import IdleSteps
@@ -94,8 +94,14 @@ class ServingInstrument:
     def _until_done(self, work: Callable[[], T]) -> T:
         """Do work of several steps, again from its start whenever the KV was needed by others."""
         while True:
-            with suppress(Dropped):  # the first step then waits for the next idle moment
+            try:
                 return work()
+            except Dropped:
+                continue  # its first step waits for the next idle moment
+            except Exception:
+                with suppress(Interrupted):
+                    self._steps.run(self._held.drop)
+                raise
 
     def _prefilled(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
         num_past = past[0][0].shape[1] if past else 0
