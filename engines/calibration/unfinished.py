@@ -40,7 +40,7 @@ class Unfinished:
         return cls(Path(order.data_path) / "profiles" / f"{fingerprint}.{digest}")
 
     def learned(self) -> Profile | None:
-        """What presets had learned when it was interrupted; None if nothing, or it is damaged."""
+        """The profile as it was then; None if there is none, or it is damaged."""
         try:
             return load_profile(self._learned, mapped=True)
         except FileNotFoundError:

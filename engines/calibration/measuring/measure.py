@@ -35,7 +35,7 @@ def quiet(progress: str) -> None:
 
 
 class Results(Protocol):
-    """Where results are kept as they come, so that a measurement can go on after a restart."""
+    """A place for results as they come, so that a measurement can go on after a restart."""
 
     def results(self) -> list[CaseResult]:
         """All that was kept before."""
