@@ -12,7 +12,15 @@ import pytest
 
 from engines.calibration.gate.profiles import save as write_profile
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.vllm_plugin.messages import ForwardDone, Probe, RankHello, RankNews, Stage, Staged, receive
+from engines.vllm_plugin.messages import (
+    ForwardDone,
+    Probe,
+    RankHello,
+    RankNews,
+    Stage,
+    Staged,
+    receive,
+)
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
