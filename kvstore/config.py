@@ -31,7 +31,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     # Serve the codec that was named all the same: not measured, or out of bounds.
     accept_loss: bool = False
-    # Measure a model that was not measured yet, at its first start, beside the service.
+    # Measure a model that was not measured yet, at its first start, while it serves.
     calibrate: bool = True
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
+from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 
 # Of these more is better; of all other figures less.
@@ -16,6 +17,34 @@ MORE_IS_BETTER: Final = frozenset(
 OWN: Final = frozenset(
     {"preset", "context", "codec_id", "needle_total", "chain_tokens"}
 )  # no figures, or the same
+
+
+class Partners(Protocol):
+    """The other ranks that measure the same model at the same time."""
+
+    def agree(self, profile: Profile) -> Profile:
+        """The same profile with the figures that all ranks have agreed on. Waits for them.
+
+        Raises:
+            Interrupted: the engine ends.
+            RuntimeError: a rank has given up.
+        """
+
+    def give_up(self, reason: str) -> None:
+        """Tell the others that this rank measures no more."""
+
+
+class NoPartners:
+    """The ``Partners`` of an engine with one rank."""
+
+    def agree(self, profile: Profile) -> Profile:
+        return profile
+
+    def give_up(self, reason: str) -> None:
+        """Nobody waits."""
+
+
+ALONE: Final = NoPartners()
 
 
 def worst_of(ranks: Sequence[Sequence[Quality]]) -> tuple[Quality, ...]:

@@ -25,13 +25,17 @@ def drift(exact: np.ndarray, packed: np.ndarray, tokens: Sequence[int]) -> Drift
     ``exact`` and ``packed``: fp32 (len(tokens), vocabulary). The last position has no next token to
     judge by, so the loss has one entry fewer.
     """
-    probs = np.exp(exact, dtype=np.float32)
-    kl = np.einsum("nv,nv->n", probs, exact - packed, dtype=np.float64)
+    kl = np.array([_kl(x, y) for x, y in zip(exact, packed, strict=True)], np.float64)
     following = np.asarray(tokens[1:])[:, None]
     loss = [
         np.take_along_axis(x[:-1], following, 1)[:, 0].astype(np.float64) for x in (exact, packed)
     ]
     return Drift(np.maximum(kl, 0), exact.argmax(1) == packed.argmax(1), loss[0] - loss[1])
+
+
+def _kl(exact: np.ndarray, packed: np.ndarray) -> float:
+    """KL of one position, nats; of all at once the temporaries would be larger than what counts."""
+    return float(np.einsum("v,v->", np.exp(exact), exact - packed, dtype=np.float64))
 
 
 def answers(log_probs: np.ndarray, tokens: Sequence[int], num_answer: int) -> bool:

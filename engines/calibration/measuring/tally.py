@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engines.calibration.measuring.case_result import CaseResult
 from engines.calibration.measuring.metrics import Drift
 from kvstore.codecs.learning.bounds import gaussian_gap_db
 from kvstore.codecs.quality import Quality, TextQuality
@@ -31,6 +32,22 @@ class Tally:
     above_bound: list[float] = field(default_factory=list)
     drifts: dict[str, Drift] = field(default_factory=dict)
     needles: list[bool] = field(default_factory=list)
+
+    def add(self, result: CaseResult) -> None:
+        """Count the result of one case with this preset's codec."""
+        if result.found is not None:
+            self.needles.append(result.found)
+            return
+        self.drifts[result.text] = result.drift
+        self.bits.append(result.bits)
+        for kept, value in zip((self.cos_k, self.cos_v), result.cos, strict=True):
+            kept.append(value)
+        for kept, value in zip((self.error_k, self.error_v), result.errors, strict=True):
+            kept.append(value)
+        if result.residual is not None:
+            self.residual.append(result.residual)
+        if result.above_bound is not None:
+            self.above_bound.append(result.above_bound)
 
     def quality(self) -> Quality:
         """The means over all cases.

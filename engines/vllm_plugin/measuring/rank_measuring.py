@@ -9,12 +9,15 @@ from typing import Any, Final
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from engines.calibration.agreement import ALONE
 from engines.calibration.messages import CalibrationOrder
+from engines.calibration.one_thread import one_thread
 from engines.calibration.self_measurement import SelfMeasurement
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.serving_instrument import ServingInstrument
+from engines.vllm_plugin.messages import ForwardDone, JointFindings
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.vllm_plugin.worker.paging import PagedCache
@@ -58,6 +61,7 @@ class RankMeasuring:
         self._config = vllm_config
         self._cache = cache
         self._client = client
+        self._measurement: SelfMeasurement | None = None
         # The same on every rank, and unknown to clients.
         self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
 
@@ -67,8 +71,9 @@ class RankMeasuring:
         layer_names: Sequence[str],
         fingerprint: str,
         adopt: Callable[[], None],
+        is_needed: Callable[[], bool],
     ) -> None:
-        """Begin to measure; ``adopt`` is called when the profile was written."""
+        """Begin to measure: see ``SelfMeasurement``."""
 
         def opened() -> ServingInstrument:
             return ServingInstrument(
@@ -82,18 +87,31 @@ class RankMeasuring:
                 self._salt,
             )
 
-        SelfMeasurement(
+        # What one rank has kept of an interrupted measurement another may not have.
+        several = self._config.parallel_config.world_size > 1
+        self._measurement = SelfMeasurement(
             order,
             opened,
             adopt,
             engine=f"vllm {vllm.__version__}",
-            agree=self._client.agree,
-            give_up=self._client.give_up,
+            resumes=not several,
+            is_needed=is_needed,
+            work=one_thread,
+            partners=self._client if several else ALONE,
         )
 
     def fill(self, step: StepWork) -> None:
         """Fill the blocks of the step that get the KV which is ready."""
         EXCHANGE.fill(step, self._cache)
+
+    def hear(self, news: ForwardDone | JointFindings) -> None:
+        """Pass on what the hub says to the thread that waits for it. On the link's thread."""
+        self._client.hear(news)
+
+    @property
+    def progress(self) -> str:
+        """One sentence on how far it is; "" when nothing is being measured."""
+        return self._measurement.progress if self._measurement is not None else ""
 
     def read(self, step: StepWork) -> list[int]:
         """Read the blocks of the step that are wanted; returns the jobs that are done."""
@@ -101,4 +119,6 @@ class RankMeasuring:
 
     def close(self) -> None:
         """Interrupt the measurement."""
+        if self._measurement is not None:
+            self._measurement.close()
         self._client.close()

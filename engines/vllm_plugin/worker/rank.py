@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -33,7 +33,18 @@ from engines.vllm_plugin.messages import (
     pages,
     receive,
 )
-from engines.wire import Adopt, Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
+from engines.wire import (
+    Adopt,
+    CodecReport,
+    Demote,
+    Forget,
+    GetStats,
+    ListSessions,
+    Pin,
+    Prefetch,
+    Unpin,
+    Verb,
+)
 from kvstore.by_blocks.records import BlockRecord, split_hashes
 from kvstore.by_blocks.store import BlockStore, Fetched
 from kvstore.errors import PinLimit, StoreClosed
@@ -98,6 +109,17 @@ class StagingArea:
             return len(self._wanted)
 
 
+class Measurement(Protocol):
+    """The rank's share in measuring the model (``RankMeasuring``)."""
+
+    @property
+    def progress(self) -> str:
+        """One sentence on how far it is; "" when nothing is being measured."""
+
+    def hear(self, news: ForwardDone | JointFindings) -> None:
+        """Hear from the hub how it goes on."""
+
+
 class RankLink:
     """The connection to the hub: one thread listens, a few others do what it hears of."""
 
@@ -110,9 +132,9 @@ class RankLink:
         stats: Callable[[], StoreStats],
         wait_saved: Callable[[SessionRef, float], bool],
         codecs: ServedCodecs,
-        on_measuring: Callable[[ForwardDone | JointFindings], None],
+        measurement: Measurement,
     ) -> None:
-        """``wait_saved``: see ``Transfer``. ``on_measuring``: see ``ForwardClient.hear``."""
+        """``wait_saved``: see ``Transfer``. ``measurement``: see there."""
         self._path = path
         self._hello = hello
         self._store = store
@@ -120,7 +142,7 @@ class RankLink:
         self._stats = stats
         self._wait_saved = wait_saved
         self._codecs = codecs
-        self._on_measuring = on_measuring
+        self._measurement = measurement
         self._sending = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
@@ -205,7 +227,7 @@ class RankLink:
             case Ask():
                 self._verb_threads.submit(self._answer, message, connection)
             case ForwardDone() | JointFindings():
-                self._on_measuring(message)
+                self._measurement.hear(message)
 
     def _send_on(self, connection: socket.socket | None, message: Message) -> None:
         """Send only on the connection that the question came from.
@@ -251,7 +273,7 @@ class RankLink:
         try:
             records = self._obey(message.verb)
             stats = self._stats() if isinstance(message.verb, GetStats) else None
-            codec = self._codecs.report if isinstance(message.verb, GetStats | Adopt) else None
+            codec = self._report() if isinstance(message.verb, GetStats | Adopt) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
         except StoreClosed:
             return
@@ -262,6 +284,9 @@ class RankLink:
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
         for page in pages(answer):
             self._send_on(connection, page)
+
+    def _report(self) -> CodecReport:
+        return msgspec.structs.replace(self._codecs.report, progress=self._measurement.progress)
 
     def adopt(self) -> None:
         """Have the store adopt the codecs that the model's profile allows now."""

@@ -152,6 +152,7 @@ def open_worker_side(
     transfer = Transfer(blocks, store, staging, config.save_queue_bytes)
     packed = packed_bytes_per_token(store)
     client = ForwardClient(rank, lambda order: link.send(order))
+    measuring = RankMeasuring(vllm_config, cache, client, settings.token)
     link = RankLink(
         settings.hub_path,
         RankHello(rank, codecs.codecs.ram.id, cache.layout.bytes_per_token, packed),
@@ -160,12 +161,17 @@ def open_worker_side(
         lambda: store.stats(transfer.queued_bytes),
         transfer.wait_saved,
         codecs,
-        client.hear,
+        measuring,
     )
-    measuring = RankMeasuring(vllm_config, cache, client, settings.token)
     if config.calibrate and codecs.report.unmeasured:
         order = first_order(settings.store, longest_prompt(vllm_config), str(data))
-        measuring.begin(order, groups.layers, identity, link.adopt)
+        measuring.begin(
+            order,
+            groups.layers,
+            identity,
+            link.adopt,
+            lambda: codecs.report.unmeasured,
+        )
     worker = WorkerSide(transfer, link, store, measuring)
     ways = type(cache.views[0][0]).__name__, type(blocks).__name__
     logger.info("rank %d: %s, %s", rank, *ways)

@@ -56,6 +56,15 @@ async def welcomed() -> Welcome:
     return WELCOME
 
 
+class Unmeasured:
+    """A rank that measures nothing."""
+
+    progress = ""
+
+    def hear(self, news: object) -> None:
+        """Nobody waits for it."""
+
+
 class Engine:
     """Hub, control connection and two ranks, as in an engine with two workers."""
 
@@ -103,7 +112,7 @@ class Engine:
             store.stats,
             self._wait_saved,
             served(),
-            lambda done: None,
+            Unmeasured(),
         )
 
     def _wait_saved(self, session: SessionRef, within_s: float) -> bool:

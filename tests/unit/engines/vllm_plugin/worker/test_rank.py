@@ -13,7 +13,6 @@ import pytest
 from engines.calibration.gate.profiles import save as write_profile
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.vllm_plugin.messages import (
-    ForwardDone,
     Probe,
     RankHello,
     RankNews,
@@ -48,7 +47,7 @@ from tests.block_sessions import (
 )
 from tests.faulty_tier import FaultyTier
 from tests.unit.engines.calibration.gate.test_bound import GOOD
-from tests.unit.engines.vllm_plugin.hub_engine import wait
+from tests.unit.engines.vllm_plugin.hub_engine import Unmeasured, wait
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 
@@ -78,7 +77,6 @@ class Rank:
         self.staging = StagingArea()
         self.settling = threading.Event()
         self.news: list[RankNews] = []
-        self.forwards_done: list[ForwardDone] = []
         host = HostBlocks(self.blocks, self.store, NoStream())
         self.transfer = Transfer(host, self.store, self.staging, 1 << 30)
         self.path = str(folder / "hub.sock")
@@ -96,7 +94,7 @@ class Rank:
             self.store.stats,
             self._wait_saved,
             codecs or served(),
-            self.forwards_done.append,
+            Unmeasured(),
         )
         wait(lambda: self.hub.ready)
 
@@ -292,7 +290,7 @@ def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes)
             store.stats,
             lambda *_: True,
             served(),
-            lambda done: None,
+            Unmeasured(),
         )
         for _ in range(2):
             with hub.accept()[0] as rank:
