@@ -6,6 +6,7 @@ they share is this module's ``EXCHANGE``, one for a worker process.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from engines.vllm_plugin.worker.paging import PagedCache
+
+
+logger = logging.getLogger("thermocline.vllm")
 
 
 class Exchange:
@@ -66,7 +70,10 @@ class Exchange:
     def fill(self, step: StepWork, cache: PagedCache) -> None:
         """Fill the blocks of this step that get what is given."""
         for x in step.given:
-            self._fill(x, cache)
+            try:
+                self._fill(x, cache)
+            except Exception:  # the edge of vLLM's thread: a measurement must not end the engine
+                logger.exception("a measurement could not fill its blocks")
 
     def _fill(self, given: Given, cache: PagedCache) -> None:
         with self._lock:
@@ -76,14 +83,18 @@ class Exchange:
 
     def read(self, step: StepWork, cache: PagedCache) -> list[int]:
         """Read what is wanted of this step's blocks; returns the jobs that are done."""
-        return [self._read(x, cache) for x in step.wanted]
+        for x in step.wanted:
+            try:
+                self._read(x, cache)
+            except Exception:  # as in ``fill``; nobody gets the rows, who then gives up
+                logger.exception("a measurement could not read its blocks")
+        return [x.job for x in step.wanted]
 
-    def _read(self, wanted: Wanted, cache: PagedCache) -> int:
+    def _read(self, wanted: Wanted, cache: PagedCache) -> None:
         with self._lock:
             if wanted.number == self._number:
                 self._rows = cache.read(wanted.block_ids)
                 self._lock.notify_all()
-        return wanted.job
 
     def note_scores(self, number: int, row: np.ndarray) -> None:
         """Note the log-probabilities behind the next token of the answer, fp32 (vocabulary,)."""

@@ -12,7 +12,7 @@ from engines.vllm_plugin.calibration.ropes import ropes_of
 from engines.vllm_plugin.measuring.exchange import Exchange
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVRun, slice_tokens
+from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 
 STEP_TOKENS: Final = 256  # of a prefill at a time: a user's request waits for so many at most
 READ_S: Final = 60.0
@@ -106,7 +106,7 @@ class ServingInstrument:
         num_tokens = run[0][0].shape[1]
         given = num_tokens // self._block_tokens * self._block_tokens
         number = self._client.next_number()
-        self._exchange.open(number, slice_tokens(run, 0, given))
+        self._exchange.open(number, _as_copied(slice_tokens(run, 0, given)))
         prompt = [*self._tokens[:num_tokens], tokens[0]]
         # A salt for each: nobody may find blocks that were filled with packed KV.
         salt = f"{self._salt}.{number}"
@@ -115,6 +115,12 @@ class ServingInstrument:
         if len(scores) != len(tokens):
             raise RuntimeError(f"{len(scores)} of {len(tokens)} tokens were scored")
         return scores
+
+
+def _as_copied(run: KVRun) -> list[KVPair]:
+    """The run in arrays as copies into blocks take them: C-contiguous, and not read-only."""
+    needs = ["C", "W"]
+    return [(np.require(k, requirements=needs), np.require(v, requirements=needs)) for k, v in run]
 
 
 def _copy(run: KVRun, into: KVRun, first: int) -> None:

@@ -65,3 +65,21 @@ def test_scores_of_an_older_order_are_dropped():
     exchange.note_scores(1, np.zeros(5, np.float32))
     exchange.note_scores(2, np.ones(5, np.float32))
     assert exchange.scores().sum() == 5
+
+
+def test_a_failure_ends_the_measurement_and_nothing_else():
+    class Broken(Cache):
+        def read(self, block_ids: Sequence[int]) -> list[KVPair]:
+            raise TypeError("no such array")
+
+        def write(self, block_ids: Sequence[int], run: KVRun, first_block: int) -> None:
+            raise TypeError("no such array")
+
+    exchange = Exchange()
+    exchange.open(1, RUN)
+    exchange.fill(StepWork(given=[Given(1, [4, 3])]), Broken())
+    assert exchange.read(StepWork(wanted=[Wanted(10, 1, [3])]), Broken()) == [10]
+    with pytest.raises(TimeoutError):
+        exchange.rows(0.0)
+    with pytest.raises(RuntimeError, match="did not take"):
+        exchange.scores()
