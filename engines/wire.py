@@ -80,6 +80,8 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     # True if what the settings ask for was never measured; a calibration would do that.
     unmeasured: bool = False
     fingerprint: str = ""  # the model's; its profile is named by it
+    # One sentence on how far a measurement is, such as "measuring: 3 of 12 cases"; "" = none runs.
+    progress: str = ""
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -207,6 +207,7 @@ def _codec_metrics(codec: CodecReport) -> Iterator[Metric]:
         info.add_metric([tier, id], 1)
     yield info
     yield _gauge("codec_unmeasured", "1 while nothing was measured to choose by.", codec.unmeasured)
+    yield _gauge("codec_measuring", "1 while the model is being measured.", bool(codec.progress))
     for field, words in (
         ("kl", "Measured on this model: KL of the next token, nats."),
         ("top1", "Measured: share of positions with the same most likely token."),

@@ -35,7 +35,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     restore_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
     # Serve the codec that was named all the same: not measured, or out of bounds.
     accept_loss: bool = False
-    # Measure a model that was not measured yet, at its first start, beside the service.
+    # Measure a model that was not measured yet, at its first start, while it serves.
     calibrate: bool = True
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30

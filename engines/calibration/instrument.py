@@ -11,8 +11,15 @@ from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
 
+class Interrupted(Exception):
+    """The engine ends, or measuring was given up elsewhere."""
+
+
 class Instrument(Protocol):
-    """A model whose cache can be taken out and put back."""
+    """A model whose cache can be taken out and put back.
+
+    That of an engine that serves raises ``Interrupted`` from every method once the engine ends.
+    """
 
     @property
     def layout(self) -> KVLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,8 +10,9 @@ from typing import Final
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import Differentiable, Instrument, NotDifferentiable
-from engines.calibration.measuring.measure import ANY
+from engines.calibration.measuring.measure import ANY, Tell, quiet
 from engines.calibration.rope_probe import check_turning
+from engines.calibration.scratch import Scratch
 from kvstore.codecs.calibrated import calibrated_preset, learn_profile
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.samples import Samples
@@ -29,11 +31,21 @@ LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is 
 
 
 def samples_of(
-    instrument: Instrument, texts: Sequence[Text], num_windows: int, window_tokens: int
+    instrument: Instrument,
+    texts: Sequence[Text],
+    num_windows: int,
+    window_tokens: int,
+    scratch: Scratch | None = None,
+    tell: Tell = quiet,
 ) -> Samples:
     """Prefill ``num_windows`` windows of ``texts``, with gradients where the engine has them.
 
+    Args:
+        scratch: where the windows' rows are kept; None = in memory.
+        tell: told of every window.
+
     Raises:
+        OSError: the disk of ``scratch`` is full.
         ValueError: no text is long enough, or the model turns its keys in a way that is not
             understood.
     """
@@ -42,13 +54,17 @@ def samples_of(
         raise ValueError(f"no text to learn from has {LEAST_WINDOW} tokens")
     ropes = instrument.ropes
     check_turning(instrument, ropes)
-    runs = []
+    runs: list[KVRun] = []
+    dtype = instrument.layout.dtype
     for number, window in enumerate(windows, 1):
-        runs.append(instrument.prefill(window))
+        tell(f"{number - 1} of {len(windows)} texts to learn from")
+        run = instrument.prefill(window)
+        runs.append(scratch.keep_stored(run, dtype) if scratch is not None else run)
+        del run
         logger.info("read %d of %d windows to learn from", number, len(windows))
     samples = Samples(instrument.layout, ropes, runs)
     if isinstance(instrument, Differentiable):
-        return _with_metrics(instrument, samples, windows)
+        return _with_metrics(instrument, samples, windows, tell)
     return samples
 
 
@@ -60,10 +76,10 @@ def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile
 
 
 def _with_metrics(
-    instrument: Differentiable, samples: Samples, windows: Sequence[Sequence[int]]
+    instrument: Differentiable, samples: Samples, windows: Sequence[Sequence[int]], tell: Tell
 ) -> Samples:
     try:
-        metrics = head_metrics(samples, _gradients(instrument, samples.texts, windows))
+        metrics = head_metrics(samples, _gradients(instrument, samples, windows, tell))
     except NotDifferentiable as error:
         logger.warning("all errors in stored KV count alike: %s", error)
         return samples
@@ -73,12 +89,17 @@ def _with_metrics(
 
 
 def _gradients(
-    instrument: Differentiable, runs: Sequence[KVRun], windows: Sequence[Sequence[int]]
+    instrument: Differentiable,
+    samples: Samples,
+    windows: Sequence[Sequence[int]],
+    tell: Tell,
 ) -> Iterator[KVRun]:
     """Gradients of the loss at the end of each window by the KV before it."""
-    for number, (run, window) in enumerate(zip(runs, windows, strict=True), 1):
+    for number, (text, window) in enumerate(zip(samples.texts, windows, strict=True), 1):
+        tell(f"{number - 1} of {len(windows)} texts looked back on")
         first = int(len(window) * PROBED_FROM)
-        yield instrument.gradients(slice_tokens(run, 0, first), window[first:])
+        run = samples.as_engine_has(slice_tokens(text, 0, first))
+        yield instrument.gradients(run, window[first:])
         logger.info("looked back from the end of %d of %d windows", number, len(windows))
 
 
@@ -101,14 +122,20 @@ def deal(
 ) -> Iterator[list[int]]:
     """Yield the first window of every text, then the second of every text, and so on.
 
-    Many kinds of text teach more than much of one.
+    Many kinds of text teach more than much of one. No more texts are read than are needed.
     """
-    tokens = [instrument.encode(text.content) for text in texts]
-    longest = max(map(len, tokens), default=0)
-    dealt = 0
-    for first in range(0, longest, window_tokens):
-        for text in tokens:
-            window = text[first : first + window_tokens]
-            if len(window) >= LEAST_WINDOW and dealt < num_windows:
+    dealt, known = 0, list[list[int]]()
+    for first in itertools.count(0, window_tokens):
+        longer = False
+        for number, text in enumerate(texts):
+            if dealt == num_windows:
+                return
+            if number == len(known):
+                known.append(instrument.encode(text.content))
+            window = known[number][first : first + window_tokens]
+            longer = longer or len(known[number]) > first
+            if len(window) >= LEAST_WINDOW:
                 dealt += 1
                 yield window
+        if not longer:
+            return

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.profiles import make_folder, save
 from engines.calibration.instrument import Instrument
 from engines.calibration.learn import learn, samples_of, yardsticks
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
 from engines.calibration.measuring.chains import chain_cases
-from engines.calibration.measuring.measure import measure
+from engines.calibration.measuring.measure import Tell, measure, quiet
 from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
+from engines.calibration.scratch import Scratch
+from engines.calibration.unfinished import Unfinished
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import open_codec, warm
@@ -37,9 +41,16 @@ class Survey:
 
 
 def survey_report(
-    instrument: Instrument, order: CalibrationOrder, engine: str
+    instrument: Instrument,
+    order: CalibrationOrder,
+    engine: str,
+    unfinished: Unfinished | None = None,
+    tell: Tell = quiet,
+    partners: Partners = ALONE,
 ) -> CalibrationReport:
     """Run ``survey``, save the profile and return the report. Raises what ``survey`` raises.
+
+    Where ``partners`` have measured, too, the profile has the figures that all agree on.
 
     If the profile cannot be saved after all, the log says why, and the report is returned.
     """
@@ -49,15 +60,18 @@ def survey_report(
     except OSError as error:
         where = f"nothing can be kept in {order.data_path}; choose another data_dir"
         raise CannotCalibrate(f"{where}: {error.strerror}") from error
-    found = survey(instrument, order)
-    profile = found.profile
+    found = survey(instrument, order, unfinished, tell)
+    profile = partners.agree(found.profile)
+    path = _kept(profile, order.data_path)
+    if unfinished is not None and path:
+        unfinished.remove()
     return CalibrationReport(
         fingerprint=instrument.fingerprint,
         engine=engine,
         dtype=instrument.layout.dtype,
         rows=profile.rows,
         bounds=found.bounds,
-        profile=_kept(profile, order.data_path),
+        profile=path,
     )
 
 
@@ -73,8 +87,17 @@ def _kept(profile: Profile, data_path: str) -> str:
         return ""
 
 
-def survey(instrument: Instrument, order: CalibrationOrder) -> Survey:
+def survey(
+    instrument: Instrument,
+    order: CalibrationOrder,
+    unfinished: Unfinished | None = None,
+    tell: Tell = quiet,
+) -> Survey:
     """Learn and measure what ``order`` asks for.
+
+    Args:
+        unfinished: where what was found so far is kept, and is looked for; None = nowhere.
+        tell: told now and then how far it is; may raise, to end it.
 
     Raises:
         CannotCalibrate: no text is long enough.
@@ -87,13 +110,22 @@ def survey(instrument: Instrument, order: CalibrationOrder) -> Survey:
         if not any(len(x.prefix) == context and x.is_text for x in cases):
             needed = context + order.num_scored
             raise CannotCalibrate(f"no text has {needed} tokens; give longer ones by --eval-text")
-    profile, sticks = _learned(instrument, order)
+    profile, sticks = _learned(instrument, order, unfinished, tell)
     codecs = {name: open_codec(name, profile) for name in order.presets}
     for codec in codecs.values():
         codec.check(instrument.layout)
         warm(codec, instrument.layout)
+    folder = _folder(order) if unfinished is not None else None
     rows = measure(
-        instrument, codecs, cases, order.chunk_tokens, sticks, num_threads=order.num_threads
+        instrument,
+        codecs,
+        cases,
+        order.chunk_tokens,
+        sticks,
+        unfinished,
+        tell,
+        folder,
+        num_threads=order.num_threads,
     )
     most_bits = max((x.bits_per_element for x in rows if x.residual_error), default=0.0)
     bounds = [_water_filling(x, most_bits) for x in dict.fromkeys(sticks.values())]
@@ -101,16 +133,38 @@ def survey(instrument: Instrument, order: CalibrationOrder) -> Survey:
 
 
 def _learned(
-    instrument: Instrument, order: CalibrationOrder
+    instrument: Instrument,
+    order: CalibrationOrder,
+    unfinished: Unfinished | None,
+    tell: Tell,
 ) -> tuple[Profile, dict[str, RateDistortionBound]]:
     """The profile and the bounds; both empty, without a prefill, if no preset has to learn."""
     presets = [name for name in order.presets if name in LEARNABLE]
-    if not presets:
-        return Profile(instrument.fingerprint, instrument.layout, (), {}), {}
+    empty = Profile(instrument.fingerprint, instrument.layout, (), {})
+    before = unfinished.learned() if unfinished is not None else None
+    profile = before or empty
+    missing = [name for name in presets if name not in profile.learned]
+    if not missing and not (presets and order.with_bounds):
+        return profile, {}
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
-    samples = samples_of(instrument, texts, order.num_windows, order.window_tokens)
-    sticks = yardsticks(samples, order.presets) if order.with_bounds else {}
-    return learn(samples, instrument.fingerprint, presets), sticks
+    tell("reading texts to learn from")
+    windows = (order.num_windows, order.window_tokens)
+    # Beside a model that serves its rows are not to take memory.
+    with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
+        samples = samples_of(instrument, texts, *windows, scratch, tell)
+        sticks = yardsticks(samples, order.presets) if order.with_bounds else {}
+        for name in missing:
+            tell(f"learning {name}")
+            found = learn(samples, instrument.fingerprint, [name])
+            profile = replace(found, learned={**profile.learned, **found.learned})
+            if unfinished is not None:
+                profile = unfinished.keep_learned(profile)
+    return profile, sticks
+
+
+def _folder(order: CalibrationOrder) -> Path | None:
+    """The folder of profiles, if there is one."""
+    return Path(order.data_path) / "profiles" if order.data_path else None
 
 
 def _water_filling(stick: RateDistortionBound, most_bits: float) -> WaterFilling:

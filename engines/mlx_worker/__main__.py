@@ -25,6 +25,7 @@ from engines.mlx_worker.control.notices import Notifier
 from engines.mlx_worker.control.reports import SessionReports
 from engines.mlx_worker.control.verbs import MlxVerbs
 from engines.mlx_worker.http import create_app
+from engines.mlx_worker.measuring.measuring import Measuring
 from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_model
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener
@@ -134,7 +135,8 @@ async def serve(config: WorkerConfig) -> None:
 async def _serve_until(
     stop: asyncio.Event, owner: Owner, config: WorkerConfig, folder: Path
 ) -> None:
-    reports = SessionReports(owner)
+    measuring = Measuring(owner, config)
+    reports = SessionReports(owner, progress=lambda: measuring.progress)
     verbs = MlxVerbs(owner, reports)
     control = ControlServer(config.token, partial(_welcome, owner, reports, config), verbs)
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
@@ -148,8 +150,10 @@ async def _serve_until(
     # Last: once the gateway gets a welcome, everything else is there.
     control_socket = await control.serve(f"unix:{folder}/control.sock")
     _log_ready(owner)
+    measuring.begin()
     await _first(stop, owner.ended)
     died = owner.ended.is_set()
+    await measuring.close()
     control_socket.close()
     control.close()
     http.should_exit = True

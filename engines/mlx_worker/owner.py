@@ -29,6 +29,8 @@ from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.cache.packed.model import with_packed_caches
 from engines.mlx_worker.event_queue import EventBuffer, EventQueue
 from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts, QueueFull
+from engines.mlx_worker.measuring.held_prefix import HeldPrefix
+from engines.mlx_worker.measuring.idle_steps import IdleSteps
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.sessions.cold_sessions import ColdSessions
 from engines.mlx_worker.sessions.hot_cache import Cause
@@ -50,6 +52,10 @@ WAITING_PER_SLOT = 16
 LOOK_AGAIN_S = 0.25
 # Freed buffers that mlx may keep for reuse. Small: memory that was given up must really be free.
 MLX_POOL_BYTES = 64 << 20
+
+
+def _look() -> None:
+    """Do nothing: a command that only has the owner thread look at what there is to do."""
 
 
 def _no_store(model: LoadedModel, plan: CachePlan) -> str:
@@ -74,6 +80,8 @@ class Owner:
         self._open_store = open_store
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Work for moments in which no request needs the thread.
+        self.idle_steps = IdleSteps(wake=lambda: self.post(_look))
         self._limit = QueueLimit(WAITING_PER_SLOT * config.max_batch)
         self._listeners: list[Listener] = []
         self._closing = False  # nothing new is accepted
@@ -95,6 +103,11 @@ class Owner:
         await asyncio.wrap_future(self._started)
 
     @property
+    def is_closing(self) -> bool:
+        """True once nothing new is accepted. Any thread."""
+        return self._closing
+
+    @property
     def facts(self) -> ModelFacts:
         """The properties of the loaded model."""
         return self._facts
@@ -103,6 +116,11 @@ class Owner:
     def loaded(self) -> LoadedModel:
         """The loaded model; its tokenizer is anybody's, the rest the owner thread's."""
         return self._loaded
+
+    @property
+    def plan(self) -> CachePlan:
+        """The caches of the loaded model."""
+        return self._plan
 
     @property
     def store(self) -> ColdStore | None:
@@ -174,6 +192,7 @@ class Owner:
     async def close(self) -> None:
         """End all requests, keep what they computed, and end the thread. The store stays open."""
         self._closing = True
+        self.idle_steps.close()
         if self._thread.is_alive():
             self.post(self._leave)
             await asyncio.to_thread(self._thread.join)
@@ -216,6 +235,10 @@ class Owner:
         try:
             self._run_commands()
             self.parts.loop.step()
+            if self.held and self.held.nbytes and self.parts.loop.lacks(self.held.nbytes):
+                self.held.drop()
+            if self._is_free:
+                self.idle_steps.do_one()
         except Exception as error:  # a defect of ours: fail what runs, stay alive
             logger.exception("a round of the engine failed")
             self.parts.loop.fail_all(error)
@@ -225,18 +248,30 @@ class Owner:
         """Run the commands that came in; wait for one when there is nothing to compute."""
         timeout = LOOK_AGAIN_S if self.parts.loop.is_waiting else None
         try:
-            command = self._commands.get(not self.parts.loop.is_working, timeout)
+            may_wait = not (self.parts.loop.is_working or self._is_free)
+            command = self._commands.get(may_wait, timeout)
             while True:
                 command()
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
 
+    @property
+    def _is_free(self) -> bool:
+        """True if an idle step waits and may be done: nobody has asked for anything since."""
+        if not self.idle_steps.is_waiting or self._leaving:
+            return False
+        return self._commands.empty() and self.parts.loop.is_idle
+
     def _leave(self) -> None:
         self._leaving = True  # whatever happens next
+        self.idle_steps.close()
         self.parts.loop.stop_all()
 
     def _close(self) -> None:
+        self.idle_steps.close()
+        if self.held is not None:
+            self.held.drop()
         if self.parts.cold is not None:
             self.parts.cold.close()
         self.parts.batches.close()
@@ -264,6 +299,9 @@ class Owner:
             hibernation=cold is not None,
             hibernation_reason=opened if isinstance(opened, str) else "",
         )
+        # What a measurement has live, if this model can be measured.
+        layout = None if self._plan.needs_state else self._plan.layout
+        self.held = HeldPrefix(model, layout) if layout else None
         thread = ThreadContext(self._events, self._limit, self.post, self.tell, self._clock)
         self.parts: EngineParts = assemble(model, self._plan, cold, self._config, thread)
         mx.clear_cache()

@@ -17,6 +17,7 @@ from kvstore.session import SessionRef
 
 # The answer id within a request's id tells the HTTP server which answer a report belongs to.
 ANSWER_ID_PREFIX: Final = "tcm"
+TICKET_FIELD: Final = "ticket"
 _MARK: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}")
 
 
@@ -45,6 +46,13 @@ def session_of(request: IncomingRequest) -> SessionRef | None:
             return SessionRef(tenant, session, salt)
         return None
     return SessionRef("", request.session_id, salt) if request.session_id else None
+
+
+def ticket_of(request: IncomingRequest) -> str:
+    """The ticket of a request that measures; "" for all others."""
+    ours = (request.kv_transfer_params or {}).get(PARAMS_FIELD)
+    ticket = ours.get(TICKET_FIELD) if isinstance(ours, Mapping) else None
+    return ticket if isinstance(ticket, str) else ""
 
 
 def answer_id_of(request_id: str) -> str | None:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, Verb, WireError
+from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
 
@@ -78,6 +79,61 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
     number: int
     verb: Verb | Look
+
+
+# ---- a request that measures: rank -> hub -> front -> hub -> rank
+
+
+class Forward(msgspec.Struct, frozen=True, tag="forward"):
+    """Order for a request that measures. Every rank sends the same ones, one after the other.
+
+    It is sent again until it is done: a message that meets no connection is lost.
+
+    ``tokens``: the prompt. ``forced``: tokens that the answer has; one more is sampled. ``salt``:
+    of vLLM's prefix cache. ``given``: so many of the prompt's tokens get the KV that each rank has
+    put ready, whole blocks. ``wanted_from``: the KV of the prompt's tokens from here on is wanted;
+    -1: of none.
+    """
+
+    rank: int
+    number: int
+    tokens: tuple[int, ...]
+    salt: str
+    forced: tuple[int, ...] = ()
+    given: int = 0
+    wanted_from: int = -1
+
+
+class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
+    """News that the request is over. ``error``: the reason why it gave nothing; "" if it did."""
+
+    number: int
+    error: str = ""
+
+
+class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
+    """What a rank has measured, to be agreed on with the others, or why it has given up.
+
+    Sent again until there is an answer.
+    """
+
+    rank: int
+    rows: tuple[Quality, ...]
+    error: str = ""
+
+
+class JointFindings(msgspec.Struct, frozen=True, tag="joint-findings"):
+    """What all ranks have found together: of each figure the worst. Or why there is nothing."""
+
+    rows: tuple[Quality, ...]
+    error: str = ""
+
+
+class RunForward(msgspec.Struct, frozen=True, tag="run-forward"):
+    """Order to an HTTP server to put the request to vLLM. ``ticket``: the secret that shows it."""
+
+    ticket: str
+    order: Forward
 
 
 # ---- rank -> hub
@@ -145,15 +201,17 @@ class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
     cache: str
 
 
-ToRank: TypeAlias = Stage | Probe | Release | Ask
+ToRank: TypeAlias = Stage | Probe | Release | Ask | ForwardDone | JointFindings
+ToFront: TypeAlias = RequestAdmitted | RunForward
 RankNews: TypeAlias = RankSaved | RankLost
-FromPeer: TypeAlias = RankHello | Staged | RankAnswer | RankNews | FrontHello
-Message: TypeAlias = ToRank | FromPeer | RequestAdmitted
+PeerNews: TypeAlias = RankNews | Forward | ForwardDone | RankFindings
+FromPeer: TypeAlias = RankHello | Staged | RankAnswer | PeerNews | FrontHello
+Message: TypeAlias = ToRank | FromPeer | ToFront
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_peer: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)
-_admitted: msgspec.msgpack.Decoder[RequestAdmitted] = msgspec.msgpack.Decoder(RequestAdmitted)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 
 def frame(message: Message) -> bytes:
@@ -184,8 +242,8 @@ def decode_from_peer(body: bytes) -> FromPeer:
     return _from_peer.decode(body)
 
 
-def decode_request_admitted(body: bytes) -> RequestAdmitted:
-    return _admitted.decode(body)
+def decode_to_front(body: bytes) -> ToFront:
+    return _to_front.decode(body)
 
 
 def receive(connection: socket.socket) -> bytes:

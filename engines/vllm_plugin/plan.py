@@ -65,10 +65,29 @@ class Load:
         return self.first_block + len(self.block_ids) - bool(self.part_tokens)
 
 
+@dataclass(frozen=True)
+class Given:
+    """The blocks to fill, before the model runs, with the KV that a measurement has put ready."""
+
+    number: int  # of the order
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The blocks whose KV a measurement wants. They are held until every rank has read them."""
+
+    job: int
+    number: int  # of the order
+    block_ids: list[int]
+
+
 @dataclass
 class StepWork:
     """The work of all ranks in one step of vLLM's."""
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    given: list[Given] = field(default_factory=list)
+    wanted: list[Wanted] = field(default_factory=list)
     patience_s: float = 0.0  # how long workers may wait for news, if the model has nothing to do

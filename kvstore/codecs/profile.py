@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -117,8 +117,10 @@ class Profile:
             whole.unlink(missing_ok=True)
 
 
-def load_profile(path: Path) -> Profile:
+def load_profile(path: Path, *, mapped: bool = False) -> Profile:
     """Reads a profile. Its arrays are read-only, each in memory of its own.
+
+    ``mapped``: they are memory of the file instead, and stay valid if its name goes to another.
 
     Raises:
         OSError: the file cannot be read.
@@ -140,7 +142,8 @@ def load_profile(path: Path) -> Profile:
             raise Corrupt(f"{path}: a header of {length} bytes")
         file.seek(8)
         header = _header(file.read(length), path)
-        learned = _arrays(file, (_aligned(8 + length), end), header.arrays, path)
+        span = (_aligned(8 + length), end)
+        learned = _arrays(file, span, header.arrays, path, _mapped if mapped else _read)
     return Profile(header.fingerprint, header.layout, header.ropes, learned, header.rows)
 
 
@@ -166,8 +169,27 @@ def _header(text: bytes, path: Path) -> _Header:
         raise Corrupt(f"{path}: {error}") from error
 
 
+# Takes so many values of a dtype from a file, from a byte on.
+_Take: TypeAlias = Callable[[BufferedReader, str, int, int], np.ndarray]
+
+
+def _read(file: BufferedReader, dtype: str, at: int, count: int) -> np.ndarray:
+    file.seek(at)
+    return np.fromfile(file, dtype, count)
+
+
+def _mapped(file: BufferedReader, dtype: str, at: int, count: int) -> np.ndarray:
+    if not count:
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(file, dtype, "r", at, (count,)))
+
+
 def _arrays(
-    file: BufferedReader, span: tuple[int, int], entries: tuple[_ArrayEntry, ...], path: Path
+    file: BufferedReader,
+    span: tuple[int, int],
+    entries: tuple[_ArrayEntry, ...],
+    path: Path,
+    take: _Take,
 ) -> dict[str, dict[str, np.ndarray]]:
     """Reads the arrays, which lie in the file from ``span[0]`` to ``span[1]``."""
     learned: dict[str, dict[str, np.ndarray]] = {}
@@ -179,9 +201,8 @@ def _arrays(
             raise Corrupt(f"{path}: an array {entry.name} of {entry.dtype} {entry.shape}")
         count = math.prod(entry.shape)
         end = at + count * np.dtype(entry.dtype).itemsize
-        file.seek(at)
         # What is declared is compared with what there is before it gets memory.
-        values = np.fromfile(file, entry.dtype, count if end <= last else 0)
+        values = take(file, entry.dtype, at, count if end <= last else 0)
         if end > last or len(values) != count:
             raise Corrupt(f"{path}: shorter than its arrays")
         array = values.reshape(entry.shape)

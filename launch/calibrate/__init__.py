@@ -1,6 +1,6 @@
-"""Has a model measured by its engine: ``thermocline calibrate``, and once at a model's first start.
+"""Has a model measured by its engine's program: ``thermocline calibrate``.
 
-``orders.py`` says what to measure, ``program.py`` runs the engine's program in the foreground and
-``background_run.py`` beside a server; ``profile_notes.py`` finds the result again. The measuring
-itself is in ``engines/calibration``.
+``orders.py`` says what to measure, ``program.py`` runs the program; ``profile_notes.py`` finds the
+result again, and ``profile_watch.py`` has engines adopt it. The measuring itself is in
+``engines/calibration``; engines that serve do it by themselves, without any of this.
 """

@@ -1,4 +1,4 @@
-"""The order for a calibration: from the command line's options, or for a model's first start."""
+"""The order for a calibration, from the command line's options."""
 
 from __future__ import annotations
 
@@ -10,25 +10,17 @@ from typing import Final
 from msgspec.structs import replace
 
 from engines.calibration.messages import CalibrationOrder
-from engines.kv_budget import UNSTATED_CONTEXT, stated_context
+from engines.kv_budget import stated_context
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.names import CODECS, FLOOR, OWN
 from kvstore.codecs.presets import check_name
-from kvstore.config import AUTO
 from kvstore.errors import UnknownCodec
-from launch.errors import LaunchError, UsageError
+from launch.errors import UsageError
 from launch.machine.memory import available_memory
 from launch.model import find_model
 from launch.settings.effective_settings import EffectiveSettings
 
 USUAL_CONTEXTS = "2048,6144"
-# For the measurement at a model's first start: the presets that ``auto`` chooses among except
-# ``max``, which takes longer to learn than all the others together.
-FIRST_PRESETS = ("dense3", "balanced", "tq4", "safe")
-FIRST_CONTEXT = 1024
-FIRST_SCORED = 128
-FIRST_WINDOWS = 8
-FIRST_CHAINS = 3
 BEHIND_CONTEXT: Final = 512  # tokens after the context: the scored ones, a needle's question
 MOST_CONTEXT: Final = 1 << 20  # tokens that an order may ask for
 SNIFFED_BYTES: Final = 1 << 16  # of a file, to see whether it is text
@@ -91,39 +83,6 @@ def _check_text(path: Path) -> None:
         raise UsageError(f"{path} is empty")
     if b"\0" in begin:
         raise UsageError(f"{path} is not text; give a file in UTF-8")
-
-
-def first_order(effective: EffectiveSettings) -> CalibrationOrder:
-    """A quick order for a model at its first start: few texts, one context length.
-
-    Raises:
-        UsageError, LaunchError: there is no such model, or it takes no prompt worth packing.
-    """
-    settings = effective.settings
-    model = find_model(settings.engine.model, effective.folders.cache)
-    longest = stated_context(model.config()) or UNSTATED_CONTEXT
-    context = min(FIRST_CONTEXT, (longest - FIRST_SCORED) // 128 * 128)
-    if context < 128:
-        raise LaunchError(f"{model.name} takes no more than {longest} tokens")
-    store = settings.store
-    named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
-    return CalibrationOrder(
-        model_path=model.path,
-        dtype=settings.engine.dtype,
-        vllm=settings.engine.vllm,
-        presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
-        contexts=(context,),
-        num_windows=FIRST_WINDOWS,
-        window_tokens=min(1024, context),
-        num_scored=FIRST_SCORED,
-        depths=(0.5,),
-        with_bounds=False,  # nobody looks at them, and they cost as much as learning
-        num_chains=FIRST_CHAINS,
-        chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
-        num_threads=store.num_threads,
-        data_path=str(effective.folders.data),
-        log_level=settings.log_level,
-    )
 
 
 def presets_of(names: str | None) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """The calibration program of the chosen engine: its command line, its environment, and a run of it.
 
 The program loads the model and measures it in a process of its own, with the engine's interpreter.
-``background_run`` runs the same program beside a server.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from engines.wire import Welcome
 from gateway.server import DrainingServer, server_of
-from launch.calibrate.first_calibration import FirstCalibration
+from launch.calibrate.profile_watch import ProfileWatch
 from launch.serve.build import BuiltServer, build
 from launch.serve.logs import configure_logging
 from launch.serve.port import listen, take_port, url_of
@@ -40,8 +40,8 @@ def serve(effective: EffectiveSettings, environ: Mapping[str, str]) -> int:
         url = url_of(sock)
         _say_settings(effective, built, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            calibration = FirstCalibration(effective, built.engine, environ)
-            runner.run(_run(server, sock, built, url, calibration))
+            watch = ProfileWatch(effective, built.engine)
+            runner.run(_run(server, sock, built, url, watch))
     log.info("stopped")
     return 0 if server.started and not built.engine.gave_up else 1
 
@@ -51,11 +51,11 @@ async def _run(
     sock: socket.socket,
     built: BuiltServer,
     url: str,
-    calibration: FirstCalibration,
+    watch: ProfileWatch,
 ) -> None:
     tasks = [
         asyncio.create_task(_wait_for(built, server, url), name="wait-for-engine"),
-        asyncio.create_task(calibration.run(), name="calibration"),
+        asyncio.create_task(watch.run(), name="profile-watch"),
     ]
     try:
         await server.serve(sockets=[sock])

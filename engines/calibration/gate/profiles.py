@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from kvstore.codecs.profile import UNFINISHED, Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
@@ -16,6 +16,7 @@ from kvstore.errors import Corrupt, Mismatch
 logger = logging.getLogger(__name__)
 
 LOCK: Final = "writing.lock"
+MEASURING: Final = ".measuring.lock"
 
 
 def profile_path(data: Path, fingerprint: str) -> Path:
@@ -57,6 +58,27 @@ def _alone(folder: Path) -> Iterator[None]:
     with (folder / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees the lock of the dead
         yield
+
+
+@contextmanager
+def locked(data: Path, fingerprint: str, wait: Callable[[], None]) -> Iterator[None]:
+    """Lock the measurement of one model; ``wait`` is called while another process has the lock.
+
+    Raises ``OSError`` if nothing can be written into the folder, and what ``wait`` raises.
+    """
+    make_folder(data)
+    with (data / "profiles" / f"{fingerprint}{MEASURING}").open("w") as lock:
+        while not _try_lock(lock):
+            wait()
+        yield
+
+
+def _try_lock(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _with_older(profile: Profile, path: Path) -> Profile:

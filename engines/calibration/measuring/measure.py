@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from engines.calibration.instrument import Instrument
+from engines.calibration.measuring.case_result import CaseResult, digest_of, positions_of
 from engines.calibration.measuring.cases import Case, in_reading_order
 from engines.calibration.measuring.metrics import answer_drift, answers, drift, loss
 from engines.calibration.measuring.prefixes import Prefixes
@@ -19,11 +22,37 @@ from engines.calibration.measuring.tally import Tally
 from kvstore.codecs.base import Codec
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.quality import Quality
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import KVRun
 
 logger = logging.getLogger(__name__)
 
 ANY: Final = ""  # the yardstick of presets that have none of their own
+# Called now and then with a few words on how far a measurement is.
+Tell: TypeAlias = Callable[[str], None]
+
+
+def quiet(progress: str) -> None:
+    """Tell nobody."""
+
+
+class Results(Protocol):
+    """A place for results as they come, so that a measurement can go on after a restart."""
+
+    def results(self) -> list[CaseResult]:
+        """All that was kept before."""
+
+    def keep_results(self, results: Iterable[CaseResult]) -> None:
+        """Keep the results of a case."""
+
+
+class _Nowhere:
+    """Keeps nothing. A ``Results``."""
+
+    def results(self) -> list[CaseResult]:
+        return []
+
+    def keep_results(self, results: Iterable[CaseResult]) -> None:
+        pass
 
 
 def measure(
@@ -32,6 +61,9 @@ def measure(
     cases: Iterable[Case],
     chunk_tokens: int,
     yardsticks: Mapping[str, RateDistortionBound] = MappingProxyType({}),
+    kept: Results | None = None,
+    tell: Tell = quiet,
+    folder: Path | None = None,
     *,
     num_threads: int = 0,
     clock: Callable[[], float] = time.perf_counter,
@@ -45,64 +77,127 @@ def measure(
         codecs: by preset.
         chunk_tokens: of the cold store.
         yardsticks: by preset; that of ``ANY`` is for presets without one.
+        kept: results of cases are kept here; those that are known are not measured again.
+        tell: told before every case.
+        folder: of a file in which a case's KV rests between codecs; None = in memory.
         num_threads: of the cold store, to time what a restore takes; 0 = its default.
     """
+    prefixes = Prefixes(instrument, folder, clock)
+    trip = partial(
+        round_trip,
+        layout=instrument.layout,
+        chunk_tokens=chunk_tokens,
+        num_threads=num_threads,
+        clock=clock,
+    )
+    trial = _Trial(instrument, prefixes, codecs, trip, yardsticks, kept or _Nowhere())
     tallies: dict[tuple[int, str], Tally] = {}
-    prefixes = Prefixes(instrument, clock)
-    for case in in_reading_order(cases):
-        run = prefixes.run(case.prefix)
-        exact = instrument.log_probs(run, case.rest)
-        context = len(case.prefix)
-        if case.is_needle and not answers(exact, case.rest, case.num_answer):
-            logger.info("%s of %d tokens: not even the exact cache answers", case.name, context)
-            continue
-        for name, codec in codecs.items():
-            trip = round_trip(
-                codec, run, instrument.layout, chunk_tokens, num_threads=num_threads, clock=clock
-            )
-            packed = instrument.log_probs(trip.run, case.rest)
-            tally = tallies.setdefault((context, name), Tally(name, codec.id, context))
-            _add_answers(tally, case, exact, packed)
-            tally.restore_s.append(trip.restore_s)
-            if prefixes.prefill_s is not None:
-                tally.prefill_s.append(prefixes.prefill_s)
-            if case.is_text:
-                _add_sizes(tally, instrument.layout, run, trip)
-                _add_residual(tally, yardsticks, run, trip)
-        logger.info("measured %s of %d tokens", case.name, context)
+    ordered = in_reading_order(cases)
+    for number, case in enumerate(ordered):
+        tell(f"{number} of {len(ordered)} cases")
+        for name, result in trial.results(case):
+            context = result.context
+            tally = tallies.setdefault((context, name), Tally(name, result.codec_id, context))
+            tally.add(result)
+        logger.info("measured %s of %d tokens", case.name, len(case.prefix))
     order = {name: number for number, name in enumerate(codecs)}
     found = sorted(tallies, key=lambda x: (x[0], order[x[1]]))
     return [tallies[x].quality() for x in found]
 
 
-def _add_answers(tally: Tally, case: Case, exact: np.ndarray, packed: np.ndarray) -> None:
-    """``exact`` and ``packed``: fp32 (len(case.rest), vocabulary), logarithms."""
+class _Trial:
+    """Measures one case after the other, as far as it was not measured before."""
+
+    def __init__(
+        self,
+        instrument: Instrument,
+        prefixes: Prefixes,
+        codecs: Mapping[str, Codec],
+        trip: Callable[[Codec, KVRun], RoundTrip],
+        yardsticks: Mapping[str, RateDistortionBound],
+        kept: Results,
+    ) -> None:
+        self._instrument = instrument
+        self._prefixes = prefixes
+        self._codecs = codecs
+        self._trip = trip
+        self._yardsticks = yardsticks
+        self._kept = kept
+        self._known = {(x.case, x.codec_id): x for x in kept.results()}
+
+    def results(self, case: Case) -> Iterator[tuple[str, CaseResult]]:
+        """Yield the result of each preset; none at all if not even the exact cache answers."""
+        digest = digest_of(case)
+        if (digest, "") in self._known:
+            return
+        known = {name: self._known.get((digest, x.id)) for name, x in self._codecs.items()}
+        if any(x is None for x in known.values()):
+            run = self._prefixes.run(case.prefix)
+            exact = self._instrument.log_probs(run, case.rest)
+            if case.is_needle and not answers(exact, case.rest, case.num_answer):
+                self._give_up(case, digest)
+                return
+            for name, result in known.items():
+                if result is None:
+                    known[name] = self._measured(case, digest, name, run, exact)
+        yield from ((name, result) for name, result in known.items() if result is not None)
+
+    def _give_up(self, case: Case, digest: str) -> None:
+        context = len(case.prefix)
+        logger.info("%s of %d tokens: not even the exact cache answers", case.name, context)
+        self._kept.keep_results([CaseResult(case=digest, text=case.name, context=context)])
+
+    def _measured(
+        self, case: Case, digest: str, name: str, run: KVRun, exact: np.ndarray
+    ) -> CaseResult:
+        """Measure a case with one codec, and keep the result.
+
+        ``exact``: log-probabilities with the exact cache, fp32 (len(rest), vocabulary).
+        """
+        codec = self._codecs[name]
+        trip = self._trip(codec, run)
+        packed = self._instrument.log_probs(trip.run, case.rest)
+        result = CaseResult(
+            case=digest,
+            text=case.name,
+            context=len(case.prefix),
+            codec_id=codec.id,
+            prefill_s=self._prefixes.prefill_s,
+            restore_s=trip.restore_s,
+            **_answered(case, exact, packed),
+            **(self._losses(name, run, trip) if case.is_text else {}),
+        )
+        self._kept.keep_results([result])
+        return result
+
+    def _losses(self, name: str, run: KVRun, trip: RoundTrip) -> dict[str, Any]:
+        """The fields of a result that compare KV with KV."""
+        keys, values = (loss(run, trip.run, self._instrument.layout, side) for side in (0, 1))
+        found: dict[str, Any] = {
+            "bits": trip.bits_per_element,
+            "cos": (keys.cosine, values.cosine),
+            "errors": (keys.error, values.error),
+        }
+        own = self._yardsticks.get(name)
+        if (yardstick := own or self._yardsticks.get(ANY)) is not None:
+            found["residual"] = error = yardstick.error(run, trip.run)
+            if own is not None and error > 0:
+                found["above_bound"] = trip.bits_per_element - own.bits(error)
+        return found
+
+
+def _answered(case: Case, exact: np.ndarray, packed: np.ndarray) -> dict[str, Any]:
+    """The fields of a result that compare answers.
+
+    ``exact`` and ``packed``: log-probabilities, fp32 (len(case.rest), vocabulary).
+    """
     if case.is_needle:
-        tally.needles.append(answers(packed, case.rest, case.num_answer))
-    elif case.is_chains:
-        for kind, places in case.answers.items():
-            found = answer_drift(exact, packed, case.rest, places)
-            tally.chains.setdefault(kind, []).append(found)
-    else:
-        tally.drifts[case.name] = drift(exact, packed, case.rest)
-
-
-def _add_sizes(tally: Tally, layout: KVLayout, run: KVRun, trip: RoundTrip) -> None:
-    tally.bits.append(trip.bits_per_element)
-    keys, values = (loss(run, trip.run, layout, side) for side in (0, 1))
-    tally.cos_k.append(keys.cosine)
-    tally.cos_v.append(values.cosine)
-    tally.error_k.append(keys.error)
-    tally.error_v.append(values.error)
-
-
-def _add_residual(
-    tally: Tally, yardsticks: Mapping[str, RateDistortionBound], run: KVRun, trip: RoundTrip
-) -> None:
-    own = yardsticks.get(tally.preset)
-    if (yardstick := own or yardsticks.get(ANY)) is None:
-        return
-    error = yardstick.error(run, trip.run)
-    tally.residual.append(error)
-    if own is not None and error > 0:
-        tally.above_bound.append(trip.bits_per_element - own.bits(error))
+        return {"found": answers(packed, case.rest, case.num_answer)}
+    if case.is_text:
+        return {"moved": positions_of(drift(exact, packed, case.rest))}
+    return {
+        "chains": {
+            kind: positions_of(answer_drift(exact, packed, case.rest, places))
+            for kind, places in case.answers.items()
+        }
+    }

@@ -45,8 +45,7 @@ def _drift(
     exact: np.ndarray, packed: np.ndarray, judged: np.ndarray, following: np.ndarray
 ) -> Drift:
     """``following``: int (num_judged,), the token that comes after each position of ``judged``."""
-    probs = np.exp(exact, dtype=np.float32)
-    kl = np.einsum("nv,nv->n", probs, exact - packed, dtype=np.float64)
+    kl = np.array([_kl(x, y) for x, y in zip(exact, packed, strict=True)], np.float64)
     before, after = (x[judged, following].astype(np.float64) for x in (exact, packed))
     return Drift(
         kl=np.maximum(kl, 0),
@@ -54,6 +53,11 @@ def _drift(
         loss=before - after,
         delta_p=np.exp(after) - np.exp(before),
     )
+
+
+def _kl(exact: np.ndarray, packed: np.ndarray) -> float:
+    """KL of one position, nats; of all at once the temporaries would be larger than what counts."""
+    return float(np.einsum("v,v->", np.exp(exact), exact - packed, dtype=np.float64))
 
 
 def answers(log_probs: np.ndarray, tokens: Sequence[int], num_answer: int) -> bool:

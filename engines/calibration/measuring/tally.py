@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engines.calibration.measuring.case_result import CaseResult
 from engines.calibration.measuring.metrics import Drift
 from kvstore.codecs.learning.bounds import gaussian_gap_db
 from kvstore.codecs.quality import Quality, TextQuality
@@ -35,6 +36,29 @@ class Tally:
     # For 1,000 tokens, of each case that could be timed.
     prefill_s: list[float] = field(default_factory=list)
     restore_s: list[float] = field(default_factory=list)
+
+    def add(self, result: CaseResult) -> None:
+        """Count the result of one case with this preset's codec."""
+        self.prefill_s += [] if result.prefill_s is None else [result.prefill_s]
+        self.restore_s += [] if result.restore_s is None else [result.restore_s]
+        for kind, moved in result.chains.items():
+            self.chains.setdefault(kind, []).append(moved.drift)
+        if result.found is not None:
+            self.needles.append(result.found)
+        if result.moved is not None:
+            self.drifts[result.text] = result.moved.drift
+            self._add_sizes(result)
+
+    def _add_sizes(self, result: CaseResult) -> None:
+        self.bits.append(result.bits)
+        for kept, value in zip((self.cos_k, self.cos_v), result.cos, strict=True):
+            kept.append(value)
+        for kept, value in zip((self.error_k, self.error_v), result.errors, strict=True):
+            kept.append(value)
+        if result.residual is not None:
+            self.residual.append(result.residual)
+        if result.above_bound is not None:
+            self.above_bound.append(result.above_bound)
 
     def quality(self) -> Quality:
         """The means over all cases.

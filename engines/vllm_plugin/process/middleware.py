@@ -21,7 +21,8 @@ from typing import Any, Final
 from engines.headers import CACHE_HEADER
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.identity import ANSWER_ID_PREFIX
-from engines.vllm_plugin.messages import FrontHello, decode_request_admitted, frame
+from engines.vllm_plugin.measuring.request_runner import RequestRunner
+from engines.vllm_plugin.messages import FrontHello, RunForward, decode_to_front, frame
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -45,10 +46,16 @@ class AdmissionReports:
     def __init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[str]] = {}
         self._listening: asyncio.Task[None] | None = None
+        self._measuring: asyncio.Task[None] | None = None
+        self._runner: RequestRunner | None = None
 
-    def start(self, hub_path: str, delay_s: float = 0.0) -> None:
-        """Connect to the hub, which also tells it that this server runs. Later calls do nothing."""
+    def start(self, hub_path: str, client: object, delay_s: float = 0.0) -> None:
+        """Connect to the hub, which also tells it that this server runs. Later calls do nothing.
+
+        ``client``: vLLM's, for requests that measure.
+        """
         if self._listening is None:
+            self._runner = RequestRunner(client)
             listening = self._listen(hub_path, delay_s)
             self._listening = asyncio.create_task(listening, name="cold-reports")
 
@@ -77,15 +84,22 @@ class AdmissionReports:
             writer.write(frame(FrontHello()))
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "big")
-                self._hear(await reader.readexactly(length))
+                self._hear(await reader.readexactly(length), writer)
         finally:
             writer.close()
 
-    def _hear(self, body: bytes) -> None:
-        admitted = decode_request_admitted(body)
-        report = self._waiting.get(admitted.answer_id)
+    def _hear(self, body: bytes, writer: asyncio.StreamWriter) -> None:
+        message = decode_to_front(body)
+        if isinstance(message, RunForward):
+            self._measuring = asyncio.create_task(self._run(message, writer), name="measuring")
+            return
+        report = self._waiting.get(message.answer_id)
         if report is not None and not report.done():
-            report.set_result(admitted.cache)
+            report.set_result(message.cache)
+
+    async def _run(self, message: RunForward, writer: asyncio.StreamWriter) -> None:
+        assert self._runner is not None, "it was made before anything could be heard"
+        writer.write(frame(await self._runner.run(message)))
 
 
 class CacheHeaderMiddleware:
@@ -109,7 +123,7 @@ class CacheHeaderMiddleware:
         if scope["type"] != "http" or scope["path"] not in PATHS or not hub_path:
             await self._app(scope, receive, send)
             return
-        self._reports.start(hub_path)
+        self._reports.start(hub_path, _client(scope))
         answer_id = ANSWER_ID_PREFIX + secrets.token_hex(12)
         others = [(k, v) for k, v in scope["headers"] if k != b"x-request-id"]
         marked = {**scope, "headers": [*others, (b"x-request-id", answer_id.encode())]}
@@ -125,7 +139,7 @@ class CacheHeaderMiddleware:
     ) -> None:
         await send(message)
         if message["type"] == "lifespan.startup.complete" and (hub_path := _hub_path(scope)):
-            self._reports.start(hub_path, LISTEN_S)
+            self._reports.start(hub_path, _client(scope), LISTEN_S)
 
 
 class _HeldAnswer:
@@ -188,6 +202,11 @@ class _HeldAnswer:
 def _is_stream(head: Mapping[str, Any]) -> bool:
     headers = {k.lower(): v for k, v in head.get("headers", ())}
     return bytes(headers.get(b"content-type", b"")).startswith(b"text/event-stream")
+
+
+def _client(scope: Scope) -> Any:
+    """vLLM's own client of its engine, which its server keeps with the application."""
+    return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
 
 
 def _hub_path(scope: Scope) -> str:

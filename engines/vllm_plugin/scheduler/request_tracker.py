@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.vllm_plugin.identity import answer_id_of, session_of
+from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import PATIENCE_S, Restores
@@ -40,6 +41,7 @@ class RequestTracker:
         restores: Restores,
         saves: TurnSaves,
         resident: ResidentSessions,
+        measured: MeasuredRequests,
         *,
         on_admitted: Callable[[str, str], None],
         on_turn_end: Callable[[SessionRef], None],
@@ -50,6 +52,7 @@ class RequestTracker:
         self._restores = restores
         self._saves = saves
         self._resident = resident
+        self._measured = measured
         self._on_admitted = on_admitted
         self._on_turn_end = on_turn_end
         self._counters = counters
@@ -61,6 +64,8 @@ class RequestTracker:
     def add(self, request: Any) -> None:
         """Note a new request (``vllm.v1.request.Request``) and begin its session's turn."""
         self._resident.drop_asked()
+        if self._measured.add(request):
+            return
         session = session_of(request)
         self._requests[request.request_id] = TrackedRequest(
             request, session, barred=request.lora_request is not None
@@ -70,6 +75,8 @@ class RequestTracker:
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM's ``get_num_new_matched_tokens``: see ``Restores.match``."""
+        if request.request_id in self._measured:
+            return self._measured.num_given(request, num_computed_tokens), False
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0, False
@@ -79,6 +86,7 @@ class RequestTracker:
         self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Plan the load of ``num_external_tokens``; ``tables``: the request's blocks, by group."""
+        self._measured.allocated(request, tables, num_external_tokens)
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             self._restores.plan_load(tracked, tables, num_external_tokens)
@@ -95,7 +103,8 @@ class RequestTracker:
             self._report(request_id, num_computed_tokens)
         patience_s = 0.0 if self._num_running else PATIENCE_S
         saves, loads = self._saves.take_planned(), self._restores.take_planned()
-        return StepWork(saves, loads, patience_s)
+        given, wanted = self._measured.take_given(), self._saves.take_wanted()
+        return StepWork(saves, loads, given, wanted, patience_s)
 
     def _report(self, request_id: str, num_computed_tokens: int) -> None:
         tracked = self._requests.get(request_id)
@@ -162,6 +171,7 @@ class RequestTracker:
 
         ``tables``: its blocks, by group. None if the request is not known.
         """
+        self._measured.finished(request, tables)
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -193,6 +203,11 @@ class RequestTracker:
     def num_running(self) -> int:
         """The number of requests that vLLM has begun to compute."""
         return self._num_running
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that vLLM has; those that measure do not count."""
+        return len(self._requests)
 
     @property
     def num_waiting(self) -> int:

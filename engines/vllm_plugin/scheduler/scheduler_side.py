@@ -13,7 +13,16 @@ import msgspec
 from engines.host.control_server import ControlServer
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import Groups
-from engines.vllm_plugin.messages import RankLost, RankNews
+from engines.vllm_plugin.measuring.forwards import Forwards
+from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
+from engines.vllm_plugin.messages import (
+    Forward,
+    ForwardDone,
+    PeerNews,
+    RankFindings,
+    RankLost,
+    RankSaved,
+)
 from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.hub.save_acks import SaveAcks
@@ -53,6 +62,8 @@ class SchedulerSide:
         self._resident = ResidentSessions()
         self._saves = SaveAcks(num_ranks)
         self._hub = Hub(settings.hub_path, num_ranks, self._hear)
+        self._forwards = Forwards(self._hub, num_ranks, lambda: not self.tracker.num_requests)
+        saves = TurnSaves(self._resident, blocks, num_ranks)
         self.tracker = RequestTracker(
             Restores(
                 self._hub,
@@ -61,8 +72,9 @@ class SchedulerSide:
                 deadline_s=settings.store.restore_deadline_s,
                 max_staged_bytes=settings.store.save_queue_bytes,
             ),
-            TurnSaves(self._resident, blocks, num_ranks),
+            saves,
             self._resident,
+            MeasuredRequests(self._forwards.order_of, saves, blocks),
             on_admitted=self._hub.admitted,
             on_turn_end=self._turn_ended,
             counters=counters,
@@ -129,12 +141,19 @@ class SchedulerSide:
     def _turn_ended(self, session: SessionRef) -> None:
         self._hub.spawn(partial(self._tell, "turn", session))
 
-    def _hear(self, news: RankNews) -> None:
+    def _hear(self, news: PeerNews) -> None:
         """Pass on to the gateway what ranks say unasked. On the hub's event loop."""
-        if isinstance(news, RankLost):
-            self._hub.spawn(partial(self._tell_lost, news.session))
-        elif self._saves.completes(news):
-            self._hub.spawn(partial(self._tell, "saved", news.session))
+        match news:
+            case RankLost():
+                self._hub.spawn(partial(self._tell_lost, news.session))
+            case RankSaved() if self._saves.completes(news):
+                self._hub.spawn(partial(self._tell, "saved", news.session))
+            case Forward():
+                self._forwards.hear(news)
+            case RankFindings():
+                self._forwards.hear_findings(news)
+            case ForwardDone():
+                self._forwards.hear_done(news)
 
     async def _tell(self, cause: Literal["turn", "saved"], session: SessionRef) -> None:
         report = await self._verbs.look(session)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.vllm_plugin.plan import Save
+from engines.vllm_plugin.plan import Save, Wanted
 from engines.vllm_plugin.scheduler.postponed_saves import PostponedSaves
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
@@ -22,7 +22,7 @@ from kvstore.session import SessionRef
 class HeldSave:
     """A save whose blocks are held until ``num_ranks`` more ranks have copied them out."""
 
-    session: SessionRef
+    session: SessionRef | None  # None: a measurement reads them
     block_ids: list[int]
     num_ranks: int
     is_skipped: bool = False  # by one of the ranks
@@ -37,6 +37,7 @@ class TurnSaves:
         self._num_ranks = num_ranks
         self._jobs = itertools.count(1)
         self._planned: list[Save] = []
+        self._wanted: list[Wanted] = []
         self._held: dict[int, HeldSave] = {}  # by job
         self._postponed = PostponedSaves(resident, blocks.groups)
 
@@ -58,6 +59,18 @@ class TurnSaves:
             self._plan(Save(next(self._jobs), session, hashes, ids, states, part))
         boundary = max(states, default=0) if self._blocks.groups.states else None
         self._resident.end(session, hashes, part, boundary)
+
+    def hold_wanted(self, number: int, block_ids: Sequence[int]) -> None:
+        """Hold the blocks that a measurement wants to read. ``number``: of its order."""
+        pool, wanted = self._resident.pool, Wanted(next(self._jobs), number, list(block_ids))
+        pool.touch([pool.blocks[x] for x in wanted.block_ids])
+        self._held[wanted.job] = HeldSave(None, wanted.block_ids, self._num_ranks)
+        self._wanted.append(wanted)
+
+    def take_wanted(self) -> list[Wanted]:
+        """What measurements read in the next step."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
 
     def _held_states(self, request: Any, hashes: Sequence[bytes]) -> dict[int, list[int]]:
         groups = self._blocks.groups
@@ -87,9 +100,10 @@ class TurnSaves:
                 self._let_go(self._held.pop(job))
 
     def _let_go(self, save: HeldSave) -> None:
-        if save.is_skipped:
-            self._postponed.add(save.session)
-        self._resident.count_save(save.session, -1)
+        if save.session is not None:
+            if save.is_skipped:
+                self._postponed.add(save.session)
+            self._resident.count_save(save.session, -1)
         # Tail first: vLLM reuses first what was freed first, and a prefix serves more requests.
         pool = self._resident.pool
         pool.free_blocks([pool.blocks[x] for x in reversed(save.block_ids)])
@@ -112,4 +126,4 @@ class TurnSaves:
     @property
     def has_work(self) -> bool:
         """A save is planned, under way or postponed."""
-        return bool(self._held or self._planned or self._postponed)
+        return bool(self._held or self._planned or self._wanted or self._postponed)

@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.vllm_plugin.messages import (
     Ask,
+    ForwardDone,
+    JointFindings,
     Look,
     Message,
     Probe,
@@ -31,7 +33,18 @@ from engines.vllm_plugin.messages import (
     pages,
     receive,
 )
-from engines.wire import Adopt, Demote, Forget, GetStats, ListSessions, Pin, Prefetch, Unpin, Verb
+from engines.wire import (
+    Adopt,
+    CodecReport,
+    Demote,
+    Forget,
+    GetStats,
+    ListSessions,
+    Pin,
+    Prefetch,
+    Unpin,
+    Verb,
+)
 from kvstore.by_blocks.records import BlockRecord, split_hashes
 from kvstore.by_blocks.store import BlockStore, Fetched
 from kvstore.errors import PinLimit, StoreClosed
@@ -96,6 +109,17 @@ class StagingArea:
             return len(self._wanted)
 
 
+class Measurement(Protocol):
+    """The rank's share in measuring the model (``RankMeasuring``)."""
+
+    @property
+    def progress(self) -> str:
+        """One sentence on how far it is; "" when nothing is being measured."""
+
+    def hear(self, news: ForwardDone | JointFindings) -> None:
+        """Hear from the hub how it goes on."""
+
+
 class RankLink:
     """The connection to the hub: one thread listens, a few others do what it hears of."""
 
@@ -108,8 +132,9 @@ class RankLink:
         stats: Callable[[], StoreStats],
         wait_saved: Callable[[SessionRef, float], bool],
         codecs: ServedCodecs,
+        measurement: Measurement,
     ) -> None:
-        """``wait_saved``: see ``Transfer.wait_saved``."""
+        """``wait_saved``: see ``Transfer``. ``measurement``: see there."""
         self._path = path
         self._hello = hello
         self._store = store
@@ -117,6 +142,7 @@ class RankLink:
         self._stats = stats
         self._wait_saved = wait_saved
         self._codecs = codecs
+        self._measurement = measurement
         self._sending = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
@@ -200,6 +226,8 @@ class RankLink:
                 self._staging.take(message.ticket)
             case Ask():
                 self._verb_threads.submit(self._answer, message, connection)
+            case ForwardDone() | JointFindings():
+                self._measurement.hear(message)
 
     def _send_on(self, connection: socket.socket | None, message: Message) -> None:
         """Send only on the connection that the question came from.
@@ -245,7 +273,7 @@ class RankLink:
         try:
             records = self._obey(message.verb)
             stats = self._stats() if isinstance(message.verb, GetStats) else None
-            codec = self._codecs.report if isinstance(message.verb, GetStats | Adopt) else None
+            codec = self._report() if isinstance(message.verb, GetStats | Adopt) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
         except StoreClosed:
             return
@@ -257,7 +285,11 @@ class RankLink:
         for page in pages(answer):
             self._send_on(connection, page)
 
-    def _adopt(self) -> None:
+    def _report(self) -> CodecReport:
+        return msgspec.structs.replace(self._codecs.report, progress=self._measurement.progress)
+
+    def adopt(self) -> None:
+        """Have the store adopt the codecs that the model's profile allows now."""
         self._codecs.renew(self._store.adopt)
         packed = packed_bytes_per_token(self._store)
         self._hello = msgspec.structs.replace(
@@ -271,7 +303,7 @@ class RankLink:
             case ListSessions():
                 return self._store.records()
             case Adopt():
-                self._adopt()
+                self.adopt()
                 return []
             case Demote(session, tier) if tier is not None:
                 self._store.demote(session, tier)

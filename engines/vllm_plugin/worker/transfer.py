@@ -241,6 +241,12 @@ class Transfer:
             self._under_way -= 1
             self._settled.notify_all()
 
+    def copied(self, job: int) -> None:
+        """Note that the blocks of a job which is no save were read. On the worker's thread."""
+        with self._settled:
+            self._acks[job] = 1
+            self._settled.notify_all()
+
     # ---- loading
 
     def load(self, load: Load) -> None:

@@ -12,12 +12,19 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
+from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.device_check import blocks_for
 from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.groups import Groups, StateGroup
+from engines.vllm_plugin.measuring.forward_client import ForwardClient
+from engines.vllm_plugin.measuring.rank_measuring import (
+    RankMeasuring,
+    longest_prompt,
+    unmeasurable,
+)
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.affinity import unbound_threads
@@ -44,24 +51,30 @@ logger = logging.getLogger("thermocline.vllm")
 
 # Idle buffers to unpack into may take one part in so many of the bytes that may wait to be saved.
 SPARE_SHARE: Final = 4
-# Why a calibration would refuse the model.
-HAS_STATE: Final = "some of its layers do not keep all tokens"
-MANY_RANKS: Final = "each of its ranks has heads of its own"
 
 
 class WorkerSide:
     """One rank's copies, its cold store, and its connection to the hub. On the worker's thread."""
 
-    def __init__(self, transfer: Transfer, link: RankLink, store: BlockStore) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        link: RankLink,
+        store: BlockStore,
+        measuring: RankMeasuring | None = None,
+    ) -> None:
         self._transfer = transfer
         self._link = link
         self._store = store
+        self._measuring = measuring
         self._patience_s = 0.0
         store.listen(self._lost)
 
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads, before the model runs."""
         self._patience_s = step.patience_s
+        if self._measuring is not None:
+            self._measuring.fill(step)
         for load in step.loads:
             self._transfer.load(load)
 
@@ -69,6 +82,9 @@ class WorkerSide:
         """Begin the step's saves, when the model has run."""
         for save in step.saves:
             self._transfer.save(save, self._saved)
+        if self._measuring is not None:
+            for job in self._measuring.read(step):
+                self._transfer.copied(job)
 
     def take_loaded(self) -> set[str]:
         """Ids of requests whose load is over; vLLM asks for it first at the end of a step.
@@ -91,6 +107,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """End the saves first: they need the store, and the link to report how they ended."""
+        if self._measuring is not None:
+            self._measuring.close()
         self._transfer.close()
         self._link.close()
         self._store.close()
@@ -120,10 +138,7 @@ def open_worker_side(
     config = rank_share(settings.store, vllm_config.parallel_config.world_size)
     identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
     data = Path(settings.data_path or settings.disk_path)
-    unmeasurable = HAS_STATE if groups.states else ""
-    if vllm_config.parallel_config.world_size > 1:
-        unmeasurable = MANY_RANKS
-    codecs = ServedCodecs(config, cache.layout, identity, data, unmeasurable)
+    codecs = ServedCodecs(config, cache.layout, identity, data, unmeasurable(vllm_config, groups))
     packer = Packer(codecs.codecs, cache.layout, identity)
     size = chunk_tokens(config, cache.block_tokens)
     keys = BlockKeys(identity, cache.block_tokens, size // cache.block_tokens)
@@ -136,6 +151,8 @@ def open_worker_side(
         blocks = StatefulBlocks(blocks, groups.states, layers, store, SideStream(cache.device))
     transfer = Transfer(blocks, store, staging, config.save_queue_bytes)
     packed = packed_bytes_per_token(store)
+    client = ForwardClient(rank, lambda order: link.send(order))
+    measuring = RankMeasuring(vllm_config, cache, client, settings.token)
     link = RankLink(
         settings.hub_path,
         RankHello(rank, codecs.codecs.ram.id, cache.layout.bytes_per_token, packed),
@@ -144,8 +161,18 @@ def open_worker_side(
         lambda: store.stats(transfer.queued_bytes),
         transfer.wait_saved,
         codecs,
+        measuring,
     )
-    worker = WorkerSide(transfer, link, store)
+    if config.calibrate and codecs.report.unmeasured:
+        order = first_order(settings.store, longest_prompt(vllm_config), str(data))
+        measuring.begin(
+            order,
+            groups.layers,
+            identity,
+            link.adopt,
+            lambda: codecs.report.unmeasured,
+        )
+    worker = WorkerSide(transfer, link, store, measuring)
     ways = type(cache.views[0][0]).__name__, type(blocks).__name__
     logger.info("rank %d: %s, %s", rank, *ways)
     return worker

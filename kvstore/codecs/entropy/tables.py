@@ -104,9 +104,9 @@ def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables
     """
     counts = np.zeros((NUM_CLASSES, NUM_SYMBOLS - 1))
     for codes, classes in samples:
-        high = codes.astype(np.int64) >> plane_bits(classes)[:, None]
         for number in np.unique(classes):
-            values = np.clip(high[classes == number], -MAX_LARGEST, MAX_LARGEST) + MAX_LARGEST
+            high = codes[classes == number].astype(np.int64) >> plane_bits(number)
+            values = np.clip(high, -MAX_LARGEST, MAX_LARGEST) + MAX_LARGEST
             counts[number] += np.bincount(values.reshape(-1), minlength=NUM_SYMBOLS - 1)
     shares = counts + PRIOR_WEIGHT * _prior()
     shares /= shares.sum(axis=1, keepdims=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.codecs.base import NUM_SINKS
+from kvstore.codecs.floats import from_stored
 from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.stack_shape import StackShape, Unit
 from kvstore.codecs.stages.un_rope import UnRope
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import DType, KVLayout, KVRun, slice_tokens
 
+PIECE_TOKENS = 256  # of a text at a time: a few rows of all layers take tens of mebibytes
 RIDGE = 1.0  # of a head's mean sensitivity, added to every direction
 SMALLEST_METRIC = 1e-6  # of the mean over all heads: one that never matters is still kept
 
@@ -21,6 +23,8 @@ SMALLEST_METRIC = 1e-6  # of the mean over all heads: one that never matters is 
 @dataclass(frozen=True, eq=False)
 class Samples:
     """KV of several texts, each from its first token on, as an engine holds it.
+
+    Texts of an fp32 engine may be in uint16 instead, the bf16 that every codec rounds them to.
 
     ``metrics``: fp32 (dim, dim), one for each head of K and of V (layer by layer, K then V): the
     mean outer product of how fast the loss on *later* tokens moves per relative error in a stored
@@ -32,11 +36,39 @@ class Samples:
     texts: Sequence[KVRun]
     metrics: Sequence[np.ndarray] | None = None
 
-    def stack(self, shape: StackShape, text: KVRun) -> np.ndarray:
-        """Returns fp32 (units, tokens, width) of one text behind its sinks, keys without RoPE."""
-        stack = shape.gather(text, NUM_SINKS, self.layout.dtype)
-        turned, _ = UnRope(shape, self.ropes).forward(stack, NUM_SINKS)
+    def stack(
+        self, shape: StackShape, text: KVRun, first: int = NUM_SINKS, last: int | None = None
+    ) -> np.ndarray:
+        """Returns fp32 (units, tokens, width) of tokens of one text, keys without RoPE.
+
+        They are those behind its sinks, or ``first`` to ``last``.
+        """
+        part = text if last is None else slice_tokens(text, 0, last)
+        stack = shape.gather(part, first, self._dtype_of(text))
+        turned, _ = UnRope(shape, self.ropes).forward(stack, first)
         return turned
+
+    def stacks(self, shape: StackShape) -> Iterator[np.ndarray]:
+        """Yields ``stack`` of all texts, ``PIECE_TOKENS`` at a time."""
+        for text in self.texts:
+            for first in range(NUM_SINKS, text[0][0].shape[1], PIECE_TOKENS):
+                yield self.stack(shape, text, first, first + PIECE_TOKENS)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all texts, sinks not counted."""
+        return sum(max(0, text[0][0].shape[1] - NUM_SINKS) for text in self.texts)
+
+    def as_engine_has(self, text: KVRun) -> KVRun:
+        """Returns a text in the dtype of the layout."""
+        if self._dtype_of(text) == self.layout.dtype:
+            return text
+        dtype = self.layout.dtype
+        return [(from_stored(k, dtype), from_stored(v, dtype)) for k, v in text]
+
+    def _dtype_of(self, text: KVRun) -> DType:
+        is_stored = text[0][0].dtype == np.uint16
+        return "bfloat16" if self.layout.dtype == "float32" and is_stored else self.layout.dtype
 
     def roots(self, shape: StackShape) -> np.ndarray:
         """Returns the roots of the metrics for ``HeadMetric``.

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvstore.codecs.base import NUM_SINKS
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.statistics import element_means, unit_rows
+from kvstore.codecs.learning.samples import PIECE_TOKENS, Samples
+from kvstore.codecs.learning.statistics import SMALLEST_GAIN, element_means
 from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
 from kvstore.codecs.stages.gain import root_mean_squares
+from kvstore.codecs.stages.mean import ModelMean
 from kvstore.codecs.stages.un_rope import UnRope
-from kvstore.shapes import KVRun
+from kvstore.shapes import KVRun, slice_tokens
 
 SIDE = Scope("side")  # errors are relative to the size of its rows
 
@@ -36,27 +37,38 @@ def head_metrics(samples: Samples, gradients: Iterable[KVRun]) -> list[np.ndarra
     ]
     num_tokens = 0
     for text, gradient in zip(samples.texts, gradients, strict=True):
+        seen = gradient[0][0].shape[1]
         for shape, total in zip(shapes, totals, strict=True):
-            relative = _relative(samples, shape, means, text, gradient)
-            for start, products in zip(shape.starts, total, strict=True):
-                columns = relative[:, :, start : start + products.shape[1]]
-                products += np.matmul(columns.swapaxes(1, 2), columns)
-        num_tokens += relative.shape[1]
+            for first in range(NUM_SINKS, seen, PIECE_TOKENS):
+                span = (first, min(first + PIECE_TOKENS, seen))
+                _add(total, shape, _relative(samples, shape, means, (text, gradient), span))
+        num_tokens += max(0, seen - NUM_SINKS)
     return _by_head(samples, shapes, totals, max(num_tokens, 1))
 
 
+def _add(total: list[np.ndarray], shape: StackShape, relative: np.ndarray) -> None:
+    for start, products in zip(shape.starts, total, strict=True):
+        columns = relative[:, :, start : start + products.shape[1]]
+        products += np.matmul(columns.swapaxes(1, 2), columns)
+
+
 def _relative(
-    samples: Samples, shape: StackShape, means: np.ndarray, text: KVRun, gradient: KVRun
+    samples: Samples,
+    shape: StackShape,
+    means: np.ndarray,
+    pair: tuple[KVRun, KVRun],
+    span: tuple[int, int],
 ) -> np.ndarray:
     """Returns gradients by errors in rows of unit size, keys without RoPE.
 
-    They are fp32 (units, tokens, width).
+    They are fp32 (units, tokens, width). ``pair``: a text and its gradient. ``span``: the first
+    token and the one behind the last.
     """
-    stack = shape.gather(gradient, NUM_SINKS, "float32")
-    turned, _ = UnRope(shape, samples.ropes).forward(stack, NUM_SINKS)
-    one = Samples(samples.layout, samples.ropes, [text])
-    ((_, gains),) = unit_rows(one, shape, means, lambda rows: root_mean_squares(rows, shape))
-    relative: np.ndarray = turned * gains[:, : turned.shape[1]]
+    text, gradient = pair
+    stack = shape.gather(slice_tokens(gradient, 0, span[1]), span[0], "float32")
+    turned, _ = UnRope(shape, samples.ropes).forward(stack, span[0])
+    rows, _ = ModelMean(shape, means).forward(samples.stack(shape, text, *span), 0)
+    relative: np.ndarray = turned * np.maximum(root_mean_squares(rows, shape), SMALLEST_GAIN)
     return relative
 
 

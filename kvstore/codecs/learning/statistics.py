@@ -1,4 +1,4 @@
-"""Means, covariances and principal axes of samples, a text at a time."""
+"""Means, covariances and principal axes of samples, a piece of a text at a time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ Sizes: TypeAlias = Callable[[np.ndarray], np.ndarray]
 def element_means(samples: Samples) -> np.ndarray:
     """Returns the mean of each element of a token, fp32 (elements,), keys without RoPE."""
     total = np.zeros(samples.layout.elements_per_token)
-    num_tokens = 0
-    shapes = stack_shapes(Scope("side"), samples.layout)
-    for text in samples.texts:
-        for shape in shapes:
-            stack = samples.stack(shape, text)
+    for shape in stack_shapes(Scope("side"), samples.layout):
+        for stack in samples.stacks(shape):
             total[shape.elements] += stack.sum(axis=1, dtype=np.float64)
-        num_tokens += stack.shape[1]
-    return (total / max(num_tokens, 1)).astype(np.float32)
+    return (total / max(samples.num_tokens, 1)).astype(np.float32)
 
 
 def unit_rows(
@@ -37,14 +33,14 @@ def unit_rows(
     means: np.ndarray,
     sizes: Sizes,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields for each text its rows without mean and of unit size, and their gains by ``sizes``.
+    """Yields all rows, piece by piece, without mean and of unit size, and their gains by ``sizes``.
 
     Rows are fp32 (units, tokens, width), gains fp32 (units, tokens, gain groups). ``means``: fp32
     (elements of a token,).
     """
     centre = ModelMean(shape, means)
-    for text in samples.texts:
-        stack, _ = centre.forward(samples.stack(shape, text), 0)
+    for piece in samples.stacks(shape):
+        stack, _ = centre.forward(piece, 0)
         gains = np.maximum(sizes(stack), SMALLEST_GAIN)
         for number, part in enumerate(shape.gain_groups):
             stack[:, :, part.start : part.stop] /= gains[:, :, number, None]

@@ -7,7 +7,8 @@ is in integers (see ``stages.integer_rows``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,7 @@ from kvstore.codecs.stages.un_rope import UnRope
 from kvstore.codecs.stages.uniform import NUM_SHIFTS, UniformStep
 from kvstore.shapes import KVLayout
 
+MISSES_AT_A_TIME = 1024  # rows
 SMALLEST_STEP = 1e-12  # for a model whose KV is the same for all tokens
 
 
@@ -62,11 +64,11 @@ class OneStep:
         for number, spectrum in enumerate(spectra):
             spectrum.truncate(step)
             learned |= {f"{name}.{number}": x for name, x in spectrum.learned().items()}
-        learned |= _learned_tables("", [x.codes(step) for x in spectra])
-        shifts = _shifts([_misses(x, step) for x in spectra])
+        learned |= _learned_tables("", (x.codes(step) for x in spectra))
+        shifts = _shifts(itertools.chain.from_iterable(_misses(x, step) for x in spectra))
         for number, spectrum in enumerate(spectra):
             learned |= _learned_integers(number, *spectrum.integers(step, shifts))
-        learned |= _learned_tables("gain_", [x.gain_codes() for x in spectra])
+        learned |= _learned_tables("gain_", (x.gain_codes() for x in spectra))
         return learned
 
     def assemble(
@@ -106,7 +108,7 @@ def _learned_integers(
 
 
 def _learned_tables(
-    prefix: str, codes: list[tuple[np.ndarray, np.ndarray]]
+    prefix: str, codes: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     tables = fit_tables(codes)
     return {f"{prefix}frequencies": tables.frequencies, f"{prefix}largest": tables.largest}
@@ -145,12 +147,14 @@ def _find_step(spectra: list[Spectrum], bits: float) -> float:
     return 2 ** ((low + high) / 2)
 
 
-def _misses(spectrum: Spectrum, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns sizes of codes, how far the values behind them lie above, and classes."""
+def _misses(spectrum: Spectrum, step: float) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yields sizes of codes, how far the values behind them lie above, and classes; in parts."""
     components, deviations = spectrum.beyond(step)
-    sizes = np.abs(codes_of(components, step))
-    above = np.abs(components) / step - sizes
-    return np.minimum(sizes, NUM_SHIFTS - 1), above, classes_of(deviations / step)
+    for first in range(0, len(components), MISSES_AT_A_TIME):
+        rows = slice(first, first + MISSES_AT_A_TIME)
+        sizes = np.abs(codes_of(components[rows], step))
+        above = np.abs(components[rows]) / step - sizes
+        yield np.minimum(sizes, NUM_SHIFTS - 1), above, classes_of(deviations[rows] / step)
 
 
 def _entropy(codes: np.ndarray, classes: np.ndarray) -> float:
@@ -165,7 +169,7 @@ def _entropy(codes: np.ndarray, classes: np.ndarray) -> float:
     return total
 
 
-def _shifts(misses: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
+def _shifts(misses: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
     """Returns how far centroids lie from the middles of cells, fp32 (NUM_CLASSES, NUM_SHIFTS)."""
     totals, counts = np.zeros((2, NUM_CLASSES * NUM_SHIFTS))
     for sizes, beyond, classes in misses:

@@ -35,8 +35,8 @@ class PredictionWindow:
 class Expectation:
     """The prediction of one unit.
 
-    ``turn``: fp64 (components, components), columns by which its first components are turned.
-    ``weights``: fp64 (known, components), for the turned ones, farthest unit first. ``deviations``:
+    ``turn``: fp32 (components, components), columns by which its first components are turned.
+    ``weights``: fp32 (known, components), for the turned ones, farthest unit first. ``deviations``:
     of the turned ones, falling, and ``left``: of what is not expected, fp64 (components,).
     """
 
@@ -63,7 +63,10 @@ def band_of(rows: Iterator[np.ndarray], window: PredictionWindow) -> list[list[n
             for distance, product in enumerate(products):
                 product += stack[unit].T @ stack[unit - distance]
         num_tokens += stack.shape[1]
-    return [[product / num_tokens for product in products] for products in band]
+    for products in band:
+        for product in products:
+            product /= num_tokens
+    return band
 
 
 def expectations(
@@ -101,7 +104,8 @@ def _pair(band: list[list[np.ndarray]], unit: int, other: int) -> np.ndarray:
 
 def _alone(own: np.ndarray) -> Expectation:
     deviations = np.sqrt(np.maximum(np.diag(own), 0))
-    return Expectation(np.eye(len(own)), np.zeros((0, len(own))), deviations, deviations)
+    eye, nothing = np.eye(len(own), dtype=np.float32), np.zeros((0, len(own)), np.float32)
+    return Expectation(eye, nothing, deviations, deviations)
 
 
 def _expected(own: np.ndarray, known: np.ndarray, with_own: np.ndarray, step: float) -> Expectation:
@@ -115,7 +119,8 @@ def _expected(own: np.ndarray, known: np.ndarray, with_own: np.ndarray, step: fl
     turn = turn[:, np.argsort(-total)]
     both = (np.einsum("ik,ij,jk->k", turn, x, turn, optimize=True) for x in (own, left))
     deviations, beyond = (np.sqrt(np.maximum(x, 0)) for x in both)
-    return Expectation(turn, weights @ turn, deviations, beyond)
+    turned = (weights @ turn).astype(np.float32)
+    return Expectation(turn.astype(np.float32), turned, deviations, beyond)
 
 
 def predictors_of(
@@ -129,12 +134,13 @@ def predictors_of(
     size, known = window.components, window.depth * window.components
     if not size:
         return Predictors.none(len(per_step))
-    factors = np.zeros((len(weights), size, known))
+    factors = np.zeros((len(weights), size, known), np.int16)
+    finer = np.zeros((len(weights), size), np.int32)
     for unit, own in enumerate(weights):
         before = per_step[max(unit - window.depth, 0) : unit, :size].reshape(-1)
-        factors[unit, :, known - len(before) :] = own.T / before * per_step[unit, :size, None]
-    peaks = np.maximum(np.abs(factors).max(axis=2), 2.0**-MOST_FINER)
-    finer = np.clip(np.floor(np.log2(LARGEST_FACTOR / peaks)), 0, MOST_FINER)
-    rounded = np.rint(factors * np.exp2(finer)[:, :, None])
-    limited = np.clip(rounded, -LARGEST_FACTOR, LARGEST_FACTOR).astype(np.int16)
-    return Predictors(limited, finer.astype(np.int32))
+        exact = own.T / before * per_step[unit, :size, None]
+        peaks = np.maximum(np.abs(exact).max(axis=1, initial=0), 2.0**-MOST_FINER)
+        finer[unit] = np.clip(np.floor(np.log2(LARGEST_FACTOR / peaks)), 0, MOST_FINER)
+        rounded = np.rint(exact * np.exp2(finer[unit])[:, None])
+        factors[unit, :, known - len(before) :] = np.clip(rounded, -LARGEST_FACTOR, LARGEST_FACTOR)
+    return Predictors(factors, finer)

@@ -22,7 +22,10 @@ from kvstore.codecs.stages.integer_rows import StepRows
 from kvstore.codecs.stages.metric import HeadMetric
 from kvstore.codecs.stages.prediction import Predictors
 
-SAMPLED_TOKENS = 2048  # of all texts together: enough for the step and the symbol tables
+# Of all texts together, enough for the step and the symbol tables: so many tokens, or fewer where
+# they hold very many values, each of which takes some forty bytes here.
+SAMPLED_TOKENS, LEAST_TOKENS = 2048, 512
+SAMPLED_VALUES = 6 << 20
 # A component whose deviation is less than this share of a step is dropped: its rare codes cost
 # more than they mend.
 LIVE_RATIO = 0.3
@@ -44,8 +47,10 @@ class Spectrum:
         self._metric = HeadMetric(shape, samples.roots(shape))
         self._sampled: list[np.ndarray] = []
         steps: list[np.ndarray] = []
-        most = -(-SAMPLED_TOKENS // len(samples.texts))
-        self.deviations, self.basis = principal_axes(self._rows(steps, most))
+        values = shape.num_units * shape.width
+        wanted = min(max(SAMPLED_VALUES // values, LEAST_TOKENS), SAMPLED_TOKENS)
+        stride = max(-(-samples.num_tokens // wanted), 1)
+        self.deviations, self.basis = principal_axes(self._rows(steps, stride))
         self.left = self.deviations
         self._weights: list[np.ndarray] = []
         self._components = np.empty(0)
@@ -54,12 +59,12 @@ class Spectrum:
         self._gain_centres = np.rint(self._gain_steps.mean(axis=1)).astype(np.int64)
         self._project()
 
-    def _rows(self, steps: list[np.ndarray], most: int) -> Iterator[np.ndarray]:
+    def _rows(self, steps: list[np.ndarray], stride: int) -> Iterator[np.ndarray]:
         """Yields all rows, once. Some are kept, for what needs less than a covariance does."""
         for stack, gains in unit_rows(self._samples, self._shape, self._means, self._sizes):
             steps.append(COARSE * np.log2(gains))
             rows, _ = self._metric.forward(stack, 0)
-            self._sampled.append(rows[:, :: -(-rows.shape[1] // most)].copy())
+            self._sampled.append(rows[:, ::stride].copy())
             yield rows
 
     def _sizes(self, stack: np.ndarray) -> np.ndarray:
@@ -70,8 +75,9 @@ class Spectrum:
 
     def _project(self) -> None:
         """Computes components of the rows that were kept, fp32 (units, components, tokens)."""
-        rows = np.concatenate(self._sampled, axis=1)
-        self._components = np.matmul(self.basis.swapaxes(1, 2), rows.swapaxes(1, 2))
+        self._components = np.empty(0)  # its memory first
+        parts = [np.matmul(x, self.basis) for x in self._sampled]
+        self._components = np.concatenate(parts, axis=1).swapaxes(1, 2)
 
     def predict(self, window: PredictionWindow, step: float) -> None:
         """Learns what first components are expected to be; goes through all samples again."""
@@ -88,7 +94,7 @@ class Spectrum:
             self.basis[unit, :, :size] = self.basis[unit, :, :size] @ known.turn
             self.deviations[unit, :size] = known.deviations
             self.left[unit, :size] = known.left
-        self._weights = [known.weights.astype(np.float32) for known in found]
+        self._weights = [known.weights for known in found]
         self._project()
 
     def _first_components(self, size: int) -> Iterator[np.ndarray]:
@@ -136,7 +142,7 @@ class Spectrum:
     def codes(self, step: float) -> tuple[np.ndarray, np.ndarray]:
         """Returns the codes of the sampled components and their classes.
 
-        Both int64, (rows, tokens) and (rows,).
+        They are int32 (rows, tokens) and int64 (rows,).
         """
         components, deviations = self.beyond(step)
         return codes_of(components, step), classes_of(deviations / step)
@@ -178,7 +184,10 @@ class Spectrum:
 
 
 def codes_of(components: np.ndarray, step: float) -> np.ndarray:
-    """Returns the codes that ``UniformStep`` makes of components, int64 of the same shape."""
-    sizes = np.floor(np.abs(components) / step + ROUNDING)
-    codes: np.ndarray = (np.sign(components) * sizes).astype(np.int64)
+    """Returns the codes that ``UniformStep`` makes of components, int32 of the same shape."""
+    sizes = np.abs(components)
+    sizes /= step
+    sizes += ROUNDING
+    np.floor(sizes, out=sizes)
+    codes: np.ndarray = np.copysign(sizes, components, out=sizes).astype(np.int32)
     return codes

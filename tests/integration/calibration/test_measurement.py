@@ -12,7 +12,8 @@ import pytest
 from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.model.instrument import DRAW, MlxInstrument
+from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.model.scoring import DRAW
 from kvstore.codecs.presets import codec_by_name
 from kvstore.shapes import KVRun
 from tests.integration.tiny_models import VOCAB, tiny_model

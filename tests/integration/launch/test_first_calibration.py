@@ -1,4 +1,4 @@
-"""A model's first start: served exactly at once, measured beside it, packed from then on."""
+"""A model's first start: served exactly at once, measured by its engine, packed from then on."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from launch.calibrate.orders import FIRST_PRESETS
+from engines.calibration.first_order import FIRST_PRESETS
 from tests.integration.launch.test_serve import PROGRAM, Server
 from tests.integration.tiny_models import write_model
 
 # A calibration has the lowest priority: on a busy machine it takes its time.
 pytestmark = [pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]
-
-CHILD = "engines.mlx_worker.calibrate"
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +59,17 @@ def until(condition: Callable[[], object], within_s: float = 120.0) -> None:
         time.sleep(0.1)
 
 
-def children(server: Server) -> list[psutil.Process]:
-    """Calibrations that this gateway runs."""
+def engine_of(server: Server) -> psutil.Process:
+    """The engine process that this gateway runs now."""
+    (found,) = processes(server, "engines.mlx_worker")
+    return found
+
+
+def processes(server: Server, module: str) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if CHILD in child.cmdline():
+            if module in child.cmdline():
                 found.append(child)
     return found
 
@@ -82,31 +85,55 @@ def run(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.fixture
-def killed(folder: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def fresh(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same model, of which nothing is known."""
+    fresh = tmp_path_factory.mktemp("fresh")
+    (fresh / "tiny").symlink_to(folder / "tiny")
+    return fresh
+
+
+def unfinished(folder: Path) -> list[str]:
+    found = (folder / "data" / "profiles").glob("*.*.*")
+    return sorted(x.suffix for x in found if x.suffix != ".lock")
+
+
+def test_an_engine_that_is_killed_goes_on_where_it_was(fresh: Path) -> None:
+    server = start(fresh)
+    try:
+        assert codec_of(server)["name"] == "raw" and codec_of(server)["unmeasured"]
+        until(lambda: codec_of(server)["progress"].startswith("measuring: "))
+        assert "thermocline_codec_measuring 1.0" in get(server, "/metrics")
+        assert not processes(server, "engines.mlx_worker.calibrate")
+        until(lambda: ".cases" in unfinished(fresh), 600)
+        engine = engine_of(server)
+        engine.send_signal(signal.SIGKILL)
+        psutil.wait_procs([engine], timeout=60)
+        until(lambda: (codec_of(server) or {}).get("unmeasured") is False, 600)
+        log = "".join(server.log)
+        assert log.count("learned dense3") == log.count("learned safe") == 1
+        assert log.count("measured in") == 1
+        until(lambda: not unfinished(fresh))
+        assert codec_of(server)["name"] in FIRST_PRESETS
+        until(lambda: codec_of(server)["progress"] == "")
+        assert engine_of(server).pid != engine.pid
+    finally:
+        assert server.stop() == 0
+
+
+def test_it_ends_at_once_with_its_gateway(folder: Path) -> None:
+    """Asked to, or killed; nothing is measured yet when the next test begins."""
     server = start(folder)
-    yield server
-    server.stop()
-
-
-def test_a_calibration_ends_with_its_gateway(killed: Server) -> None:
-    """First of all, while nothing is measured yet."""
-    until(lambda: children(killed))
-    (child,) = children(killed)
-    assert child.nice() == 19
-    assert codec_of(killed)["name"] == "raw" and codec_of(killed)["unmeasured"]
-    killed.process.send_signal(signal.SIGKILL)
-    killed.process.wait()
-    psutil.wait_procs([child], timeout=60)
-    assert not child.is_running()
-
-
-def test_and_with_one_that_is_asked_to_end(folder: Path) -> None:
-    server = start(folder)
-    until(lambda: children(server))
-    (child,) = children(server)
+    until(lambda: codec_of(server)["progress"])
     assert server.stop() == 0
-    assert not child.is_running()
+    server = start(folder)
+    until(lambda: codec_of(server)["progress"])
+    engine = engine_of(server)
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait()
+    psutil.wait_procs([engine], timeout=60)
+    assert not engine.is_running()
+    server.stop()
 
 
 def test_two_gateways_measure_once_and_both_adopt(folder: Path) -> None:
@@ -119,7 +146,9 @@ def test_two_gateways_measure_once_and_both_adopt(folder: Path) -> None:
         assert sum("measured in" in "".join(x.log) for x in (one, two)) == 1
         codec = codec_of(one)
         assert codec["name"] in FIRST_PRESETS and not codec["unmeasured"]
-        assert codec | {"why": ""} == codec_of(two) | {"why": ""}  # which has one tier only
+        for each in (one, two):
+            until(lambda each=each: codec_of(each)["progress"] == "")  # type: ignore[misc]
+        assert codec_of(one) | {"why": ""} == codec_of(two) | {"why": ""}  # which has one tier only
         for row in codec["rows"]:
             assert row["kl"] <= 0.01 and row["context"] == 1024
             assert min(row["restore_s"], row["prefill_s"], row["chain_tokens"]) > 0
@@ -144,7 +173,7 @@ def test_the_next_start_knows_it(folder: Path) -> None:
     try:
         assert codec_of(server)["name"] in FIRST_PRESETS
         time.sleep(3)  # longer than it takes to look for what is unmeasured
-        assert not children(server) and "measuring" not in "".join(server.log)
+        assert "measuring" not in "".join(server.log) and codec_of(server)["progress"] == ""
     finally:
         server.stop()
 
@@ -201,7 +230,7 @@ def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path) -> None:
     )
     server = start(tmp_path)
     try:
-        server.wait_for("is not measured beside the service: tiny takes no more than 200 tokens")
+        server.wait_for("the model is not measured: the engine takes no more than 200 tokens")
         assert codec_of(server)["name"] == "raw"
     finally:
         assert server.stop() == 0

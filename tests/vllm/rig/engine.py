@@ -18,6 +18,7 @@ from engines.vllm_plugin.process.command import transfer_config
 from engines.wire import (
     ControlReply,
     ControlRequest,
+    EngineReport,
     FromEngine,
     GetStats,
     Hello,
@@ -182,9 +183,12 @@ class RealEngine:
 
     def save_queue_bytes(self) -> int:
         """Bytes of ended turns that have yet to be saved, on all ranks."""
+        return self.report().save_queue_bytes
+
+    def report(self) -> EngineReport:
         answer = self.control(GetStats())
         assert isinstance(answer, Stats), answer
-        return answer.report.save_queue_bytes
+        return answer.report
 
     def wait_saved(self, session: str, within_s: float = 60.0) -> SessionReport:
         """Wait until the newest turn of the session is in the store."""

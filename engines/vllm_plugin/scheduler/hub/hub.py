@@ -20,17 +20,22 @@ from typing import Any, Final, TypeVar
 from engines.host.sockets import private_socket, send_bounded
 from engines.vllm_plugin.messages import (
     Ask,
+    Forward,
+    ForwardDone,
     FrontHello,
+    JointFindings,
     Look,
     Message,
+    PeerNews,
     Probe,
     RankAnswer,
+    RankFindings,
     RankHello,
     RankLost,
-    RankNews,
     RankSaved,
     Release,
     RequestAdmitted,
+    RunForward,
     Stage,
     Staged,
     decode_from_peer,
@@ -54,8 +59,8 @@ class Hub:
     event loop.
     """
 
-    def __init__(self, path: str, num_ranks: int, on_news: Callable[[RankNews], None]) -> None:
-        """``on_news`` gets what ranks say unasked, on the hub's event loop."""
+    def __init__(self, path: str, num_ranks: int, on_news: Callable[[PeerNews], None]) -> None:
+        """``on_news`` gets what others say unasked, on the hub's event loop."""
         self._path = path
         self._num_ranks = num_ranks
         self._on_news = on_news
@@ -163,6 +168,14 @@ class Hub:
         """Tell the HTTP servers that a request begins to run, and its cache header's value."""
         self.call_soon(self._tell_fronts, RequestAdmitted(answer_id, cache))
 
+    def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
+        """Tell every rank how a measurement goes on."""
+        self.call_soon(self._broadcast, news)
+
+    def ask_front(self, order: RunForward) -> None:
+        """Have one of the HTTP servers put a request to vLLM."""
+        self.call_soon(self._tell_one_front, order)
+
     def call_soon(self, call: Callable[..., object], *args: object) -> None:
         """Run ``call`` on the event loop."""
         with suppress(RuntimeError):  # the loop is closed: the engine is on its way out
@@ -220,6 +233,10 @@ class Hub:
         for writer in self._fronts:
             send_bounded(writer, body)
 
+    def _tell_one_front(self, message: RunForward) -> None:
+        if (writer := next(iter(self._fronts), None)) is not None:
+            send_bounded(writer, frame(message))
+
     async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
@@ -254,5 +271,5 @@ class Hub:
                         self._lock.notify_all()
             case RankAnswer() as answer:
                 self._calls.hear(answer, writer)
-            case RankSaved() | RankLost() as news:
+            case RankSaved() | RankLost() | Forward() | ForwardDone() | RankFindings() as news:
                 self._on_news(news)

@@ -56,6 +56,15 @@ async def welcomed() -> Welcome:
     return WELCOME
 
 
+class Unmeasured:
+    """A rank that measures nothing."""
+
+    progress = ""
+
+    def hear(self, news: object) -> None:
+        """Nobody waits for it."""
+
+
 class Engine:
     """Hub, control connection and two ranks, as in an engine with two workers."""
 
@@ -96,7 +105,14 @@ class Engine:
         hello = RankHello(i, "raw.1", 1000, 1000)
         path = str(folder / "hub.sock")
         return RankLink(
-            path, hello, store, self.staging[i], store.stats, self._wait_saved, served()
+            path,
+            hello,
+            store,
+            self.staging[i],
+            store.stats,
+            self._wait_saved,
+            served(),
+            Unmeasured(),
         )
 
     def _wait_saved(self, session: SessionRef, within_s: float) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from engines.calibration.messages import CalibrationOrder
 from kvstore.codecs.names import LITERATURE, OWN
-from launch.calibrate.orders import CalibrateOptions, first_order, order_of, presets_of
+from launch.calibrate.orders import CalibrateOptions, order_of, presets_of
 from launch.cli.options import layers
 from launch.errors import UsageError
 from launch.settings.effective_settings import effective_settings
@@ -32,15 +30,6 @@ def test_a_name_that_nobody_has() -> None:
         presets_of("ours,tq9")
     with pytest.raises(UsageError, match="--presets: no codec named ''"):
         presets_of("")
-
-
-def test_the_first_order_is_one_that_a_program_takes(tmp_path: Path) -> None:
-    """Whatever settings leave open."""
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
-    flags = {"--model": str(tmp_path), "--engine": "mlx"}
-    settings = effective_settings(layers({}, flags=flags), {"HOME": str(tmp_path)})
-    order = first_order(settings)
-    assert msgspec.json.decode(msgspec.json.encode(order), type=CalibrationOrder) == order
 
 
 def contexts_for(folder: Path, longest: int | None, wished: str | None) -> tuple[int, ...]:

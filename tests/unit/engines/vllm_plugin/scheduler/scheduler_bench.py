@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.vllm_plugin.groups import DENSE, Groups
-from engines.vllm_plugin.messages import Probe, Release, Stage, Staged
+from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
+from engines.vllm_plugin.messages import Forward, Probe, Release, Stage, Staged
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
@@ -112,6 +113,7 @@ class Bench:
     admitted: list[tuple[str, str]]
     ended: list[SessionRef]
     counters: Counters
+    orders: dict[str, Forward]  # of measurements, by ticket
 
 
 def new_bench(
@@ -126,6 +128,8 @@ def new_bench(
     hot = ResidentSessions(monotonic=lambda: now[0])
     hot.bind(pool, groups)
     blocks = TokenBlocks(BLOCK, groups, keeps_parts)
+    orders: dict[str, Forward] = {}
+    saves = TurnSaves(hot, blocks, num_ranks)
     tracker = RequestTracker(
         Restores(
             ranks,
@@ -135,13 +139,14 @@ def new_bench(
             max_staged_bytes=1000,
             monotonic=lambda: now[0],
         ),
-        TurnSaves(hot, blocks, num_ranks),
+        saves,
         hot,
+        MeasuredRequests(orders.get, saves, blocks),
         on_admitted=lambda answer_id, cache: admitted.append((answer_id, cache)),
         on_turn_end=ended.append,
         counters=counters,
     )
-    return Bench(tracker, ranks, hot, pool, now, admitted, ended, counters)
+    return Bench(tracker, ranks, hot, pool, now, admitted, ended, counters, orders)
 
 
 def restored(bench: Bench, request: Request, end_block: int = 10) -> list[int]:

@@ -19,7 +19,7 @@ from engines.wire import ControlReply, ControlRequest, FromEngine, Hello, Notice
 from kvstore.config import StoreConfig
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, hashes, open_store, ref, save, served
-from tests.unit.engines.vllm_plugin.hub_engine import wait
+from tests.unit.engines.vllm_plugin.hub_engine import Unmeasured, wait
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 
 
@@ -45,6 +45,7 @@ class Bench:
             self.store.stats,
             lambda session, within_s: True,
             served(),
+            Unmeasured(),
         )
         self.store.listen(lambda session: self.link.send(RankLost(session)))
         wait(lambda: self.side.ready)

@@ -12,7 +12,14 @@ import pytest
 
 from engines.calibration.gate.profiles import save as write_profile
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.vllm_plugin.messages import Probe, RankHello, RankNews, Stage, Staged, receive
+from engines.vllm_plugin.messages import (
+    Probe,
+    RankHello,
+    RankNews,
+    Stage,
+    Staged,
+    receive,
+)
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
@@ -40,7 +47,7 @@ from tests.block_sessions import (
 )
 from tests.faulty_tier import FaultyTier
 from tests.unit.engines.calibration.gate.test_bound import GOOD
-from tests.unit.engines.vllm_plugin.hub_engine import wait
+from tests.unit.engines.vllm_plugin.hub_engine import Unmeasured, wait
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 
@@ -87,6 +94,7 @@ class Rank:
             self.store.stats,
             self._wait_saved,
             codecs or served(),
+            Unmeasured(),
         )
         wait(lambda: self.hub.ready)
 
@@ -282,6 +290,7 @@ def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes)
             store.stats,
             lambda *_: True,
             served(),
+            Unmeasured(),
         )
         for _ in range(2):
             with hub.accept()[0] as rank:

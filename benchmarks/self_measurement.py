@@ -1,0 +1,209 @@
+"""What it costs that an engine measures its own model while it serves: time, memory, waiting.
+
+    python benchmarks/self_measurement.py [--engine mlx] [--rounds 4] [--json OUT]
+
+First an idle server measures its model to the end: seconds to the verdict, and the most memory
+that all processes held (anonymous memory: what the system could not drop), against a server that
+does not measure and answers the same few chats. Then two servers take turns, one of which is
+measuring, and four users with pauses chat with each; the one whose turn it is not is stopped. The
+figures are ratios of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.stacks.product_stack import (
+    MIB,
+    WORD_TOKENS,
+    Client,
+    Stack,
+    client_of,
+    prose,
+    write_json,
+)
+
+SAMPLE_EVERY_S = 0.25
+PAUSE_S = 2.0
+
+
+def settings(args: argparse.Namespace, *, measures: bool) -> dict[str, dict[str, Any]]:
+    store = {"codec": "auto", "accept_loss": False, "calibrate": measures}
+    return {"engine": {"kind": args.engine}, "store": store}
+
+
+def codec_of(stack: Stack) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{stack.url}/v1/sessions", timeout=30) as answer:
+        found: dict[str, Any] = json.load(answer)["codec"] or {}
+        return found
+
+
+def processes(stack: Stack) -> list[psutil.Process]:
+    return [stack.gateway, *stack.gateway.children(recursive=True)]
+
+
+def anonymous_bytes(stack: Stack) -> int:
+    total = 0
+    for process in processes(stack):
+        with suppress(OSError, psutil.Error):
+            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                if line.startswith("RssAnon:"):
+                    total += int(line.split()[1]) << 10
+    return total
+
+
+def cpu_s(stack: Stack) -> float:
+    times = stack.engine.cpu_times()
+    return float(times.user + times.system)
+
+
+class Peak:
+    """The most anonymous memory that a stack held, looked at four times a second."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.nbytes = 0
+        self._stack = stack
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(SAMPLE_EVERY_S):
+            with suppress(psutil.Error, RuntimeError):
+                self.nbytes = max(self.nbytes, anonymous_bytes(self._stack))
+
+
+@contextmanager
+def stopped(stack: Stack) -> Iterator[None]:
+    """Stop a stack's processes, so that another has the machine."""
+    held = processes(stack)
+    for process in held:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in held:
+            process.resume()
+
+
+async def user(client: Client, name: str, args: argparse.Namespace) -> list[float]:
+    """Seconds to the first token of each turn of one conversation."""
+    messages: list[dict[str, str]] = []
+    found = []
+    for turn in range(args.turns):
+        text = prose(f"{name}-{turn}", int(args.tokens / WORD_TOKENS))
+        messages.append({"role": "user", "content": f"{name}: {text}"})
+        reply = await client.chat(messages, session=name, max_tokens=args.answer)
+        assert reply.ok, reply
+        found.append(reply.ttft_s)
+        messages.append({"role": "assistant", "content": reply.text})
+        await asyncio.sleep(PAUSE_S)
+    return found
+
+
+async def one_round(client: Client, label: str, args: argparse.Namespace) -> list[float]:
+    async def late(i: int) -> list[float]:
+        await asyncio.sleep(i * PAUSE_S / args.users)
+        return await user(client, f"{label}-{i}", args)
+
+    found = await asyncio.gather(*(late(i) for i in range(args.users)))
+    return [x for each in found for x in each]
+
+
+async def few_chats(stack: Stack, args: argparse.Namespace) -> None:
+    async with client_of(stack) as client:
+        await one_round(client, "few", args)
+
+
+def idle(args: argparse.Namespace) -> dict[str, Any]:
+    with Stack(settings(args, measures=False)) as stack, Peak(stack) as plain:
+        asyncio.run(few_chats(stack, args))
+    with Stack(settings(args, measures=True)) as stack, Peak(stack) as peak:
+        began, pid = time.monotonic(), stack.engine.pid
+        used = cpu_s(stack)
+        while not (codec := codec_of(stack)) or codec["unmeasured"]:
+            assert time.monotonic() - began < args.most_s, codec
+            time.sleep(0.5)
+        seconds, used = time.monotonic() - began, cpu_s(stack) - used
+        asyncio.run(few_chats(stack, args))
+        restarted = stack.engine.pid != pid
+    return {
+        "seconds_to_the_verdict": round(seconds),
+        "cpu_seconds_of_the_engine": round(used),  # on a busy machine the better figure
+        "codec": codec["id"],
+        "kl": [round(x["kl"], 5) for x in codec["rows"]],
+        "engine_restarted": restarted,
+        "peak_mib": round(peak.nbytes / MIB),
+        "peak_mib_without": round(plain.nbytes / MIB),
+        "extra_mib": round((peak.nbytes - plain.nbytes) / MIB),
+    }
+
+
+def p95(values: list[float]) -> float:
+    return statistics.quantiles(values, n=20)[-1]
+
+
+async def beside_users(args: argparse.Namespace) -> dict[str, Any]:
+    without: list[float] = []
+    beside: list[float] = []
+    with Stack(settings(args, measures=False)) as a, Stack(settings(args, measures=True)) as b:
+        async with AsyncExitStack() as exits:
+            x = await exits.enter_async_context(client_of(a))
+            y = await exits.enter_async_context(client_of(b))
+            for i in range(args.rounds):
+                with stopped(b):
+                    without += await one_round(x, f"off{i}", args)
+                with stopped(a):
+                    beside += await one_round(y, f"on{i}", args)
+                print(f"  p95 {p95(without):.2f} s, measuring {p95(beside):.2f} s", flush=True)
+        measuring = bool(codec_of(b).get("progress"))
+    return {
+        "still_measuring_at_the_end": measuring,
+        "ttft_p95_ratio": round(p95(beside) / p95(without), 3),
+        "ttft_median_ratio": round(statistics.median(beside) / statistics.median(without), 3),
+        "ttft_p95_s": [round(p95(without), 3), round(p95(beside), 3)],
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    alone = {} if args.skip_idle else idle(args)
+    print(alone, flush=True)
+    return {"engine": args.engine, **alone, **asyncio.run(beside_users(args))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", default="mlx", choices=("mlx", "vllm"))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--users", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--answer", type=int, default=16)
+    parser.add_argument("--most-s", type=float, default=3600.0, help="for the verdict")
+    parser.add_argument("--skip-idle", action="store_true", help="only the waiting of users")
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    write_json(args.json, measure(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The order for a model that was never measured: quick, and carried out while it serves."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engines.calibration.messages import CalibrationOrder
+from kvstore.chunk_size import USUAL_TOKENS
+from kvstore.config import AUTO, StoreConfig
+
+# The presets that ``auto`` chooses among except ``max``, which takes longer to learn than all the
+# others together.
+FIRST_PRESETS: Final = ("dense3", "balanced", "tq4", "safe")
+FIRST_CONTEXT: Final = 1024
+FIRST_SCORED: Final = 64
+FIRST_WINDOWS: Final = 8
+FIRST_CHAINS: Final = 3
+LEAST_CONTEXT: Final = 128  # fewer tokens are never packed
+
+
+class TooShort(ValueError):
+    """The engine takes no prompt that is worth packing. The message is one sentence."""
+
+
+def first_order(store: StoreConfig, longest: int, data_path: str) -> CalibrationOrder:
+    """Make a quick order: few texts, one context length.
+
+    Args:
+        longest: tokens that the engine can hold of one request, prompt and answer.
+        data_path: the folder of profiles.
+
+    Raises:
+        TooShort: see there.
+    """
+    context = min(FIRST_CONTEXT, (longest - 2 * FIRST_SCORED) // 128 * 128)
+    if context < LEAST_CONTEXT:
+        raise TooShort(f"the engine takes no more than {longest} tokens")
+    named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
+    return CalibrationOrder(
+        model_path="",  # that of the engine
+        presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
+        contexts=(context,),
+        num_windows=FIRST_WINDOWS,
+        window_tokens=context,
+        num_scored=FIRST_SCORED,
+        depths=(0.5,),
+        with_bounds=False,  # nobody looks at them, and they cost as much as learning
+        num_chains=FIRST_CHAINS,
+        num_threads=store.num_threads,
+        chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
+        data_path=data_path,
+    )

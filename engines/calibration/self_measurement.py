@@ -1,0 +1,167 @@
+"""Measures the model that an engine serves, in the engine's own process and idle moments.
+
+The work is done on a thread of the lowest priority. What needs the model goes through an
+``Instrument`` that waits for idle moments of the engine; all else is arithmetic on arrays. When a
+profile was written, the engine chooses its codecs again. If anything fails here, serving goes on
+unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Final
+
+from engines.calibration.agreement import ALONE, Partners
+from engines.calibration.gate.profiles import locked
+from engines.calibration.instrument import Instrument
+from engines.calibration.instrument import Interrupted as Interrupted
+from engines.calibration.messages import CalibrationOrder
+from engines.calibration.survey import CannotCalibrate, survey_report
+from engines.calibration.unfinished import Unfinished
+from kvstore.errors import UnknownCodec
+
+logger = logging.getLogger(__name__)
+
+LEAST_PRIORITY: Final = 19
+CLOSE_S: Final = 2.0
+TELL_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
+LOOK_EVERY_S: Final = 2.0
+
+
+def _always() -> bool:
+    return True
+
+
+class SelfMeasurement:
+    """One measurement, begun at once. Its methods can be called from any thread."""
+
+    def __init__(
+        self,
+        order: CalibrationOrder,
+        open_instrument: Callable[[], Instrument],
+        adopt: Callable[[], None],
+        *,
+        engine: str,
+        resumes: bool = False,
+        is_needed: Callable[[], bool] = _always,
+        work: Callable[[], AbstractContextManager[object]] = nullcontext,
+        partners: Partners = ALONE,
+    ) -> None:
+        """Begin to measure.
+
+        Args:
+            open_instrument: called on the measuring thread. May raise ``ValueError``: this model
+                cannot be measured. The instrument's methods raise ``Interrupted`` once the engine
+                ends.
+            adopt: called on the measuring thread once the profile was written, also by another
+                process that was measuring this model.
+            engine: the name and version of the engine, for the report.
+            resumes: keep what is done in the data folder, go on from there after a restart, and
+                let no two processes measure one model at a time.
+            is_needed: asked after another process has measured the same model.
+            work: the measurement runs inside of what it returns.
+            partners: the other ranks, if the engine has several.
+        """
+        self._order = order
+        self._open_instrument = open_instrument
+        self._adopt = adopt
+        self._engine = engine
+        self._resumes = resumes
+        self._is_needed = is_needed
+        self._work = work
+        self._partners = partners
+        self._progress = ""
+        self._told_s = float("-inf")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="thermocline-measure", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def progress(self) -> str:
+        """One sentence on how far it is; "" when nothing is being measured."""
+        return self._progress
+
+    def close(self) -> None:
+        """Have it end at the next opportunity. The instrument must refuse its steps, too."""
+        self._closing.set()
+
+    def join(self, within_s: float = CLOSE_S) -> None:
+        """Wait for the end of the thread, but not for ever: it is a daemon."""
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        _lower_priority()
+        try:
+            with self._work():
+                self._measure()
+        except Interrupted:
+            again = "goes on" if self._resumes else "begins again"
+            logger.info("measuring was interrupted; it %s with the engine's next start", again)
+        except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
+            logger.warning("the model is not measured: %s", " ".join(str(error).split()))
+            self._partners.give_up(str(error))
+        except Exception as error:  # the edge of this thread: nothing here may end the service
+            logger.exception("the model is not measured")
+            self._partners.give_up(f"{type(error).__name__}: {error}")
+        finally:
+            self._progress = ""
+
+    def _measure(self) -> None:
+        instrument = self._open_instrument()
+        with self._alone(instrument.fingerprint) as has_waited:
+            if has_waited:  # the other may have found what is wanted
+                self._adopt()
+            if not self._is_needed():
+                return
+            began = time.monotonic()
+            logger.info("measuring what each codec costs this model; until then nothing is lost")
+            kept = Unfinished.of(self._order, instrument.fingerprint) if self._resumes else None
+            survey_report(instrument, self._order, self._engine, kept, self._tell, self._partners)
+            logger.info("measured in %.0f s", time.monotonic() - began)
+            self._check()
+            self._adopt()
+
+    @contextmanager
+    def _alone(self, fingerprint: str) -> Iterator[bool]:
+        """Wait until no other process measures this model; yields True if one did.
+
+        The system frees the lock of a process that dies. Raises ``Interrupted``.
+        """
+        if not self._resumes:
+            yield False
+            return
+        with locked(Path(self._order.data_path), fingerprint, self._wait_for_another):
+            yield bool(self._progress)
+
+    def _wait_for_another(self) -> None:
+        self._progress = "waiting: another process measures this model"
+        self._closing.wait(LOOK_EVERY_S)
+        self._check()
+
+    def _tell(self, progress: str) -> None:
+        """Note how far it is; raises ``Interrupted`` if it is to end."""
+        self._check()
+        self._progress = f"measuring: {progress}"
+        if time.monotonic() - self._told_s >= TELL_EVERY_S:
+            self._told_s = time.monotonic()
+            logger.info("%s", self._progress)
+
+    def _check(self) -> None:
+        if self._closing.is_set():
+            raise Interrupted("the engine ends")
+
+
+def _lower_priority() -> None:
+    """Let everything else go first; threads that this one starts inherit it (on Linux)."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)

@@ -1,0 +1,126 @@
+"""The one prefix whose KV a measurement has live, outside of all batches.
+
+It is nobody's session: it counts for no budget, and goes at once when users' requests need what it
+takes. Everything here belongs to the owner thread, but for what is said to be anybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.layout import Caches
+from engines.mlx_worker.model.scoring import gradients, log_probs
+from kvstore.shapes import KVLayout, KVPair, KVRun
+
+
+class Dropped(Exception):
+    """The prefix was given up for somebody's request; its work has to begin again."""
+
+
+class HeldPrefix:
+    """KV of at most one prefix. ``layout``: of the model's growing cache, which is all it has."""
+
+    def __init__(self, model: Any, layout: KVLayout) -> None:
+        self._model = model
+        self._layout = layout
+        self._caches: Caches | None = None
+        # By K and V of each layer, fp32 (1, num_kv_heads, tokens, dim), of the first tokens.
+        self._gradients: list[list[mx.array]] = []
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of live KV, and of all that hangs on it. Any thread."""
+        return self._nbytes
+
+    def begin(self, run: KVRun = ()) -> None:
+        """Hold a copy of ``run`` in place of what was held; an empty prefix without it."""
+        self.drop()
+        if run:
+            num_tokens = run[0][0].shape[1]
+            self._caches = kv_arrays.rebuild(self._model, self._layout, run, None, num_tokens)
+        else:
+            self._caches = list(make_prompt_cache(self._model))
+        self._count()
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """Prefill ``tokens`` behind what is held. Raises ``Dropped``."""
+        caches = self._held()
+        self._model(mx.array(list(tokens))[None], cache=caches)
+        # Only the caches: what the head would say of these positions is never computed.
+        mx.eval([cache.state for cache in caches])
+        mx.clear_cache()
+        self._count()
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """Feed ``tokens`` and return the log-probabilities after each of them.
+
+        fp32 (len(tokens), vocabulary). Raises ``Dropped``.
+        """
+        found = np.array(log_probs(self._model, self._held(), tokens))
+        mx.clear_cache()
+        self._count()
+        return found
+
+    def take(self, out: Sequence[KVPair]) -> None:
+        """Copy all that is held into ``out``, arrays as ``KVLayout.empty`` makes them, and drop it.
+
+        Raises ``Dropped``.
+        """
+        run = kv_arrays.growing_run(self._held(), out[0][0].shape[1])
+        for (keys, values), (k, v) in zip(out, run, strict=True):
+            keys[:], values[:] = k, v
+        del k, v, run  # views, which would keep the memory
+        self.drop()
+
+    def look_back(self, tokens: Sequence[int], first: int) -> None:
+        """Add to the gradients those of the loss after ``tokens``, fed before from ``first`` on.
+
+        Begin with the last tokens: what their loss says of ``tokens``' own KV is handed on to all
+        before. So the gradients are those of the whole loss, however it is cut into pieces.
+
+        Raises ``Dropped``, and RuntimeError or ValueError if the model has no gradients.
+        """
+        known = [(x.keys[..., :first, :], x.values[..., :first, :]) for x in self._held()]
+        found = gradients(self._model, known, tokens, self._gradients)
+        before = [tuple(x[..., :first, :] for x in pair) for pair in self._gradients]
+        for pair, others in zip(found, before, strict=False):  # at first there are none
+            pair[:] = [a + b for a, b in zip(pair, others, strict=True)]
+        mx.eval(found)
+        self._gradients = found
+        mx.clear_cache()
+        self._count()
+
+    def take_gradients(self) -> list[KVPair]:
+        """The gradients by the KV before all that was looked back on, fp32; drops everything.
+
+        Raises ``Dropped``.
+        """
+        self._held()
+        self._caches = None
+        found = [(np.array(keys[0]), np.array(values[0])) for keys, values in self._gradients]
+        self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Free it."""
+        if self._nbytes:
+            self._caches = None
+            self._gradients = []
+            mx.clear_cache()
+        self._nbytes = 0
+
+    def _held(self) -> Caches:
+        if self._caches is None:
+            raise Dropped("its memory went to a request")
+        return self._caches
+
+    def _count(self) -> None:
+        looked_back = sum(x.nbytes for pair in self._gradients for x in pair)
+        self._nbytes = kv_arrays.nbytes_of(self._caches or []) + looked_back

@@ -1,0 +1,84 @@
+"""Begins and ends the measurement of the model that this engine serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from engines.calibration.first_order import TooShort, first_order
+from engines.calibration.instrument import Interrupted
+from engines.config import WorkerConfig
+from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
+from engines.mlx_worker.owner import Owner
+
+if TYPE_CHECKING:
+    from engines.calibration.self_measurement import SelfMeasurement
+
+logger = logging.getLogger(__name__)
+
+
+class Measuring:
+    """The measurement, if one is needed. Its methods belong to the event loop."""
+
+    def __init__(self, owner: Owner, config: WorkerConfig) -> None:
+        """Prepare for a started owner; nothing is measured before ``begin``."""
+        self._owner = owner
+        self._config = config
+        self._running: SelfMeasurement | None = None
+
+    @property
+    def progress(self) -> str:
+        """One sentence on how far it is; "" when nothing is being measured. Any thread."""
+        return self._running.progress if self._running is not None else ""
+
+    def begin(self) -> None:
+        """Begin to measure, if this model is to be measured and was not; says why if it cannot."""
+        data_path = self._config.data_path or self._config.store.disk_path
+        if not self._is_needed() or not self._config.store.calibrate or not data_path:
+            return
+        # Arithmetic of calibration, which a measured model's engine never needs.
+        from engines.calibration.one_thread import one_thread
+        from engines.calibration.self_measurement import SelfMeasurement
+
+        try:
+            order = first_order(self._config.store, self._owner.facts.max_context, data_path)
+        except TooShort as error:
+            logger.warning("the model is not measured: %s", error)
+            return
+        self._running = SelfMeasurement(
+            order,
+            self._instrument,
+            self._adopt,
+            engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
+            resumes=True,
+            is_needed=self._is_needed,
+            work=one_thread,
+        )
+
+    async def close(self) -> None:
+        """End it; what it has found so far is kept. The owner closes after this."""
+        if self._running is not None:
+            self._running.close()
+            self._owner.idle_steps.close()
+            await asyncio.to_thread(self._running.join)
+
+    # ---- the measuring thread
+
+    def _is_needed(self) -> bool:
+        """True if a codec was asked for that was never measured on this model."""
+        codecs = self._owner.codecs
+        return codecs is not None and self._owner.held is not None and codecs.report.unmeasured
+
+    def _instrument(self) -> ServingInstrument:
+        owner = self._owner
+        assert owner.codecs is not None and owner.held is not None
+        known = owner.codecs.report.fingerprint
+        return ServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held)
+
+    def _adopt(self) -> None:
+        codecs, store = self._owner.codecs, self._owner.store
+        if self._owner.is_closing or codecs is None or store is None:
+            raise Interrupted("the engine ends")
+        codecs.renew(store.adopt)

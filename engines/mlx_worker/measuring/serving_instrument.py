@@ -1,0 +1,161 @@
+"""Lets ``engines.calibration`` measure the model that this engine serves, between users' requests.
+
+Belongs to the measuring thread. Whatever touches mlx is a small step on the owner thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from engines.calibration.instrument import Interrupted, NotDifferentiable
+from engines.mlx_worker.cache.layout import CachePlan
+from engines.mlx_worker.measuring.held_prefix import Dropped, HeldPrefix
+from engines.mlx_worker.measuring.idle_steps import IdleSteps
+from engines.mlx_worker.measuring.step_size import SMALLEST, StepSize
+from engines.mlx_worker.model.instrument import growing_layout, rope_of
+from engines.mlx_worker.model.loading import LoadedModel
+from kvstore.codecs.rope import Rope
+from kvstore.shapes import KVLayout, KVPair, KVRun
+
+T = TypeVar("T")
+
+
+class ServingInstrument:
+    """A ``Differentiable`` ``Instrument`` whose methods wait for idle moments of the owner thread.
+
+    All of them raise ``Interrupted`` once the engine ends.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: CachePlan,
+        fingerprint: str,
+        steps: IdleSteps,
+        held: HeldPrefix,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Look at the plan of the served model's cache.
+
+        Raises:
+            ValueError: this model's cache holds state that no lossy codec may touch.
+        """
+        self._layout = growing_layout(plan)
+        self._loaded = loaded
+        self._fingerprint = fingerprint
+        self._steps = steps
+        self._held = held
+        self._size = StepSize()
+        self._back_size = StepSize(first=SMALLEST)  # of gradients, which take several times as long
+        self._clock = clock
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        layers = list(self._loaded.model.layers)
+        if len(layers) != len(self._layout.layers):
+            raise ValueError("the model's layers are not those of its cache")
+        return tuple(
+            self._steps.run(partial(rope_of, x, kept.head_dim))
+            for x, kept in zip(layers, self._layout.layers, strict=True)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._loaded.tokenizer.encode(text, verbose=False))
+
+    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+        return self._until_done(lambda: self._prefilled(tokens, past))
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        return self._until_done(lambda: self._scored(run, tokens))
+
+    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
+        try:
+            return self._until_done(lambda: self._looked_back(run, tokens))
+        except (RuntimeError, ValueError) as error:  # mlx says so in either way
+            raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
+
+    def gradients_done(self) -> None:
+        """Do nothing: ``gradients`` leaves nothing to release here."""
+
+    def _until_done(self, work: Callable[[], T]) -> T:
+        """Do work of several steps, again from its start whenever the KV was needed by others."""
+        while True:
+            try:
+                return work()
+            except Dropped:
+                continue  # its first step waits for the next idle moment
+            except Exception:
+                with suppress(Interrupted):
+                    self._steps.run(self._held.drop)
+                raise
+
+    def _prefilled(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
+        num_past = past[0][0].shape[1] if past else 0
+        self._feed(past, tokens[num_past:])
+        out = self._layout.empty(len(tokens))
+        self._steps.run(lambda: self._held.take(out))
+        return out
+
+    def _feed(self, past: KVRun, tokens: Sequence[int]) -> None:
+        """Have ``past``, and ``tokens`` behind it, held."""
+        self._steps.run(lambda: self._held.begin(past))
+        at = 0
+        while at < len(tokens):
+            part = tokens[at : at + self._size.tokens]
+            self._timed(self._size, len(part), partial(self._held.feed, part))
+            at += len(part)
+
+    def _looked_back(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
+        self._feed(run, tokens)
+        first, end = run[0][0].shape[1], len(tokens)
+        while end:
+            part = tokens[max(0, end - self._back_size.tokens) : end]
+            end -= len(part)
+            step = partial(self._held.look_back, part, first + end)
+            self._timed(self._back_size, len(part), step)
+        return self._steps.run(self._held.take_gradients)
+
+    def _scored(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        self._steps.run(lambda: self._held.begin(run))
+        found, at = np.empty((0, 0), np.float32), 0
+        while at < len(tokens):
+            part = tokens[at : at + self._size.tokens]
+            is_last = at + len(part) == len(tokens)
+            scores = self._timed(self._size, len(part), partial(self._score, part, is_last))
+            if not at:
+                found = np.empty((len(tokens), scores.shape[1]), np.float32)
+            found[at : at + len(part)] = scores
+            at += len(part)
+        return found
+
+    def _score(self, tokens: Sequence[int], is_last: bool) -> np.ndarray:
+        """Score one part, on the owner thread; nothing is held after the last."""
+        found = self._held.score(tokens)
+        if is_last:
+            self._held.drop()
+        return found
+
+    def _timed(self, size: StepSize, num_tokens: int, step: Callable[[], T]) -> T:
+        """Run a step, and have ``size`` learn from how long it took on the owner thread."""
+
+        def timed() -> T:
+            began = self._clock()
+            found = step()
+            size.took(num_tokens, self._clock() - began)
+            return found
+
+        return self._steps.run(timed)

@@ -1,0 +1,106 @@
+"""The place where a rank's measuring thread and vLLM's own thread leave things for each other.
+
+vLLM makes connector, logits processor and worker extension by itself, each without the others. What
+they share is this module's ``EXCHANGE``, one for a worker process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engines.vllm_plugin.plan import Given, StepWork, Wanted
+from kvstore.shapes import KVPair, KVRun
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engines.vllm_plugin.worker.paging import PagedCache
+
+
+logger = logging.getLogger("thermocline.vllm")
+
+
+class Exchange:
+    """Holds what belongs to one order at a time. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._number = 0
+        self._given: KVRun = ()
+        self._was_given = False
+        self._rows: list[KVPair] | None = None
+        self._scores: list[np.ndarray] = []
+        self.model: nn.Module | None = None
+
+    # ---- on the measuring thread
+
+    def open(self, number: int, given: KVRun = ()) -> None:
+        """Begin an order; ``given``: KV in whole blocks, which its blocks get."""
+        with self._lock:
+            self._number, self._given = number, given
+            self._was_given = False
+            self._rows, self._scores = None, []
+
+    def rows(self, within_s: float) -> list[KVPair]:
+        """The KV of the blocks that the order wanted. Raises ``TimeoutError``."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._rows is not None, within_s):
+                raise TimeoutError("the KV that a measurement wanted was not read")
+            rows, self._rows = self._rows, None
+            assert rows is not None
+            return rows
+
+    def scores(self) -> np.ndarray:
+        """Log-probabilities of the answer's tokens, fp32 (num_tokens, vocabulary).
+
+        Raises ``RuntimeError``: the blocks did not get the KV that was given.
+        """
+        with self._lock:
+            if self._given and not self._was_given:
+                raise RuntimeError("vLLM did not take the KV that it was given")
+            scores, self._scores, self._given = self._scores, [], ()
+        return np.stack(scores)
+
+    # ---- on vLLM's thread
+
+    def fill(self, step: StepWork, cache: PagedCache) -> None:
+        """Fill the blocks of this step that get what is given."""
+        for x in step.given:
+            try:
+                self._fill(x, cache)
+            except Exception:  # the edge of vLLM's thread: a measurement must not end the engine
+                logger.exception("a measurement could not fill its blocks")
+
+    def _fill(self, given: Given, cache: PagedCache) -> None:
+        with self._lock:
+            if given.number == self._number and self._given:
+                cache.write(given.block_ids, self._given, 0)
+                self._was_given = True
+
+    def read(self, step: StepWork, cache: PagedCache) -> list[int]:
+        """Read what is wanted of this step's blocks; returns the jobs that are done."""
+        for x in step.wanted:
+            try:
+                self._read(x, cache)
+            except Exception:  # as in ``fill``; nobody gets the rows, who then gives up
+                logger.exception("a measurement could not read its blocks")
+        return [x.job for x in step.wanted]
+
+    def _read(self, wanted: Wanted, cache: PagedCache) -> None:
+        with self._lock:
+            if wanted.number == self._number:
+                self._rows = cache.read(wanted.block_ids)
+                self._lock.notify_all()
+
+    def note_scores(self, number: int, row: np.ndarray) -> None:
+        """Note the log-probabilities behind the next token of the answer, fp32 (vocabulary,)."""
+        with self._lock:
+            if number == self._number:
+                self._scores.append(row)
+
+
+EXCHANGE = Exchange()

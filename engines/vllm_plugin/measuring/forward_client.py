@@ -1,0 +1,106 @@
+"""Orders requests from the hub, for the measuring thread of a rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from engines.calibration.agreement import with_figures_of
+from engines.calibration.self_measurement import Interrupted
+from engines.vllm_plugin.messages import Forward, ForwardDone, JointFindings, RankFindings
+from kvstore.codecs.profile import Profile
+
+REPEAT_S: Final = 2.0
+
+
+class ForwardClient:
+    """Orders one request after the other. ``hear`` and ``close`` are for other threads."""
+
+    def __init__(self, rank: int, send: Callable[[Forward | RankFindings], None]) -> None:
+        self._rank = rank
+        self._send = send
+        self._lock = threading.Condition()
+        self._number = 0
+        self._done: ForwardDone | None = None
+        self._joint: JointFindings | None = None
+        self._closed = False
+
+    def next_number(self) -> int:
+        """The number of the next order, the same on every rank."""
+        self._number += 1
+        return self._number
+
+    def order(
+        self,
+        number: int,
+        tokens: Sequence[int],
+        salt: str,
+        *,
+        forced: Sequence[int] = (),
+        given: int = 0,
+        wanted_from: int = -1,
+    ) -> None:
+        """Order a request (see ``Forward``) and wait for its end, as long as others are served.
+
+        Raises:
+            Interrupted: the engine ends.
+            RuntimeError: vLLM could not do it.
+        """
+        order = Forward(self._rank, number, tuple(tokens), salt, tuple(forced), given, wanted_from)
+        with self._lock:
+            self._done = None
+            while (done := self._over()) is None:
+                self._send(order)
+                self._lock.wait_for(self._over, REPEAT_S)
+        if done.error:
+            raise RuntimeError(done.error)
+
+    def _over(self) -> ForwardDone | None:
+        """The news of the end, if it is there."""
+        self._check()
+        return self._done
+
+    def _check(self) -> None:
+        if self._closed:
+            raise Interrupted
+        if self._joint is not None and self._joint.error:
+            raise RuntimeError(f"another rank has given up: {self._joint.error}")
+
+    def agree(self, profile: Profile) -> Profile:
+        """The same profile with the figures that all ranks have agreed on.
+
+        Raises:
+            Interrupted: the engine ends.
+            RuntimeError: a rank has given up.
+        """
+        findings = RankFindings(self._rank, profile.rows)
+        with self._lock:
+            while (joint := self._agreed()) is None:
+                self._send(findings)
+                self._lock.wait_for(self._agreed, REPEAT_S)
+        return replace(profile, rows=with_figures_of(profile.rows, joint.rows))
+
+    def _agreed(self) -> JointFindings | None:
+        self._check()
+        return self._joint
+
+    def give_up(self, reason: str) -> None:
+        """Tell the other ranks that this one measures no more."""
+        self._send(RankFindings(self._rank, (), reason))
+
+    def hear(self, news: ForwardDone | JointFindings) -> None:
+        """Note that a request is over, or what all ranks have found."""
+        with self._lock:
+            if isinstance(news, JointFindings):
+                self._joint = news
+            elif news.number == self._number:
+                self._done = news
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """End whoever waits."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()

@@ -1,0 +1,68 @@
+"""Tells vLLM's scheduler which blocks of a measuring request get KV, and holds those to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engines.vllm_plugin.identity import ticket_of
+from engines.vllm_plugin.messages import Forward
+from engines.vllm_plugin.plan import Given
+from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
+from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
+
+
+class MeasuredRequests:
+    """The measuring requests that vLLM knows, by their ids. All methods run on vLLM's thread."""
+
+    def __init__(
+        self, order_of: Callable[[str], Forward | None], saves: TurnSaves, blocks: TokenBlocks
+    ) -> None:
+        """``order_of`` knows the tickets that were given out; a stranger's is not among them."""
+        self._order_of = order_of
+        self._saves = saves
+        self._blocks = blocks
+        self._orders: dict[str, Forward] = {}
+        self._given: list[Given] = []
+
+    def add(self, request: Any) -> bool:
+        """Note a new request; False if it is an ordinary one."""
+        ticket = ticket_of(request)
+        order = self._order_of(ticket) if ticket else None
+        if order is not None:
+            self._orders[request.request_id] = order
+        return order is not None
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._orders
+
+    def num_given(self, request: Any, num_computed_tokens: int) -> int:
+        """The number of tokens behind the computed ones whose KV is put ready.
+
+        Their blocks are filled within the step, before the model runs: nobody else waits for it.
+        """
+        return max(0, self._orders[request.request_id].given - num_computed_tokens)
+
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Plan to fill the blocks that vLLM has set aside; ``tables``: block ids by group."""
+        order = self._orders.get(request.request_id)
+        if order is not None and num_external_tokens:
+            table = tables[self._blocks.groups.full]
+            ids = table[: order.given // self._blocks.block_tokens]
+            self._given.append(Given(order.number, list(ids)))
+
+    def take_given(self) -> list[Given]:
+        """The blocks to fill in the next step."""
+        given, self._given = self._given, []
+        return given
+
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
+        """Hold the blocks that are wanted until every rank has read them."""
+        order = self._orders.pop(request.request_id, None)
+        if order is None or order.wanted_from < 0:
+            return
+        block_tokens = self._blocks.block_tokens
+        first, last = order.wanted_from // block_tokens, -(-len(order.tokens) // block_tokens)
+        self._saves.hold_wanted(order.number, tables[self._blocks.groups.full][first:last])

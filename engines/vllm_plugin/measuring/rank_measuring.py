@@ -1,0 +1,124 @@
+"""Measures the model that vLLM serves, in one rank: says if it can, begins, and ends it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import vllm
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from engines.calibration.agreement import ALONE
+from engines.calibration.messages import CalibrationOrder
+from engines.calibration.one_thread import one_thread
+from engines.calibration.self_measurement import SelfMeasurement
+from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.measuring.exchange import EXCHANGE
+from engines.vllm_plugin.measuring.forward_client import ForwardClient
+from engines.vllm_plugin.measuring.serving_instrument import ServingInstrument
+from engines.vllm_plugin.messages import ForwardDone, JointFindings
+from engines.vllm_plugin.plan import StepWork
+from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
+from engines.vllm_plugin.worker.paging import PagedCache
+
+HAS_STATE: Final = "some of its layers do not keep all tokens"
+NO_SEAM: Final = (
+    "vLLM was started without our logits processor and worker extension; add"
+    f" --logits-processors {LOGITS_PROCESSOR} --worker-extension-cls {WORKER_EXTENSION}"
+)
+NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
+
+
+def unmeasurable(vllm_config: Any, groups: Groups) -> str:
+    """Why the engine cannot measure what codecs cost its model; "" if it can."""
+    if groups.states:
+        return HAS_STATE
+    if vllm_config.model_config.skip_tokenizer_init:
+        return NO_TOKENIZER
+    processors = vllm_config.model_config.logits_processors or ()
+    extension = vllm_config.parallel_config.worker_extension_cls
+    if LOGITS_PROCESSOR not in processors or extension != WORKER_EXTENSION:
+        return NO_SEAM
+    return ""
+
+
+def longest_prompt(vllm_config: Any) -> int:
+    """Tokens that one request may have: what the model takes, and the pool of blocks holds."""
+    cache = vllm_config.cache_config
+    longest = int(vllm_config.model_config.max_model_len)
+    pool = (cache.num_gpu_blocks or 0) * cache.block_size
+    return min(longest, pool) if pool else longest
+
+
+class RankMeasuring:
+    """The rank's share in measuring requests. ``fill`` and ``read`` are for vLLM's own thread."""
+
+    def __init__(
+        self, vllm_config: Any, cache: PagedCache, client: ForwardClient, token: str
+    ) -> None:
+        """``token``: the secret of the engine's settings."""
+        self._config = vllm_config
+        self._cache = cache
+        self._client = client
+        self._measurement: SelfMeasurement | None = None
+        # The same on every rank, and unknown to clients.
+        self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
+
+    def begin(
+        self,
+        order: CalibrationOrder,
+        layer_names: Sequence[str],
+        fingerprint: str,
+        adopt: Callable[[], None],
+        is_needed: Callable[[], bool],
+    ) -> None:
+        """Begin to measure: see ``SelfMeasurement``."""
+
+        def opened() -> ServingInstrument:
+            return ServingInstrument(
+                self._client,
+                EXCHANGE,
+                self._cache.layout,
+                self._cache.block_tokens,
+                fingerprint,
+                layer_names,
+                cached_tokenizer_from_config(self._config.model_config),
+                self._salt,
+            )
+
+        # What one rank has kept of an interrupted measurement another may not have.
+        several = self._config.parallel_config.world_size > 1
+        self._measurement = SelfMeasurement(
+            order,
+            opened,
+            adopt,
+            engine=f"vllm {vllm.__version__}",
+            resumes=not several,
+            is_needed=is_needed,
+            work=one_thread,
+            partners=self._client if several else ALONE,
+        )
+
+    def fill(self, step: StepWork) -> None:
+        """Fill the blocks of the step that get the KV which is ready."""
+        EXCHANGE.fill(step, self._cache)
+
+    def hear(self, news: ForwardDone | JointFindings) -> None:
+        """Pass on what the hub says to the thread that waits for it. On the link's thread."""
+        self._client.hear(news)
+
+    @property
+    def progress(self) -> str:
+        """One sentence on how far it is; "" when nothing is being measured."""
+        return self._measurement.progress if self._measurement is not None else ""
+
+    def read(self, step: StepWork) -> list[int]:
+        """Read the blocks of the step that are wanted; returns the jobs that are done."""
+        return EXCHANGE.read(step, self._cache)
+
+    def close(self) -> None:
+        """Interrupt the measurement."""
+        if self._measurement is not None:
+            self._measurement.close()
+        self._client.close()

@@ -1,0 +1,66 @@
+"""Puts a measuring request to vLLM, from within its HTTP server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from engines.vllm_fields import PARAMS_FIELD
+from engines.vllm_plugin.identity import TICKET_FIELD
+from engines.vllm_plugin.messages import ForwardDone, RunForward
+
+logger = logging.getLogger("thermocline.vllm")
+
+LEAST_PRIORITY: Final = 1 << 30  # where vLLM schedules by priority, everybody else goes first
+FORCED_FIELD: Final = "thermocline_forced"  # of a request's ``extra_args``
+SHOW_MODEL: Final = "thermocline_show_model"  # the method of ``worker_extension``
+
+
+class RequestRunner:
+    """Runs on the event loop of vLLM's HTTP server."""
+
+    def __init__(self, client: Any) -> None:
+        """``client``: vLLM's ``EngineClient``."""
+        self._client = client
+        self._shown = False
+
+    async def run(self, run: RunForward) -> ForwardDone:
+        """Wait for the request's end."""
+        try:
+            await self._show_model()
+            await self._generate(run)
+        except Exception as error:  # the edge of a task: whoever ordered it must hear of it
+            logger.exception("a measuring request failed")
+            return ForwardDone(run.order.number, f"{type(error).__name__}: {error}")
+        return ForwardDone(run.order.number)
+
+    async def _show_model(self) -> None:
+        if not self._shown:
+            await self._client.collective_rpc(SHOW_MODEL)
+            self._shown = True
+
+    async def _generate(self, run: RunForward) -> None:
+        from vllm import SamplingParams
+
+        order = run.order
+        ours = {PARAMS_FIELD: {TICKET_FIELD: run.ticket}}
+        params = SamplingParams(
+            max_tokens=len(order.forced) + 1,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={
+                "kv_transfer_params": ours,
+                FORCED_FIELD: {"number": order.number, "tokens": list(order.forced)},
+            },
+        )
+        prompt: Any = {"prompt_token_ids": list(order.tokens), "cache_salt": order.salt}
+        config = self._client.vllm_config.scheduler_config
+        priority = LEAST_PRIORITY if config.policy == "priority" else 0
+        answers = self._client.generate(
+            prompt, params, f"measuring-{run.ticket}", priority=priority
+        )
+        async for answer in answers:
+            reason = answer.outputs[0].finish_reason
+        if reason != "length":
+            raise RuntimeError(f"the request ended by {reason}")

@@ -1,0 +1,199 @@
+"""Measuring on an engine that serves: the same figures, and nobody waits for more than a step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from engines.calibration.instrument import Interrupted
+from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.measuring.held_prefix import HeldPrefix
+from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
+from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.model.scoring import DRAW, log_probs
+from tests.integration.mlx_owner.harness import Engine, engine, session, text
+from tests.integration.tiny_models import tiny_model
+
+pytestmark = pytest.mark.mlx
+
+
+def serving(it: Engine) -> ServingInstrument:
+    owner = it.owner
+    assert owner.held is not None and owner.codecs is not None
+    known = owner.codecs.report.fingerprint
+    return ServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held)
+
+
+async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
+    loaded = tiny_model("llama")
+    alone = MlxInstrument(loaded, probe(loaded.model))
+    prompt, rest = text(1, 300), text(2, 40)
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        beside = serving(it)
+        assert (beside.fingerprint, beside.layout) == (alone.fingerprint, alone.layout)
+        assert await asyncio.to_thread(lambda: beside.ropes) == alone.ropes
+        run = await asyncio.to_thread(beside.prefill, prompt)
+        expected = alone.prefill(prompt)
+        for pair, other in zip(run, expected, strict=True):
+            for array, exact in zip(pair, other, strict=True):
+                assert array.dtype == exact.dtype
+                np.testing.assert_allclose(array, exact, atol=1e-4)
+        again = await asyncio.to_thread(
+            beside.prefill, prompt, [(k[:, :200], v[:, :200]) for k, v in run]
+        )
+        for pair, other in zip(again, run, strict=True):
+            np.testing.assert_allclose(pair[1], other[1], atol=1e-4)
+        scores = await asyncio.to_thread(beside.log_probs, run, rest)
+        np.testing.assert_allclose(scores, alone.log_probs(expected, rest), atol=1e-3)
+        assert it.owner.held is not None and it.owner.held.nbytes == 0
+
+
+@pytest.mark.parametrize("piece", [8, 15, 64])
+def test_gradients_are_those_of_the_whole_loss_however_it_is_cut(piece: int) -> None:
+    """By the tokens that are drawn, piece by piece, as the loss of all of them at once."""
+    model = tiny_model("llama").model
+    layout = probe(model).layout
+    assert layout is not None
+    prompt, rest = text(1, 50), text(2, 60)
+    held = HeldPrefix(model, layout)
+    held.begin()
+    held.feed(prompt)
+    held.feed(rest)
+    drawn = list[mx.array]()
+    for first in range(0, len(rest), piece)[::-1]:
+        part = rest[first : first + piece]
+        held.look_back(part, len(prompt) + first)
+        drawn.insert(0, _drawn(model, prompt + rest[:first], part))
+    found = held.take_gradients()
+    assert held.nbytes == 0
+    expected = _gradients_at_once(model, prompt, rest, mx.concatenate(drawn))
+    for pair, other in zip(found, expected, strict=True):
+        for array, exact in zip(pair, other, strict=True):
+            assert array.shape == exact.shape[1:]
+            np.testing.assert_allclose(array, np.array(exact[0]), atol=1e-4 * np.abs(exact).max())
+
+
+def _drawn(model: Any, past: list[int], tokens: list[int]) -> mx.array:
+    caches = make_prompt_cache(model)
+    model(mx.array([past]), cache=caches)
+    return mx.random.categorical(log_probs(model, caches, tokens), key=mx.random.key(DRAW))
+
+
+def _gradients_at_once(
+    model: Any, prompt: list[int], rest: list[int], drawn: mx.array
+) -> list[tuple[mx.array, mx.array]]:
+    caches = make_prompt_cache(model)
+    model(mx.array([prompt]), cache=caches)
+    size = len(prompt)
+    known = [(x.keys[..., :size, :], x.values[..., :size, :]) for x in caches]
+
+    def loss(arrays: list[tuple[mx.array, mx.array]]) -> mx.array:
+        fresh = make_prompt_cache(model)
+        for cache, (keys, values) in zip(fresh, arrays, strict=True):
+            cache.state = (keys, values, size)
+        return -mx.take_along_axis(log_probs(model, fresh, rest), drawn[:, None], axis=-1).sum()
+
+    return mx.grad(loss)(known)
+
+
+async def test_gradients_beside_the_service(tmp_path: Path) -> None:
+    loaded = tiny_model("llama")
+    alone = MlxInstrument(loaded, probe(loaded.model))
+    run = alone.prefill(text(1, 60))
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        beside = serving(it)
+        found = await asyncio.to_thread(beside.gradients, run, text(2, 6))  # a single step
+        for pair, other in zip(found, alone.gradients(run, text(2, 6)), strict=True):
+            for array, exact in zip(pair, other, strict=True):
+                np.testing.assert_allclose(array, exact, atol=1e-4 * np.abs(exact).max())
+
+
+async def test_a_request_waits_for_one_step_at_most(tmp_path: Path) -> None:
+    """Counted between its arrival and its last token, which are many rounds."""
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        steps, beside = it.owner.idle_steps, serving(it)
+        ends = threading.Event()
+
+        def measure() -> None:
+            while not ends.is_set():
+                beside.prefill(text(3, 900))
+
+        measuring = asyncio.create_task(asyncio.to_thread(measure))
+        try:
+            for number in range(6):
+                while steps.num_done < 3 * (number + 1):
+                    await asyncio.sleep(0.001)
+                before = steps.num_done
+                stream = it.submit(text(10 + number, 200), max_tokens=20)
+                seen = []
+                async for _ in stream.events():
+                    seen.append(steps.num_done)
+                assert seen[-2] - before <= 1, seen
+        finally:
+            ends.set()
+            await measuring
+
+
+async def test_its_memory_goes_to_requests_that_need_it(tmp_path: Path) -> None:
+    """So little is allowed that the request and the measured prefix do not fit together."""
+    tokens, rest = text(5, 700), text(6, 300)
+    loaded = tiny_model("llama")
+    nbytes = probe(loaded.model).cost.row_bytes(1024)
+    settings = {"hot_bytes": 4 * nbytes, "max_context": 1024}
+    async with engine("llama", tmp_path, codec="auto", gate={}, **settings) as it:
+        owner, beside = it.owner, serving(it)
+        held = owner.held
+        assert held is not None
+        run = await asyncio.to_thread(beside.prefill, tokens)
+        await owner.call(lambda: held.begin(run))
+        assert 0 < held.nbytes <= nbytes
+        assert it.reports.engine().hot_bytes < held.nbytes, "it is nobody's session"
+        first = [it.submit(text(20 + i, 700), session(str(i)), max_tokens=8) for i in range(4)]
+        for stream in first:
+            async for _ in stream.events():
+                pass
+        assert held.nbytes == 0
+        # And what measured it begins again: the result is the same.
+        scores = await asyncio.to_thread(beside.log_probs, run, rest)
+        assert scores.shape[0] == len(rest) and np.isfinite(scores).all()
+
+
+async def test_a_prefix_that_went_away_is_computed_again(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        owner, beside = it.owner, serving(it)
+        held = owner.held
+        assert held is not None
+        expected = await asyncio.to_thread(beside.prefill, text(7, 600))
+        before, dropped = owner.idle_steps.num_done, 0
+        running = asyncio.create_task(asyncio.to_thread(beside.prefill, text(7, 600)))
+        while not running.done():
+            if owner.idle_steps.num_done >= before + 3 and not dropped:
+                dropped += 1
+                await owner.call(held.drop)
+            await asyncio.sleep(0)
+        assert dropped
+        for pair, other in zip(await running, expected, strict=True):
+            np.testing.assert_allclose(pair[0], other[0], atol=1e-4)
+
+
+async def test_closing_the_owner_interrupts(tmp_path: Path) -> None:
+    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
+        beside = serving(it)
+
+        def measure() -> None:
+            while True:
+                beside.prefill(text(3, 900))
+
+        measuring = asyncio.create_task(asyncio.to_thread(measure))
+        while not it.owner.idle_steps.num_done:
+            await asyncio.sleep(0.001)
+        await it.owner.close()
+        with pytest.raises(Interrupted):
+            await asyncio.wait_for(measuring, 10)

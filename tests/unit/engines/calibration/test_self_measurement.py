@@ -1,0 +1,124 @@
+"""A measurement on a thread of its own, with an instrument that plays a model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.calibration.first_order import first_order
+from engines.calibration.gate.profiles import locked, profile_path
+from engines.calibration.instrument import Instrument, Interrupted
+from engines.calibration.self_measurement import SelfMeasurement
+from kvstore.codecs.profile import load_profile
+from kvstore.config import StoreConfig
+from kvstore.shapes import KVRun
+from tests.unit.engines.calibration.test_learn import Blind
+
+WITHIN_S = 240.0
+
+
+class Talking(Blind):
+    """Says what its past is worth: the more it was changed, the further its answers are off.
+
+    ``stop_after``: so many answers, then the engine ends.
+    """
+
+    def __init__(self, stop_after: int = 1 << 30) -> None:
+        super().__init__()
+        self.num_prefills = self.num_answers = 0
+        self._stop_after = stop_after
+
+    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+        self.num_prefills += 1
+        return super().prefill(tokens, past)
+
+    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+        if self.num_answers >= self._stop_after:
+            raise Interrupted("the engine ends")
+        self.num_answers += 1
+        logits = np.tile(np.arange(300) % 7, (len(tokens), 1)).astype(np.float32)
+        logits += float(np.mean([k.astype(np.float32).mean() for k, _ in run])) * 1e-6
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+class Engine:
+    """An engine around an instrument, and what became of its measurement."""
+
+    def __init__(self, folder: Path, instrument: Instrument, **how: object) -> None:
+        self.adopted = 0
+        order = first_order(StoreConfig(), 300, str(folder))
+        self.measurement = SelfMeasurement(
+            order,
+            lambda: instrument,
+            self._adopt,
+            engine="none",
+            resumes=True,
+            **how,  # type: ignore[arg-type]
+        )
+
+    def _adopt(self) -> None:
+        self.adopted += 1
+
+    def ended(self) -> None:
+        self.measurement.join(WITHIN_S)
+        assert not self.measurement.is_running and self.measurement.progress == ""
+
+
+def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = Talking(stop_after=7)
+    one = Engine(tmp_path, first)
+    one.ended()
+    assert one.adopted == 0 and first.num_answers == 7
+    assert not profile_path(tmp_path, first.fingerprint).exists(), "nobody is served by a part"
+    second = Talking()
+    two = Engine(tmp_path, second)
+    two.ended()
+    assert two.adopted == 1
+    profile = load_profile(profile_path(tmp_path, second.fingerprint))
+    assert {x.preset for x in profile.rows} == {"dense3", "balanced", "tq4", "safe"}
+    whole = Talking()
+    Engine(tmp_path / "other", whole).ended()
+    assert second.num_prefills < whole.num_prefills - 8, "texts were not read again"
+    # The answer to a case's exact cache is asked for again where it was interrupted.
+    assert second.num_answers == whole.num_answers - 7 + 1
+    alone = load_profile(profile_path(tmp_path / "other", whole.fingerprint))
+    assert alone.rows == profile.rows and alone.ids == profile.ids
+    assert not list((tmp_path / "profiles").glob("*.cases"))
+
+
+def test_it_ends_when_it_is_closed(tmp_path: Path) -> None:
+    one = Engine(tmp_path, Talking())
+    until(lambda: one.measurement.progress)
+    one.measurement.close()
+    one.ended()
+    assert one.adopted == 0
+
+
+def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
+    """The other waits; what it finds afterwards needs no second measurement."""
+    needed = threading.Event()
+    instrument = Talking()
+    with locked(tmp_path, instrument.fingerprint, lambda: None):
+        one = Engine(tmp_path, instrument, is_needed=needed.is_set)
+        until(lambda: "another process" in one.measurement.progress)
+    one.ended()
+    assert instrument.num_prefills == 0 and one.adopted == 1
+
+
+def test_what_fails_ends_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    instrument = Talking()
+    instrument.ropes = ()
+    Engine(tmp_path, instrument).ended()
+    assert "the model is not measured" in caplog.text
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -1,0 +1,85 @@
+"""What the measuring thread and vLLM's own leave for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from engines.vllm_plugin.measuring.exchange import Exchange
+from engines.vllm_plugin.plan import Given, StepWork, Wanted
+from kvstore.shapes import KVPair, KVRun
+
+
+class Cache:
+    """A paged cache of one layer whose blocks hold one number each."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, float] = {3: 3.0, 4: 4.0}
+
+    def read(self, block_ids: Sequence[int]) -> list[KVPair]:
+        row = np.array([[[self.blocks[x]] for x in block_ids]], np.float32)
+        return [(row, row)]
+
+    def write(self, block_ids: Sequence[int], run: KVRun, first_block: int) -> None:
+        for block, value in zip(block_ids, run[0][0][0, first_block:, 0], strict=True):
+            self.blocks[block] = float(value)
+
+
+RUN: KVRun = [(np.array([[[8.0], [9.0]]], np.float32),) * 2]
+
+
+def test_blocks_get_what_is_given():
+    exchange, cache = Exchange(), Cache()
+    exchange.open(1, RUN)
+    exchange.fill(StepWork(given=[Given(1, [4, 3])]), cache)
+    assert cache.blocks == {4: 8.0, 3: 9.0}
+    exchange.note_scores(1, np.zeros(5, np.float32))
+    assert exchange.scores().shape == (1, 5)
+
+
+def test_scores_behind_other_kv_are_none():
+    exchange, cache = Exchange(), Cache()
+    exchange.open(2, RUN)
+    exchange.fill(StepWork(given=[Given(1, [4, 3])]), cache)  # of an order that was given up
+    assert cache.blocks == {3: 3.0, 4: 4.0}
+    exchange.note_scores(2, np.zeros(5, np.float32))
+    with pytest.raises(RuntimeError, match="did not take"):
+        exchange.scores()
+
+
+def test_what_is_wanted_is_read_and_every_job_is_acknowledged():
+    exchange, cache = Exchange(), Cache()
+    exchange.open(2)
+    step = StepWork(wanted=[Wanted(10, 1, [3]), Wanted(11, 2, [4])])
+    assert exchange.read(step, cache) == [10, 11]
+    assert exchange.rows(0.0)[0][0].ravel() == [4.0]
+    with pytest.raises(TimeoutError):
+        exchange.rows(0.0)
+
+
+def test_scores_of_an_older_order_are_dropped():
+    exchange = Exchange()
+    exchange.open(2)
+    exchange.note_scores(1, np.zeros(5, np.float32))
+    exchange.note_scores(2, np.ones(5, np.float32))
+    assert exchange.scores().sum() == 5
+
+
+def test_a_failure_ends_the_measurement_and_nothing_else():
+    class Broken(Cache):
+        def read(self, block_ids: Sequence[int]) -> list[KVPair]:
+            raise TypeError("no such array")
+
+        def write(self, block_ids: Sequence[int], run: KVRun, first_block: int) -> None:
+            raise TypeError("no such array")
+
+    exchange = Exchange()
+    exchange.open(1, RUN)
+    exchange.fill(StepWork(given=[Given(1, [4, 3])]), Broken())
+    assert exchange.read(StepWork(wanted=[Wanted(10, 1, [3])]), Broken()) == [10]
+    with pytest.raises(TimeoutError):
+        exchange.rows(0.0)
+    with pytest.raises(RuntimeError, match="did not take"):
+        exchange.scores()

@@ -1,0 +1,78 @@
+"""A vLLM measures its own model while it serves: by its requests, on one rank and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engines.calibration.gate.profiles import profile_path
+from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
+from engines.wire import CodecReport
+from kvstore.codecs.profile import Profile, load_profile
+from kvstore.config import StoreConfig
+from tests.vllm.rig.byte_tokenizer import write_tokenizer
+from tests.vllm.rig.engine import RealEngine
+from tests.vllm.rig.measuring_front import MeasuringFront
+from tests.vllm.rig.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RealEngine]:
+    model, folder = tmp_path / "model", tmp_path / "vllm"
+    model.mkdir()
+    folder.mkdir()
+    write_tokenizer(write_tiny_model(model))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be one core for both
+    # raw is measured too, since it is named: its rows tell how exact the way itself is.
+    store = StoreConfig(
+        codec="auto", disk_codec="raw", calibrate=True, ram_bytes=1 << 28, disk_bytes=1 << 28
+    )
+    engine = RealEngine(
+        str(model),
+        folder,
+        store,
+        logits_processors=[LOGITS_PROCESSOR],
+        worker_extension_cls=WORKER_EXTENSION,
+        tensor_parallel_size=request.param,
+        max_model_len=1024,
+    )
+    yield engine
+    engine.close()
+
+
+def codec_of(engine: RealEngine) -> CodecReport:
+    report = engine.report().codec
+    assert report is not None
+    return report
+
+
+def profiles(engine: RealEngine) -> list[Profile]:
+    folder = profile_path(Path(engine.settings.disk_path), "x").parent
+    return [load_profile(x) for x in folder.glob("*.tcpf")]
+
+
+def test_it_ends_measured_without_a_restart(engine, sessions):
+    num_ranks = engine.engine.vllm_config.parallel_config.world_size
+    assert codec_of(engine).unmeasured
+    front = MeasuringFront(engine)
+    front.run_until(lambda: not codec_of(engine).unmeasured)
+    measured = profiles(engine)
+    assert len(measured) == num_ranks
+    figures = [[(x.preset, x.kl, x.top1, x.bits_per_element) for x in p.rows] for p in measured]
+    assert figures[0] == figures[-1], "the ranks have one verdict"
+    kls = {x.preset: x.kl for x in measured[0].rows}
+    assert kls["raw"] < 1e-6, "restored KV is the KV that was computed"
+    assert kls["tq4"] > 1e-5, "and a codec's loss is seen"
+    front.close()
+    # It serves as before.
+    first = engine.ask(sessions[0], "after", tokens=8)
+    engine.wait_saved("after")
+    assert engine.forget_local()
+    assert engine.ask(sessions[0], "after", tokens=8).restored > 0
+    assert first.tokens
