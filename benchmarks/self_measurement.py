@@ -41,7 +41,8 @@ PAUSE_S = 2.0
 
 def settings(args: argparse.Namespace, *, measures: bool) -> dict[str, dict[str, Any]]:
     store = {"codec": "auto", "accept_loss": False, "calibrate": measures}
-    return {"engine": {"kind": args.engine}, "store": store}
+    # A stack that was stopped for a while must not take its engine for a dead one.
+    return {"engine": {"kind": args.engine, "stall_timeout_s": 3600.0}, "store": store}
 
 
 def codec_of(stack: Stack) -> dict[str, Any]:
