@@ -11,8 +11,8 @@ from typing import Final
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import Differentiable, Instrument, NotDifferentiable
 from engines.calibration.measuring.measure import ANY, Tell, quiet
+from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.rope_probe import check_turning
-from engines.calibration.scratch import Scratch
 from kvstore.codecs.calibrated import calibrated_preset, learn_profile
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.samples import Samples

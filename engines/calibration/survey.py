@@ -17,8 +17,8 @@ from engines.calibration.learn import learn, samples_of, yardsticks
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
 from engines.calibration.measuring.chains import chain_cases
 from engines.calibration.measuring.measure import Tell, measure, quiet
+from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
-from engines.calibration.scratch import Scratch
 from engines.calibration.unfinished import Unfinished
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.names import LEARNABLE

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engines.calibration.instrument import Instrument
-from engines.calibration.scratch import Scratch
+from engines.calibration.measuring.scratch import Scratch
 from kvstore.shapes import KVRun, slice_tokens
 
 LEAST_SHARED = 256  # tokens; to compute fewer again is as quick as to put them back
