@@ -48,7 +48,7 @@ ALONE: Final = NoPartners()
 
 
 def worst_of(ranks: Sequence[Sequence[Quality]]) -> tuple[Quality, ...]:
-    """Of each figure the worst that any rank has found, a row for each preset and context.
+    """Take of each figure the worst that any rank has found, in a row for each preset and context.
 
     The answers are the same on every rank; bits, errors and times are not. A row that some rank
     does not have is left out. The rows by text are the first rank's.

@@ -112,7 +112,7 @@ class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
 
 
 class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
-    """What a rank has measured, to be agreed on with the others, or why it has given up.
+    """The figures of a rank, to be agreed on with the others, or why it has given up.
 
     Sent again until there is an answer.
     """
@@ -123,7 +123,7 @@ class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
 
 
 class JointFindings(msgspec.Struct, frozen=True, tag="joint-findings"):
-    """What all ranks have found together: of each figure the worst. Or why there is nothing."""
+    """The figures of all ranks together, of each the worst, or why there are none."""
 
     rows: tuple[Quality, ...]
     error: str = ""

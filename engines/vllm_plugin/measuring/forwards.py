@@ -25,7 +25,7 @@ MOST_S: Final = 600.0
 
 
 class ForwardHub(Protocol):
-    """What ``Hub`` does for measurements."""
+    """The share of ``Hub`` in measurements."""
 
     @property
     def num_fronts(self) -> int:

@@ -31,7 +31,7 @@ NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
 
 
 def unmeasurable(vllm_config: Any, groups: Groups) -> str:
-    """Why the engine cannot measure what codecs cost its model; "" if it can."""
+    """Say why the engine cannot measure what codecs cost its model; "" if it can."""
     if groups.states:
         return HAS_STATE
     if vllm_config.model_config.skip_tokenizer_init:

@@ -68,7 +68,7 @@ class TurnSaves:
         self._wanted.append(wanted)
 
     def take_wanted(self) -> list[Wanted]:
-        """What measurements read in the next step."""
+        """Return what measurements read in the next step."""
         wanted, self._wanted = self._wanted, []
         return wanted
 

@@ -9,16 +9,18 @@ import msgspec
 import pytest
 
 from engines.calibration.first_order import first_order
-from engines.calibration.measuring.case_result import CaseResult, digest_of
+from engines.calibration.measuring.case_result import CaseResult, Positions, digest_of
 from engines.calibration.measuring.cases import Case
 from engines.calibration.messages import CalibrationOrder
 from engines.calibration.unfinished import Unfinished
 from kvstore.config import StoreConfig
 from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT, model_profile
 
+MOVED = Positions(kl=(0.1,), same_top=(True,), loss=(0.5,), delta_p=(-0.2,))
 RESULTS = [
-    CaseResult(case="one", text="a", context=128, codec_id="tq4.2", kl=(0.1,), loss=(0.5,)),
+    CaseResult(case="one", text="a", context=128, codec_id="tq4.2", moved=MOVED),
     CaseResult(case="two", text="needle", context=128, codec_id="tq4.2", found=True),
+    CaseResult(case="chains", text="chains", context=128, chains={"tables": MOVED}),
     CaseResult(case="three", text="needle", context=128),
 ]
 
@@ -47,7 +49,7 @@ def test_a_line_that_was_cut_off_costs_that_case_only(order: CalibrationOrder) -
     path.write_bytes(path.read_bytes()[:-9])
     assert one.results() == RESULTS[:1]
     one.keep_results(RESULTS[2:])
-    assert one.results() == [RESULTS[0], RESULTS[2]]
+    assert one.results() == [RESULTS[0], *RESULTS[2:]]
 
 
 def test_what_was_learned_comes_back_from_the_file(order: CalibrationOrder) -> None:

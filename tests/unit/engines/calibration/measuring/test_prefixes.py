@@ -56,7 +56,7 @@ def test_a_few_tokens_are_computed_again() -> None:
 
 def test_a_prompt_is_timed_where_all_of_it_was_computed_for_it() -> None:
     times = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 30.0, 34.0])
-    prefixes, long = Prefixes(Counting(), lambda: next(times)), list(range(1000))
+    prefixes, long = Prefixes(Counting(), clock=lambda: next(times)), list(range(1000))
     assert prefixes.prefill_s is None
     prefixes.run(long[:400])
     assert prefixes.prefill_s == 2 / 0.4
