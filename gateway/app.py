@@ -17,7 +17,7 @@ from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware
-from gateway.identity import KnownChats
+from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
 from gateway.openai import chat, models

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
-from gateway.identity import KnownChats
+from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
 from gateway.metrics import Gauges, Metrics
 from scheduler.sessions import SessionManager

@@ -17,7 +17,7 @@ from engines.base import SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
-from gateway.identity import checked_id
+from gateway.identity.names import checked_id
 from scheduler.view import SessionView
 
 router = APIRouter()

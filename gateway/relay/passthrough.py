@@ -21,7 +21,7 @@ from engines.client.stall_watchdog import StallWatchdog
 from engines.headers import CACHE_HEADER
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
-from gateway.relay.sse_framer import SseFramer
+from gateway.relay.answer_format import EventStream
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -45,15 +45,16 @@ def passed_on(upstream: Upstream) -> list[tuple[bytes, bytes]]:
 
 async def relay_events(
     upstream: Upstream,
+    events: EventStream,
     send: Send,
     *,
     deadline: float,
     client_stall_s: float,
     on_first: Callable[[], None],
-) -> tuple[SseFramer, Failure | None]:
+) -> Failure | None:
     """Pass a stream's events on until it ends; the caller sends the head before and the end after.
 
-    Returns what was relayed, and the failure that the client has still to be told of, if any.
+    Returns the failure that the client has still to be told of, if any.
 
     Args:
         deadline: a time of the event loop's clock, in seconds.
@@ -63,20 +64,19 @@ async def relay_events(
     Raises:
         ClientGone: the client took nothing for ``client_stall_s`` seconds.
     """
-    events = SseFramer()
     try:
         async with asyncio.timeout_at(deadline):
             await _pump(upstream, events, send, client_stall_s, on_first)
     except (EngineUnavailable, TimeoutError) as error:
-        return events, failure_of(error)
+        return failure_of(error)
     if not events.complete:
-        return events, failure_of(EngineUnavailable("its answer broke off"))
-    return events, None
+        return failure_of(EngineUnavailable("its answer broke off"))
+    return None
 
 
 async def _pump(
     upstream: Upstream,
-    events: SseFramer,
+    events: EventStream,
     send: Send,
     client_stall_s: float,
     on_first: Callable[[], None],
@@ -91,7 +91,7 @@ async def _pump(
                 if not body:
                     continue
                 watchdog.edges += 1
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send(body_part(body))
                 watchdog.edges += 1
                 if waiting_for_first and events.begun:
                     waiting_for_first = False
@@ -102,6 +102,11 @@ async def _pump(
         raise
     finally:
         watchdog.stop()
+
+
+def body_part(body: bytes) -> Message:
+    """Make the message of some bytes of a body that goes on."""
+    return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 async def send_head(send: Send, status: int, headers: Headers) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 
 import msgspec
 
+from gateway.errors import Failure
 from gateway.metrics import Usage
 
 # An event larger than this is passed on before it is whole.
@@ -37,6 +38,14 @@ class SseFramer:
         if not self.begun and b"data:" in chunk:
             self.begun = True
         return chunk
+
+    def opening(self) -> bytes:
+        """Return nothing: the engine says all there is to say."""
+        return b""
+
+    def ending(self, failure: Failure | None) -> bytes:
+        """Return an event that tells of ``failure``; nothing more if there was none."""
+        return failure.event() if failure else b""
 
     def _whole_events(self, data: bytes) -> bytes:
         cut = max(_end_of_last(data, b"\n\n"), _end_of_last(data, b"\r\n\r\n"))

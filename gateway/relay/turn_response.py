@@ -19,9 +19,11 @@ from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway.context import Gateway
 from gateway.errors import Failure, failure_of
 from gateway.front import body_send_of
-from gateway.identity import id_to_header
+from gateway.identity.names import id_to_header
 from gateway.metrics import Usage
+from gateway.relay.answer_format import AnswerFormat
 from gateway.relay.passthrough import (
+    body_part,
     engine_failure,
     is_event_stream,
     passed_on,
@@ -55,6 +57,7 @@ class TurnResponse(Response):
         session: SessionRef,
         body: bytes,
         request_id: str,
+        answer: AnswerFormat,
     ) -> None:
         """``operation`` is OpenTelemetry's name; ``path`` and ``body`` go to the engine."""
         super().__init__()
@@ -65,6 +68,7 @@ class TurnResponse(Response):
         self._session = session
         self._body = body
         self._request_id = request_id
+        self._answer = answer
         self._began = time.perf_counter()
         self._error = "cancelled"  # until it is known better
         self._cache: CacheOutcome | None = None  # what the engine's head said, if it did
@@ -116,7 +120,7 @@ class TurnResponse(Response):
     async def _refused(self, upstream: Upstream) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
         self._error = _word(failure)
-        return partial(send_response, response=failure.response())
+        return partial(send_response, response=self._answer.refusal(failure))
 
     async def _whole(self, turn: Turn, upstream: Upstream) -> Ending:
         body = await upstream.read()
@@ -125,7 +129,7 @@ class TurnResponse(Response):
         return partial(
             send_whole,
             headers=self._head(upstream),
-            body=body,
+            body=self._answer.whole(body),
             client_stall_s=self._gateway.config.client_stall_s,
         )
 
@@ -133,8 +137,13 @@ class TurnResponse(Response):
         self, turn: Turn, upstream: Upstream, send: Send, send_body: Send, deadline: float
     ) -> Ending:
         await send_head(send, 200, [*self._head(upstream), (b"cache-control", b"no-cache")])
-        events, failure = await relay_events(
+        events = self._answer.events()
+        opening = events.opening()
+        if opening:
+            await send_body(body_part(opening))
+        failure = await relay_events(
             upstream,
+            events,
             send_body,
             deadline=deadline,
             client_stall_s=self._gateway.config.client_stall_s,
@@ -142,10 +151,9 @@ class TurnResponse(Response):
         )
         self._used(turn, events.usage())
         self._error = _word(failure) if failure else "engine" if events.failed else ""
-        if failure is None:
-            return partial(send_end, body=b"")
-        log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
-        return partial(send_end, body=failure.event())
+        if failure is not None:
+            log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
+        return partial(send_end, body=events.ending(failure))
 
     def _used(self, turn: Turn, usage: Usage | None) -> None:
         if usage is not None:

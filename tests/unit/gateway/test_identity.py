@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.openai.requests import InvalidRequest
-from gateway.identity import (
-    KnownChats,
-    checked_id,
-    id_from_header,
-    id_to_header,
-    message_chain,
-    named_session,
-)
+from gateway.identity.known_chats import KnownChats, message_chain
+from gateway.identity.names import checked_id, id_from_header, id_to_header, named_session
 from gateway.keys import Tenant
 
 ALICE = Tenant("alice", b"a" * 32)

@@ -17,6 +17,7 @@ from gateway.relay.passthrough import (
     relay_events,
     send_whole,
 )
+from gateway.relay.sse_framer import SseFramer
 
 EVENT = b'data: {"choices":[]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -63,8 +64,9 @@ async def relayed(
     """Status of the failure, if any, and how often a first event was reported."""
     firsts: list[int] = []
     loop = asyncio.get_running_loop()
-    _, failure = await relay_events(
+    failure = await relay_events(
         upstream,
+        SseFramer(),
         client.send,
         deadline=loop.time() + limits.get("seconds", 10.0),
         client_stall_s=limits.get("client_stall_s", 10.0),

@@ -9,7 +9,7 @@ import pytest
 
 from engines.headers import CACHE_HEADER
 from gateway.keys import generate_key
-from gateway.openai.chat import LARGE_BODY_BYTES
+from gateway.turns import LARGE_BODY_BYTES
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
 PRIVATE: dict[str, Any] = {

@@ -1,8 +1,4 @@
-"""Which session a request belongs to.
-
-The first of these that is there wins: the ``X-Session-ID`` header, ``session_id``,
-``prompt_cache_key``, ``conversation``, ``previous_response_id``; else the longest message prefix
-that is known of the same tenant. So a client that sends nothing but messages has sessions too.
+"""Chats whose client gives no id, recognised by their messages.
 
 A chat without an id is known by its *head*: the hash of all messages of its latest request, chained
 message by message under the tenant's salt. The next request of that chat begins with the same
@@ -20,70 +16,15 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from urllib.parse import quote, unquote_to_bytes
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engines.openai.requests import InvalidRequest, Json
 from gateway.keys import Tenant
 
-SESSION_ID_HEADER = "x-session-id"
-MAX_ID_BYTES = 256  # of UTF-8
 DERIVED_PREFIX = "chat-"
-_PLAIN = "!#$&'()*+,-./:;<=>?@[]^_`{|}~ "  # not encoded in headers, like letters and digits
 
 _canonical = msgspec.json.Encoder(order="sorted")
-
-
-def named_session(headers: Mapping[str, str], raw: Json) -> str | None:
-    """Read the id that the client gave; None if it gave none.
-
-    Raises:
-        InvalidRequest: what it gave cannot be an id.
-    """
-    header = headers.get(SESSION_ID_HEADER)
-    if header is not None:
-        return checked_id(id_from_header(header), "X-Session-ID")
-    for name in ("session_id", "prompt_cache_key", "conversation", "previous_response_id"):
-        value = raw.get(name)
-        if name == "conversation" and isinstance(value, dict):
-            value = value.get("id")
-        if value is not None:
-            return checked_id(value, name)
-    return None
-
-
-def checked_id(value: object, where: str) -> str:
-    """Return ``value`` if it can be a session's id: ids end up in headers, logs and lists.
-
-    Raises:
-        InvalidRequest: it is no string, not printable, or too long; ``where`` names it.
-    """
-    # Printable first: a lone surrogate is not, and could not be encoded.
-    if isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_ID_BYTES:
-        return value
-    raise InvalidRequest(
-        f"{where} must be a string of printable characters, 1 to {MAX_ID_BYTES} bytes of UTF-8.",
-        where,
-    )
-
-
-def id_to_header(session_id: str) -> str:
-    """Encode an id as percent-encoded UTF-8; plain ASCII (without %) stays as it is."""
-    return quote(session_id, safe=_PLAIN)
-
-
-def id_from_header(text: str) -> str:
-    """Read what ``id_to_header`` wrote.
-
-    Raises:
-        InvalidRequest: it is not percent-encoded UTF-8.
-    """
-    try:
-        return unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("X-Session-ID must be (percent-encoded) UTF-8.") from error
 
 
 class KnownChats:

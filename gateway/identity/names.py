@@ -1,0 +1,62 @@
+"""The session id that a client gave, and how an id is written in a header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import quote, unquote_to_bytes
+
+from engines.openai.requests import InvalidRequest, Json
+
+SESSION_ID_HEADER = "x-session-id"
+MAX_ID_BYTES = 256  # of UTF-8
+_PLAIN = "!#$&'()*+,-./:;<=>?@[]^_`{|}~ "  # not encoded in headers, like letters and digits
+
+
+def named_session(headers: Mapping[str, str], raw: Json) -> str | None:
+    """Read the id that the client gave; None if it gave none.
+
+    Raises:
+        InvalidRequest: what it gave cannot be an id.
+    """
+    header = headers.get(SESSION_ID_HEADER)
+    if header is not None:
+        return checked_id(id_from_header(header), "X-Session-ID")
+    for name in ("session_id", "prompt_cache_key", "conversation", "previous_response_id"):
+        value = raw.get(name)
+        if name == "conversation" and isinstance(value, dict):
+            value = value.get("id")
+        if value is not None:
+            return checked_id(value, name)
+    return None
+
+
+def checked_id(value: object, where: str) -> str:
+    """Return ``value`` if it can be a session's id: ids end up in headers, logs and lists.
+
+    Raises:
+        InvalidRequest: it is no string, not printable, or too long; ``where`` names it.
+    """
+    # Printable first: a lone surrogate is not, and could not be encoded.
+    if isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_ID_BYTES:
+        return value
+    raise InvalidRequest(
+        f"{where} must be a string of printable characters, 1 to {MAX_ID_BYTES} bytes of UTF-8.",
+        where,
+    )
+
+
+def id_to_header(session_id: str) -> str:
+    """Encode an id as percent-encoded UTF-8; plain ASCII (without %) stays as it is."""
+    return quote(session_id, safe=_PLAIN)
+
+
+def id_from_header(text: str) -> str:
+    """Read what ``id_to_header`` wrote.
+
+    Raises:
+        InvalidRequest: it is not percent-encoded UTF-8.
+    """
+    try:
+        return unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("X-Session-ID must be (percent-encoded) UTF-8.") from error

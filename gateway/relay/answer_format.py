@@ -1,0 +1,65 @@
+"""How the answer to one turn is written to its client: as the engine wrote it, or translated."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from starlette.responses import Response
+
+from gateway.errors import Failure
+from gateway.metrics import Usage
+from gateway.relay.sse_framer import SseFramer
+
+
+class EventStream(Protocol):
+    """The events of one streamed answer: the engine's bytes in, the client's bytes out."""
+
+    @property
+    def begun(self) -> bool:
+        """True once an event that holds some of the answer has gone out."""
+
+    @property
+    def complete(self) -> bool:
+        """True once the engine's stream ended as a stream should."""
+
+    @property
+    def failed(self) -> bool:
+        """True if the engine itself reported an error in the stream."""
+
+    def opening(self) -> bytes:
+        """Return what goes out together with the head, before the engine says anything."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take the engine's next bytes; return all whole events that can go out now."""
+
+    def ending(self, failure: Failure | None) -> bytes:
+        """Return the last bytes of the answer, which tell of ``failure`` if there was one."""
+
+    def usage(self) -> Usage | None:
+        """Return the token counts of the answer; None if the engine told none."""
+
+
+class AnswerFormat(Protocol):
+    """The shape of one turn's answer, whichever way it ends."""
+
+    def events(self) -> EventStream:
+        """Begin a streamed answer."""
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the body for the client, made of the engine's JSON of a whole answer."""
+
+    def refusal(self, failure: Failure) -> Response:
+        """Return the answer to a request that the engine refused."""
+
+
+class AsItIs:
+    """The engine's own bytes: it speaks what the client asked in."""
+
+    def events(self) -> EventStream:
+        return SseFramer()
+
+    def whole(self, body: bytes) -> bytes:
+        return body
+
+    def refusal(self, failure: Failure) -> Response:
+        return failure.response()
