@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from engines.vllm_plugin.process.affinity import unbind_thread
 from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing, Rows
@@ -21,6 +22,8 @@ from kvstore.blobs.format import codec_in
 from kvstore.by_blocks.store import BlockStore
 
 logger = logging.getLogger("thermocline.vllm")
+
+MOST_TRIES: Final = 3
 
 
 class DeviceTransfer(Protocol):
@@ -72,6 +75,7 @@ class CheckedBlocks:
         self._prove = prove
         self._lock = threading.Lock()
         self._under_check: set[str] = set()  # or found wrong
+        self._num_tries: Counter[str] = Counter()
         self._prover = ThreadPoolExecutor(1, "thermocline-prove", initializer=unbind_thread)
 
     @property
@@ -114,11 +118,15 @@ class CheckedBlocks:
         self._on_host.close()
 
     def _check_soon(self, codec: str) -> None:
-        """Have the kernels checked for an adopted codec, unless they were found wrong before."""
+        """Have the kernels checked for an adopted codec, unless they were found wrong before.
+
+        A check that could not be made is tried again, ``MOST_TRIES`` times in all.
+        """
         with self._lock:
-            if codec in self._under_check:
+            if codec in self._under_check or self._num_tries[codec] >= MOST_TRIES:
                 return
             self._under_check.add(codec)
+            self._num_tries[codec] += 1
         self._prover.submit(self._check, codec)
 
     def _check(self, codec: str) -> None:
@@ -126,6 +134,8 @@ class CheckedBlocks:
             found = self._prove()
         except Exception:  # the edge of this thread: the host goes on packing
             logger.exception("the kernels of codec %s could not be checked", codec)
+            with self._lock:  # a full device, say: it may do better at a later save
+                self._under_check.discard(codec)
             return
         if found is None:
             return

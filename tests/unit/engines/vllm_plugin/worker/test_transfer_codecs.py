@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.vllm_plugin.device.checked_blocks import CheckedBlocks
+from engines.vllm_plugin.device.checked_blocks import MOST_TRIES, CheckedBlocks
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.host_blocks import HostBlocks
 from engines.vllm_plugin.worker.rank import StagingArea
@@ -310,4 +310,27 @@ def test_kernels_that_are_wrong_for_an_adopted_codec_are_checked_once(tmp_path):
     blocks.pack(wanted, None)
     assert device.packed == [wanted[0].span.key]
     blocks.close()
+    store.close()
+
+
+def test_a_check_that_failed_is_made_again_but_not_for_ever(tmp_path):
+    store, pages = open_store(ram_and_disk(tmp_path), codec="tq3"), NumpyBlocks()
+    pages.compute(CHAIN, IDS)
+    host = HostBlocks(pages, store, NoStream())
+    asked: list[str] = []
+
+    def fails() -> Device | None:
+        asked.append("check")
+        raise MemoryError("the device is full")
+
+    blocks = CheckedBlocks(Device(host), host, store, fails)
+    wanted = [Packing(x, IDS[x.first_block : x.end_block]) for x in store.keys.whole(CHAIN)[:1]]
+    store.adopt(CodecSet.one(TQ4))
+    deadline = time.monotonic() + 20
+    while len(asked) < MOST_TRIES and time.monotonic() < deadline:
+        assert codec_in(blocks.pack(wanted, None)[0].result()) == b"tq4.2"
+    for _ in range(3):
+        blocks.pack(wanted, None)
+    blocks.close()  # waits for a check that is still to come
+    assert len(asked) == MOST_TRIES
     store.close()
