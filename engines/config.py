@@ -31,6 +31,9 @@ class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     # Admission check only, since the pool's size is given in bytes. 0 = vLLM's own.
     gpu_memory_utilization: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     compile: bool | None = None  # None = everywhere but on CPU, where it only delays the start
+    # Which of vLLM's parsers read the answers: "auto" = by the model's family, "" = none.
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     args: tuple[str, ...] = ()  # passed on to vLLM as they are
 
 

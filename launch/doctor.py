@@ -20,6 +20,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from engines.about_vllm.model_files import read_model_files
+from engines.about_vllm.parsers import needs_tool_template, parsers_for
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk.folder import left_behind
 from launch.calibrate.program import MEASURABLE
@@ -243,6 +245,22 @@ def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     return "ok", f"{model.name}: {kept}{', and state' if shape.needs_state else ''}"
 
 
+def _tools(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
+    """Say how the engine will read this model's tool calls."""
+    if effective.engine_kind != "vllm":
+        return "ok", "the engine's own"
+    given = effective.settings.engine.model
+    if not given and not sample_folder(effective.folders.cache).exists():
+        return "ok", "the sample model is not here yet"
+    files = read_model_files(find_model(given, effective.folders.cache).folder)
+    chosen = parsers_for(files, effective.settings.engine.vllm)
+    text = f"vLLM reads tool calls by its parser {chosen.tool_calls or '(none)'}"
+    text += f", reasoning by {chosen.reasoning}" if chosen.reasoning else ""
+    if needs_tool_template(files, chosen):
+        text += "; the chat template knows no tools: they are described in the system message"
+    return "ok", text
+
+
 def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind not in MEASURABLE:
         return "ok", "the engine's own"
@@ -274,6 +292,7 @@ CHECKS: Mapping[str, Check] = {
     "package": _names,
     "engine": _engine,
     "model": _model,
+    "tools": _tools,
     "codec": _codec,
     "blas": _blas,
     "memory": _memory,

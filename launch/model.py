@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.about_vllm.model_files import model_folder
 from launch.errors import LaunchError, UsageError
 from launch.sample.sample_model import sample_model
 
@@ -75,20 +76,10 @@ def find_model(given: str, cache_dir: Path, say: Callable[[str], None] | None = 
             f"{given!r} is no model: give a folder that holds config.json, or a hub id like"
             " organisation/name, or nothing for the sample model"
         )
-    return Model(given, given.rpartition("/")[2], _downloaded(given))
+    return Model(given, given.rpartition("/")[2], model_folder(given))
 
 
 def _local(folder: Path) -> Model:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} holds no config.json; {_WANTED}")
     return Model(str(folder), folder.name, folder)
-
-
-def _downloaded(hub_id: str) -> Path | None:
-    """The folder in which the hub's client keeps the model; asking it needs no network."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:  # comes with the engines, not with the gateway
-        return None
-    found = try_to_load_from_cache(hub_id, "config.json")
-    return Path(found).parent if isinstance(found, str) else None

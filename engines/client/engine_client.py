@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
+from engines.about_vllm.fields import with_session
 from engines.base import Demoted, EngineError, EngineStalled, EngineUnavailable
 from engines.client.address import HttpAddress
 from engines.client.control_link import SILENCE_S, ControlLink
 from engines.client.http_exchange import HttpExchange
 from engines.config import WorkerConfig
 from engines.headers import session_headers
-from engines.vllm_fields import with_session
 from engines.wire import (
     Adopt,
     Adopted,

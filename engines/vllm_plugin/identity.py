@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-from engines.vllm_fields import PARAMS_FIELD
+from engines.about_vllm.fields import PARAMS_FIELD
 from kvstore.session import SessionRef
 
 # The answer id within a request's id tells the HTTP server which answer a report belongs to.

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from engines.about_vllm.environment import SUPPORTED
 from engines.cache_classes import LATENT_ON_VLLM, NOTHING_GROWS_ON_VLLM
-from engines.vllm_env import SUPPORTED
 from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.worker.paging import DTYPES
 

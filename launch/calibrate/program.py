@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
+from engines.about_vllm.environment import import_path
 from engines.calibration.messages import CalibrationOrder, CalibrationReport
-from engines.vllm_env import import_path
 from launch.calibrate.orders import CalibrateOptions, order_of
 from launch.calibrate.profile_notes import write_note
 from launch.errors import LaunchError, UsageError

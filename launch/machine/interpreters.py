@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from engines.vllm_env import VllmEnvironment, inspect_environment
+from engines.about_vllm.environment import VllmEnvironment, inspect_environment
 from kvstore.config import StoreConfig
 from launch.errors import LaunchError
 

@@ -25,7 +25,7 @@ def ask(sdk: openai.OpenAI, messages: list[dict[str, str]], session: str, **fiel
         model=sdk.models.list().data[0].id,
         messages=messages,
         temperature=0,
-        max_tokens=8,
+        max_tokens=fields.pop("max_tokens", 8),
         extra_headers={"X-Session-ID": session},
         **fields,
     )
@@ -78,3 +78,27 @@ def test_a_bad_request_is_told_in_openais_shape(sdk):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(sdk, [{"role": "user", "content": "Hello"}], "bad", logit_bias={"x": 1})
     assert caught.value.body["message"]
+
+
+def test_tools_need_no_flag(sdk):
+    city = {"type": "string", "enum": ["Paris", "Rome"]}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    schema["additionalProperties"] = False
+    tool = {
+        "type": "function",
+        "function": {"name": "weather", "strict": True, "parameters": schema},
+    }
+    said = {}
+    for choice in ("auto", "required"):
+        answer = ask(
+            sdk,
+            [{"role": "user", "content": "Weather in Paris?"}],
+            f"tools-{choice}",
+            tools=[tool],
+            tool_choice=choice,
+            max_tokens=64,
+        ).parse()
+        said[choice] = answer.choices[0].message
+        assert answer.usage.prompt_tokens > 60  # the tool was described to the model
+    assert said["auto"].content or said["auto"].tool_calls
+    assert said["required"].tool_calls[0].function.name == "weather"

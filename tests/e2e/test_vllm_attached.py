@@ -25,7 +25,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.stacks.product_stack import MIB, Stack, free_port, prose
-from engines.vllm_env import import_path, inspect_environment
+from engines.about_vllm.environment import import_path, inspect_environment
 from launch.machine.folders import default_cache_dir
 from launch.machine.interpreters import find_python
 from launch.sample.sample_model import sample_model

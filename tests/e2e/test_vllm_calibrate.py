@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engines.vllm_env import inspect_environment
+from engines.about_vllm.environment import inspect_environment
 from kvstore.codecs.profile import load_profile
 from launch.machine.interpreters import find_python
 from tests.integration.tiny_models import write_model

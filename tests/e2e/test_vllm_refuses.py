@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engines.vllm_env import inspect_environment
+from engines.about_vllm.environment import inspect_environment
 from launch.machine.interpreters import find_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from engines.about_vllm.environment import import_path
+from engines.about_vllm.fields import with_session
 from engines.client.child.child_engine import ChildEngine
 from engines.client.child.restarts import RestartRules
 from engines.config import WorkerConfig
-from engines.vllm_env import import_path
-from engines.vllm_fields import with_session
 from engines.wire import SessionRef
 
 

@@ -12,9 +12,10 @@ from typing import Final
 
 import msgspec
 
+from engines.about_vllm.environment import import_path
 from engines.config import VllmConfig, WorkerConfig
-from engines.vllm_env import import_path
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.process.chat_arguments import chat_arguments
 from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
 
 SERVER: Final = "engines.vllm_plugin.process.server"
@@ -109,7 +110,7 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         argv += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
     if own.compile is False or (own.compile is None and cpu):
         argv.append("--enforce-eager")
-    return [*argv, *own.args]
+    return [*argv, *chat_arguments(worker), *own.args]
 
 
 def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) -> list[str]:

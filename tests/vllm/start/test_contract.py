@@ -32,6 +32,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1 import attention
 from vllm.v1.core.block_pool import BlockPool
@@ -39,6 +41,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from engines.about_vllm.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.vllm_plugin.connector import BlockAcks, StepPlan, ThermoclineConnector
 from engines.vllm_plugin.process.command import command
@@ -52,6 +55,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def is_own_init(owner: type, name: str) -> bool:
     return name == "__init__" and not is_dataclass(owner)
+
+
+def test_vllm_has_every_parser_that_we_choose():
+    assert set(ToolParserManager.list_registered()) >= TOOL_CALL_PARSERS
+    assert set(ReasoningParserManager.list_registered()) >= REASONING_PARSERS
 
 
 class Connector(KVConnectorBase_V1, SupportsHMA):

@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engines.about_vllm.environment import inspect_environment
+from engines.about_vllm.fields import with_session
 from engines.client.child.servers import VllmServer
 from engines.client.engine_client import AttachedEngine
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import FakeSessions
 from engines.host.control_server import ControlServer
 from engines.registry import engine_factory
-from engines.vllm_env import inspect_environment
-from engines.vllm_fields import with_session
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_plugin.process.command import (
     command,
@@ -96,6 +96,34 @@ def test_on_a_cpu_the_models_dtype_is_widened_unless_it_is_chosen(tmp_path):
     assert option(command(worker(tmp_path), tmp_path / "p", cpu=False), "--dtype") == "auto"
     chosen = worker(tmp_path, dtype="bfloat16")
     assert option(command(chosen, tmp_path / "p", cpu=True), "--dtype") == "bfloat16"
+
+
+def test_tools_and_reasoning_are_read_by_the_parsers_of_the_models_family(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }} <tool_call> <think>")
+    argv = command(worker(tmp_path), tmp_path / "p", cpu=True)
+    assert "--enable-auto-tool-choice" in argv and "--chat-template" not in argv
+    assert option(argv, "--tool-call-parser") == "hermes"
+    assert option(argv, "--reasoning-parser") == "qwen3"
+
+
+def test_a_template_that_knows_no_tools_is_wrapped(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    given = msgspec.structs.replace(worker(tmp_path), model_path=str(model))
+    argv = command(given, tmp_path / "p", cpu=True)
+    assert Path(option(argv, "--chat-template")).read_text().endswith("{{ messages }}")
+
+
+def test_what_the_user_says_of_parsers_is_left_alone(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }} enable_thinking")
+    said = ("--tool-call-parser=pythonic", "--reasoning-parser", "glm45")
+    argv = command(worker(tmp_path, vllm=VllmConfig(args=said)), tmp_path / "p", cpu=True)
+    assert argv[-3:] == list(said) and "hermes" not in argv and "qwen3" not in argv
+    none = VllmConfig(tool_parser="", reasoning_parser="")
+    argv = command(worker(tmp_path, vllm=none), tmp_path / "p", cpu=True)
+    assert not {"--tool-call-parser", "--reasoning-parser", "--chat-template"} & set(argv)
 
 
 async def test_an_attached_engine_that_is_vllm_gets_vllms_fields(tmp_path):
@@ -222,7 +250,7 @@ def test_what_an_environment_lacks_is_said(tmp_path, found, words):
 
 def test_a_plug_in_of_another_release_is_not_taken(tmp_path, monkeypatch):
     """An installed gateway adds no path: vLLM's environment has a plug-in of its own."""
-    monkeypatch.setattr("engines.vllm_env.import_path", lambda: "")
+    monkeypatch.setattr("engines.about_vllm.environment.import_path", lambda: "")
     assert inspect_environment(interpreter(tmp_path)).problem == ""
     problem = inspect_environment(interpreter(tmp_path, plugin_version="0.0.1")).problem
     assert f"release 0.0.1, the gateway is {version('thermocline')}" in problem

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.about_vllm.environment import import_path
 from engines.config import WRONG_SETTINGS
-from engines.vllm_env import import_path
 from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE, read_refusal, record_refusal
 from engines.vllm_plugin.process.server import first_sentence
 

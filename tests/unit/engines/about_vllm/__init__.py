@@ -1,0 +1,1 @@
+"""What is known of vLLM outside of it."""
