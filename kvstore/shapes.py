@@ -65,6 +65,21 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
 
 
+class StateLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of a session that is no rows of every token.
+
+    Args:
+        windows: layers that keep the newest tokens only; None if there are none whose rows can be
+            packed.
+        window_tokens: so many of them at most.
+        has_matrices: recurrent layers keep matrices that can be packed.
+    """
+
+    windows: KVLayout | None = None
+    window_tokens: int = 0
+    has_matrices: bool = False
+
+
 class StoredModel(msgspec.Struct, frozen=True):
     """The model whose KV a store keeps.
 
@@ -73,12 +88,14 @@ class StoredModel(msgspec.Struct, frozen=True):
         fingerprint: hex digest of weights, config, dtype and the engine's KV layout.
         needs_state: its cache cannot be cut back to an earlier token; sessions are then
             restorable only where a snapshot was taken.
+        windows: layers with sliding windows whose rows a snapshot may keep packed.
     """
 
     name: str
     fingerprint: str
     layout: KVLayout
     needs_state: bool = False
+    windows: KVLayout | None = None
 
 
 def slice_tokens(run: KVRun, first: int, last: int) -> list[KVPair]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVPair, KVRun
+from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
 
 
 class Interrupted(Exception):
     """The engine ends, or measuring was given up elsewhere."""
 
 
+@runtime_checkable
 class Instrument(Protocol):
     """A model whose cache can be taken out and put back.
 
@@ -57,6 +60,42 @@ class Instrument(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class HeldSession:
+    """All that an engine keeps of ``num_tokens`` tokens: rows of every token, and its state.
+
+    ``state``: as the engine hands it to a cold store; None where rows are all there is.
+    """
+
+    run: KVRun
+    num_tokens: int
+    state: StateTree = None
+
+
+@runtime_checkable
+class StatefulInstrument(Protocol):
+    """An instrument that can also take out and put back windows and recurrent states."""
+
+    @property
+    def states(self) -> StateLayout | None:
+        """Layout of all that the model keeps besides rows of every token; None = nothing."""
+
+    @property
+    def window_ropes(self) -> tuple[Rope | None, ...]:
+        """The same as ``Instrument.ropes``, of the layers with windows."""
+
+    def prefill_whole(self, tokens: Sequence[int]) -> HeldSession:
+        """Compute a whole session of ``tokens``; the caller owns the arrays."""
+
+    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        """The same as ``Instrument.log_probs``, behind a whole session, which is not changed."""
+
+
+def states_of(instrument: Instrument) -> StateLayout | None:
+    """Tell what there is besides rows in a session of this instrument; None = nothing."""
+    return instrument.states if isinstance(instrument, StatefulInstrument) else None
+
+
 class NotDifferentiable(Exception):
     """A part of the model has no gradient. The message is one sentence."""
 
@@ -77,3 +116,20 @@ class Differentiable(Protocol):
 
     def gradients_done(self) -> None:
         """Free what gradients needed; no more of them are wanted for now."""
+
+
+@runtime_checkable
+class DifferentiableSessions(Protocol):
+    """A ``StatefulInstrument`` that can also compute gradients of the loss by rows of a session."""
+
+    def session_gradients(
+        self, prefix: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[KVPair], list[KVPair]]:
+        """Gradients of the loss after ``tokens``, by the rows of ``prefix`` before them.
+
+        By rows of every token, and by those of windows; see ``Differentiable.gradients``. States
+        count as given.
+
+        Raises:
+            NotDifferentiable: this model has no gradients.
+        """

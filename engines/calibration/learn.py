@@ -9,10 +9,18 @@ from dataclasses import replace
 from typing import Final
 
 from engines.calibration.corpus import Text
-from engines.calibration.instrument import Differentiable, Instrument, NotDifferentiable
+from engines.calibration.instrument import (
+    Differentiable,
+    DifferentiableSessions,
+    Instrument,
+    NotDifferentiable,
+    StatefulInstrument,
+    states_of,
+)
 from engines.calibration.measuring.measure import ANY, Tell, quiet
 from engines.calibration.measuring.scratch import Scratch
 from engines.calibration.rope_probe import check_turning
+from kvstore.blobs.state_packer import rows_of, window_arrays
 from kvstore.codecs.calibrated import calibrated_preset, learn_profile
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.samples import Samples
@@ -53,7 +61,9 @@ def samples_of(
     if not windows:
         raise ValueError(f"no text to learn from has {LEAST_WINDOW} tokens")
     ropes = instrument.ropes
-    check_turning(instrument, ropes)
+    states = states_of(instrument)
+    if states is None or not states.has_matrices:  # else equal tokens have unequal keys
+        check_turning(instrument, ropes)
     runs: list[KVRun] = []
     dtype = instrument.layout.dtype
     for number, window in enumerate(windows, 1):
@@ -63,9 +73,70 @@ def samples_of(
         del run
         logger.info("read %d of %d windows to learn from", number, len(windows))
     samples = Samples(instrument.layout, ropes, runs)
+    if states is not None:
+        return _with_session_metrics(instrument, samples, windows, 0, tell)
     if isinstance(instrument, Differentiable):
         return _with_metrics(instrument, samples, windows, tell)
     return samples
+
+
+def _with_session_metrics(
+    instrument: Instrument,
+    samples: Samples,
+    windows: Sequence[Sequence[int]],
+    part: int,
+    tell: Tell,
+) -> Samples:
+    """Samples with metrics, if the engine can differentiate by parts of a session.
+
+    ``part``: 0 = by rows of every token, 1 = by rows of windows.
+    """
+    if not isinstance(instrument, DifferentiableSessions):
+        logger.warning("all errors in stored KV count alike: no gradients of models with states")
+        return samples
+
+    def found() -> Iterator[KVRun]:
+        for number, window in enumerate(windows):
+            tell(f"{number} of {len(windows)} texts looked back on")
+            first = int(len(window) * PROBED_FROM)
+            yield instrument.session_gradients(window[:first], window[first:])[part]
+
+    try:
+        return replace(samples, metrics=head_metrics(samples, found()))
+    except NotDifferentiable as error:
+        logger.warning("all errors in stored KV count alike: %s", error)
+        return samples
+
+
+def window_samples_of(
+    instrument: StatefulInstrument,
+    texts: Sequence[Text],
+    num_windows: int,
+    window_tokens: int,
+    scratch: Scratch | None = None,
+    tell: Tell = quiet,
+) -> Samples:
+    """Prefill short texts that sliding windows hold from the first token on; see ``samples_of``.
+
+    There are as many tokens in all as ``samples_of`` would read, in more pieces.
+    """
+    states = instrument.states
+    assert states is not None and states.windows is not None and isinstance(instrument, Instrument)
+    short = min(states.window_tokens, window_tokens)
+    wanted = num_windows * window_tokens // short
+    runs: list[KVRun] = []
+    pieces = list(deal(texts, instrument, wanted, short, min(short, LEAST_WINDOW)))
+    for number, piece in enumerate(pieces):
+        tell(f"{number} of {len(pieces)} short texts to learn from")
+        session = instrument.prefill_whole(piece)
+        run = rows_of([x.array for x in window_arrays(session.state)], states.windows)
+        if run is None:
+            raise ValueError("the layers with sliding windows are not what they were")
+        layout = states.windows
+        kept = [(k.copy(), v.copy()) for k, v in run]
+        runs.append(scratch.keep_stored(kept, layout.dtype) if scratch is not None else kept)
+    samples = Samples(states.windows, instrument.window_ropes, runs)
+    return _with_session_metrics(instrument, samples, pieces, 1, tell)
 
 
 def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile:
@@ -118,11 +189,16 @@ def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, RateDistor
 
 
 def deal(
-    texts: Sequence[Text], instrument: Instrument, num_windows: int, window_tokens: int
+    texts: Sequence[Text],
+    instrument: Instrument,
+    num_windows: int,
+    window_tokens: int,
+    least: int = LEAST_WINDOW,
 ) -> Iterator[list[int]]:
     """Yield the first window of every text, then the second of every text, and so on.
 
-    Many kinds of text teach more than much of one. No more texts are read than are needed.
+    Many kinds of text teach more than much of one. No more texts are read than are needed. A
+    window of fewer than ``least`` tokens is left out.
     """
     dealt, known = 0, list[list[int]]()
     for first in itertools.count(0, window_tokens):
@@ -134,7 +210,7 @@ def deal(
                 known.append(instrument.encode(text.content))
             window = known[number][first : first + window_tokens]
             longer = longer or len(known[number]) > first
-            if len(window) >= LEAST_WINDOW:
+            if len(window) >= least:
                 dealt += 1
                 yield window
         if not longer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,18 +12,20 @@ from pathlib import Path
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.profiles import make_folder, save
-from engines.calibration.instrument import Instrument
-from engines.calibration.learn import learn, samples_of, yardsticks
+from engines.calibration.instrument import Instrument, StatefulInstrument, states_of
+from engines.calibration.learn import learn, samples_of, window_samples_of, yardsticks
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
 from engines.calibration.measuring.chains import chain_cases
 from engines.calibration.measuring.measure import Tell, measure, quiet
 from engines.calibration.measuring.scratch import Scratch
+from engines.calibration.measuring.trials import AnyCodec
 from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
 from engines.calibration.unfinished import Unfinished
 from kvstore.codecs.learning.bounds import RateDistortionBound
-from kvstore.codecs.names import LEARNABLE
+from kvstore.codecs.names import LEARNABLE, first_part, session_presets
 from kvstore.codecs.presets import open_codec, warm
-from kvstore.codecs.profile import Profile
+from kvstore.codecs.profile import OF_WINDOWS, Profile
+from kvstore.codecs.states.session_codec import open_session_codec
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +113,7 @@ def survey(
             needed = context + order.num_scored
             raise CannotCalibrate(f"no text has {needed} tokens; give longer ones by --eval-text")
     profile, sticks = _learned(instrument, order, unfinished, tell)
-    codecs = {name: open_codec(name, profile) for name in order.presets}
-    for codec in codecs.values():
-        codec.check(instrument.layout)
-        warm(codec, instrument.layout)
+    codecs = _codecs(instrument, order, profile)
     folder = _folder(order) if unfinished is not None else None
     rows = measure(
         instrument,
@@ -132,6 +131,26 @@ def survey(
     return Survey(replace(profile, rows=tuple(rows)), tuple(bounds))
 
 
+def _codecs(
+    instrument: Instrument, order: CalibrationOrder, profile: Profile
+) -> dict[str, AnyCodec]:
+    """The codecs to measure, by preset: of a model with states those of whole sessions."""
+    layout, states = instrument.layout, states_of(instrument)
+    found: dict[str, AnyCodec] = {}
+    if states is None:
+        for name in dict.fromkeys(map(first_part, order.presets)):
+            found[name] = codec = open_codec(name, profile)
+            codec.check(layout)
+            warm(codec, layout)
+        return found
+    has_rows = bool(layout.layers or states.windows)
+    for name in session_presets(order.presets, has_rows, states.has_matrices):
+        found[name] = session = open_session_codec(name, profile, states)
+        session.check(layout, states)
+        session.warm(layout, states)
+    return found
+
+
 def _learned(
     instrument: Instrument,
     order: CalibrationOrder,
@@ -139,27 +158,64 @@ def _learned(
     tell: Tell,
 ) -> tuple[Profile, dict[str, RateDistortionBound]]:
     """The profile and the bounds; both empty, without a prefill, if no preset has to learn."""
-    presets = [name for name in order.presets if name in LEARNABLE]
+    presets = [name for name in dict.fromkeys(map(first_part, order.presets)) if name in LEARNABLE]
     empty = Profile(instrument.fingerprint, instrument.layout, (), {})
+    states = states_of(instrument)
+    if not instrument.layout.layers:
+        return _with_windows(instrument, order, empty, presets, unfinished, tell), {}
     before = unfinished.learned() if unfinished is not None else None
     profile = before or empty
     missing = [name for name in presets if name not in profile.learned]
-    if not missing and not (presets and order.with_bounds):
-        return profile, {}
+    if not missing and not (presets and order.with_bounds and states is None):
+        return _with_windows(instrument, order, profile, presets, unfinished, tell), {}
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
     tell("reading texts to learn from")
     windows = (order.num_windows, order.window_tokens)
     # Beside a model that serves its rows are not to take memory.
     with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
         samples = samples_of(instrument, texts, *windows, scratch, tell)
-        sticks = yardsticks(samples, order.presets) if order.with_bounds else {}
+        # They are of rows alone, and a session with states is more.
+        wanted = order.with_bounds and states is None
+        sticks = yardsticks(samples, order.presets) if wanted else {}
         for name in missing:
             tell(f"learning {name}")
             found = learn(samples, instrument.fingerprint, [name])
-            profile = replace(found, learned={**profile.learned, **found.learned})
+            profile = replace(
+                found,
+                learned={**profile.learned, **found.learned},
+                windows=profile.windows,
+                window_ropes=profile.window_ropes,
+            )
             if unfinished is not None:
                 profile = unfinished.keep_learned(profile)
-    return profile, sticks
+    return _with_windows(instrument, order, profile, presets, unfinished, tell), sticks
+
+
+def _with_windows(
+    instrument: Instrument,
+    order: CalibrationOrder,
+    profile: Profile,
+    presets: Sequence[str],
+    unfinished: Unfinished | None,
+    tell: Tell,
+) -> Profile:
+    """Add what the presets learn of layers with sliding windows, if the model has any."""
+    states = states_of(instrument)
+    missing = [x for x in presets if x + OF_WINDOWS not in profile.learned]
+    if states is None or states.windows is None or not missing:
+        return profile
+    assert isinstance(instrument, StatefulInstrument)
+    texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
+    windows = (order.num_windows, order.window_tokens)
+    with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
+        samples = window_samples_of(instrument, texts, *windows, scratch, tell)
+        for name in missing:
+            tell(f"learning {name} for windows")
+            found = learn(samples, instrument.fingerprint, [name])
+            profile = profile.with_windows(found)
+            if unfinished is not None:
+                profile = unfinished.keep_learned(profile)
+    return profile
 
 
 def _folder(order: CalibrationOrder) -> Path | None:

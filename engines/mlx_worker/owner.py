@@ -300,7 +300,7 @@ class Owner:
             hibernation_reason=opened if isinstance(opened, str) else "",
         )
         # What a measurement has live, if this model can be measured.
-        layout = None if self._plan.needs_state else self._plan.layout
+        layout = self._plan.layout
         self.held = HeldPrefix(model, layout) if layout else None
         thread = ThreadContext(self._events, self._limit, self.post, self.tell, self._clock)
         self.parts: EngineParts = assemble(model, self._plan, cold, self._config, thread)

@@ -6,10 +6,11 @@ says in its header which codec it is in; whatever tier it lies in, it is read by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from kvstore.codecs.base import Codec
+from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.session import TierName
 
 
@@ -22,6 +23,9 @@ class CodecSet:
     redis: Codec
     # May be read, and is not written. Those above are readable anyway.
     readable: tuple[Codec, ...] = ()
+    # Of a model with states: how they are packed beside rows in the codec of this id. States are
+    # exact beside all others.
+    sessions: Mapping[str, SessionCodec] = field(default_factory=dict)
 
     @classmethod
     def one(cls, codec: Codec, readable: tuple[Codec, ...] = ()) -> CodecSet:

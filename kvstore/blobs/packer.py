@@ -17,16 +17,19 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from kvstore.blobs import format as blobs
-from kvstore.blobs.chain import CHUNK, DIGEST_BYTES
+from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, SNAPSHOT
 from kvstore.blobs.codec_set import CodecSet, as_set, distinct
 from kvstore.blobs.snapshot import StateTree, decode_state, encode_state
+from kvstore.blobs.state_packer import FRESH, Lineage, Segment, StatePacker
 from kvstore.blobs.whole_rows import WholeRows
 from kvstore.codecs.base import Codec
+from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.errors import ForeignCodec, Mismatch
 from kvstore.shapes import KVLayout, KVRun, slice_tokens
 from kvstore.tiers.base import Blob
 
 RECORD_CODEC: Final = b"msgpack.1"
+PACKED_STATE: Final = b"+s1"  # behind the name of a snapshot's rows: its state is packed, too
 # One that was checked before is not checked again.
 AnyBlob: TypeAlias = Blob | blobs.VerifiedBlob
 
@@ -37,6 +40,9 @@ class _Known:
 
     codecs: CodecSet
     by_name: Mapping[bytes, Codec]
+    # All codecs of states that may be read, by the ids that they have as a whole.
+    sessions: Mapping[str, SessionCodec]
+    states: StatePacker
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -49,15 +55,25 @@ class Packer:
     Thread-safe: its only state is the set of codecs, which is replaced as a whole.
     """
 
-    def __init__(self, codecs: Codec | CodecSet, layout: KVLayout, fingerprint: str) -> None:
-        """Raise ``UnknownCodec`` if a codec cannot take this layout."""
+    def __init__(
+        self,
+        codecs: Codec | CodecSet,
+        layout: KVLayout,
+        fingerprint: str,
+        windows: KVLayout | None = None,
+    ) -> None:
+        """Raise ``UnknownCodec`` if a codec cannot take this layout.
+
+        ``windows``: the layers whose rows a state may keep packed.
+        """
         self.layout = layout
+        self._windows = windows
         kinds = [WholeRows(layout, x, y) for x in (True, False) for y in (True, False)]
         self._rows = {x.codec_id.encode(): x for x in kinds}
         self.fingerprint = fingerprint
         self._fingerprint = blobs.fingerprint_digest(fingerprint)
         self._layout_digest = blobs.layout_digest(layout)
-        self._known = self._checked(as_set(codecs), ())
+        self._known = self._checked(as_set(codecs), (), ())
 
     # ---- which codecs
 
@@ -80,13 +96,21 @@ class Packer:
 
         Raises ``UnknownCodec``; then nothing has changed.
         """
-        self._known = self._checked(codecs, self._known.by_name.values() if keep else ())
+        before = self._known
+        more = before.by_name.values() if keep else ()
+        self._known = self._checked(codecs, more, before.sessions.values() if keep else ())
 
-    def _checked(self, codecs: CodecSet, more: Iterable[Codec]) -> _Known:
+    def _checked(
+        self, codecs: CodecSet, more: Iterable[Codec], states: Iterable[SessionCodec]
+    ) -> _Known:
         for codec in codecs.known:
             codec.check(self.layout)
         known = distinct((*codecs.known, *more))
-        return _Known(codecs, {blobs.codec_field(x.id): x for x in known})
+        sessions = {x.id: x for x in (*codecs.sessions.values(), *states)}
+        windows = [x.windows for x in sessions.values() if x.windows is not None]
+        matrices = [x.matrices.id for x in sessions.values()]
+        packer = StatePacker(self._windows, {x.id: x for x in windows}, matrices)
+        return _Known(codecs, {blobs.codec_field(x.id): x for x in known}, sessions, packer)
 
     def reads_any(self, codec_ids: Iterable[str]) -> bool:
         return not set(self.readable).isdisjoint(codec_ids)
@@ -105,7 +129,7 @@ class Packer:
 
     def is_lossy(self, blob: AnyBlob) -> bool:
         """True if rows of this chunk or tail have been through a lossy codec, now or before."""
-        name = blobs.codec_in(blob)
+        name = blobs.codec_in(blob).removesuffix(PACKED_STATE)
         if name in self._rows:
             return self._rows[name].restored
         codec = self._known.by_name.get(name)
@@ -212,9 +236,12 @@ class Packer:
         """Give the reader of whole rows, and their payload of unchecked length."""
         header, payload = blobs.parse(blob)
         blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
-        if header.codec not in self._rows:
+        codec = header.codec
+        if key[:1] == SNAPSHOT:
+            codec = codec.removesuffix(PACKED_STATE)
+        if codec not in self._rows:
             raise Mismatch(f"rows in codec {header.codec!r}, which is not known here")
-        return self._rows[header.codec], payload
+        return self._rows[codec], payload
 
     def unpack_tail(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, out: KVRun
@@ -242,14 +269,24 @@ class Packer:
         num_tokens: int,
         *,
         restored: bool = False,
+        how: SessionCodec | None = None,
+        lineage: Lineage = FRESH,
     ) -> bytes:
         """Pack a state with the ``num_tokens`` tokens behind the last full chunk before it.
 
-        ``run`` has those tokens; it is empty for a model without growing layers.
+        Args:
+            run: those tokens; empty for a model without growing layers.
+            how: packs the state as far as it is marked; None = it is kept exactly.
+            lineage: the lossy copy that this state goes on from.
         """
         rows = self._whole(restored)
+        name = rows.codec_id.encode()
+        if how is not None and not how.exact:
+            position = first_token + num_tokens
+            state = self._known.states.pack(how, state, position, lineage)
+            name += PACKED_STATE
         payload = encode_state(state) + rows.encode(run)
-        return self._seal_rows(rows, key, payload, first_token, num_tokens)
+        return blobs.pack(self._header(key, name, first_token, num_tokens), payload)
 
     def unpack_snapshot(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, out: KVRun
@@ -261,8 +298,27 @@ class Packer:
         rows, payload = self._open_rows(blob, key, first_token, num_tokens)
         cut = len(payload) - rows.nbytes(num_tokens)
         state = decode_state(payload[: max(cut, 0)])
+        if self.has_lossy_state(blob):
+            state = self._known.states.unpack(state)
         rows.decode(payload[cut:], num_tokens, out)
         return state
+
+    def has_lossy_state(self, blob: AnyBlob) -> bool:
+        """True if the state in this snapshot has been through a lossy codec."""
+        return blobs.codec_in(blob).endswith(PACKED_STATE)
+
+    def segments_of(
+        self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int
+    ) -> list[Segment]:
+        """List the packed segments of windows in a snapshot, as they are.
+
+        Raises ``Unusable``: damaged, or not the blob asked for.
+        """
+        rows, payload = self._open_rows(blob, key, first_token, num_tokens)
+        if not self.has_lossy_state(blob):
+            return []
+        state = decode_state(payload[: max(len(payload) - rows.nbytes(num_tokens), 0)])
+        return self._known.states.segments_of(state)
 
     def record_header(self, key: bytes, num_tokens: int) -> blobs.Header:
         """The header of a session's record, which is a blob like any other."""

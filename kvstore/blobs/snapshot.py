@@ -1,7 +1,8 @@
 """State that does not grow with the tokens: recurrent layers, rotating windows.
 
-Such a state cannot be cut back to an earlier token, so it is kept exact, as a snapshot at one
-position. The engine hands over a *tree*: nested lists, tuples and dicts of plain values and arrays,
+Such a state cannot be cut back to an earlier token, so it is kept as a snapshot at one position.
+What is written here is exact; ``state_packer`` packs what an engine has marked, where that was
+measured. The engine hands over a *tree*: nested lists, tuples and dicts of plain values and arrays,
 in whatever shape its own cache classes want back. On the wire the tree is msgpack in which every
 container carries a number saying what it is, and arrays refer to one raw section behind it:
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -33,6 +34,22 @@ class StateArray:
     @property
     def nbytes(self) -> int:
         return int(self.array.nbytes)
+
+
+@dataclass(frozen=True)
+class MatrixArray(StateArray):
+    """Matrices of a recurrent layer, which a codec may pack; rows lie along the last axis."""
+
+
+@dataclass(frozen=True)
+class WindowArray(StateArray):
+    """Rows of a layer with a sliding window, (1, num_kv_heads, num_tokens, dim).
+
+    A codec may pack them. They are those of the newest tokens, in order. ``number``: 0 is K of the
+    first such layer, 1 is V of it, 2 is K of the next.
+    """
+
+    number: int
 
 
 StateTree: TypeAlias = (
@@ -72,6 +89,26 @@ def state_nbytes(tree: StateTree) -> int:
     if isinstance(tree, dict):
         return sum(state_nbytes(x) for x in tree.values())
     return sum(state_nbytes(x) for x in tree) if isinstance(tree, list | tuple) else 0
+
+
+def copied_state(tree: StateTree) -> StateTree:
+    """Copy a tree whose arrays are views of somebody's memory; marks stay."""
+    if isinstance(tree, StateArray):
+        return replace(tree, array=tree.array.copy())
+    if isinstance(tree, dict):
+        return {key: copied_state(x) for key, x in tree.items()}
+    if isinstance(tree, list):
+        return [copied_state(x) for x in tree]
+    return tuple(copied_state(x) for x in tree) if isinstance(tree, tuple) else tree
+
+
+def state_elements(tree: StateTree) -> int:
+    """Count the values in all arrays of the tree."""
+    if isinstance(tree, StateArray):
+        return int(tree.array.size)
+    if isinstance(tree, dict):
+        return sum(state_elements(x) for x in tree.values())
+    return sum(state_elements(x) for x in tree) if isinstance(tree, list | tuple) else 0
 
 
 def encode_state(tree: StateTree) -> bytes:

@@ -8,11 +8,14 @@ from functools import partial
 
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
+from kvstore.blobs.state_packer import FRESH, Lineage, Segment
 from kvstore.by_tokens.keys import KeyMaker
 from kvstore.by_tokens.records import SessionRecord
 from kvstore.by_tokens.reviser import SessionUpdate
 from kvstore.by_tokens.save_queue import SaveJob
 from kvstore.codecs.base import Codec
+from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.errors import TierUnavailable, Unusable
 from kvstore.kept_states import by_worth, kept_states
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.record import bytes_of_leading
@@ -26,6 +29,7 @@ class Encoded:
     codec: Codec  # the one
     codecs: CodecSet  # of the moment when it began
     snapshots: tuple[int, ...]  # positions that the session keeps
+    states: tuple[int, ...]  # of these, those whose blobs are among the fresh ones
     packed_bytes: int  # of all the session's blobs in the fastest tier; about, of older ones
     state_bytes: int  # of these, snapshots
 
@@ -60,26 +64,31 @@ class Encoder:
         chunks = dict(fresh)
         if self._keys.needs_state:
             kept = self._positions(update, job)
-            states = dict(self._snapshots(update, job, kept))
+            states = dict(self._snapshots(update, job, kept, codecs.sessions.get(codec.id)))
             self._counters.add("snapshots_stored", len(states))
             fresh |= states
+            packed = tuple(x for x in kept if update.chain.snapshot_key(x) in states)
         else:
-            kept, states = (), {}
+            kept, states, packed = (), {}, ()
             fresh |= self._tail(update, job)
         state_bytes = self._state_bytes(update, kept, states)
         packed_bytes = self._run_bytes(update, chunks) + state_bytes
-        return Encoded(fresh, exact, codec, codecs, kept, packed_bytes, state_bytes)
+        return Encoded(fresh, exact, codec, codecs, kept, packed, packed_bytes, state_bytes)
 
     def others(self, encoded: Encoded) -> list[Codec]:
         """List the other codecs to pack it by, for the slower tiers."""
-        return list(encoded.codecs.on(self._stack.names)[1:]) if encoded.chunks else []
+        packs = encoded.chunks or (encoded.states and encoded.codecs.sessions)
+        return list(encoded.codecs.on(self._stack.names)[1:]) if packs else []
 
     def encode_again(
         self, update: SessionUpdate, job: SaveJob, encoded: Encoded, codec: Codec
     ) -> dict[bytes, bytes]:
         """The same for a tier that packs by another codec, from the same rows."""
         at_once = self._workers.num_spare
-        return encoded.fresh | self._packed(update, job, encoded.chunks, codec, at_once)
+        chunks = self._packed(update, job, encoded.chunks, codec, at_once)
+        how = encoded.codecs.sessions.get(codec.id)
+        states = self._packed_snapshots(update, job, encoded.states, how)
+        return encoded.fresh | chunks | dict(states)
 
     def _packed(
         self, update: SessionUpdate, job: SaveJob, chunks: Sequence[int], codec: Codec, at_once: int
@@ -139,20 +148,66 @@ class Encoder:
         return []
 
     def _snapshots(
-        self, update: SessionUpdate, job: SaveJob, kept: tuple[int, ...]
+        self, update: SessionUpdate, job: SaveJob, kept: tuple[int, ...], how: SessionCodec | None
     ) -> Iterator[tuple[bytes, bytes]]:
-        for snapshot in job.snapshots:
+        """Blobs of states that no tier has."""
+        new = {x.position for x in job.snapshots}.intersection(kept)
+        keys = {x: update.chain.snapshot_key(x) for x in sorted(new)}
+        missing = [x for x, key in keys.items() if self._stack.locate([key]).levels[0] is None]
+        return self._packed_snapshots(update, job, missing, how)
+
+    def _packed_snapshots(
+        self,
+        update: SessionUpdate,
+        job: SaveJob,
+        positions: Sequence[int],
+        how: SessionCodec | None,
+    ) -> Iterator[tuple[bytes, bytes]]:
+        lineage = self._lineage(update, job) if positions else FRESH
+        for snapshot in {x.position: x for x in job.snapshots}.values():
             position = snapshot.position
-            if position not in kept:
+            if position not in positions:
                 continue
             key = update.chain.snapshot_key(position)
-            if self._stack.locate([key]).levels[0] is None:
-                first = position // self._size * self._size
-                run = slice_tokens(job.run, first, position)
-                restored = job.lossy_tokens > first
-                count = position - first
-                pack = self._packer.pack_snapshot
-                yield key, pack(key, snapshot.state, run, first, count, restored=restored)
+            first = position // self._size * self._size
+            run = slice_tokens(job.run, first, position)
+            yield (
+                key,
+                self._packer.pack_snapshot(
+                    key,
+                    snapshot.state,
+                    run,
+                    first,
+                    position - first,
+                    restored=job.lossy_tokens > first,
+                    how=how,
+                    lineage=lineage,
+                ),
+            )
+
+    def _lineage(self, update: SessionUpdate, job: SaveJob) -> Lineage:
+        """Find what is still there of the lossy state that this session came back from."""
+        position = min(job.lossy_state, len(update.tokens))
+        if not position:
+            return FRESH
+        old = update.old.snapshots if update.old else ()
+        known = by_worth({position, *(x for x in old if x <= update.common)})
+        return Lineage(position, [x for at in known for x in self._segments_at(update, at)])
+
+    def _segments_at(self, update: SessionUpdate, position: int) -> list[Segment]:
+        """Read the packed windows of a stored state; none where it is gone."""
+        key = update.chain.snapshot_key(position)
+        level = self._stack.locate([key]).levels[0]
+        if level is None:
+            return []
+        first = position // self._size * self._size
+        try:
+            blob = self._stack.get(level, [key])[0]
+            if blob is None:
+                return []
+            return self._packer.segments_of(blob, key, first, position - first)
+        except (Unusable, TierUnavailable):
+            return []
 
     def _run_bytes(self, update: SessionUpdate, fresh: Mapping[bytes, bytes]) -> int:
         """Count the bytes of chunks and tail. Older chunks are in the codec of their own save."""

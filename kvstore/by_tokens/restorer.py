@@ -43,7 +43,8 @@ class Restored:
     (bf16 as uint16), C-contiguous, the receiver's to keep. ``state``: for a cache that cannot be
     cut, its state after exactly these tokens. ``tier``: the slowest that was read. ``reason``: why
     fewer tokens than the match promised. ``lossy_tokens``: behind so many there is nothing that a
-    lossy codec has been at; whoever saves these rows again says so.
+    lossy codec has been at; whoever saves these rows again says so. ``lossy_state``: the same of
+    the state: its position, or 0 if it is exact.
     """
 
     num_tokens: int
@@ -53,6 +54,7 @@ class Restored:
     reason: MissReason | None
     tokens: Tokens = field(default_factory=no_tokens, repr=False)
     lossy_tokens: int = 0
+    lossy_state: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,22 @@ class Restorer:
         tier = self._stack.name(max(levels)) if levels else None
         state = good[-1].state if good else None
         tokens = match.tokens[:num_tokens]
-        return Restored(num_tokens, out, state, tier, reason, tokens, self._lossy_tokens(good))
+        return Restored(
+            num_tokens,
+            out,
+            state,
+            tier,
+            reason,
+            tokens,
+            self._lossy_tokens(good),
+            num_tokens if self._has_lossy_state(good) else 0,
+        )
+
+    def _has_lossy_state(self, good: list[_Outcome]) -> bool:
+        last = good[-1] if good else None
+        if last is None or last.blob is None or last.read.kind != SNAPSHOT:
+            return False
+        return self._packer.has_lossy_state(last.blob)
 
     def _lossy_tokens(self, good: list[_Outcome]) -> int:
         ends = [0]

@@ -30,6 +30,7 @@ class SaveJob:
     nbytes: int  # hot bytes not saved before
     on_done: list[OnDone]
     lossy_tokens: int = 0  # behind so many, no row was ever restored from a lossy copy
+    lossy_state: int = 0  # position of the lossy copy that the states go on from; 0 = none
 
     def release(self) -> None:
         self.run = ()

@@ -71,7 +71,7 @@ class ColdStore:
         self._config = config
         self.layout = model.layout
         self._closed = False
-        self.packer = packer = Packer(codecs, model.layout, model.fingerprint)
+        self.packer = packer = Packer(codecs, model.layout, model.fingerprint, model.windows)
         space = KeySpace(model.fingerprint, chunk_tokens(config), model.name)
         growing = bool(model.layout.layers)
         self.keys = keys = KeyMaker(space, growing=growing, needs_state=model.needs_state)
@@ -103,6 +103,7 @@ class ColdStore:
         snapshots: Sequence[Snapshot] = (),
         on_done: OnDone | None = None,
         lossy_tokens: int = 0,
+        lossy_state: int = 0,
     ) -> bool:
         """Keep this session's KV. Any thread; returns at once.
 
@@ -116,6 +117,7 @@ class ColdStore:
                 newer one's record.
             lossy_tokens: if any of the KV was restored, what ``Restored`` said of it. Chunks among
                 these tokens that no tier has any more are kept as rows, not packed once more.
+            lossy_state: the same of the state: what it has of so many tokens is not packed again.
 
         Returns:
             False if the save was skipped, because too much is waiting or nothing can hold it;
@@ -127,7 +129,17 @@ class ColdStore:
         key = self.ledger.record_key(session)
         nbytes = self._unsaved_bytes(key, tokens) + sum(state_nbytes(x.state) for x in snapshots)
         listeners = [] if on_done is None else [on_done]
-        job = SaveJob(key, session, tokens, run, tuple(snapshots), nbytes, listeners, lossy_tokens)
+        job = SaveJob(
+            key,
+            session,
+            tokens,
+            run,
+            tuple(snapshots),
+            nbytes,
+            listeners,
+            lossy_tokens,
+            lossy_state,
+        )
         possible = len(tokens) > 0 and len(self.ledger.stack) > 0
         offered = self._queue.offer(job) if possible else Offered.REFUSED
         if offered is Offered.SUPERSEDED:

@@ -8,6 +8,7 @@ never served unless they are named.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 
@@ -27,6 +28,7 @@ class CodecEntry(NamedTuple):
 
 
 EXACT: Final = "raw"
+USUAL: Final = "dense3"  # what most models get
 
 _ROWS: Final = "kvstore.codecs.rows.row_codec"
 _ONE_STEP: Final = "kvstore.codecs.one_step.one_step"
@@ -172,6 +174,58 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         make=f"{_PAPERS}.q8:q8",
     ),
 }
+
+
+class StateEntry(NamedTuple):
+    """A way to keep matrices of recurrent states: ``bits`` for each value, scales not counted."""
+
+    bits: int
+    sentence: str
+
+
+# Joined to a preset of rows by a plus, as in ``dense3+state8``; without it states stay exact.
+STATES: Final[dict[str, StateEntry]] = {
+    "state16": StateEntry(16, "Rounds recurrent states to bf16."),
+    "state8": StateEntry(8, "Recurrent states in 8 bits with a scale for each row."),
+    "state6": StateEntry(6, "Recurrent states in 6 bits with a scale for each row."),
+    "state4": StateEntry(4, "Recurrent states in 4 bits with a scale for each row."),
+}
+JOIN: Final = "+"
+USUAL_STATES: Final = "state8"  # of a preset that names none
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Split a preset's name into that of its rows' codec and that of its states', "" if none."""
+    rows, _, states = name.partition(JOIN)
+    return rows, states
+
+
+def with_states(name: str, has_matrices: bool) -> str:
+    """Complete a preset's name for a model: one that loses something packs matrices, too."""
+    rows, states = parts_of(name)
+    if not has_matrices:
+        return rows
+    return name if states or rows == EXACT else f"{rows}{JOIN}{USUAL_STATES}"
+
+
+def session_presets(names: Iterable[str], has_rows: bool, has_matrices: bool) -> tuple[str, ...]:
+    """List the combinations to measure on a model with states, for presets of rows.
+
+    Every preset is joined to the usual way of states; ``USUAL`` to all ways. Without rows there are
+    only the ways of states. ``has_rows``: of windows or of every token.
+    """
+    if not has_rows:
+        return (EXACT, *(f"{EXACT}{JOIN}{x}" for x in STATES))
+    found = dict.fromkeys(with_states(name, has_matrices) for name in names)
+    if has_matrices and USUAL in map(first_part, found):
+        found |= dict.fromkeys(f"{USUAL}{JOIN}{x}" for x in STATES)
+    return tuple(found)
+
+
+def first_part(name: str) -> str:
+    """Return the rows' codec in a preset's name."""
+    return parts_of(name)[0]
+
 
 # What is usual elsewhere and taken for harmless: measured with ours, to see what a loss amounts to.
 FLOOR: Final = ("fp8", "q8")

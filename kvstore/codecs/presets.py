@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import CODECS, LEARNABLE
+from kvstore.codecs.names import CODECS, JOIN, LEARNABLE, STATES
 from kvstore.errors import UnknownCodec
 
 if TYPE_CHECKING:
@@ -60,9 +60,15 @@ def codec_by_name(name: str) -> Codec:
 
 
 def check_name(name: str) -> None:
-    """Raise ``UnknownCodec`` if no codec has this name, with or without a profile."""
-    if name not in CODECS:
-        codec_by_name(name)
+    """Raise ``UnknownCodec`` if no codec has this name, with or without a profile.
+
+    It may name a way to keep states, too, as in ``dense3+state8``.
+    """
+    rows, joined, states = name.partition(JOIN)
+    if joined and states not in STATES:
+        raise UnknownCodec(f"no codec of states named {states!r}; there are {', '.join(STATES)}")
+    if rows not in CODECS:
+        codec_by_name(rows)
 
 
 def is_exact(name: str) -> bool:
@@ -71,7 +77,8 @@ def is_exact(name: str) -> bool:
     Raises:
         UnknownCodec: there is none.
     """
-    return CODECS[name].exact if name in CODECS else codec_by_name(name).exact
+    rows, _, states = name.partition(JOIN)
+    return not states and (CODECS[rows].exact if rows in CODECS else codec_by_name(rows).exact)
 
 
 def warm(codec: Codec, layout: KVLayout) -> None:

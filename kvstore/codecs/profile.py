@@ -22,14 +22,16 @@ from typing import Final, TypeAlias
 import msgspec
 import numpy as np
 
+from kvstore.codecs.names import parts_of
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rope import Rope
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
 
 MAGIC: Final = b"TCPF"
-VERSION: Final = 2  # 1: rows without reasoning chains and times
-READABLE: Final = (1, VERSION)
+# 1: rows without reasoning chains and times. 2: no windows
+VERSION: Final = 3
+READABLE: Final = (1, 2, VERSION)
 DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 22
 MAX_BYTES: Final = 1 << 33
@@ -38,6 +40,7 @@ UNFINISHED: Final = ".new"  # files whose writer may have been killed
 BLOCK_BYTES: Final = 1 << 20  # of a file, while its digest is taken
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
+OF_WINDOWS: Final = "@windows"  # behind a preset's name: what it learned of layers with windows
 
 
 class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +60,8 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ropes: tuple[Rope | None, ...]
     rows: tuple[Quality, ...]
     arrays: tuple[_ArrayEntry, ...]
+    windows: KVLayout | None = None
+    window_ropes: tuple[Rope | None, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +78,41 @@ class Profile:
     ropes: tuple[Rope | None, ...]
     learned: Mapping[str, Mapping[str, np.ndarray]]
     rows: tuple[Quality, ...] = ()
+    # The same of layers with sliding windows; what was learned of them is in ``learned`` under the
+    # preset's name and ``OF_WINDOWS``.
+    windows: KVLayout | None = None
+    window_ropes: tuple[Rope | None, ...] = ()
 
     @functools.cached_property
     def ids(self) -> dict[str, str]:
         """The digits in a codec's id that stand for what it learned, by preset."""
         return {preset: self._digest(preset) for preset in self.learned}
 
+    def of_windows(self) -> Profile:
+        """Returns the profile of the layers with windows alone, as if the model had no others."""
+        learned = {
+            name.removesuffix(OF_WINDOWS): arrays
+            for name, arrays in self.learned.items()
+            if name.endswith(OF_WINDOWS)
+        }
+        layout = self.windows or KVLayout(self.layout.dtype, ())
+        return Profile(self.fingerprint, layout, self.window_ropes, learned)
+
+    def with_windows(self, other: Profile) -> Profile:
+        """Returns this profile with what ``other``, of the layers with windows, has learned."""
+        learned = {name + OF_WINDOWS: arrays for name, arrays in other.learned.items()}
+        return replace(
+            self,
+            learned={**self.learned, **learned},
+            windows=other.layout,
+            window_ropes=other.ropes,
+        )
+
     def only(self, preset: str) -> Profile:
         """Returns a profile without what other presets learned, whose memory can then be freed."""
         rows = tuple(x for x in self.rows if x.preset == preset)
-        learned = {k: x for k, x in self.learned.items() if k == preset}
+        codec, _ = parts_of(preset)
+        learned = {k: x for k, x in self.learned.items() if k in (codec, codec + OF_WINDOWS)}
         return replace(self, learned=learned, rows=rows)
 
     def _digest(self, preset: str) -> str:
@@ -101,7 +131,16 @@ class Profile:
         """
         arrays = {f"{p}/{n}": a for p, known in self.learned.items() for n, a in known.items()}
         entries = tuple(_ArrayEntry(name, a.dtype.str, a.shape) for name, a in arrays.items())
-        header = _Header(VERSION, self.fingerprint, self.layout, self.ropes, self.rows, entries)
+        header = _Header(
+            VERSION,
+            self.fingerprint,
+            self.layout,
+            self.ropes,
+            self.rows,
+            entries,
+            self.windows,
+            self.window_ropes,
+        )
         digest = blake2b(digest_size=DIGEST_BYTES)
         whole = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
         try:
@@ -144,7 +183,15 @@ def load_profile(path: Path, *, mapped: bool = False) -> Profile:
         header = _header(file.read(length), path)
         span = (_aligned(8 + length), end)
         learned = _arrays(file, span, header.arrays, path, _mapped if mapped else _read)
-    return Profile(header.fingerprint, header.layout, header.ropes, learned, header.rows)
+    return Profile(
+        header.fingerprint,
+        header.layout,
+        header.ropes,
+        learned,
+        header.rows,
+        header.windows,
+        header.window_ropes,
+    )
 
 
 def _is_whole(file: BufferedReader, end: int) -> bool:

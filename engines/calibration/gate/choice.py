@@ -13,15 +13,24 @@ from typing import Final
 from engines.calibration.gate.bound import Bound, refusal
 from engines.calibration.gate.preference import UNTIMED, preferred
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import EXACT, LEARNABLE, OWN
+from kvstore.codecs.names import (
+    EXACT,
+    JOIN,
+    LEARNABLE,
+    OWN,
+    USUAL_STATES,
+    first_part,
+    with_states,
+)
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.codecs.states.session_codec import SessionCodec, open_session_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import TIER_NAMES, TierName
-from kvstore.shapes import KVLayout
+from kvstore.shapes import KVLayout, StateLayout
 
 FIRST: Final = UNTIMED  # without a row of it a model counts as not measured yet
 _OVERRULE: Final = "accept the loss with store.accept_loss = true"
@@ -32,10 +41,21 @@ class Choice:
     """A codec that may serve, and the reason for it."""
 
     name: str  # of the preset
-    codec: Codec
+    codec: Codec  # of rows
     why: str  # one sentence, with the figures
     rows: tuple[Quality, ...] = ()  # of this very codec on this model, shortest context first
     unmeasured: bool = False  # a calibration may lead to another choice
+    session: SessionCodec | None = None  # how states are packed beside it; None = they are exact
+
+    @property
+    def is_exact(self) -> bool:
+        """True if nothing of a session is lost."""
+        return self.codec.exact and (self.session is None or self.session.exact)
+
+    @property
+    def id(self) -> str:
+        """The id of the codec that was measured: of rows and states together."""
+        return self.codec.id if self.session is None else self.session.id
 
 
 @dataclass(frozen=True)
@@ -45,11 +65,16 @@ class _Offers:
     good: Mapping[str, Choice]  # measured, and within the bound
     refused: Mapping[str, Choice]  # measured, and out of it; ``why`` says how far
     unmeasured: bool
-    missing: str  # why there is no row of ``FIRST``; "" if there is one
+    missing: str  # why there is no row of ``first``; "" if there is one
+    first: str = FIRST  # the preset that most models get
 
 
 def choose_tiers(
-    config: StoreConfig, layout: KVLayout, profile: Profile | None, unmeasurable: str = ""
+    config: StoreConfig,
+    layout: KVLayout,
+    profile: Profile | None,
+    unmeasurable: str = "",
+    states: StateLayout | None = None,
 ) -> dict[TierName, Choice]:
     """The codec of each tier: that of its own setting, or else of ``store.codec``.
 
@@ -61,14 +86,15 @@ def choose_tiers(
         "disk": config.disk_codec or config.codec,
         "redis": config.redis_codec or config.codec,
     }
-    auto = AUTO in names.values() and _has_choice(layout)
-    offers = _offers(config, layout, profile, unmeasurable) if auto else None
+    auto = AUTO in names.values() and _has_choice(layout, states)
+    model = _Model(layout, profile, unmeasurable, states)
+    offers = _offers(config, model) if auto else None
 
     @functools.cache  # a codec that several tiers have is made once
     def choice(name: str, fastest: bool) -> Choice:
         if name == AUTO and offers is not None:
             return _from(offers, config, fastest=fastest)
-        return choose(name, config, layout, profile, unmeasurable)
+        return choose(name, config, layout, profile, unmeasurable, states)
 
     quick = fastest_tiers(config)
     return {tier: choice(name, name == AUTO and tier in quick) for tier, name in names.items()}
@@ -96,6 +122,7 @@ def choose(
     layout: KVLayout,
     profile: Profile | None,
     unmeasurable: str = "",
+    states: StateLayout | None = None,
 ) -> Choice:
     """The codec of that name, if it may serve this model, else an exact one.
 
@@ -105,6 +132,7 @@ def choose(
         config: the bound, and what the operator accepts.
         profile: what was learned of the model and measured on it; None = nothing.
         unmeasurable: why a calibration could tell nothing of this model; "" if it could.
+        states: what the model keeps besides rows of every token, if whole sessions were measured.
 
     Raises:
         CodecRefused: the named codec must not serve; the message has the figures.
@@ -112,11 +140,13 @@ def choose(
     """
     if isinstance(layout, PackedLayout):
         return _packed(name, config, layout, profile)
-    if not layout.layers:
+    if not _has_choice(layout, states):
         return exact("this model keeps nothing that a codec could pack")
+    model = _Model(layout, profile, unmeasurable, states)
     if name == AUTO:
-        return _from(_offers(config, layout, profile, unmeasurable), config, fastest=True)
-    return _named(name, config, layout, profile, unmeasurable)
+        return _from(_offers(config, model), config, fastest=True)
+    name = with_states(name, states is not None and states.has_matrices)
+    return _named(name, config, model)
 
 
 def _packed(
@@ -131,7 +161,7 @@ def _packed(
     name = f"tq{layout.num_bits}" if name == AUTO else name
     codec = packed_codec(codec_by_name(name), layout)
     codec.check(layout)
-    rows = _rows(profile, name, codec)
+    rows = _rows(profile, name, codec.id)
     choice = Choice(name, codec, f"live KV is packed so; {_figures(name, rows)}", tuple(rows))
     refused = _refusal(choice, Bound(kl=config.max_kl)) if rows else f"{name} was not measured"
     if refused and not config.accept_loss:
@@ -142,32 +172,52 @@ def _packed(
     return replace(choice, why=f"the loss was accepted: {refused}") if refused else choice
 
 
-def _has_choice(layout: KVLayout) -> bool:
-    return bool(layout.layers) and not isinstance(layout, PackedLayout)
+def _has_choice(layout: KVLayout, states: StateLayout | None) -> bool:
+    has_states = states is not None and (states.windows is not None or states.has_matrices)
+    return (bool(layout.layers) or has_states) and not isinstance(layout, PackedLayout)
 
 
-def _offers(
-    config: StoreConfig, layout: KVLayout, profile: Profile | None, unmeasurable: str
-) -> _Offers:
-    bound = Bound(kl=config.max_kl)
-    choices = (_measured(name, layout, profile) for name in _by_density(profile))
+@dataclass(frozen=True)
+class _Model:
+    """Holds what is known of the model; see ``choose``."""
+
+    layout: KVLayout
+    profile: Profile | None
+    unmeasurable: str
+    states: StateLayout | None
+
+    @property
+    def first(self) -> str:
+        """The preset without a row of which the model counts as not measured yet."""
+        if self.states is None:
+            return FIRST
+        has_rows = bool(self.layout.layers or self.states.windows)
+        rows = FIRST if has_rows else EXACT
+        return f"{rows}{JOIN}{USUAL_STATES}" if self.states.has_matrices else rows
+
+
+def _offers(config: StoreConfig, model: _Model) -> _Offers:
+    bound, unmeasurable = Bound(kl=config.max_kl), model.unmeasurable
+    choices = (_measured(name, model) for name in _by_density(model.profile))
     measured = {x.name: x for x in choices if x is not None}
     refused = {
         name: replace(x, why=why) for name, x in measured.items() if (why := _refusal(x, bound))
     }
-    missing = "" if FIRST in measured else f"{FIRST} was not measured on this model yet"
+    first = model.first
+    missing = "" if first in measured else f"{first} was not measured on this model yet"
     if unmeasurable:
         missing = f"no codec can be measured here: {unmeasurable}"
     return _Offers(
         good={name: x for name, x in measured.items() if name not in refused},
         refused=refused,
-        unmeasured=FIRST not in measured and not unmeasurable,
+        unmeasured=first not in measured and not unmeasurable,
         missing=missing,
+        first=first,
     )
 
 
 def _from(offers: _Offers, config: StoreConfig, *, fastest: bool) -> Choice:
-    """The choice for a tier; also says which denser presets, and ``FIRST``, are out of bounds."""
+    """The choice for a tier; also says which denser presets, and the first, are out of bounds."""
     told = [offers.missing, *(x.why for x in offers.refused.values())]
     if not offers.good:
         return exact("; ".join(filter(None, told)), unmeasured=offers.unmeasured)
@@ -175,7 +225,7 @@ def _from(offers: _Offers, config: StoreConfig, *, fastest: bool) -> Choice:
     name, reason = preferred(rows, config.restore_share, fastest=fastest)
     found = offers.good[name]
     told = [offers.missing] + [
-        x.why for x in offers.refused.values() if x.name == FIRST or _bits(x) < _bits(found)
+        x.why for x in offers.refused.values() if x.name == offers.first or _bits(x) < _bits(found)
     ]
     words = "; ".join(filter(None, [found.why, reason, *told]))
     return replace(found, why=words, unmeasured=offers.unmeasured)
@@ -185,15 +235,10 @@ def _bits(choice: Choice) -> float:
     return choice.rows[-1].bits_per_element
 
 
-def _named(
-    name: str,
-    config: StoreConfig,
-    layout: KVLayout,
-    profile: Profile | None,
-    unmeasurable: str,
-) -> Choice:
-    choice, bound = _opened(name, layout, profile), Bound(kl=config.max_kl)
-    if choice is not None and choice.codec.exact:
+def _named(name: str, config: StoreConfig, model: _Model) -> Choice:
+    choice, bound = _opened(name, model), Bound(kl=config.max_kl)
+    unmeasurable = model.unmeasurable
+    if choice is not None and choice.is_exact:
         return replace(choice, why=f"{name} loses nothing")
     refused = _refusal(choice, bound) if choice and choice.rows else f"{name} was not measured"
     if choice is not None and config.accept_loss:
@@ -225,36 +270,41 @@ def exact(why: str, *, unmeasured: bool = False) -> Choice:
     return Choice(EXACT, codec_by_name(EXACT), why, (), unmeasured)
 
 
-def _measured(name: str, layout: KVLayout, profile: Profile | None) -> Choice | None:
+def _measured(name: str, model: _Model) -> Choice | None:
     """The choice of a preset that was measured; None if it was not, or cannot pack this model."""
     try:
-        choice = _opened(name, layout, profile)
+        choice = _opened(name, model)
     except UnknownCodec:
         return None
     return choice if choice is not None and choice.rows else None
 
 
-def _opened(name: str, layout: KVLayout, profile: Profile | None) -> Choice | None:
+def _opened(name: str, model: _Model) -> Choice | None:
     """The choice of a preset; None if it has yet to learn the model, or to learn it again.
 
     Raises ``UnknownCodec`` for any other preset that does not exist or cannot pack this model.
     """
-    own = None if profile is None else profile.only(name)
+    own = None if model.profile is None else model.profile.only(name)
+    session = None
     try:
-        codec = open_codec(name, own)
-        codec.check(layout)
+        if model.states is not None:
+            session = open_session_codec(name, own, model.states)
+            session.check(model.layout, model.states)
+        codec = session.kv if session is not None else open_codec(name, own)
+        codec.check(model.layout)
     except UnknownCodec:
-        if name in LEARNABLE:
+        if first_part(name) in LEARNABLE:
             return None
         raise
-    rows = _rows(own, name, codec)
-    return Choice(name, codec, _figures(name, rows), tuple(rows))
+    choice = Choice(name, codec, "", session=session)
+    rows = _rows(own, name, choice.id)
+    return replace(choice, why=_figures(name, rows), rows=tuple(rows))
 
 
-def _rows(profile: Profile | None, name: str, codec: Codec) -> list[Quality]:
+def _rows(profile: Profile | None, name: str, codec_id: str) -> list[Quality]:
     """The rows that were measured with this very codec, short contexts first."""
     known = profile.rows if profile else ()
-    rows = [x for x in known if x.preset == name and x.codec_id == codec.id]
+    rows = [x for x in known if x.preset == name and x.codec_id == codec_id]
     return sorted(rows, key=lambda x: x.context)
 
 
@@ -268,7 +318,7 @@ def _by_density(profile: Profile | None) -> list[str]:
     Methods of the literature have to be named: ``auto`` never takes one.
     """
     bits = {x.preset: x.bits_per_element for x in (profile.rows if profile else ())}
-    return sorted((name for name in OWN if name in bits), key=bits.__getitem__)
+    return sorted((name for name in bits if first_part(name) in OWN), key=bits.__getitem__)
 
 
 def _figures(name: str, rows: Sequence[Quality]) -> str:

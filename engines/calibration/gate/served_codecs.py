@@ -18,10 +18,11 @@ from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import Profile, load_profile
+from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, UnknownCodec
 from kvstore.session import TIER_NAMES, TierName
-from kvstore.shapes import KVLayout
+from kvstore.shapes import KVLayout, StateLayout
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,20 @@ class _Chosen:
     @functools.cached_property
     def codecs(self) -> CodecSet:
         ram, disk, redis = (self.choices[tier].codec for tier in TIER_NAMES)
-        codecs = CodecSet(ram, disk, redis)
+        codecs = CodecSet(ram, disk, redis, sessions=self._sessions)
         if _all_exact(codecs):
             return codecs
         return replace(codecs, readable=(exact("").codec,))  # from before the measurement
+
+    @property
+    def _sessions(self) -> dict[str, SessionCodec]:
+        """Codecs of states by that of rows beside them, where all tiers that have it lose some."""
+        exact_beside = {x.codec.id for x in self.different if x.session is None or x.session.exact}
+        return {
+            x.codec.id: x.session
+            for x in reversed(self.different)
+            if x.session is not None and x.codec.id not in exact_beside
+        }
 
     @property
     def different(self) -> list[Choice]:
@@ -55,7 +66,7 @@ class _Chosen:
 
 
 def _all_exact(codecs: CodecSet) -> bool:
-    return all(x.exact for x in codecs.written)
+    return all(x.exact for x in codecs.written) and not codecs.sessions
 
 
 def reason(choices: Mapping[TierName, Choice], in_use: Collection[TierName]) -> str:
@@ -75,7 +86,7 @@ class ServedCodecs:
     Args:
         fingerprint: of the model, as its store names it.
         data: the data folder with the profiles; None = there are none.
-        unmeasurable: see ``choose``.
+        unmeasurable, states: see ``choose``.
 
     Raises:
         CodecRefused: a codec that was named must not serve; the message has the figures.
@@ -89,7 +100,9 @@ class ServedCodecs:
         fingerprint: str,
         data: Path | None,
         unmeasurable: str = "",
+        states: StateLayout | None = None,
     ) -> None:
+        self._states = states
         self._config = config
         self._layout = layout
         self._fingerprint = fingerprint
@@ -111,8 +124,8 @@ class ServedCodecs:
         first = chosen.choices["ram"]
         return CodecReport(
             name=first.name,
-            id=first.codec.id,
-            tiers={tier: choice.codec.id for tier, choice in chosen.choices.items()},
+            id=first.id,
+            tiers={tier: choice.id for tier, choice in chosen.choices.items()},
             why=reason(chosen.choices, tiers_in_use(self._config)),
             rows=tuple(
                 msgspec.structs.replace(row, texts=(), chains=())
@@ -145,9 +158,13 @@ class ServedCodecs:
             return _Chosen(dict.fromkeys(TIER_NAMES, refused))
 
     def _choose(self) -> _Chosen:
-        chosen = _Chosen(choose_tiers(self._config, self._layout, self._load(), self._unmeasurable))
-        for choice in chosen.different if self._layout.layers else ():
-            warm(choice.codec, self._layout)
+        known = (self._config, self._layout, self._load(), self._unmeasurable, self._states)
+        chosen = _Chosen(choose_tiers(*known))
+        for choice in chosen.different:
+            if choice.session is not None and self._states is not None:
+                choice.session.warm(self._layout, self._states)
+            elif self._layout.layers:
+                warm(choice.codec, self._layout)
         return chosen
 
     def _stands(self, after: _Chosen) -> bool:
@@ -156,7 +173,7 @@ class ServedCodecs:
         Another may suit a tier better now; but if one was taken back, its blobs must go, too.
         """
         return all(
-            choice.codec.exact or self._may_serve(choice.name, after)
+            choice.is_exact or self._may_serve(choice.name, after)
             for choice in self._chosen.different
         )
 
@@ -164,7 +181,8 @@ class ServedCodecs:
         if any(x.name == name for x in after.different):
             return True
         try:
-            choice = choose(name, self._config, self._layout, self._load(), self._unmeasurable)
+            known = (self._config, self._layout, self._load(), self._unmeasurable, self._states)
+            choice = choose(name, *known)
         except (CodecRefused, UnknownCodec):
             return False
         return choice.name == name

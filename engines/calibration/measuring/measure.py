@@ -1,28 +1,25 @@
-"""The measurement: prefill a prefix once, then go on from each preset's version of its KV."""
+"""The measurement: prefill a prefix once, then go on from each preset's version of it."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from engines.calibration.instrument import Instrument
+from engines.calibration.instrument import HeldSession, Instrument
 from engines.calibration.measuring.case_result import CaseResult, digest_of, positions_of
 from engines.calibration.measuring.cases import Case, in_reading_order
 from engines.calibration.measuring.metrics import answer_drift, answers, drift, loss
-from engines.calibration.measuring.prefixes import Prefixes
-from engines.calibration.measuring.round_trip import RoundTrip, round_trip
 from engines.calibration.measuring.tally import Tally
-from kvstore.codecs.base import Codec
+from engines.calibration.measuring.trials import AnyCodec, Trials, Trip, trials
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.quality import Quality
-from kvstore.shapes import KVRun
+from kvstore.shapes import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +54,7 @@ class _Nowhere:
 
 def measure(
     instrument: Instrument,
-    codecs: Mapping[str, Codec],
+    codecs: Mapping[str, AnyCodec],
     cases: Iterable[Case],
     chunk_tokens: int,
     yardsticks: Mapping[str, RateDistortionBound] = MappingProxyType({}),
@@ -74,7 +71,7 @@ def measure(
     not zero there is the model's own noise.
 
     Args:
-        codecs: by preset.
+        codecs: by preset; of an instrument with states ``SessionCodec``s.
         chunk_tokens: of the cold store.
         yardsticks: by preset; that of ``ANY`` is for presets without one.
         kept: results of cases are kept here; those that are known are not measured again.
@@ -82,15 +79,8 @@ def measure(
         folder: of a file in which a case's KV rests between codecs; None = in memory.
         num_threads: of the cold store, to time what a restore takes; 0 = its default.
     """
-    prefixes = Prefixes(instrument, folder, clock)
-    trip = partial(
-        round_trip,
-        layout=instrument.layout,
-        chunk_tokens=chunk_tokens,
-        num_threads=num_threads,
-        clock=clock,
-    )
-    trial = _Trial(instrument, prefixes, codecs, trip, yardsticks, kept or _Nowhere())
+    how = trials(instrument, chunk_tokens, num_threads, folder, clock)
+    trial = _Trial(instrument.layout, how, codecs, yardsticks, kept or _Nowhere())
     tallies: dict[tuple[int, str], Tally] = {}
     ordered = in_reading_order(cases)
     for number, case in enumerate(ordered):
@@ -110,17 +100,15 @@ class _Trial:
 
     def __init__(
         self,
-        instrument: Instrument,
-        prefixes: Prefixes,
-        codecs: Mapping[str, Codec],
-        trip: Callable[[Codec, KVRun], RoundTrip],
+        layout: KVLayout,
+        trials: Trials,
+        codecs: Mapping[str, AnyCodec],
         yardsticks: Mapping[str, RateDistortionBound],
         kept: Results,
     ) -> None:
-        self._instrument = instrument
-        self._prefixes = prefixes
+        self._layout = layout
+        self._trials = trials
         self._codecs = codecs
-        self._trip = trip
         self._yardsticks = yardsticks
         self._kept = kept
         self._known = {(x.case, x.codec_id): x for x in kept.results()}
@@ -132,14 +120,14 @@ class _Trial:
             return
         known = {name: self._known.get((digest, x.id)) for name, x in self._codecs.items()}
         if any(x is None for x in known.values()):
-            run = self._prefixes.run(case.prefix)
-            exact = self._instrument.log_probs(run, case.rest)
+            session = self._trials.session(case.prefix)
+            exact = self._trials.log_probs(session, case.rest)
             if case.is_needle and not answers(exact, case.rest, case.num_answer):
                 self._give_up(case, digest)
                 return
             for name, result in known.items():
                 if result is None:
-                    known[name] = self._measured(case, digest, name, run, exact)
+                    known[name] = self._measured(case, digest, name, session, exact)
         yield from ((name, result) for name, result in known.items() if result is not None)
 
     def _give_up(self, case: Case, digest: str) -> None:
@@ -148,41 +136,44 @@ class _Trial:
         self._kept.keep_results([CaseResult(case=digest, text=case.name, context=context)])
 
     def _measured(
-        self, case: Case, digest: str, name: str, run: KVRun, exact: np.ndarray
+        self, case: Case, digest: str, name: str, session: HeldSession, exact: np.ndarray
     ) -> CaseResult:
         """Measure a case with one codec, and keep the result.
 
         ``exact``: log-probabilities with the exact cache, fp32 (len(rest), vocabulary).
         """
         codec = self._codecs[name]
-        trip = self._trip(codec, run)
-        packed = self._instrument.log_probs(trip.run, case.rest)
+        trip = self._trials.trip(codec, session)
+        packed = self._trials.log_probs(trip.session, case.rest)
         result = CaseResult(
             case=digest,
             text=case.name,
             context=len(case.prefix),
             codec_id=codec.id,
-            prefill_s=self._prefixes.prefill_s,
-            restore_s=trip.restore_s,
+            prefill_s=self._trials.prefill_s,
+            restore_s=trip.rows.restore_s,
             **_answered(case, exact, packed),
-            **(self._losses(name, run, trip) if case.is_text else {}),
+            **(self._losses(name, session, trip) if case.is_text else {}),
         )
         self._kept.keep_results([result])
         return result
 
-    def _losses(self, name: str, run: KVRun, trip: RoundTrip) -> dict[str, Any]:
-        """The fields of a result that compare KV with KV."""
-        keys, values = (loss(run, trip.run, self._instrument.layout, side) for side in (0, 1))
-        found: dict[str, Any] = {
-            "bits": trip.bits_per_element,
+    def _losses(self, name: str, session: HeldSession, trip: Trip) -> dict[str, Any]:
+        """The fields of a result that compare KV with KV: rows of every token."""
+        run, back = session.run, trip.rows.run
+        found: dict[str, Any] = {"bits": trip.rows.bits_per_element}
+        if not run:
+            return {**found, "cos": (1.0, 1.0)}
+        keys, values = (loss(run, back, self._layout, side) for side in (0, 1))
+        found |= {
             "cos": (keys.cosine, values.cosine),
             "errors": (keys.error, values.error),
         }
         own = self._yardsticks.get(name)
         if (yardstick := own or self._yardsticks.get(ANY)) is not None:
-            found["residual"] = error = yardstick.error(run, trip.run)
+            found["residual"] = error = yardstick.error(run, back)
             if own is not None and error > 0:
-                found["above_bound"] = trip.bits_per_element - own.bits(error)
+                found["above_bound"] = trip.rows.bits_per_element - own.bits(error)
         return found
 
 

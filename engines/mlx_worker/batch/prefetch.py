@@ -97,6 +97,7 @@ class Prefetches:
                 self._cold.rebuild(restored),
                 saved=resolved(True),
                 lossy_tokens=restored.lossy_tokens,
+                lossy_state=restored.lossy_state,
             )
         except Exception:  # whatever is wrong with what was stored, prefill is right
             logger.exception("a restored session could not be used")

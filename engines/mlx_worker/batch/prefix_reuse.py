@@ -51,7 +51,8 @@ class PrefixReuse:
         hot = self._hot_cache.take_prefix(session, task.tokens, task.target)
         if hot is not None:
             task.reuse(hot.take_caches(), hot.num_tokens, hot.session.saved)
-            task.request.note_lossy(min(hot.session.lossy_tokens, hot.num_tokens))
+            lossy = (hot.session.lossy_tokens, hot.session.lossy_state)
+            task.request.note_lossy(*(min(x, hot.num_tokens) for x in lossy))
         if self._cold is None:
             missed: MissReason = "diverged" if had_own else "disabled"
             then(_outcome(task, hot, None if hot else missed))
@@ -83,7 +84,7 @@ class PrefixReuse:
             self._cold.counters["rebuild_failures"] += 1
             return None
         task.reuse(caches, found.num_tokens, resolved(True))
-        task.request.note_lossy(found.restored.lossy_tokens)
+        task.request.note_lossy(found.restored.lossy_tokens, found.restored.lossy_state)
         if session := task.request.generation.session:
             self._hot_cache.note_restored(session)
         return CacheOutcome(COLD_SOURCES[found.tier], found.num_tokens, found.reason)

@@ -34,6 +34,7 @@ class Request:
     # The first so many tokens of its KV may come from a lossy copy. Only grows: sequences that left
     # their batch begin again from whatever there is by then.
     lossy_tokens: int = 0
+    lossy_state: int = 0  # the same of its state: the position of a lossy copy
     # State at positions that a later turn may come back to; for the save at the end.
     snapshots: list[Snapshot] = field(default_factory=list)
 
@@ -47,9 +48,13 @@ class Request:
     def tenant(self) -> str:
         return self.generation.session.tenant if self.generation.session else ""
 
-    def note_lossy(self, num_tokens: int) -> None:
-        """Remember that the first ``num_tokens`` of its KV may come from a lossy copy."""
+    def note_lossy(self, num_tokens: int, state: int) -> None:
+        """Remember that its KV may come from a lossy copy.
+
+        That is the first ``num_tokens``, and its state, if it goes on from one at ``state`` tokens.
+        """
         self.lossy_tokens = max(self.lossy_tokens, num_tokens)
+        self.lossy_state = max(self.lossy_state, state)
 
 
 @dataclass(eq=False)

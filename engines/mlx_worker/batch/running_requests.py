@@ -84,9 +84,9 @@ class RunningRequests:
         if session is None or sequence.index or request.forgotten or not caches or not num_cached:
             return
         tokens = np.array(sequence.tokens[:num_cached], np.int32)
-        snapshots, lossy_tokens = request.snapshots, request.lossy_tokens
+        snapshots, lossy = request.snapshots, (request.lossy_tokens, request.lossy_state)
         try:
-            self._hot_cache.keep(session, tokens, caches, snapshots, unchanged, lossy_tokens)
+            self._hot_cache.keep(session, tokens, caches, snapshots, unchanged, *lossy)
         except Exception:  # mlx, a defect: the answer is out, and its KV can be computed again
             logger.exception("the KV of a turn could not be kept")
             self._hot_cache.counters["keep_failures"] += 1

@@ -8,6 +8,8 @@ slice counts as a holder, so the next write goes to a fresh buffer.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -16,10 +18,16 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from engines.mlx_worker.cache.layout import Caches, is_growing, leaves
+from engines.mlx_worker.cache.layout import (
+    Caches,
+    is_growing,
+    is_matrix,
+    leaves,
+    packable_window,
+)
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed.store_arrays import fill_packed, packed_pair
-from kvstore.blobs.snapshot import StateArray, StateTree
+from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.errors import Mismatch
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
@@ -112,20 +120,34 @@ def _pair(leaf: Any, num_tokens: int) -> KVPair:
 def state_tree(caches: Caches) -> StateTree:
     """The exact state of every leaf that does not grow, as (class name, state).
 
-    Rotating windows are brought into temporal order first, without spare room.
+    Rotating windows are brought into temporal order first, without spare room. What a codec may
+    pack is marked: windows' rows, and matrices of recurrent layers.
     """
+    rest = [leaf for leaf in leaves(caches) if not is_growing(leaf)]
+    numbers = itertools.count()
     return [
-        (type(leaf).__name__, tree_map(_to_numpy, type(leaf).merge([leaf]).extract(0).state))
-        for leaf in leaves(caches)
-        if not is_growing(leaf)
+        (type(leaf).__name__, _marked(leaf, type(leaf).merge([leaf]).extract(0).state, numbers))
+        for leaf in rest
     ]
+
+
+def _marked(leaf: Any, state: Any, numbers: Iterator[int]) -> StateTree:
+    if not packable_window(leaf):
+        marked: StateTree = tree_map(_to_numpy, state)
+        return marked
+    keys, values, *rest = state
+    rows = [WindowArray(*_named(x), next(numbers)) for x in (keys, values)]
+    return (*rows, *tree_map(_to_numpy, rest))
 
 
 def _to_numpy(value: Any) -> Any:
     if not isinstance(value, mx.array):
         return value
-    dtype = str(value.dtype).removeprefix("mlx.core.")
-    return StateArray(dtype, _view(value[...]))
+    return (MatrixArray if is_matrix(value) else StateArray)(*_named(value))
+
+
+def _named(array: mx.array) -> tuple[str, np.ndarray]:
+    return str(array.dtype).removeprefix("mlx.core."), _view(array[...])
 
 
 def _view(array: mx.array) -> np.ndarray:

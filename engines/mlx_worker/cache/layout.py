@@ -3,8 +3,8 @@
 Three kinds of cache can be kept cold. ``KVCache`` grows with every token and goes through the
 codec, chunk by chunk; ``PackedKVCache`` takes its place where live KV is kept packed.
 ``RotatingKVCache`` (a sliding window) and ``ArraysCache`` (recurrent state) cannot be cut back to
-an earlier token; they are kept exact, as snapshots. ``CacheList`` is a bundle of them. Any other
-class can be served but not kept.
+an earlier token; they are kept as snapshots, packed where that was measured. ``CacheList`` is a
+bundle of them. Any other class can be served but not kept.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
+    ArraysCache,
     CacheList,
     KVCache,
     RotatingKVCache,
@@ -24,12 +25,14 @@ from mlx_lm.models.cache import (
 from engines.cache_classes import GROWING, cannot_batch, cannot_keep
 from engines.kv_budget import KVCost
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
-from kvstore.shapes import KVLayer, KVLayout
+from kvstore.shapes import KVLayer, KVLayout, StateLayout
 
 # One mlx_lm cache object per layer of the model, all of one sequence.
 Caches: TypeAlias = list[Any]
 
 _PROBE = [1, 2, 3]
+LEAST_MATRIX_ROWS = 8  # convolutions are narrower
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class CannotKeep(Exception):
@@ -48,6 +51,7 @@ class CachePlan:
     cost: KVCost
     layout: KVLayout | None  # of the growing leaves; None = cannot be kept
     reason: str = ""  # why not, in one sentence
+    states: StateLayout | None = None  # what there is besides growing leaves; None = nothing
 
     @property
     def needs_state(self) -> bool:
@@ -84,7 +88,7 @@ def probe(model: Any) -> CachePlan:
             raise CannotServe(cannot_batch(type(leaf).__name__))
     names = tuple(type(leaf).__name__ for leaf in found)
     try:
-        return CachePlan(names, _cost(found), _layout(found))
+        return CachePlan(names, _cost(found), _layout(found), "", _states(found))
     except CannotKeep as error:
         return CachePlan(names, _cost(found), None, str(error))
 
@@ -99,6 +103,47 @@ def _layout(found: list[Any]) -> KVLayout:
     if len(dtypes) > 1 or not dtypes <= {"float32", "float16", "bfloat16"}:
         raise CannotKeep(f"its layers hold KV of dtype {', '.join(sorted(dtypes))}")
     layers = [KVLayer(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in growing]
+    return KVLayout(dtype=dtypes.pop(), layers=tuple(layers))  # type: ignore[arg-type]
+
+
+def is_matrix(array: mx.array) -> bool:
+    """True for matrices of a recurrent layer; False for the few newest inputs of a convolution.
+
+    Inputs of a convolution are at most as many rows as its kernel is wide.
+    """
+    rows = array.size // array.shape[-1] if array.ndim and array.size else 0
+    return array.ndim > 2 and rows >= LEAST_MATRIX_ROWS and array.dtype in FLOATS
+
+
+def packable_window(leaf: Any) -> bool:
+    """True for a sliding window that keeps the newest tokens and no others."""
+    return type(leaf) is RotatingKVCache and leaf.keep == 0
+
+
+def _states(found: list[Any]) -> StateLayout | None:
+    rest = [x for x in found if not is_growing(x)]
+    if not rest:
+        return None
+    caches = [list[Any](x.cache) for x in rest if type(x) is ArraysCache]
+    arrays = [array for cache in caches for array in cache if array is not None]
+    windows = [x for x in rest if packable_window(x)]
+    kept = _window_layout(windows, found)
+    return StateLayout(
+        windows=kept,
+        window_tokens=int(windows[0].max_size) if kept else 0,
+        has_matrices=any(is_matrix(x) for x in arrays),
+    )
+
+
+def _window_layout(windows: list[Any], found: list[Any]) -> KVLayout | None:
+    """The layers with windows, if all are equally long: their rows are packed side by side."""
+    if not windows or len({x.max_size for x in windows}) > 1:
+        return None
+    kept = [x for x in found if is_growing(x)] + windows
+    dtypes = {str(a.dtype).removeprefix("mlx.core.") for x in kept for a in (x.keys, x.values)}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "float16", "bfloat16"}:
+        return None
+    layers = [KVLayer(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in windows]
     return KVLayout(dtype=dtypes.pop(), layers=tuple(layers))  # type: ignore[arg-type]
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
+from engines.calibration.instrument import HeldSession
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
+from engines.mlx_worker.model.instrument import caches_of, session_of
 from engines.mlx_worker.model.scoring import gradients, log_probs
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
@@ -24,7 +25,7 @@ class Dropped(Exception):
 
 
 class HeldPrefix:
-    """KV of at most one prefix. ``layout``: of the model's growing cache, which is all it has."""
+    """The session of at most one prefix. ``layout``: of the part of its cache that grows."""
 
     def __init__(self, model: Any, layout: KVLayout) -> None:
         self._model = model
@@ -41,12 +42,12 @@ class HeldPrefix:
 
     def begin(self, run: KVRun = ()) -> None:
         """Hold a copy of ``run`` in place of what was held; an empty prefix without it."""
+        self.begin_whole(HeldSession(run, run[0][0].shape[1] if run else 0))
+
+    def begin_whole(self, session: HeldSession) -> None:
+        """Hold a copy of a whole session in place of what was held."""
         self.drop()
-        if run:
-            num_tokens = run[0][0].shape[1]
-            self._caches = kv_arrays.rebuild(self._model, self._layout, run, None, num_tokens)
-        else:
-            self._caches = list(make_prompt_cache(self._model))
+        self._caches = caches_of(self._model, self._layout, session)
         self._count()
 
     def feed(self, tokens: Sequence[int]) -> None:
@@ -78,6 +79,15 @@ class HeldPrefix:
             keys[:], values[:] = k, v
         del k, v, run  # views, which would keep the memory
         self.drop()
+
+    def take_whole(self, num_tokens: int) -> HeldSession:
+        """Return a copy of all that is held, of ``num_tokens`` tokens, and drop it.
+
+        Raises ``Dropped``.
+        """
+        session = session_of(self._held(), num_tokens)
+        self.drop()
+        return session
 
     def look_back(self, tokens: Sequence[int], first: int) -> None:
         """Add to the gradients those of the loss after ``tokens``, fed before from ``first`` on.

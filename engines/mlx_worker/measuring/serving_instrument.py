@@ -13,15 +13,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from engines.calibration.instrument import Interrupted, NotDifferentiable
+from engines.calibration.instrument import HeldSession, Interrupted, NotDifferentiable
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.measuring.held_prefix import Dropped, HeldPrefix
 from engines.mlx_worker.measuring.idle_steps import IdleSteps
 from engines.mlx_worker.measuring.step_size import SMALLEST, StepSize
-from engines.mlx_worker.model.instrument import growing_layout, rope_of
+from engines.mlx_worker.model.instrument import kept_layout, rope_readers
 from engines.mlx_worker.model.loading import LoadedModel
 from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVPair, KVRun
+from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
 
 T = TypeVar("T")
 
@@ -29,7 +29,8 @@ T = TypeVar("T")
 class ServingInstrument:
     """A ``Differentiable`` ``Instrument`` whose methods wait for idle moments of the owner thread.
 
-    All of them raise ``Interrupted`` once the engine ends.
+    Of a model with windows or states it is a ``StatefulInstrument``, too; there are no gradients
+    then. All of them raise ``Interrupted`` once the engine ends.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class ServingInstrument:
         """Look at the plan of the served model's cache.
 
         Raises:
-            ValueError: this model's cache holds state that no lossy codec may touch.
+            ValueError: this model's cache cannot be kept.
         """
-        self._layout = growing_layout(plan)
+        self._layout = kept_layout(plan)
+        self._plan = plan
         self._loaded = loaded
         self._fingerprint = fingerprint
         self._steps = steps
@@ -65,13 +67,19 @@ class ServingInstrument:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
-        layers = list(self._loaded.model.layers)
-        if len(layers) != len(self._layout.layers):
-            raise ValueError("the model's layers are not those of its cache")
-        return tuple(
-            self._steps.run(partial(rope_of, x, kept.head_dim))
-            for x, kept in zip(layers, self._layout.layers, strict=True)
-        )
+        return self._ropes(windows=False)
+
+    @property
+    def window_ropes(self) -> tuple[Rope | None, ...]:
+        return self._ropes(windows=True)
+
+    def _ropes(self, *, windows: bool) -> tuple[Rope | None, ...]:
+        find = partial(rope_readers, self._loaded.model, self._plan, windows=windows)
+        return tuple(self._steps.run(read) for read in self._steps.run(find))
+
+    @property
+    def states(self) -> StateLayout | None:
+        return self._plan.states
 
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.tokenizer.encode(text, verbose=False))
@@ -80,7 +88,13 @@ class ServingInstrument:
         return self._until_done(lambda: self._prefilled(tokens, past))
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        return self._until_done(lambda: self._scored(run, tokens))
+        return self.log_probs_whole(HeldSession(run, run[0][0].shape[1]), tokens)
+
+    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        return self._until_done(lambda: self._scored(session, tokens))
+
+    def prefill_whole(self, tokens: Sequence[int]) -> HeldSession:
+        return self._until_done(lambda: self._whole(tokens))
 
     def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
         try:
@@ -110,6 +124,10 @@ class ServingInstrument:
         self._steps.run(lambda: self._held.take(out))
         return out
 
+    def _whole(self, tokens: Sequence[int]) -> HeldSession:
+        self._feed((), tokens)
+        return self._steps.run(lambda: self._held.take_whole(len(tokens)))
+
     def _feed(self, past: KVRun, tokens: Sequence[int]) -> None:
         """Have ``past``, and ``tokens`` behind it, held."""
         self._steps.run(lambda: self._held.begin(past))
@@ -129,8 +147,8 @@ class ServingInstrument:
             self._timed(self._back_size, len(part), step)
         return self._steps.run(self._held.take_gradients)
 
-    def _scored(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        self._steps.run(lambda: self._held.begin(run))
+    def _scored(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        self._steps.run(lambda: self._held.begin_whole(session))
         found, at = np.empty((0, 0), np.float32), 0
         while at < len(tokens):
             part = tokens[at : at + self._size.tokens]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +11,41 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.calibration.instrument import NotDifferentiable
+from engines.calibration.instrument import HeldSession, NotDifferentiable
 from engines.calibration.rope_probe import read_rope
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.cache.layout import CachePlan, Caches
+from engines.mlx_worker.cache.layout import (
+    CachePlan,
+    Caches,
+    is_growing,
+    leaves,
+    packable_window,
+)
 from engines.mlx_worker.model.fingerprint import fingerprint
 from engines.mlx_worker.model.loading import LoadedModel
-from engines.mlx_worker.model.scoring import gradients, log_probs
+from engines.mlx_worker.model.scoring import gradients, log_probs, session_gradients
+from kvstore.blobs.snapshot import copied_state
 from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVPair, KVRun
+from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
 
 CHUNK_TOKENS = 512  # of a prefill at a time
 
 
 class MlxInstrument:
-    """An ``Instrument`` for models whose cache grows with every token and holds nothing else."""
+    """An ``Instrument``, and a ``StatefulInstrument`` for models with windows or states.
+
+    ``gradients`` are those of models whose cache grows with every token and holds nothing else,
+    ``session_gradients`` those of all others.
+    """
 
     def __init__(self, loaded: LoadedModel, plan: CachePlan, folder: Path | None = None) -> None:
         """Look at a loaded model. ``folder``: see ``fingerprint``.
 
         Raises:
-            ValueError: this model's cache holds state that no lossy codec may touch.
+            ValueError: this model's cache cannot be kept.
         """
-        self._layout = growing_layout(plan)
+        self._layout = kept_layout(plan)
+        self._plan = plan
         self._loaded = loaded
         self._fingerprint = fingerprint(loaded, plan, folder)
 
@@ -46,26 +59,43 @@ class MlxInstrument:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
-        return ropes_of(self._loaded.model, [x.head_dim for x in self._layout.layers])
+        return ropes_of(self._loaded.model, self._plan, windows=False)
+
+    @property
+    def states(self) -> StateLayout | None:
+        return self._plan.states
+
+    @property
+    def window_ropes(self) -> tuple[Rope | None, ...]:
+        return ropes_of(self._loaded.model, self._plan, windows=True)
 
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.tokenizer.encode(text, verbose=False))
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
         num_past = past[0][0].shape[1] if past else 0
-        caches = self._caches(past, num_past)
+        caches = self._prefilled(self._caches(HeldSession(past, num_past)), tokens, num_past)
+        return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]
+
+    def prefill_whole(self, tokens: Sequence[int]) -> HeldSession:
+        caches = self._prefilled(self._caches(HeldSession((), 0)), tokens, 0)
+        return session_of(caches, len(tokens))
+
+    def _prefilled(self, caches: Caches, tokens: Sequence[int], num_past: int) -> Caches:
         for first in range(num_past, len(tokens), CHUNK_TOKENS):
             part = mx.array(list(tokens[first : first + CHUNK_TOKENS]))[None]
             self._loaded.model(part, cache=caches)
             mx.eval([cache.state for cache in caches])
-        return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]
+        return caches
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        caches = self._caches(run, run[0][0].shape[1])
-        return np.array(log_probs(self._loaded.model, caches, tokens))
+        return self.log_probs_whole(HeldSession(run, run[0][0].shape[1]), tokens)
+
+    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        return np.array(log_probs(self._loaded.model, self._caches(session), tokens))
 
     def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
-        caches = self._caches(run, run[0][0].shape[1])
+        caches = self._caches(HeldSession(run, run[0][0].shape[1]))
         try:
             found = gradients(self._loaded.model, [(x.keys, x.values) for x in caches], tokens)
             mx.eval(found)
@@ -73,38 +103,100 @@ class MlxInstrument:
             raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
         return [(np.array(keys[0]), np.array(values[0])) for keys, values in found]
 
+    def session_gradients(
+        self, prefix: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[KVPair], list[KVPair]]:
+        # As it would be restored: windows in temporal order, as ``session_gradients`` expects them.
+        caches = self._caches(self.prefill_whole(prefix))
+        try:
+            by_kind = session_gradients(self._loaded.model, caches, tokens)
+            mx.eval(by_kind)
+        except (RuntimeError, ValueError) as error:  # mlx says so in either way
+            raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
+        growing, windows = (
+            [(np.array(keys[0]), np.array(values[0])) for keys, values in found]
+            for found in by_kind
+        )
+        return growing, windows
+
     def gradients_done(self) -> None:
         """Do nothing: ``gradients`` leaves nothing to release here."""
 
-    def _caches(self, run: KVRun, num_tokens: int) -> Caches:
-        if not num_tokens:
-            return list(make_prompt_cache(self._loaded.model))
-        return kv_arrays.rebuild(self._loaded.model, self._layout, run, None, num_tokens)
+    def _caches(self, session: HeldSession) -> Caches:
+        return caches_of(self._loaded.model, self._layout, session)
 
 
-def growing_layout(plan: CachePlan) -> KVLayout:
-    """The layout of a cache that grows with every token and holds nothing else.
+def kept_layout(plan: CachePlan) -> KVLayout:
+    """The layout of the part of a cache that grows with every token.
 
     Raises:
-        ValueError: this model's cache holds state that no lossy codec may touch.
+        ValueError: this model's cache cannot be kept.
     """
-    if plan.layout is None or plan.needs_state:
-        raise ValueError(plan.reason or "a part of this model's cache cannot be cut to a length")
+    if plan.layout is None:
+        raise ValueError(plan.reason)
     return plan.layout
 
 
-def ropes_of(model: Any, head_dims: list[int]) -> tuple[Rope | None, ...]:
+def caches_of(model: Any, layout: KVLayout, session: HeldSession) -> Caches:
+    """Make caches of a copy of the session; empty ones of no tokens. Raises ``Mismatch``."""
+    if not session.num_tokens:
+        return list(make_prompt_cache(model))
+    return kv_arrays.rebuild(model, layout, session.run, session.state, session.num_tokens)
+
+
+def session_of(caches: Caches, num_tokens: int) -> HeldSession:
+    """Copy everything that caches of ``num_tokens`` tokens hold."""
+    run = [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, num_tokens)]
+    state = copied_state(kv_arrays.state_tree(caches))
+    return HeldSession(run, num_tokens, state)
+
+
+def ropes_of(model: Any, plan: CachePlan, *, windows: bool) -> tuple[Rope | None, ...]:
     """Read off how the model turns its keys: one ``Rope`` for each layer, None if it turns none.
 
-    ``head_dims``: channels of each layer's keys.
+    ``windows``: of the layers with sliding windows, not of those that grow. Of a model with states
+    a layer whose turning is not to be found counts as one without: that costs bits, not truth.
 
     Raises:
         ValueError: a layer turns its keys in a way that is not understood.
     """
-    layers = list(model.layers)
-    if len(layers) != len(head_dims):
+    return tuple(rope() for rope in rope_readers(model, plan, windows=windows))
+
+
+def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable[[], Rope | None]]:
+    """One function for each layer that reads off how it turns its keys; see ``ropes_of``."""
+    kept = plan.states.windows if windows and plan.states else None if windows else plan.layout
+    if kept is None:
+        return []
+    layers = _layers_of(model, plan, windows)
+    if len(layers) != len(kept.layers):
+        if plan.needs_state:
+            return [_not_found for _ in kept.layers]
         raise ValueError("the model's layers are not those of its cache")
-    return tuple(rope_of(x, dim) for x, dim in zip(layers, head_dims, strict=True))
+    read = _rope_if_found if plan.needs_state else rope_of
+    return [partial(read, x, y.head_dim) for x, y in zip(layers, kept.layers, strict=True)]
+
+
+def _layers_of(model: Any, plan: CachePlan, windows: bool) -> list[Any]:
+    """The model's layers whose caches grow, or are windows; of layers with several caches each."""
+    layers, caches = list(model.layers), list(make_prompt_cache(model))
+    if len(layers) != len(caches):
+        return []
+    wanted = packable_window if windows else is_growing
+    return [
+        x for x, cache in zip(layers, caches, strict=True) for y in leaves([cache]) if wanted(y)
+    ]
+
+
+def _not_found() -> None:
+    return None
+
+
+def _rope_if_found(layer: Any, head_dim: int) -> Rope | None:
+    try:
+        return rope_of(layer, head_dim)
+    except ValueError:
+        return None
 
 
 def rope_of(layer: Any, head_dim: int) -> Rope | None:

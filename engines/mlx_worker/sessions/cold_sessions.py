@@ -101,7 +101,13 @@ class ColdSessions:
         packed = isinstance(self._plan.layout, PackedLayout)
         lossy_tokens = 0 if packed else hot.lossy_tokens
         if not self.store.save(
-            hot.ref, hot.tokens, run, snapshots, done, lossy_tokens=lossy_tokens
+            hot.ref,
+            hot.tokens,
+            run,
+            snapshots,
+            done,
+            lossy_tokens=lossy_tokens,
+            lossy_state=hot.lossy_state,
         ):
             saved.set_result(False)
         # Last: what raises above leaves no promise that nobody would keep.

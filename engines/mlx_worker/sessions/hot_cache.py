@@ -68,6 +68,7 @@ class HotCache:
         snapshots: Sequence[Snapshot] = (),
         saved: Future[bool] | None = None,
         lossy_tokens: int = 0,
+        lossy_state: int = 0,
     ) -> HotSession:
         """Make a session idle, and save it.
 
@@ -76,6 +77,7 @@ class HotCache:
             caches: the KV of ``tokens``, given away.
             saved: of a session that has not changed since it was saved; it is not saved again.
             lossy_tokens: how many of the first tokens may come from a lossy copy (``Restored``).
+            lossy_state: the same of the state: where it was restored.
 
         Raises:
             Mismatch: ``caches`` hold another number of tokens.
@@ -84,6 +86,7 @@ class HotCache:
         kv_arrays.check_length(caches, len(tokens))
         hot = HotSession(ref, tokens, caches, kv_arrays.nbytes_of(caches))
         hot.lossy_tokens = min(lossy_tokens, len(tokens))
+        hot.lossy_state = min(lossy_state, len(tokens))
         hot.saved = saved or resolved(False)
         self.sessions.put(hot)
         self._saved_again.discard(hot.key)

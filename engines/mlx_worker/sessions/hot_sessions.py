@@ -41,6 +41,7 @@ class HotSession:
     # Resolved by the store: True = there is a cold copy. Unresolved = a save is on its way.
     saved: Future[bool] = field(default_factory=Future)
     lossy_tokens: int = 0  # the first so many may have been restored from a lossy copy
+    lossy_state: int = 0  # position of the lossy state that the session went on from; 0 = none
 
     @property
     def key(self) -> SessionKey:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.mlx_worker.cache.layout import CachePlan, CannotServe
@@ -23,8 +22,6 @@ from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 from kvstore.shapes import StoredModel
 from kvstore.tiers.base import Tier
 from kvstore.tiers.registry import open_usable_tiers
-
-NEEDS_STATE: Final = "a part of its cache cannot be cut to a length"
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,8 @@ def store_opener(
             return reason
         assert plan.layout is not None
         identity = fingerprint(loaded, plan, folder)
-        unmeasurable = NEEDS_STATE if plan.needs_state else ""
         try:
-            codecs = ServedCodecs(config, plan.layout, identity, data, unmeasurable)
+            codecs = ServedCodecs(config, plan.layout, identity, data, states=plan.states)
         except CodecRefused as error:
             raise CannotServe(str(error)) from error
         except UnknownCodec as error:
@@ -77,7 +73,8 @@ def store_opener(
             raise CannotServe(str(error)) from error
         if not tiers:
             return "every tier of the cold store is switched off"
-        model = StoredModel(name, identity, plan.layout, plan.needs_state)
+        windows = plan.states.windows if plan.states else None
+        model = StoredModel(name, identity, plan.layout, plan.needs_state, windows)
         store = ColdStore(config, model, codecs.codecs, tiers)
         return OpenedStore(store, codecs)
 

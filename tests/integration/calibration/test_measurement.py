@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.scoring import DRAW
 from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.states.session_codec import open_session_codec
 from kvstore.shapes import KVRun
 from tests.integration.tiny_models import VOCAB, tiny_model
 
@@ -141,7 +142,35 @@ def _loss(
     return -float(np.take_along_axis(scores, drawn[:, None], 1).sum(dtype=np.float64))
 
 
-def test_state_that_no_codec_may_touch_is_refused(tmp_path: Path) -> None:
-    loaded = tiny_model("qwen3_next")
-    with pytest.raises(ValueError, match="cannot be cut"):
-        MlxInstrument(loaded, probe(loaded.model))
+# Of each kind of model: presets of whole sessions, the least lossy first.
+WHOLE = {
+    "gemma3_text": ("raw", "tq4", "tq3"),
+    "qwen3_next": ("raw", "raw+state16", "raw+state8", "raw+state4"),
+    "mamba2": ("raw", "raw+state16", "raw+state8", "raw+state4"),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_whole_session_is_measured(kind: str) -> None:
+    loaded = tiny_model(kind)
+    instrument = MlxInstrument(loaded, probe(loaded.model))
+    assert instrument.states is not None
+    codecs = {name: open_session_codec(name, None, instrument.states) for name in WHOLE[kind]}
+    rows = {row.preset: row for row in measure(instrument, codecs, [case(256)], 128)}
+    assert [rows[x].codec_id for x in WHOLE[kind]] == [x.id for x in codecs.values()]
+    kls = [rows[x].kl for x in WHOLE[kind]]
+    assert kls[0] == 0 and kls == sorted(kls) and kls[1] > 0
+    bits = [rows[x].bits_per_element for x in WHOLE[kind]]
+    assert bits == sorted(bits, reverse=True) and 32 < bits[0] < 34 and bits[-1] < bits[1] < bits[0]
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_session_that_is_put_back_says_the_same(kind: str) -> None:
+    loaded = tiny_model(kind)
+    instrument = MlxInstrument(loaded, probe(loaded.model))
+    nothing, session = HeldSession((), 0), instrument.prefill_whole(TOKENS[:200])
+    whole = instrument.log_probs_whole(nothing, TOKENS[:204])
+    split = instrument.log_probs_whole(session, TOKENS[200:204])
+    assert whole[200:] == pytest.approx(split, abs=1e-3)
+    # And once more: nothing was changed by it.
+    assert np.array_equal(instrument.log_probs_whole(session, TOKENS[200:204]), split)

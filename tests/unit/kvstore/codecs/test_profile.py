@@ -199,7 +199,7 @@ def test_a_profile_of_the_release_before_is_read(tmp_path):
 def test_a_later_version_is_refused(tmp_path):
     path = file_of(tmp_path)
     body = path.read_bytes()[:-DIGEST_BYTES]
-    path.write_bytes(with_digest(body.replace(b'"version":2', b'"version":3', 1)))
+    path.write_bytes(with_digest(body.replace(b'"version":3', b'"version":4', 1)))
     with pytest.raises(Mismatch, match="calibrate again"):
         load_profile(path)
 

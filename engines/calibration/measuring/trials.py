@@ -1,0 +1,163 @@
+"""Takes sessions out of an instrument, through a codec and back: of rows alone, or with states.
+
+With states the whole session goes the way of a sleep and a wake: its rows as chunks, its state as a
+snapshot, by the store's own functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from engines.calibration.instrument import (
+    HeldSession,
+    Instrument,
+    StatefulInstrument,
+    states_of,
+)
+from engines.calibration.measuring.prefixes import Prefixes
+from engines.calibration.measuring.round_trip import RoundTrip, round_trip
+from kvstore.blobs.format import HEADER_BYTES
+from kvstore.blobs.snapshot import decode_state, encode_state, state_elements
+from kvstore.blobs.state_packer import StatePacker
+from kvstore.codecs.base import Codec
+from kvstore.codecs.states.session_codec import SessionCodec
+
+# Packs rows alone, or whole sessions of a model with states.
+AnyCodec: TypeAlias = Codec | SessionCodec
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A session that was packed and unpacked. ``rows``: its rows, with the figures of all of it."""
+
+    session: HeldSession
+    rows: RoundTrip
+
+
+class Trials(Protocol):
+    """Does with an instrument and its sessions what a measurement needs."""
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds for 1,000 tokens of the last prompt that was prefilled; None if not known."""
+
+    def session(self, tokens: Sequence[int]) -> HeldSession:
+        """The session of a prompt; must not be written to."""
+
+    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        """The same as ``Instrument.log_probs``, behind the session."""
+
+    def trip(self, codec: AnyCodec, session: HeldSession) -> Trip:
+        """Pack and unpack a session."""
+
+
+def trials(
+    instrument: Instrument,
+    chunk_tokens: int,
+    num_threads: int,
+    folder: Path | None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Trials:
+    """Make what suits the instrument; for arguments see ``measure``."""
+    how = _Chunks(instrument, chunk_tokens, num_threads, clock)
+    if states_of(instrument) is not None:
+        assert isinstance(instrument, StatefulInstrument)
+        return _WholeSessions(instrument, how)
+    return _Rows(instrument, how, folder)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Cuts rows into chunks, packs and unpacks them."""
+
+    instrument: Instrument
+    chunk_tokens: int
+    num_threads: int
+    clock: Callable[[], float]
+
+    def trip(self, codec: Codec, session: HeldSession) -> RoundTrip:
+        if not session.run:
+            return RoundTrip(run=[], nbytes=0, num_elements=0, restore_s=0.0)
+        return round_trip(
+            codec,
+            session.run,
+            self.instrument.layout,
+            self.chunk_tokens,
+            num_threads=self.num_threads,
+            clock=self.clock,
+        )
+
+
+class _Rows:
+    """Sessions of rows alone. A ``Trials``."""
+
+    def __init__(self, instrument: Instrument, how: _Chunks, folder: Path | None) -> None:
+        self._instrument = instrument
+        self._how = how
+        self._prefixes = Prefixes(instrument, folder, how.clock)
+
+    @property
+    def prefill_s(self) -> float | None:
+        return self._prefixes.prefill_s
+
+    def session(self, tokens: Sequence[int]) -> HeldSession:
+        return HeldSession(self._prefixes.run(tokens), len(tokens))
+
+    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        return self._instrument.log_probs(session.run, tokens)
+
+    def trip(self, codec: AnyCodec, session: HeldSession) -> Trip:
+        assert not isinstance(codec, SessionCodec)
+        rows = self._how.trip(codec, session)
+        return Trip(replace(session, run=rows.run), rows)
+
+
+class _WholeSessions:
+    """Sessions with states, which cannot be cut: each prompt is prefilled whole. A ``Trials``."""
+
+    def __init__(self, instrument: StatefulInstrument, how: _Chunks) -> None:
+        self._instrument = instrument
+        self._how = how
+        self._tokens: tuple[int, ...] = ()
+        self._session = HeldSession((), 0)
+        self.prefill_s: float | None = None
+
+    def session(self, tokens: Sequence[int]) -> HeldSession:
+        if self._tokens != tuple(tokens):
+            self._session = HeldSession((), 0)  # two at a time would be one too many
+            began = self._how.clock()
+            self._session = self._instrument.prefill_whole(tokens)
+            self.prefill_s = 1000 * (self._how.clock() - began) / len(tokens)
+            self._tokens = tuple(tokens)
+        return self._session
+
+    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        return self._instrument.log_probs_whole(session, tokens)
+
+    def trip(self, codec: AnyCodec, session: HeldSession) -> Trip:
+        assert isinstance(codec, SessionCodec)
+        states = self._instrument.states
+        assert states is not None
+        known = {codec.windows.id: codec.windows} if codec.windows is not None else {}
+        packer = StatePacker(states.windows, known, [codec.matrices.id])
+        rows = self._how.trip(codec.kv, session)
+        state = session.state
+        if not codec.exact:
+            state = packer.pack(codec, state, session.num_tokens)
+        payload = encode_state(state)
+        began = self._how.clock()
+        back = packer.unpack(decode_state(memoryview(payload)))
+        took = self._how.clock() - began
+        whole = RoundTrip(
+            run=rows.run,
+            nbytes=rows.nbytes + HEADER_BYTES + len(payload),
+            num_elements=rows.num_elements + state_elements(session.state),
+            restore_s=rows.restore_s + 1000 * took / session.num_tokens,
+        )
+        return Trip(HeldSession(rows.run, session.num_tokens, back), whole)

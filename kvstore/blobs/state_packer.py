@@ -1,0 +1,335 @@
+"""Packs the parts of a state that an engine has marked: matrices, and rows of sliding windows.
+
+A packed state is a state tree again, in which a marked array is a dict with a key that no engine
+uses, so the snapshot's own format holds it and bounds what is read of it:
+
+    matrix    {"\\0matrix": codec id, "dtype", "shape", "payload": uint8}
+    windows   {"\\0windows": [position, tokens], "segments": [...], "tree": the state}, in which
+              {"\\0window": number of the array, "dtype"} stands for K or V of a layer
+
+Windows' rows lie in *segments*, runs of tokens of all layers, each packed by itself. Rows that came
+from a lossy copy are never packed again: their segments are taken over from the snapshot that they
+came from, bit for bit, and where it is gone they are kept as rows of 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
+from kvstore.blobs.whole_rows import WholeRows
+from kvstore.codecs.base import Codec
+from kvstore.codecs.states.matrices import MatrixCodec, matrix_codec_of
+from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.errors import Corrupt, ForeignCodec, UnknownCodec
+from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
+
+SEGMENT_TOKENS: Final = 128  # of fresh rows, at multiples of it
+KEPT: Final = ""  # the codec of a segment whose rows are kept as they are, in 16 bits
+MAX_SEGMENTS: Final = 1 << 12
+# Fewer bits for a value are no codec's, so a small blob cannot ask for a lot of memory.
+LEAST_BITS: Final = 1 / 32
+_MATRIX, _WINDOWS, _WINDOW = "\0matrix", "\0windows", "\0window"
+
+
+class Segment(NamedTuple):
+    """Packed rows of tokens ``first ..`` of all layers with windows."""
+
+    first: int
+    num_tokens: int
+    codec_id: str
+    payload: memoryview
+
+    @property
+    def end(self) -> int:
+        """The token behind its last."""
+        return self.first + self.num_tokens
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Names the lossy copy that a state goes on from, by its ``position``; 0 = there is none.
+
+    ``segments``: of that copy and later ones, as far as they are still there.
+    """
+
+    position: int = 0
+    segments: Sequence[Segment] = ()
+
+
+FRESH: Final = Lineage()
+
+
+class StatePacker:
+    """Packs and unpacks states of one model. Thread-safe.
+
+    Args:
+        windows: the layers with windows, in the order in which states have them; None = none.
+        known: codecs of windows' rows by id, that may be read.
+        matrices: ids of codecs of matrices that may be read.
+    """
+
+    def __init__(
+        self, windows: KVLayout | None, known: Mapping[str, Codec], matrices: Iterable[str]
+    ) -> None:
+        self._windows = windows
+        self._known = known
+        self._matrices = frozenset(matrices)
+
+    # ---- packing
+
+    def pack(
+        self, codec: SessionCodec, state: StateTree, position: int, lineage: Lineage = FRESH
+    ) -> StateTree:
+        """Pack what is marked in the state after ``position`` tokens; the rest stays exact."""
+        # A state at the very position of a lossy copy is that copy.
+        matrices = codec.matrices if position > lineage.position else None
+        packed = _mapped(state, lambda x: _packed_matrix(x, matrices))
+        run = _rows(state, self._windows) if codec.windows is not None else None
+        if run is None or codec.windows is None:
+            return packed
+        segments: list[StateTree] = [
+            [x.first, x.num_tokens, x.codec_id, _bytes_array(x.payload)]
+            for x in self._segments(run, position, codec.windows, lineage)
+        ]
+        facts: list[StateTree] = [position, int(run[0][0].shape[1])]
+        return {_WINDOWS: facts, "segments": segments, "tree": _mapped(packed, _without_rows)}
+
+    def _segments(
+        self, run: KVRun, position: int, codec: Codec, lineage: Lineage
+    ) -> Iterable[Segment]:
+        assert self._windows is not None
+        start = position - run[0][0].shape[1]
+        lossy_end = min(max(lineage.position, start), position)
+        at = start
+        for segment in _cover(lineage.segments, start, lossy_end):
+            yield segment
+            at = min(segment.end, position)
+        if at < lossy_end:
+            rows = slice_tokens(run, at - start, lossy_end - start)
+            kept = WholeRows(self._windows, exact=False).encode(rows)
+            yield Segment(at, lossy_end - at, KEPT, memoryview(kept))
+            at = lossy_end
+        while at < position:
+            end = min(at - at % SEGMENT_TOKENS + SEGMENT_TOKENS, position)
+            rows = slice_tokens(run, at - start, end - start)
+            payload = memoryview(codec.encode(rows, self._windows, at))
+            yield Segment(at, end - at, codec.id, payload)
+            at = end
+
+    # ---- unpacking
+
+    def unpack(self, tree: StateTree) -> StateTree:
+        """Give the state back.
+
+        Raises:
+            Corrupt: it is not what ``pack`` writes.
+            ForeignCodec: it is in a codec that may not be read here.
+        """
+        if not isinstance(tree, dict) or _WINDOWS not in tree:
+            return _mapped(tree, self._unpacked_matrix)
+        arrays = self._unpacked_rows(tree)
+        inner = _mapped(tree.get("tree"), self._unpacked_matrix)
+        return _mapped(inner, lambda x: _with_rows(x, arrays))
+
+    def segments_of(self, tree: StateTree) -> list[Segment]:
+        """List the segments of a packed state; none if it has none. Raises ``Corrupt``."""
+        if not isinstance(tree, dict) or _WINDOWS not in tree:
+            return []
+        raw = tree.get("segments")
+        if not isinstance(raw, list) or len(raw) > MAX_SEGMENTS:
+            raise Corrupt("a packed state has no sane list of segments")
+        return [_segment(x) for x in raw]
+
+    def _unpacked_rows(self, tree: dict[str, Any]) -> list[np.ndarray]:
+        """K and V of every layer, each (num_kv_heads, num_tokens, dim)."""
+        if self._windows is None:
+            raise Corrupt("a state with windows, of a model that has none")
+        match tree[_WINDOWS]:
+            case [int(position), int(num_tokens)] if 0 < num_tokens <= position:
+                start = position - num_tokens
+            case _:
+                raise Corrupt("a packed state does not say which tokens it has")
+        segments = self.segments_of(tree)
+        self._check(segments, start, position)
+        out = self._windows.empty(num_tokens)
+        for segment in segments:
+            first = max(segment.first, start)
+            target = slice_tokens(out, first - start, min(segment.end, position) - start)
+            self._decode(segment, first, target)
+        return [array for pair in out for array in pair]
+
+    def _check(self, segments: Sequence[Segment], start: int, position: int) -> None:
+        """Check that segments lie end to end and are not too small for what they hold."""
+        assert self._windows is not None
+        at, nbytes = start, 0
+        for number, segment in enumerate(segments):
+            begins = segment.first <= start if number == 0 else segment.first == at
+            if not begins or segment.end <= at or segment.first < 0:
+                raise Corrupt("the segments of a packed state leave a hole")
+            at, nbytes = segment.end, nbytes + len(segment.payload)
+        num_values = (position - min([x.first for x in segments], default=start)) * (
+            self._windows.elements_per_token
+        )
+        if at < position or num_values * LEAST_BITS > 8 * nbytes:
+            raise Corrupt("the segments of a packed state are too short")
+
+    def _decode(self, segment: Segment, first: int, out: KVRun) -> None:
+        """Fill ``out`` with a segment's tokens from ``first`` on."""
+        assert self._windows is not None
+        count = out[0][0].shape[1]
+        if (segment.first, segment.num_tokens) == (first, count):
+            self._decode_all(segment, out)
+            return
+        whole = self._windows.empty(segment.num_tokens)
+        self._decode_all(segment, whole)
+        part = slice_tokens(whole, first - segment.first, first - segment.first + count)
+        for pair, source in zip(out, part, strict=True):
+            for array, rows in zip(pair, source, strict=True):
+                array[...] = rows
+
+    def _decode_all(self, segment: Segment, out: KVRun) -> None:
+        assert self._windows is not None
+        if segment.codec_id == KEPT:
+            rows = WholeRows(self._windows, exact=False)
+            rows.decode(segment.payload, segment.num_tokens, out)
+            return
+        codec = self._known.get(segment.codec_id)
+        if codec is None:
+            raise ForeignCodec(f"a window is in codec {segment.codec_id!r}, not known here")
+        codec.decode(segment.payload, self._windows, segment.first, out)
+
+    def _unpacked_matrix(self, node: StateTree) -> StateTree:
+        if not isinstance(node, dict) or _MATRIX not in node:
+            return node
+        match node:
+            case {
+                "\0matrix": str(codec_id),
+                "dtype": str(dtype),
+                "shape": list(shape),
+                "payload": StateArray("uint8", payload),
+            }:
+                sizes = [x for x in shape if type(x) is int]
+                if len(sizes) != len(shape):
+                    raise Corrupt("a packed state has no sane shape")
+                codec = self._matrix_codec(codec_id)
+                array = codec.decode(_view(payload), dtype, sizes)
+                return StateArray(dtype, array)
+        raise Corrupt("a packed state holds something that is no matrix")
+
+    def _matrix_codec(self, codec_id: str) -> MatrixCodec:
+        if codec_id not in self._matrices:
+            raise ForeignCodec(f"a state is in codec {codec_id!r}, which is not known here")
+        try:
+            return matrix_codec_of(codec_id)
+        except UnknownCodec as error:
+            raise ForeignCodec(str(error)) from error
+
+
+# ---- trees
+
+
+def _mapped(tree: StateTree, of: Callable[[StateTree], StateTree]) -> StateTree:
+    """Copy a tree with ``of`` applied to each node; what it changes is not looked into."""
+    changed = of(tree)
+    if changed is not tree:
+        return changed
+    if isinstance(tree, dict):
+        return {key: _mapped(x, of) for key, x in tree.items()}
+    if isinstance(tree, list):
+        return [_mapped(x, of) for x in tree]
+    return tuple(_mapped(x, of) for x in tree) if isinstance(tree, tuple) else tree
+
+
+def window_arrays(tree: StateTree) -> list[WindowArray]:
+    """List the rows of windows in a state, in order: K and V of a layer, then of the next."""
+    if isinstance(tree, WindowArray):
+        return [tree]
+    if isinstance(tree, dict):
+        return [x for node in tree.values() for x in window_arrays(node)]
+    if isinstance(tree, list | tuple):
+        return [x for node in tree for x in window_arrays(node)]
+    return []
+
+
+def _rows(tree: StateTree, layout: KVLayout | None) -> list[KVPair] | None:
+    """Rows of the layers with windows as a run; None if they are not what the layout says."""
+    found = [x.array for x in window_arrays(tree)]
+    return rows_of(found, layout) if layout is not None else None
+
+
+def rows_of(found: Sequence[np.ndarray], layout: KVLayout) -> list[KVPair] | None:
+    """Make a run of (1, num_kv_heads, num_tokens, dim) arrays; None if they do not fit it."""
+    shapes = [(1, x.num_kv_heads, dim) for x in layout.layers for dim in (x.head_dim, x.value_dim)]
+    if not found or [(*x.shape[:2], x.shape[-1]) for x in found] != shapes:
+        return None
+    if len({x.shape[2] for x in found}) > 1 or not found[0].shape[2]:
+        return None
+    if {x.dtype for x in found} != {layout.numpy_dtype}:
+        return None
+    return [(k[0], v[0]) for k, v in zip(found[::2], found[1::2], strict=True)]
+
+
+def _packed_matrix(node: StateTree, codec: MatrixCodec | None) -> StateTree:
+    if (
+        not isinstance(node, MatrixArray)
+        or codec is None
+        or not codec.takes(node.array, node.dtype)
+    ):
+        return node
+    return {
+        _MATRIX: codec.id,
+        "dtype": node.dtype,
+        "shape": list(node.array.shape),
+        "payload": _bytes_array(codec.encode(node.array, node.dtype)),
+    }
+
+
+def _without_rows(node: StateTree) -> StateTree:
+    return {_WINDOW: node.number, "dtype": node.dtype} if isinstance(node, WindowArray) else node
+
+
+def _with_rows(node: StateTree, arrays: Sequence[np.ndarray]) -> StateTree:
+    if not isinstance(node, dict) or _WINDOW not in node:
+        return node
+    match node:
+        case {"\0window": int(number), "dtype": str(dtype)} if 0 <= number < len(arrays):
+            return StateArray(dtype, arrays[number][None])
+    raise Corrupt("a packed state names rows that it does not have")
+
+
+def _segment(raw: object) -> Segment:
+    match raw:
+        case [int(first), int(count), str(codec_id), StateArray("uint8", payload)] if count > 0:
+            return Segment(first, count, codec_id, _view(payload))
+    raise Corrupt("a packed state holds something that is no segment")
+
+
+def _bytes_array(payload: bytes | memoryview) -> StateArray:
+    return StateArray("uint8", np.frombuffer(payload, np.uint8))
+
+
+def _view(payload: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(payload).reshape(-1).data
+
+
+def _cover(segments: Sequence[Segment], start: int, end: int) -> list[Segment]:
+    """Find segments that lie end to end and hold the tokens from ``start`` on, as far as they go.
+
+    Of several that begin alike the longest is taken. ``end``: no further than behind this token.
+    """
+    found: list[Segment] = []
+    at = start
+    while at < end:
+        fits = [
+            x for x in segments if (x.first <= at < x.end if not found else x.first == at < x.end)
+        ]
+        if not fits:
+            return found
+        found.append(max(fits, key=lambda x: x.end))
+        at = found[-1].end
+    return found

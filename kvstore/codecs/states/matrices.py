@@ -1,0 +1,156 @@
+"""Matrices of recurrent states in few bits, with a scale for each row.
+
+    payload: scales, <u2 bf16, a row each | codes, row after row
+
+A row is what lies along the last axis: in the state of a gated delta net or of Mamba-2 one row of a
+head's matrix. Its scale is its largest value over the largest code, rounded up to bf16, so no code
+is cut off; a code is value / scale, rounded to nearest even. Codes of 8 bits are bytes; those of
+fewer are bit planes, each of a row padded to whole bytes. With 16 bits there are no scales, and
+values are rounded to bf16. numpy is the definition; its operations are exact or IEEE, so bytes are
+the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvstore.codecs.floats import narrow, round_to_bf16, to_stored, widen
+from kvstore.codecs.names import STATES
+from kvstore.codecs.reader import Reader
+from kvstore.errors import Corrupt, UnknownCodec
+from kvstore.shapes import NUMPY_DTYPES, DType
+
+ARITHMETIC: Final = 1  # raise it when bytes change
+_BF16: Final = 16
+
+
+@dataclass(frozen=True)
+class MatrixCodec:
+    """Packs one array at a time. Stateless and thread-safe. ``num_bits``: of a code; 0 = exact."""
+
+    name: str
+    num_bits: int
+
+    @property
+    def id(self) -> str:
+        """Name and version of the arithmetic, such as ``state8.1``."""
+        return f"{self.name}.{ARITHMETIC}"
+
+    @property
+    def exact(self) -> bool:
+        """True if arrays are left as they are."""
+        return not self.num_bits
+
+    def takes(self, array: np.ndarray, dtype: str) -> bool:
+        """Say whether it can pack this array; one with infinities is better kept as it is."""
+        if self.exact or dtype not in NUMPY_DTYPES or not array.ndim or not array.size:
+            return False
+        return bool(np.isfinite(_fp32(array, dtype)).all())
+
+    def encode(self, array: np.ndarray, dtype: str) -> bytes:
+        """Pack an array of any shape that it ``takes``; ``dtype`` names that of its values."""
+        values = _fp32(array, dtype).reshape(-1, array.shape[-1])
+        if self.num_bits == _BF16:
+            return round_to_bf16(values).tobytes()
+        largest = np.float32((1 << (self.num_bits - 1)) - 1)
+        stored = _round_up_to_bf16(np.abs(values).max(1) / largest)
+        scales = widen(stored, "bfloat16")[:, None]
+        codes = np.rint(np.divide(values, scales, out=np.zeros_like(values), where=scales > 0))
+        # A quotient of the smallest scales can be rounded past the end.
+        return stored.tobytes() + self._codes(np.clip(codes, -largest, largest).astype(np.int8))
+
+    def decode(self, payload: memoryview, dtype: str, shape: Sequence[int]) -> np.ndarray:
+        """Unpack into a new array of this shape, in the numpy dtype of ``dtype``.
+
+        Raises:
+            Corrupt: the payload does not have the length that this shape asks for; nothing was
+                allocated then.
+        """
+        if dtype not in NUMPY_DTYPES or not shape or min(shape) < 1:
+            raise Corrupt(f"no packed state has dtype {dtype} and shape {tuple(shape)}")
+        kind: DType = dtype  # type: ignore[assignment]  # one of the keys
+        num_rows, width = math.prod(shape[:-1]), shape[-1]
+        if len(payload) != self.nbytes(num_rows, width):
+            raise Corrupt(f"{len(payload)} bytes are no packed state of shape {tuple(shape)}")
+        reader = Reader(payload)
+        if self.num_bits == _BF16:
+            values = widen(reader.take("<u2", num_rows, width), "bfloat16")
+        else:
+            scales = widen(reader.take("<u2", num_rows), "bfloat16")
+            values = self._read_codes(reader, num_rows, width) * scales[:, None]
+        if not np.isfinite(values).all():
+            raise Corrupt("a packed state has infinite values")
+        exact = values if dtype == "float32" else narrow(values, kind)
+        return np.ascontiguousarray(exact).reshape(shape)
+
+    def nbytes(self, num_rows: int, width: int) -> int:
+        """Bytes of a payload of so many rows of ``width`` values."""
+        if self.num_bits == _BF16:
+            return 2 * num_rows * width
+        planes = self.num_bits * -(-width // 8)
+        return num_rows * (2 + (width if self.num_bits == 8 else planes))
+
+    def _codes(self, codes: np.ndarray) -> bytes:
+        """Pack int8 codes (rows, width)."""
+        if self.num_bits == 8:
+            return codes.tobytes()
+        raised = (codes + (1 << (self.num_bits - 1))).astype(np.uint8)
+        planes = [np.packbits((raised >> bit) & 1, axis=1) for bit in range(self.num_bits)]
+        return np.stack(planes, 1).tobytes()
+
+    def _read_codes(self, reader: Reader, num_rows: int, width: int) -> np.ndarray:
+        """Read codes as fp32 (rows, width)."""
+        if self.num_bits == 8:
+            return reader.take("|i1", num_rows, width).astype(np.float32)
+        planes = reader.take("|u1", num_rows, self.num_bits, -(-width // 8))
+        raised = np.zeros((num_rows, width), np.uint8)
+        for bit in range(self.num_bits):
+            raised |= np.unpackbits(planes[:, bit], axis=1, count=width) << np.uint8(bit)
+        return raised.astype(np.float32) - np.float32(1 << (self.num_bits - 1))
+
+
+EXACT_STATES: Final = MatrixCodec("", 0)
+
+
+def matrix_codec(name: str) -> MatrixCodec:
+    """Return the codec of a name in ``names.STATES``; "" keeps states as they are.
+
+    Raises:
+        UnknownCodec: there is none.
+    """
+    if not name:
+        return EXACT_STATES
+    if name not in STATES:
+        raise UnknownCodec(f"no codec of states named {name!r}; there are {', '.join(STATES)}")
+    return MatrixCodec(name, STATES[name].bits)
+
+
+def matrix_codec_of(codec_id: str) -> MatrixCodec:
+    """Return the codec of an id, as a blob says it. Raises ``UnknownCodec``."""
+    name, _, version = codec_id.partition(".")
+    if version != str(ARITHMETIC) or not name:
+        raise UnknownCodec(f"states in {codec_id!r}, of another release")
+    return matrix_codec(name)
+
+
+def _fp32(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Widen values of any shape to fp32."""
+    contiguous = np.ascontiguousarray(array)
+    if dtype == "float32":
+        return contiguous
+    kind: DType = dtype  # type: ignore[assignment]  # ``takes`` has looked
+    return widen(to_stored(contiguous, kind), kind)
+
+
+def _round_up_to_bf16(values: np.ndarray) -> np.ndarray:
+    """Return bf16 bit patterns, uint16, of numbers >= 0: the next that is not smaller."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    stored: np.ndarray = ((bits.astype(np.uint64) + 0xFFFF) >> 16).astype(np.uint16)
+    # Rounding up the largest fp32 values would give infinity.
+    finite: np.ndarray = np.minimum(stored, np.uint16(0x7F7F))
+    return finite
