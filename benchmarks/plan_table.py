@@ -2,7 +2,8 @@
 
 Nothing is loaded or guessed: ``thermocline plan``'s own arithmetic over the fields of published
 config.json files on which a cache depends. bf16, the engine's chunks, two states per session where
-the model has states.
+the model has states. *packed* is ``dense3+state8``: windows and states packed, too, as mlx does
+where the gate allows it.
 
     python benchmarks/plan_table.py              Markdown
     python benchmarks/plan_table.py --json
@@ -15,7 +16,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from kvstore.codecs.names import with_states
 from kvstore.codecs.presets import open_codec
+from kvstore.codecs.states.session_codec import open_session_codec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.plan.cache_shape import CacheShape, ModelRefused
@@ -25,7 +28,9 @@ from tests.unit.launch.plan.published import PUBLISHED
 
 LENGTHS = (8192, 32768)
 MIB = 1 << 20
-HEAD = ("model", "kept", "engines", "tokens", "live", "raw", "dense3", "states", "live : dense3")
+HEAD = ("model", "kept", "engines", "tokens", "live", "raw", "dense3")
+HEAD += ("states", "live : dense3", "packed", "states", "live : packed")
+PACKED = "dense3+state8"
 
 
 def kept(shape: CacheShape) -> str:
@@ -56,6 +61,8 @@ def rows() -> Iterator[dict[str, Any]]:
         for num_tokens in LENGTHS:
             live = shape.hot_bytes(num_tokens, 2)
             cold = {codec: _cold(shape, codec, num_tokens) for codec in ("raw", "dense3")}
+            states = shape.states("bfloat16")
+            packed = _packed(shape, num_tokens) if states else (*cold["dense3"],)
             yield {
                 "model": name,
                 "kept": kept(shape),
@@ -65,7 +72,22 @@ def rows() -> Iterator[dict[str, Any]]:
                 "raw_bytes": cold["raw"][0],
                 "dense3_bytes": cold["dense3"][0],
                 "state_bytes": cold["raw"][1],
+                "packed_bytes": packed[0],
+                "packed_state_bytes": packed[1],
             }
+
+
+def _packed(shape: CacheShape, num_tokens: int) -> tuple[int | None, int]:
+    """Bytes where windows and states sleep packed, too: on mlx, within the bound."""
+    states = shape.states("bfloat16")
+    assert states is not None
+    name = with_states(PACKED, states.has_matrices)
+    try:
+        codec = open_session_codec(name, None, states)
+        size = cold_size(shape, codec, "bfloat16", num_tokens, StoreConfig())
+    except UnknownCodec:
+        return None, 0
+    return size.total, size.states
 
 
 def _cold(shape: CacheShape, codec: str, num_tokens: int) -> tuple[int | None, int]:
@@ -88,8 +110,14 @@ def markdown() -> Iterator[str]:
         first = [row["model"], row["kept"], row["engines"]] if row["model"] != before else [""] * 3
         before, dense = row["model"], row["dense3_bytes"]
         sizes = [_mib(row[f"{x}_bytes"]) for x in ("live", "raw", "dense3", "state")]
-        ratio = "" if dense is None else f"{row['live_bytes'] / dense:.2f}"
-        yield "| " + " | ".join([*first, str(row["tokens"]), *sizes, ratio]) + " |"
+        more = [_mib(row[f"{x}_bytes"]) for x in ("packed", "packed_state")]
+        ratios = [_ratio(row["live_bytes"], x) for x in (dense, row["packed_bytes"])]
+        figures = [*sizes, ratios[0], *more, ratios[1]]
+        yield "| " + " | ".join([*first, str(row["tokens"]), *figures]) + " |"
+
+
+def _ratio(live: int, asleep: int | None) -> str:
+    return "" if asleep is None else f"{live / asleep:.2f}"
 
 
 if __name__ == "__main__":

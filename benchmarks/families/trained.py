@@ -8,7 +8,8 @@
     latent   two layers of multi-head latent attention (deepseek_v2)
 
 Trained with mlx on the CPU, in minutes each. A folder is named by a digest of the task and of how
-the model is trained on it, so that is done once. They are ordinary folders of models: any engine can load them.
+the model is trained on it, so that is done once. They are ordinary folders of models, which any
+engine can load.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ ENOUGH: Final = 0.99  # of the answers; fewer than 95 % would be no model to mea
 RATE: Final = 3e-3
 OTHERS: Final = 0.2  # weight of symbols that are no answers
 SEED: Final = 1
+FORGETS: Final = -5.0  # of a delta net at first: the logarithm of how fast
 
 _COMMON: Final[dict[str, object]] = {
     "vocab_size": len(tasks.ALPHABET),
@@ -87,7 +89,7 @@ CONFIGS: Final[dict[str, dict[str, object]]] = {
         "head_dim": 16,
         "state_size": 32,
         "layer_norm_epsilon": 1e-5,
-        "expand": 2,
+        "expand": 1,
         "conv_kernel": 4,
         "n_groups": 1,
         "use_bias": False,
@@ -147,6 +149,9 @@ def new_model(kind: str) -> nn.Module:
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.float32)
     if kind == "delta":
+        # Fresh ones forget within a few tokens, and would take long to learn not to.
+        decay = model.layers[0].linear_attn.A_log
+        model.layers[0].linear_attn.A_log = mx.full(decay.shape, FORGETS)
         muted = model.layers[-1].self_attn.o_proj
         muted.weight = mx.zeros_like(muted.weight)
         muted.freeze()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engines.kv_budget import KVCost
-from kvstore.shapes import KVLayer
+from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, StateLayout
 
 FLOAT32_BYTES = 4
 
@@ -31,7 +32,7 @@ class CacheShape:
     """The cache of one session, layer by layer.
 
     Growing layers are packed by a codec. Windows and recurrent state cannot be cut back to an
-    earlier token; they are kept as they are, in snapshots.
+    earlier token; they are kept in snapshots, on mlx packed as well where that was measured.
     """
 
     growing: tuple[KVLayer, ...] = ()
@@ -39,6 +40,8 @@ class CacheShape:
     state_elements: int = 0  # recurrent state in the engine's dtype (convolutions)
     state_float32: int = 0  # recurrent state that is float32 whatever the engine's dtype is
     num_states: int = 0  # layers that it belongs to
+    # Values of a row of the matrices that ``state_float32`` counts; 0 = they are none.
+    state_width: int = 0
     exact_only: str = ""  # why a lossy codec must not touch it; "" = it may
     notes: tuple[str, ...] = field(default=())
 
@@ -55,6 +58,33 @@ class CacheShape:
         """Bytes of windows and recurrent state after ``num_tokens``, which do not grow for ever."""
         windows = sum(_width(w.layer) * min(num_tokens, w.longest) for w in self.windows)
         return (windows + self.state_elements) * itemsize + self.state_float32 * FLOAT32_BYTES
+
+    def states(self, dtype: DType) -> StateLayout | None:
+        """The part of it that a codec of whole sessions may pack; None = there are no states.
+
+        As an mlx engine finds it, but for matrices in the engine's own dtype, which count as exact.
+        """
+        if not self.needs_state:
+            return None
+        lengths = {w.longest for w in self.windows}
+        alike = lengths.pop() if len(lengths) == 1 else 0
+        windows = KVLayout(dtype, tuple(w.layer for w in self.windows)) if alike else None
+        return StateLayout(windows, alike, self.state_width > 0)
+
+    def packed_state_bytes(self, codec: SessionCodec, dtype: DType, num_tokens: int) -> int:
+        """Bytes of windows and recurrent state in a snapshot packed by ``codec``."""
+        itemsize = NUMPY_DTYPES[dtype].itemsize
+        total = self.state_bytes(num_tokens, itemsize)
+        states = self.states(dtype)
+        if codec.windows is not None and states is not None and states.windows is not None:
+            held = min(num_tokens, states.window_tokens)
+            total -= held * states.windows.bytes_per_token
+            total += codec.windows.packed_nbytes(states.windows, held, num_tokens - held)
+        if self.state_width and not codec.matrices.exact:
+            rows = self.state_float32 // self.state_width
+            total -= self.state_float32 * FLOAT32_BYTES
+            total += codec.matrices.nbytes(rows, self.state_width)
+        return total
 
     def hot_bytes(self, num_tokens: int, itemsize: int) -> int:
         """Bytes of the whole live cache after ``num_tokens``, in a dtype of ``itemsize`` bytes."""

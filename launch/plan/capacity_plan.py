@@ -11,13 +11,15 @@ import msgspec
 from engines.calibration.gate.choice import Choice
 from engines.kv_budget import stated_context
 from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
-from kvstore.codecs.names import READY
+from kvstore.codecs.base import Codec
+from kvstore.codecs.names import CODECS, READY, first_part, with_states
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
+from kvstore.codecs.states.session_codec import SessionCodec, open_session_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import TierName
-from kvstore.shapes import DType
+from kvstore.shapes import DType, StateLayout
 from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
 from launch.model import find_model
@@ -42,7 +44,7 @@ class ColdPlan(msgspec.Struct, frozen=True):
     kl: float | None = None  # the worst that was measured of it on this model; None: it was not
     refused: str = ""
     bytes_per_session: int = 0
-    state_bytes: int = 0  # of these: the states that are kept, exact under every codec
+    state_bytes: int = 0  # of these: the states that are kept
     kv_bytes_per_token: float = 0.0  # packed K and V of the growing layers
     kv_times_smaller_than_bf16: float = 0.0  # the same
     times_smaller_than_bf16: float = 0.0  # the whole session
@@ -119,6 +121,7 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         _as_saved(effective),
         find_profile(effective),
         choices,
+        packs_states=effective.engine_kind == "mlx",
     )
     return msgspec.structs.replace(plan, engine=effective.engine_kind, notes=[*plan.notes, *note])
 
@@ -178,6 +181,8 @@ def make_plan(
     store: StoreConfig,
     profile: Profile | None = None,
     choices: Mapping[TierName, Choice] | None = None,
+    *,
+    packs_states: bool = False,
 ) -> Plan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
@@ -189,10 +194,12 @@ def make_plan(
         store: the budgets of the tiers.
         profile: what was measured of the model; None = nothing.
         choices: the codec that will serve, for each tier.
+        packs_states: the engine packs windows and recurrent states, too, where that was measured.
     """
     shape, itemsize = hot.shape, hot.itemsize
     longest = max((w.longest for w in shape.windows), default=0)
-    planner = _Planner(hot, dtype, store, profile, choices or {})
+    states = shape.states(dtype) if packs_states else None
+    planner = _Planner(hot, dtype, store, profile, choices or {}, states)
     return Plan(
         model=name,
         model_type=str(content.get("model_type")),
@@ -209,11 +216,11 @@ def make_plan(
         wanted_hot_bytes=hot.running_bytes(hot.wanted_context),
         budgets={"hot": hot.hot_bytes} | {str(x): n for x, n in planner.cold_budgets.items()},
         contexts=[planner.context(n) for n in contexts],
-        notes=_notes(hot, store),
+        notes=_notes(hot, store, packs_states),
     )
 
 
-def _notes(hot: HotBudget, store: StoreConfig) -> list[str]:
+def _notes(hot: HotBudget, store: StoreConfig, packs_states: bool) -> list[str]:
     shape = hot.shape
     notes = list(shape.notes)
     if refusal := hot.refusal():
@@ -221,8 +228,9 @@ def _notes(hot: HotBudget, store: StoreConfig) -> list[str]:
     if shape.exact_only:
         notes.append(f"only the codec raw: {shape.exact_only}")
     if shape.needs_state:
+        how = "packed where that was measured" if packs_states else "kept exact, not packed"
         notes.append(
-            "windows and recurrent state are kept exact, not packed: a cold session has"
+            f"windows and recurrent state are {how}: a cold session has"
             f" {store.max_snapshots} of them, and resumes at those"
         )
     return notes
@@ -237,6 +245,7 @@ class _Planner:
     store: StoreConfig
     profile: Profile | None
     choices: Mapping[TierName, Choice]
+    states: StateLayout | None  # that the engine packs
 
     @property
     def cold_budgets(self) -> dict[TierName, int]:
@@ -251,7 +260,7 @@ class _Planner:
         named = [
             x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)
         ]
-        learned = self.profile.learned if self.profile else ()
+        learned = [x for x in (self.profile.learned if self.profile else ()) if x in CODECS]
         return ContextPlan(
             context=num_tokens,
             hot_bytes_per_session=self.hot.idle_bytes(num_tokens),
@@ -281,7 +290,10 @@ class _Planner:
     def _cold(self, name: str, num_tokens: int) -> ColdPlan:
         shape = self.hot.shape
         try:
-            codec = open_codec(name, self.profile)
+            codec: Codec | SessionCodec = open_codec(first_part(name), self.profile)
+            if self.states is not None:
+                name = with_states(name, self.states.has_matrices)
+                codec = open_session_codec(name, self.profile, self.states)
             size = cold_size(shape, codec, self.dtype, num_tokens, self.store)
         except UnknownCodec as error:
             return ColdPlan(name, refused=str(error))

@@ -10,6 +10,7 @@ from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
 from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.base import Codec
+from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayout
@@ -26,7 +27,7 @@ class ColdSize:
     """The bytes that one sleeping session takes in a tier; keys and index entries included.
 
     ``rows`` are K and V of every token: packed chunks, and the raw tail, which lies inside the
-    states where there are some. ``states`` are kept exact, whatever the codec.
+    states where there are some. ``states`` are packed by a codec of whole sessions only.
     """
 
     rows: int
@@ -40,7 +41,11 @@ class ColdSize:
 
 
 def cold_size(
-    shape: CacheShape, codec: Codec, dtype: DType, num_tokens: int, store: StoreConfig
+    shape: CacheShape,
+    codec: Codec | SessionCodec,
+    dtype: DType,
+    num_tokens: int,
+    store: StoreConfig,
 ) -> ColdSize:
     """The bytes of a session of ``num_tokens``: headers, exact first tokens, tail, states, record.
 
@@ -50,13 +55,19 @@ def cold_size(
     if shape.exact_only and not codec.exact:
         raise UnknownCodec(f"codec {codec.id} is refused: {shape.exact_only}")
     layout = KVLayout(dtype, shape.growing)
+    session = codec if isinstance(codec, SessionCodec) else None
+    codec = codec.kv if isinstance(codec, SessionCodec) else codec
     codec.check(layout)
     packer, size = Packer(codec, layout, ""), chunk_tokens(store)
     num_chunks, tail = divmod(num_tokens, size) if shape.growing else (0, 0)
     rows = [packer.chunk_nbytes(min(i, 1) * size, size) for i in range(num_chunks)]
     states: list[int] = []
     if shape.needs_state:
-        state = HEADER_BYTES + shape.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
+        state = HEADER_BYTES + (
+            shape.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
+            if session is None
+            else shape.packed_state_bytes(session, dtype, num_tokens)
+        )
         tail_rows = packer.tail_nbytes(tail) - HEADER_BYTES
         states = [state + tail_rows] * store.max_snapshots
     elif tail:

@@ -14,10 +14,14 @@ from launch.plan.families.windows import FULL, SLIDING, repeated
 
 @dataclass(frozen=True)
 class State:
-    """One layer's state: numbers in the engine's dtype, and numbers that are always float32."""
+    """One layer's state: numbers in the engine's dtype, and numbers that are always float32.
+
+    The latter are matrices with rows of ``width`` values.
+    """
 
     elements: int
     float32: int = 0
+    width: int = 0
 
 
 def between(growing: tuple[KVLayer, ...], state: State, num_states: int) -> CacheShape:
@@ -27,6 +31,7 @@ def between(growing: tuple[KVLayer, ...], state: State, num_states: int) -> Cach
         state_elements=state.elements * num_states,
         state_float32=state.float32 * num_states,
         num_states=num_states,
+        state_width=state.width,
     )
 
 
@@ -39,7 +44,7 @@ def delta_net_state(config: Config) -> State:
     num_keys, num_values = (config.integer(f"linear_num_{side}_heads") for side in ("key", "value"))
     channels = 2 * key_dim * num_keys + value_dim * num_values
     convolution = channels * (config.integer("linear_conv_kernel_dim") - 1)
-    return State(convolution, num_values * key_dim * value_dim)
+    return State(convolution, num_values * key_dim * value_dim, key_dim)
 
 
 def qwen_next(config: Config) -> CacheShape:
@@ -66,7 +71,7 @@ def mamba(config: Config) -> CacheShape:
 
 def mamba2_state(heads: int, dim: int, size: int, groups: int, kernel: int, width: int) -> State:
     """Mamba 2: ``width`` + 2 x ``groups`` x ``size`` channels, and a matrix for each head."""
-    return State((width + 2 * groups * size) * (kernel - 1), heads * dim * size)
+    return State((width + 2 * groups * size) * (kernel - 1), heads * dim * size, size)
 
 
 def mamba2(config: Config) -> CacheShape:
@@ -148,7 +153,7 @@ def plamo2(config: Config) -> CacheShape:
     num_states = sum(mambas) if config.flag("mamba_enabled") else 0
     dim, heads = config.integer("hidden_size_per_head"), config.integer("mamba_num_heads")
     kernel, size = config.integer("mamba_d_conv"), config.integer("mamba_d_state")
-    state = State(heads * dim * (kernel - 1), heads * dim * size)
+    state = State(heads * dim * (kernel - 1), heads * dim * size, size)
     layer = KVLayer(config.integer("num_key_value_heads"), dim, dim)
     return between((layer,) * (num_layers - num_states), state, num_states)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.blobs.snapshot import Snapshot, StateArray
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.blobs.snapshot import MatrixArray, Snapshot, StateArray, WindowArray
 from kvstore.by_tokens.store import ColdStore
 from kvstore.codecs.names import READY
 from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.states.session_codec import open_session_codec
 from kvstore.config import StoreConfig
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, StoredModel
@@ -56,6 +58,32 @@ def test_windows_and_state_are_counted_once_per_snapshot():
     expected = cold_size(shape, codec_by_name("tq3"), "bfloat16", 1000, config).total
     # The plan takes every snapshot to be as long as the newest; the first one here is shorter.
     assert held == pytest.approx(expected, rel=0.15)
+
+
+def test_packed_windows_and_matrices_are_counted_as_they_are_stored():
+    shape = CacheShape(
+        TINY.growing, (Window(KVLayer(1, 32, 32), 100),) * 2, state_float32=64 * 80, state_width=64
+    )
+    states = shape.states("bfloat16")
+    assert states is not None and states.windows is not None and states.has_matrices
+    codec = open_session_codec("tq3+state8", None, states)
+    layout, config = KVLayout("bfloat16", TINY.growing), StoreConfig(max_snapshots=2)
+    model = StoredModel("m", "f", layout, True, states.windows)
+    tier, codecs = RamTier(GIB), CodecSet(codec.kv, codec.kv, codec.kv, (), {codec.kv.id: codec})
+    store = ColdStore(config, model, codecs, [tier])
+    rng, ids = np.random.default_rng(1), tokens(1000)
+    window = rng.standard_normal((1, 1, 100, 32)).astype(np.float32).view(np.uint32) >> 16
+    rows = [WindowArray("bfloat16", window.astype(np.uint16), i) for i in range(4)]
+    matrix = MatrixArray("float32", rng.standard_normal((1, 80, 64)).astype(np.float32))
+    newest, older = (Snapshot(x, [*rows, matrix]) for x in (1000, 999))
+    store.save(ref(), ids, kv_of(ids, layout), [older, newest])
+    assert store.flush(30)
+    held = tier.stats().nbytes
+    store.close()
+    expected = cold_size(shape, codec, "bfloat16", 1000, config)
+    assert held == pytest.approx(expected.total, rel=0.01)
+    exact = cold_size(shape, codec.kv, "bfloat16", 1000, config)
+    assert exact.states - expected.states > 0.7 * 2 * shape.state_bytes(1000, 2)
 
 
 def test_a_codec_that_must_not_pack_a_cache_is_refused():

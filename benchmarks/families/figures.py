@@ -1,0 +1,266 @@
+"""Puts models of every family to sleep with the preset that the gate gives them, and wakes them.
+
+    python -m benchmarks.families.figures --models mamba2,delta [--json FILE]
+    python -m benchmarks.families.figures --models windowed --source SAMPLE_MODEL --contexts 2048
+
+Each model is measured by the survey of ``thermocline calibrate``, ``auto`` chooses by that, and
+sessions are saved into a cold store with these codecs, loaded and gone on with. Trained models
+are judged by texts of their task and by the answers to it, the model with windows by the usual
+texts. Bytes are the store's own count: packed rows, two states, headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.families.tasks import ITEM, answer_places, recall_text
+from benchmarks.families.trained import trained_model
+from benchmarks.families.windowed import write_windowed
+from benchmarks.stacks.product_stack import write_json
+from engines.calibration.first_order import FIRST_PRESETS
+from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.calibration.instrument import HeldSession
+from engines.calibration.measuring.metrics import drift
+from engines.calibration.messages import CalibrationOrder, CalibrationReport
+from engines.calibration.survey import survey_report
+from engines.mlx_worker.cache.layout import CachePlan, probe
+from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.model.loading import load_model
+from kvstore.blobs.snapshot import Snapshot, StateArray, StateTree
+from kvstore.by_tokens.store import ColdStore
+from kvstore.config import StoreConfig
+from kvstore.session import SessionRef
+from kvstore.shapes import StoredModel
+from kvstore.tiers.ram_tier import RamTier
+
+GIB = 1 << 30
+CONTEXT = 128  # tokens of a trained model's session
+ANSWER = 32  # tokens before the end of a session, where its older state lies
+TEXTS = 6
+SESSIONS = 24
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """A model that was measured, and the texts that its sessions have."""
+
+    name: str
+    instrument: MlxInstrument
+    plan: CachePlan
+    report: CalibrationReport
+    data: Path
+    texts: Sequence[tuple[list[int], list[int]]]  # what is slept over, and what follows
+
+
+def measured(name: str, folder: Path, data: Path, order: dict[str, Any]) -> Sleeper:
+    """Measure a model by the survey, in fp32."""
+    loaded = load_model(str(folder), "float32")
+    plan = probe(loaded.model)
+    instrument = MlxInstrument(loaded, plan, data)
+    usual = {"presets": FIRST_PRESETS, "with_bounds": False, "dtype": "float32"}
+    whole = CalibrationOrder(model_path=str(folder), data_path=str(data), **(usual | order))
+    report = survey_report(instrument, whole, "mlx")
+    return Sleeper(name, instrument, plan, report, data, ())
+
+
+def trained(kind: str, data: Path) -> Sleeper:
+    """A trained model, measured on texts of its task."""
+    files: list[str] = []
+    for number in range(2 * TEXTS):
+        path = data / f"recall-{number}.txt"
+        path.write_text(recall_text(1000 + number, 2000 if number < TEXTS else 100))
+        files.append(str(path))
+    order = {
+        "contexts": (CONTEXT,),
+        "window_tokens": CONTEXT,
+        "num_windows": 2 * TEXTS,
+        "num_scored": 64,
+        "depths": (),
+        "num_chains": 0,
+        "fit_texts": tuple(files[:TEXTS]),
+        "eval_texts": tuple(files[TEXTS:]),
+    }
+    found = measured(kind, trained_model(kind), data, order)
+    cut = CONTEXT - CONTEXT % ITEM
+    texts = []
+    for seed in range(SESSIONS):
+        ids = found.instrument.encode(recall_text(seed, 64))
+        texts.append((ids[:cut], ids[cut:]))
+    return Sleeper(kind, found.instrument, found.plan, found.report, data, texts)
+
+
+def windowed(source: Path, data: Path, contexts: tuple[int, ...], num_windows: int) -> Sleeper:
+    """The sample model with windows, measured on the usual texts."""
+    folder = write_windowed(source, data / "windowed")
+    order = {
+        "contexts": contexts,
+        "num_windows": num_windows,
+        "num_scored": 64,
+        "depths": (0.5,),
+        "num_chains": 2,
+        "presets": ("dense3", "balanced", "tq4"),
+    }
+    found = measured("windowed", folder, data, order)
+    from engines.calibration.corpus import held_out_texts
+
+    longest = max(contexts)
+    texts = []
+    for text in held_out_texts():
+        ids = found.instrument.encode(text.content)
+        if len(ids) >= longest + 64:
+            texts.append((ids[:longest], ids[longest : longest + 64]))
+    return Sleeper("windowed", found.instrument, found.plan, found.report, data, texts[:2])
+
+
+# ---- sleeping
+
+
+def sleep(of: Sleeper, codec: str, *, accept_loss: bool = False) -> dict[str, Any]:
+    """Save, load and go on with every text by one codec; returns the figures."""
+    settings: dict[str, Any] = {"codec": codec, "accept_loss": accept_loss, "ram_bytes": GIB}
+    config = StoreConfig(disk_bytes=0, **settings)
+    layout, states = of.instrument.layout, of.plan.states
+    codecs = ServedCodecs(config, layout, of.instrument.fingerprint, of.data, states=states)
+    windows = states.windows if states else None
+    model = StoredModel(of.name, of.instrument.fingerprint, layout, of.plan.needs_state, windows)
+    store = ColdStore(config, model, codecs.codecs, [RamTier(GIB)])
+    try:
+        rows = [_slept(of, store, number) for number in range(len(of.texts))]
+    finally:
+        store.close()
+    moved = [x["drift"] for x in rows]
+    return {
+        "codec": codecs.report.name,
+        "kl": float(np.mean(np.concatenate([x.kl for x in moved]))),
+        "top1": float(np.mean(np.concatenate([x.same_top for x in moved]))),
+        "right_before": _share(x["right"][0] for x in rows),
+        "right_after": _share(x["right"][1] for x in rows),
+        "hot_bytes": int(np.mean([x["hot_bytes"] for x in rows])),
+        "cold_bytes": int(np.mean([x["cold_bytes"] for x in rows])),
+    }
+
+
+def _slept(of: Sleeper, store: ColdStore, number: int) -> dict[str, Any]:
+    tokens, rest = of.texts[number]
+    session = of.instrument.prefill_whole(tokens)
+    ref = SessionRef("benchmark", str(number), b"salt")
+    states: list[Snapshot] = []
+    if of.plan.needs_state:
+        before = of.instrument.prefill_whole(tokens[: len(tokens) - ANSWER])
+        states = [Snapshot(x.num_tokens, x.state) for x in (before, session)]
+    store.save(ref, tokens, session.run, states)
+    assert store.flush(60), "the session was not saved in time"
+    restored = store.load(store.match(ref, ref.salt, tokens, len(tokens)))
+    assert restored.num_tokens == len(tokens), restored
+    woken = HeldSession(restored.run, restored.num_tokens, restored.state)
+    exact = of.instrument.log_probs_whole(session, rest)
+    packed = of.instrument.log_probs_whole(woken, rest)
+    record = store.record(ref)
+    assert record is not None
+    return {
+        "drift": drift(exact, packed, rest),
+        "right": [_answers(x, rest) for x in (exact, packed)],
+        "hot_bytes": _hot_bytes(session),
+        "cold_bytes": record.packed_bytes,
+    }
+
+
+def _answers(log_probs: np.ndarray, rest: Sequence[int]) -> list[bool]:
+    """Say for each answer in ``rest`` whether it is the most likely token."""
+    places = [x for x in answer_places(rest) if x]
+    return [int(log_probs[x - 1].argmax()) == rest[x] for x in places]
+
+
+def _share(found: Iterator[list[bool]]) -> float:
+    every = [x for answers in found for x in answers]
+    return float(np.mean(every)) if every else float("nan")
+
+
+def _hot_bytes(session: HeldSession) -> int:
+    """Bytes of the live session in bf16; states of recurrent layers are fp32 everywhere."""
+    rows = sum(2 * x.size for pair in session.run for x in pair)
+    return rows + _state_bytes(session.state)
+
+
+def _state_bytes(tree: StateTree) -> int:
+    if isinstance(tree, StateArray):
+        wide = type(tree).__name__ == "MatrixArray"
+        return int(tree.array.size) * (4 if wide else 2)
+    if isinstance(tree, dict):
+        return sum(_state_bytes(x) for x in tree.values())
+    return sum(map(_state_bytes, tree)) if isinstance(tree, list | tuple) else 0
+
+
+# ---- the table
+
+
+def figures(of: Sleeper) -> dict[str, Any]:
+    """All figures of one model: what the gate found, what it chose, what a sleep costs."""
+    rows = [
+        {"preset": x.preset, "context": x.context, "bits": x.bits_per_element, "kl": x.kl}
+        | {"top1": x.top1, "chain_kl": x.chain_kl}
+        for x in of.report.rows
+    ]
+    chosen = sleep(of, "auto")
+    found = {"model": of.name, "gate": rows, "auto": chosen}
+    states = of.plan.states
+    if states is not None and states.has_matrices:
+        rows_codec = chosen["codec"].partition("+")[0]
+        found["state4"] = sleep(of, f"{rows_codec}+state4", accept_loss=True)
+    return found
+
+
+def as_text(found: dict[str, Any]) -> Iterator[str]:
+    yield f"## {found['model']}"
+    yield ""
+    yield "| preset | tokens | bits | KL | top 1 | KL of chains |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for x in found["gate"]:
+        chains = "" if x["chain_kl"] is None else f"{x['chain_kl']:.4f}"
+        yield (
+            f"| `{x['preset']}` | {x['context']} | {x['bits']:.2f} | {x['kl']:.5f} |"
+            f" {x['top1']:.1%} | {chains} |"
+        )
+    yield ""
+    for name in ("auto", "state4"):
+        if (x := found.get(name)) is not None:
+            yield (
+                f"{name}: `{x['codec']}`, KL {x['kl']:.5f}, same top {x['top1']:.1%}, right answers"
+                f" {x['right_before']:.2%} before, {x['right_after']:.2%} after; {x['hot_bytes']:,}"
+                f" bytes live, {x['cold_bytes']:,} asleep ({x['hot_bytes'] / x['cold_bytes']:.2f}x)"
+            )
+    yield ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="mamba2,delta")
+    parser.add_argument("--source", type=Path, help="the sample model, for windowed")
+    parser.add_argument("--contexts", default="2048", help="of windowed")
+    parser.add_argument("--windows", type=int, default=16, help="to learn from, of windowed")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    results = []
+    for name in args.models.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            if name == "windowed":
+                contexts = tuple(map(int, args.contexts.split(",")))
+                of = windowed(args.source, Path(folder), contexts, args.windows)
+            else:
+                of = trained(name, Path(folder))
+            results.append(figures(of))
+        print("\n".join(as_text(results[-1])), flush=True)
+    write_json(args.json, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A whole calibration of models with windows and states: learned, measured, and served from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.calibration.messages import CalibrationOrder, CalibrationReport
+from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.calibrate import calibrate
+from engines.mlx_worker.model.instrument import MlxInstrument
+from kvstore.codecs.names import STATES
+from kvstore.codecs.profile import OF_WINDOWS, load_profile
+from kvstore.config import StoreConfig
+from tests.integration.tiny_models import tiny_model, write_model
+
+pytestmark = pytest.mark.mlx
+
+
+def calibrated(kind: str, data: Path) -> CalibrationReport:
+    folder = data / "model"
+    folder.mkdir()
+    write_model(kind, folder)
+    order = CalibrationOrder(
+        model_path=str(folder),
+        dtype="float32",
+        presets=("dense3",),
+        contexts=(128,),
+        num_windows=2,
+        window_tokens=128,
+        num_scored=16,
+        depths=(),
+        num_chains=0,
+        with_bounds=False,
+        data_path=str(data),
+    )
+    return calibrate(order)
+
+
+def served(kind: str, report: CalibrationReport, data: Path, max_kl: float) -> ServedCodecs:
+    plan = probe(tiny_model(kind).model)
+    assert plan.layout is not None
+    config = StoreConfig(max_kl=max_kl, accept_loss=True, codec="dense3")
+    return ServedCodecs(config, plan.layout, report.fingerprint, data, states=plan.states)
+
+
+def test_windows_are_learned_by_themselves(tmp_path: Path) -> None:
+    report = calibrated("gemma3_text", tmp_path)
+    profile = load_profile(Path(report.profile))
+    assert set(profile.learned) == {"dense3", "dense3" + OF_WINDOWS}
+    assert profile.windows is not None and len(profile.windows.layers) == 4
+    # The layers with windows turn their keys by another base.
+    assert None not in (*profile.ropes, *profile.window_ropes)
+    (row,) = report.rows
+    assert row.preset == "dense3" and row.kl > 0 and row.bits_per_element < 6
+    codecs = served("gemma3_text", report, tmp_path, max_kl=1e9)
+    session = codecs.codecs.sessions[codecs.codecs.ram.id]
+    assert session.id == row.codec_id == codecs.report.id
+    assert session.windows is not None and session.windows.id != session.kv.id
+
+
+def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> None:
+    report = calibrated("qwen3_next", tmp_path)
+    rows = {x.preset: x for x in report.rows}
+    assert set(rows) == {f"dense3+{x}" for x in STATES}
+    by_bits = [rows[f"dense3+{x}"].bits_per_element for x in STATES]
+    assert by_bits == sorted(by_bits, reverse=True)
+    codecs = served("qwen3_next", report, tmp_path, max_kl=1e9)
+    assert codecs.report.id == rows["dense3+state8"].codec_id  # what "dense3" alone stands for
+
+
+def test_gradients_foretell_what_an_error_in_a_window_does() -> None:
+    loaded = tiny_model("gemma3_text")
+    instrument = MlxInstrument(loaded, probe(loaded.model))
+    tokens = [(7 * i + 3) % 400 for i in range(60)]
+    growing, windows = instrument.session_gradients(tokens[:40], tokens[40:])
+    assert len(growing) == 2 and len(windows) == 4
+    assert [x.shape for x in windows[0]] == [(2, 32, 64)] * 2  # no more than the window
+    assert growing[0][0].shape == (2, 40, 64)
+    for gradient in (*growing, *windows):
+        assert all(np.isfinite(x).all() and np.abs(x).max() > 0 for x in gradient)
