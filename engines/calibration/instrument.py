@@ -84,8 +84,12 @@ class StatefulInstrument(Protocol):
     def window_ropes(self) -> tuple[Rope | None, ...]:
         """The same as ``Instrument.ropes``, of the layers with windows."""
 
-    def prefill_whole(self, tokens: Sequence[int]) -> HeldSession:
-        """Compute a whole session of ``tokens``; the caller owns the arrays."""
+    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
+        """Compute a whole session of ``tokens``; the caller owns the arrays.
+
+        Args:
+            past: a session of the first tokens, but not of all, to go on from; it is not changed.
+        """
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         """The same as ``Instrument.log_probs``, behind a whole session, which is not changed."""

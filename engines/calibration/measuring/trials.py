@@ -1,7 +1,10 @@
 """Takes sessions out of an instrument, through a codec and back: of rows alone, or with states.
 
 With states the whole session goes the way of a sleep and a wake: its rows as chunks, its state as a
-snapshot, by the store's own functions.
+snapshot, by the store's own functions. Rows are packed once in a session's life, but a recurrent
+state that came back and went on is packed anew with the next sleep, and its errors are carried
+along. So the state goes through the codec ``SLEEPS`` times, a short turn apart, before it is
+judged.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -28,6 +31,8 @@ from kvstore.blobs.state_packer import StatePacker
 from kvstore.codecs.base import Codec
 from kvstore.codecs.states.session_codec import SessionCodec
 
+SLEEPS: Final = 4
+TURN_TOKENS: Final = 16  # between two of them
 # Packs rows alone, or whole sessions of a model with states.
 AnyCodec: TypeAlias = Codec | SessionCodec
 
@@ -126,14 +131,17 @@ class _WholeSessions:
         self._how = how
         self._tokens: tuple[int, ...] = ()
         self._session = HeldSession((), 0)
+        self._first = self._session  # as it was before the first sleep
         self.prefill_s: float | None = None
 
     def session(self, tokens: Sequence[int]) -> HeldSession:
         if self._tokens != tuple(tokens):
-            self._session = HeldSession((), 0)  # two at a time would be one too many
+            self._session = self._first = HeldSession((), 0)  # two would be one too many
+            asleep = max(1, len(tokens) - (SLEEPS - 1) * TURN_TOKENS)
             began = self._how.clock()
-            self._session = self._instrument.prefill_whole(tokens)
-            self.prefill_s = 1000 * (self._how.clock() - began) / len(tokens)
+            self._first = self._instrument.prefill_whole(tokens[:asleep])
+            self.prefill_s = 1000 * (self._how.clock() - began) / asleep
+            self._session = self._instrument.prefill_whole(tokens, self._first)
             self._tokens = tuple(tokens)
         return self._session
 
@@ -146,6 +154,8 @@ class _WholeSessions:
         assert states is not None
         known = {codec.windows.id: codec.windows} if codec.windows is not None else {}
         packer = StatePacker(states.windows, known, [codec.matrices.id])
+        exact = session
+        session = self._slept_before(codec, packer, session)
         rows = self._how.trip(codec.kv, session)
         state = session.state
         if not codec.exact:
@@ -157,7 +167,25 @@ class _WholeSessions:
         whole = RoundTrip(
             run=rows.run,
             nbytes=rows.nbytes + HEADER_BYTES + len(payload),
-            num_elements=rows.num_elements + state_elements(session.state),
+            num_elements=rows.num_elements + state_elements(exact.state),
             restore_s=rows.restore_s + 1000 * took / session.num_tokens,
         )
         return Trip(HeldSession(rows.run, session.num_tokens, back), whole)
+
+    def _slept_before(
+        self, codec: SessionCodec, packer: StatePacker, session: HeldSession
+    ) -> HeldSession:
+        """The session as it is after all sleeps but the last; ``session`` if states are exact.
+
+        Of those sleeps it has the errors in matrices. Its rows, which are packed once, are not yet.
+        """
+        if codec.matrices.exact:
+            return session
+        states_alone = replace(codec, windows=None)
+        came = self._first
+        while came.num_tokens < session.num_tokens:
+            packed = packer.pack(states_alone, came.state, came.num_tokens)
+            woken = replace(came, state=packer.unpack(packed))
+            awake = min(came.num_tokens + TURN_TOKENS, session.num_tokens)
+            came = self._instrument.prefill_whole(self._tokens[:awake], woken)
+        return came

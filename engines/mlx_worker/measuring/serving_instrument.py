@@ -93,8 +93,8 @@ class ServingInstrument:
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         return self._until_done(lambda: self._scored(session, tokens))
 
-    def prefill_whole(self, tokens: Sequence[int]) -> HeldSession:
-        return self._until_done(lambda: self._whole(tokens))
+    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
+        return self._until_done(lambda: self._whole(tokens, past or HeldSession((), 0)))
 
     def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
         try:
@@ -119,18 +119,18 @@ class ServingInstrument:
 
     def _prefilled(self, tokens: Sequence[int], past: KVRun) -> list[KVPair]:
         num_past = past[0][0].shape[1] if past else 0
-        self._feed(past, tokens[num_past:])
+        self._feed(HeldSession(past, num_past), tokens[num_past:])
         out = self._layout.empty(len(tokens))
         self._steps.run(lambda: self._held.take(out))
         return out
 
-    def _whole(self, tokens: Sequence[int]) -> HeldSession:
-        self._feed((), tokens)
+    def _whole(self, tokens: Sequence[int], past: HeldSession) -> HeldSession:
+        self._feed(past, tokens[past.num_tokens :])
         return self._steps.run(lambda: self._held.take_whole(len(tokens)))
 
-    def _feed(self, past: KVRun, tokens: Sequence[int]) -> None:
+    def _feed(self, past: HeldSession, tokens: Sequence[int]) -> None:
         """Have ``past``, and ``tokens`` behind it, held."""
-        self._steps.run(lambda: self._held.begin(past))
+        self._steps.run(lambda: self._held.begin_whole(past))
         at = 0
         while at < len(tokens):
             part = tokens[at : at + self._size.tokens]
@@ -138,7 +138,7 @@ class ServingInstrument:
             at += len(part)
 
     def _looked_back(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
-        self._feed(run, tokens)
+        self._feed(HeldSession(run, run[0][0].shape[1]), tokens)
         first, end = run[0][0].shape[1], len(tokens)
         while end:
             part = tokens[max(0, end - self._back_size.tokens) : end]

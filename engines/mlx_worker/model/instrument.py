@@ -77,8 +77,9 @@ class MlxInstrument:
         caches = self._prefilled(self._caches(HeldSession(past, num_past)), tokens, num_past)
         return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]
 
-    def prefill_whole(self, tokens: Sequence[int]) -> HeldSession:
-        caches = self._prefilled(self._caches(HeldSession((), 0)), tokens, 0)
+    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
+        past = past or HeldSession((), 0)
+        caches = self._prefilled(self._caches(past), tokens, past.num_tokens)
         return session_of(caches, len(tokens))
 
     def _prefilled(self, caches: Caches, tokens: Sequence[int], num_past: int) -> Caches:

@@ -55,6 +55,28 @@ async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
         assert it.owner.held is not None and it.owner.held.nbytes == 0
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", "mamba2"])
+async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path: Path) -> None:
+    loaded = tiny_model(kind)
+    alone = MlxInstrument(loaded, probe(loaded.model))
+    prompt, rest = text(1, 300), text(2, 40)
+    async with engine(kind, tmp_path, codec="auto", gate={}) as it:
+        beside = serving(it)
+        assert beside.fingerprint == alone.fingerprint and beside.states == alone.states
+        ropes = await asyncio.to_thread(lambda: (beside.ropes, beside.window_ropes))
+        assert ropes == (alone.ropes, alone.window_ropes)
+        session = await asyncio.to_thread(beside.prefill_whole, prompt)
+        expected = alone.log_probs_whole(alone.prefill_whole(prompt), rest)
+        scores = await asyncio.to_thread(beside.log_probs_whole, session, rest)
+        np.testing.assert_allclose(scores, expected, atol=1e-2)
+        first = await asyncio.to_thread(beside.prefill_whole, prompt[:200])
+        further = await asyncio.to_thread(beside.prefill_whole, prompt, first)
+        assert (further.num_tokens, first.num_tokens) == (300, 200)
+        again = await asyncio.to_thread(beside.log_probs_whole, further, rest)
+        np.testing.assert_allclose(again, expected, atol=1e-2)
+        assert it.owner.held is not None and it.owner.held.nbytes == 0
+
+
 @pytest.mark.parametrize("piece", [8, 15, 64])
 def test_gradients_are_those_of_the_whole_loss_however_it_is_cut(piece: int) -> None:
     """By the tokens that are drawn, piece by piece, as the loss of all of them at once."""

@@ -1,0 +1,85 @@
+"""How often a state sleeps before it is judged, by an instrument whose state can be looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engines.calibration.instrument import HeldSession
+from engines.calibration.measuring.trials import SLEEPS, TURN_TOKENS, trials
+from kvstore.blobs.snapshot import MatrixArray, StateArray
+from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.states.matrices import matrix_codec
+from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.shapes import KVLayout, StateLayout
+
+RAW = codec_by_name("raw")
+
+
+class Adding:
+    """Adds every token to all values of its state, so what a codec has lost stays lost."""
+
+    layout = KVLayout("float32", ())
+    fingerprint = "f"
+    ropes = ()
+    window_ropes = ()
+    states = StateLayout(has_matrices=True)
+
+    def __init__(self) -> None:
+        self.went_on_from: list[int] = []
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def prefill(self, tokens: Sequence[int], past: object = ()) -> list:  # type: ignore[type-arg]
+        raise NotImplementedError
+
+    def log_probs(self, run: object, tokens: Sequence[int]) -> np.ndarray:
+        raise NotImplementedError
+
+    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
+        first = np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 8)
+        self.went_on_from.append(past.num_tokens if past else 0)
+        if past is not None:
+            assert isinstance(past.state, StateArray)
+            first = past.state.array
+        behind = tokens[past.num_tokens if past else 0 :]
+        state = MatrixArray("float32", first + np.float32(sum(behind)))
+        return HeldSession((), len(tokens), state)
+
+    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        raise NotImplementedError
+
+
+def test_errors_of_all_sleeps_are_in_what_is_judged() -> None:
+    instrument, tokens = Adding(), [1] * 200
+    how = trials(instrument, 128, 1, None)
+    session = how.session(tokens)
+    before = 200 - (SLEEPS - 1) * TURN_TOKENS
+    assert instrument.went_on_from == [0, before]
+    codec = SessionCodec(RAW, None, matrix_codec("state4"))
+    trip = how.trip(codec, session)
+    turns = [before + i * TURN_TOKENS for i in range(SLEEPS - 1)]
+    assert instrument.went_on_from[2:] == turns
+
+    once = codec.matrices
+    assert isinstance(session.state, StateArray) and isinstance(trip.session.state, StateArray)
+    array = np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 8) + np.float32(before)
+    for number in range(SLEEPS):
+        payload = memoryview(once.encode(array, "float32"))
+        array = once.decode(payload, "float32", array.shape)
+        if number < SLEEPS - 1:
+            array = array + np.float32(TURN_TOKENS)
+    np.testing.assert_array_equal(trip.session.state.array, array)
+    assert trip.rows.nbytes < 400 and trip.rows.num_elements == 16
+
+
+def test_an_exact_codec_changes_nothing() -> None:
+    instrument, tokens = Adding(), [1] * 20
+    how = trials(instrument, 128, 1, None)
+    session = how.session(tokens)
+    trip = how.trip(SessionCodec(RAW, None, matrix_codec("")), session)
+    assert isinstance(session.state, StateArray) and isinstance(trip.session.state, StateArray)
+    np.testing.assert_array_equal(trip.session.state.array, session.state.array)
+    assert how.session(tokens) is session and len(instrument.went_on_from) == 2
