@@ -179,7 +179,12 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         foreseen = (UnknownLayout, CodecRefused, UnknownCodec, TierInUse, ValueError, ImportError)
         with record_refusal(self._folder, *foreseen):
             self._worker = open_worker_side(
-                self._settings, self._vllm_config, rank, kv_caches, self._groups
+                self._settings,
+                self._vllm_config,
+                self._kv_cache_config,
+                rank,
+                kv_caches,
+                self._groups,
             )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

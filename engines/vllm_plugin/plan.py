@@ -71,15 +71,23 @@ class Given:
 
     number: int  # of the order
     block_ids: list[int]
+    state_ids: list[int] = field(default_factory=list)  # of the state behind them (``groups``)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The blocks whose KV a measurement wants. They are held until every rank has read them."""
+    """The blocks whose KV a measurement wants. They are held until every rank has read them.
+
+    Attributes:
+        boundary: the number of blocks before the state.
+        state_ids: its blocks; [] if there is none, or vLLM did not keep it.
+    """
 
     job: int
     number: int  # of the order
     block_ids: list[int]
+    boundary: int = 0
+    state_ids: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -54,7 +54,7 @@ def groups_of(config: KVCacheConfig) -> Groups:
     """The groups of layers in a configuration that ``check`` accepts."""
     full, states = 0, []
     for i, group in enumerate(config.kv_cache_groups):
-        spec, layers = _layer_specs(group.kv_cache_spec)[0], tuple(group.layer_names)
+        spec, layers = layer_specs(group.kv_cache_spec)[0], tuple(group.layer_names)
         if isinstance(spec, MambaSpec):
             states.append(StateGroup(i, layers, 1, True, f"{spec.shapes} {spec.dtypes}"))
         elif isinstance(spec, SlidingWindowSpec):
@@ -94,7 +94,7 @@ def _reasons(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
 
 
 def _cache_reasons(config: KVCacheConfig, block_size: int) -> Iterator[str]:
-    specs = [spec for group in config.kv_cache_groups for spec in _layer_specs(group.kv_cache_spec)]
+    specs = [spec for group in config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
     for spec in specs:
         yield from _layer_reasons(spec)
     if not any(map(_keeps_all, config.kv_cache_groups)):
@@ -132,10 +132,11 @@ def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
 
 
 def _keeps_all(group: KVCacheGroupSpec) -> bool:
-    return isinstance(_layer_specs(group.kv_cache_spec)[0], FullAttentionSpec)
+    return isinstance(layer_specs(group.kv_cache_spec)[0], FullAttentionSpec)
 
 
-def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """The specifications of a group's layers, of which vLLM may bundle several kinds."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return list(spec.kv_cache_specs.values())
     return [spec]

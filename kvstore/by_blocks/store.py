@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
+from kvstore.blobs.state_packer import Segment
 from kvstore.by_blocks.names import BlobSpan, BlockKeys, BlockRecords
 from kvstore.by_blocks.reader import BlockReader
 from kvstore.by_blocks.reader import Fetched as Fetched
@@ -26,6 +27,7 @@ from kvstore.by_blocks.records import BlockRecord
 from kvstore.by_blocks.reviser import BlockReviser
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
+from kvstore.errors import TierUnavailable, Unusable
 from kvstore.ledger.eviction_notices import OnGone
 from kvstore.ledger.ledger import Ledger
 from kvstore.session import MissReason, SessionRef, TierName
@@ -205,6 +207,19 @@ class BlockStore:
         """
         known = self._reader.known(session, hashes)
         return self._reader.peek(known, hashes, first_block)
+
+    def segments_of(self, span: BlobSpan) -> list[Segment]:
+        """Read the packed windows of a stored state, as they are; none where it is gone."""
+        stack = self.ledger.stack
+        level = stack.locate([span.key]).levels[0]
+        if level is None:
+            return []
+        first_token = span.end_block * self.keys.block_tokens
+        try:
+            blob = stack.get(level, [span.key])[0]
+            return [] if blob is None else self.packer.segments_of(blob, span.key, first_token, 0)
+        except (Unusable, TierUnavailable):
+            return []
 
     def discard(self, key: bytes) -> None:
         """A blob that could not be decoded must not be offered again."""

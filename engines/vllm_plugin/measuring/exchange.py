@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from engines.vllm_plugin.groups import NULL_BLOCK
 from engines.vllm_plugin.plan import Given, StepWork, Wanted
+from kvstore.blobs.snapshot import StateTree
 from kvstore.shapes import KVPair, KVRun
 
 if TYPE_CHECKING:
     from torch import nn
 
     from engines.vllm_plugin.worker.paging import PagedCache
+    from engines.vllm_plugin.worker.state_layers import StateBlocks
 
 
 logger = logging.getLogger("thermocline.vllm")
+
+
+class Found(NamedTuple):
+    """KV that was read out of blocks. ``state``: behind them; None if there is none."""
+
+    rows: list[KVPair]
+    state: StateTree
 
 
 class Exchange:
@@ -31,28 +41,29 @@ class Exchange:
         self._lock = threading.Condition()
         self._number = 0
         self._given: KVRun = ()
+        self._given_state: StateTree = None
         self._was_given = False
-        self._rows: list[KVPair] | None = None
+        self._found: Found | None = None
         self._scores: list[np.ndarray] = []
         self.model: nn.Module | None = None
 
     # ---- on the measuring thread
 
-    def open(self, number: int, given: KVRun = ()) -> None:
-        """Begin an order; ``given``: KV in whole blocks, which its blocks get."""
+    def open(self, number: int, given: KVRun = (), state: StateTree = None) -> None:
+        """Begin an order; ``given``: KV in whole blocks, which its blocks get, with the state."""
         with self._lock:
-            self._number, self._given = number, given
+            self._number, self._given, self._given_state = number, given, state
             self._was_given = False
-            self._rows, self._scores = None, []
+            self._found, self._scores = None, []
 
-    def rows(self, within_s: float) -> list[KVPair]:
+    def found(self, within_s: float) -> Found:
         """The KV of the blocks that the order wanted. Raises ``TimeoutError``."""
         with self._lock:
-            if not self._lock.wait_for(lambda: self._rows is not None, within_s):
+            if not self._lock.wait_for(lambda: self._found is not None, within_s):
                 raise TimeoutError("the KV that a measurement wanted was not read")
-            rows, self._rows = self._rows, None
-            assert rows is not None
-            return rows
+            found, self._found = self._found, None
+            assert found is not None
+            return found
 
     def scores(self) -> np.ndarray:
         """Log-probabilities of the answer's tokens, fp32 (num_tokens, vocabulary).
@@ -62,38 +73,46 @@ class Exchange:
         with self._lock:
             if self._given and not self._was_given:
                 raise RuntimeError("vLLM did not take the KV that it was given")
-            scores, self._scores, self._given = self._scores, [], ()
+            scores, self._scores = self._scores, []
+            self._given, self._given_state = (), None
         return np.stack(scores)
 
     # ---- on vLLM's thread
 
-    def fill(self, step: StepWork, cache: PagedCache) -> None:
+    def fill(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> None:
         """Fill the blocks of this step that get what is given."""
         for x in step.given:
             try:
-                self._fill(x, cache)
+                self._fill(x, cache, states)
             except Exception:  # the edge of vLLM's thread: a measurement must not end the engine
                 logger.exception("a measurement could not fill its blocks")
 
-    def _fill(self, given: Given, cache: PagedCache) -> None:
+    def _fill(self, given: Given, cache: PagedCache, states: StateBlocks | None) -> None:
         with self._lock:
             if given.number == self._number and self._given:
                 cache.write(given.block_ids, self._given, 0)
+                if states is not None:
+                    if NULL_BLOCK in given.state_ids:
+                        raise RuntimeError("vLLM has set no block aside for a state")
+                    states.write(len(given.block_ids), given.state_ids, self._given_state)
                 self._was_given = True
 
-    def read(self, step: StepWork, cache: PagedCache) -> list[int]:
+    def read(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> list[int]:
         """Read what is wanted of this step's blocks; returns the jobs that are done."""
         for x in step.wanted:
             try:
-                self._read(x, cache)
+                self._read(x, cache, states)
             except Exception:  # as in ``fill``; nobody gets the rows, who then gives up
                 logger.exception("a measurement could not read its blocks")
         return [x.job for x in step.wanted]
 
-    def _read(self, wanted: Wanted, cache: PagedCache) -> None:
+    def _read(self, wanted: Wanted, cache: PagedCache, states: StateBlocks | None) -> None:
         with self._lock:
             if wanted.number == self._number:
-                self._rows = cache.read(wanted.block_ids)
+                state: StateTree = None
+                if states is not None and wanted.state_ids:
+                    state = states.read(wanted.boundary, wanted.state_ids)
+                self._found = Found(cache.read(wanted.block_ids), state)
                 self._lock.notify_all()
 
     def note_scores(self, number: int, row: np.ndarray) -> None:

@@ -49,9 +49,10 @@ class MeasuredRequests:
         """Plan to fill the blocks that vLLM has set aside; ``tables``: block ids by group."""
         order = self._orders.get(request.request_id)
         if order is not None and num_external_tokens:
-            table = tables[self._blocks.groups.full]
-            ids = table[: order.given // self._blocks.block_tokens]
-            self._given.append(Given(order.number, list(ids)))
+            groups, boundary = self._blocks.groups, order.given // self._blocks.block_tokens
+            state_ids = groups.state_blocks(tables, boundary, 0)
+            ids = list(tables[groups.full][:boundary])
+            self._given.append(Given(order.number, ids, state_ids))
 
     def take_given(self) -> list[Given]:
         """The blocks to fill in the next step."""
@@ -65,4 +66,6 @@ class MeasuredRequests:
             return
         block_tokens = self._blocks.block_tokens
         first, last = order.wanted_from // block_tokens, -(-len(order.tokens) // block_tokens)
-        self._saves.hold_wanted(order.number, tables[self._blocks.groups.full][first:last])
+        ids = tables[self._blocks.groups.full][first:last]
+        boundary = len(order.tokens) // block_tokens
+        self._saves.hold_wanted(request, order.number, ids, boundary)

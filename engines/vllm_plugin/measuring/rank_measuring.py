@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import vllm
@@ -16,13 +16,13 @@ from engines.calibration.self_measurement import SelfMeasurement
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
-from engines.vllm_plugin.measuring.serving_instrument import ServingInstrument
+from engines.vllm_plugin.measuring.serving_instrument import EngineKV, ServingInstrument
 from engines.vllm_plugin.messages import ForwardDone, JointFindings
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.vllm_plugin.worker.paging import PagedCache
+from engines.vllm_plugin.worker.state_layers import StateBlocks
 
-HAS_STATE: Final = "some of its layers do not keep all tokens"
 NO_SEAM: Final = (
     "vLLM was started without our logits processor and worker extension; add"
     f" --logits-processors {LOGITS_PROCESSOR} --worker-extension-cls {WORKER_EXTENSION}"
@@ -30,10 +30,8 @@ NO_SEAM: Final = (
 NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
 
 
-def unmeasurable(vllm_config: Any, groups: Groups) -> str:
+def unmeasurable(vllm_config: Any) -> str:
     """Say why the engine cannot measure what codecs cost its model; "" if it can."""
-    if groups.states:
-        return HAS_STATE
     if vllm_config.model_config.skip_tokenizer_init:
         return NO_TOKENIZER
     processors = vllm_config.model_config.logits_processors or ()
@@ -55,11 +53,17 @@ class RankMeasuring:
     """The rank's share in measuring requests. ``fill`` and ``read`` are for vLLM's own thread."""
 
     def __init__(
-        self, vllm_config: Any, cache: PagedCache, client: ForwardClient, token: str
+        self,
+        vllm_config: Any,
+        cache: PagedCache,
+        states: StateBlocks | None,
+        client: ForwardClient,
+        token: str,
     ) -> None:
         """``token``: the secret of the engine's settings."""
         self._config = vllm_config
         self._cache = cache
+        self._states = states
         self._client = client
         self._measurement: SelfMeasurement | None = None
         # The same on every rank, and unknown to clients.
@@ -68,7 +72,7 @@ class RankMeasuring:
     def begin(
         self,
         order: CalibrationOrder,
-        layer_names: Sequence[str],
+        groups: Groups,
         fingerprint: str,
         adopt: Callable[[], None],
         is_needed: Callable[[], bool],
@@ -79,10 +83,14 @@ class RankMeasuring:
             return ServingInstrument(
                 self._client,
                 EXCHANGE,
-                self._cache.layout,
-                self._cache.block_tokens,
+                EngineKV(
+                    self._cache.layout,
+                    groups.layers,
+                    self._cache.block_tokens,
+                    self._states.layout if self._states is not None else None,
+                    tuple(x for y in groups.states if not y.recurrent for x in y.layers),
+                ),
                 fingerprint,
-                layer_names,
                 cached_tokenizer_from_config(self._config.model_config),
                 self._salt,
             )
@@ -102,7 +110,7 @@ class RankMeasuring:
 
     def fill(self, step: StepWork) -> None:
         """Fill the blocks of the step that get the KV which is ready."""
-        EXCHANGE.fill(step, self._cache)
+        EXCHANGE.fill(step, self._cache, self._states)
 
     def hear(self, news: ForwardDone | JointFindings) -> None:
         """Pass on what the hub says to the thread that waits for it. On the link's thread."""
@@ -115,7 +123,7 @@ class RankMeasuring:
 
     def read(self, step: StepWork) -> list[int]:
         """Read the blocks of the step that are wanted; returns the jobs that are done."""
-        return EXCHANGE.read(step, self._cache)
+        return EXCHANGE.read(step, self._cache, self._states)
 
     def close(self) -> None:
         """Interrupt the measurement."""

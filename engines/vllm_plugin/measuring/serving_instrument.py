@@ -3,48 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from torch import nn
 
+from engines.calibration.instrument import HeldSession
 from engines.vllm_plugin.calibration.ropes import ropes_of
-from engines.vllm_plugin.measuring.exchange import Exchange
+from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
+from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
+from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens
 
 STEP_TOKENS: Final = 256  # of a prefill at a time: a user's request waits for so many at most
 READ_S: Final = 60.0
 
 
-class ServingInstrument:
-    """Implements ``Instrument`` by requests to vLLM. Belongs to the measuring thread.
+@dataclass(frozen=True)
+class EngineKV:
+    """What the engine keeps of a session.
 
-    All layers of the model must keep all tokens.
+    Attributes:
+        layout: of the layers that keep all tokens.
+        layer_names: vLLM's, one for each of them.
+        states: what other layers keep; None if there are none.
+        window_names: vLLM's names of the layers of ``states.windows``.
+    """
+
+    layout: KVLayout
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    states: StateLayout | None = None
+    window_names: tuple[str, ...] = ()
+
+
+class ServingInstrument:
+    """Implements ``Instrument`` by requests to vLLM, and ``StatefulInstrument`` too.
+
+    Belongs to the measuring thread.
     """
 
     def __init__(
         self,
         client: ForwardClient,
         exchange: Exchange,
-        layout: KVLayout,
-        block_tokens: int,
+        kv: EngineKV,
         fingerprint: str,
-        layer_names: Sequence[str],
         tokenizer: Any,
         salt: str,
     ) -> None:
-        """``layer_names``: vLLM's, one for each layer of ``layout``. ``salt``: nobody else's.
+        """``salt``: nobody else's.
 
         Its first request has the workers show their models. Raises as ``ForwardClient.order``.
         """
         self._client = client
         self._exchange = exchange
-        self._layout = layout
-        self._block_tokens = block_tokens
+        self._kv = kv
         self._fingerprint = fingerprint
-        self._layer_names = layer_names
         self._tokenizer = tokenizer
         self._salt = salt
         self._tokens: tuple[int, ...] = ()  # of the last prefill
@@ -52,7 +69,7 @@ class ServingInstrument:
 
     @property
     def layout(self) -> KVLayout:
-        return self._layout
+        return self._kv.layout
 
     @property
     def fingerprint(self) -> str:
@@ -60,8 +77,19 @@ class ServingInstrument:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
-        dims = [x.head_dim for x in self._layout.layers]
-        return ropes_of(self._model, self._layer_names, dims)
+        return self._ropes_of(self._kv.layer_names, self._kv.layout)
+
+    @property
+    def states(self) -> StateLayout | None:
+        return self._kv.states
+
+    @property
+    def window_ropes(self) -> tuple[Rope | None, ...]:
+        windows = self._kv.states.windows if self._kv.states is not None else None
+        return self._ropes_of(self._kv.window_names, windows) if windows is not None else ()
+
+    def _ropes_of(self, names: Sequence[str], layout: KVLayout) -> tuple[Rope | None, ...]:
+        return ropes_of(self._model, names, [x.head_dim for x in layout.layers])
 
     @property
     def _model(self) -> nn.Module:
@@ -78,7 +106,7 @@ class ServingInstrument:
 
         ``past`` is taken as it is.
         """
-        run = self._layout.empty(len(tokens))
+        run = self._kv.layout.empty(len(tokens))
         done = past[0][0].shape[1] if past else 0
         _copy(past, run, 0)
         while done < len(tokens):
@@ -90,12 +118,38 @@ class ServingInstrument:
 
     def _computed(self, tokens: Sequence[int], first: int) -> KVRun:
         """The KV of ``tokens`` from number ``first`` on."""
+        rows = self._found(tokens, first).rows
+        skipped = first % self._kv.block_tokens
+        return slice_tokens(rows, skipped, skipped + len(tokens) - first)
+
+    def _found(self, tokens: Sequence[int], first: int) -> Found:
         number = self._client.next_number()
         self._exchange.open(number)
         self._client.order(number, tokens, self._salt, wanted_from=first)
-        rows = self._exchange.rows(READ_S)
-        skipped = first % self._block_tokens
-        return slice_tokens(rows, skipped, skipped + len(tokens) - first)
+        return self._exchange.found(READ_S)
+
+    def prefill_whole(self, tokens: Sequence[int]) -> HeldSession:
+        """Compute the session of the whole blocks of ``tokens``: only behind such there are states.
+
+        What vLLM still has of them in its own cache is not computed again.
+        """
+        whole = len(tokens) // self._kv.block_tokens * self._kv.block_tokens
+        run = self._kv.layout.empty(whole)
+        found, done = Found([], None), 0
+        while done < whole:
+            end = min(done + self._step_tokens, whole)
+            found = self._found(tokens[:end], done)
+            _copy(slice_tokens(found.rows, 0, end - done), run, done)
+            done = end
+        if found.state is None:
+            raise RuntimeError(f"vLLM did not keep its state after {whole} tokens")
+        self._tokens = tuple(tokens)
+        return HeldSession(run, whole, found.state)
+
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens of a prefill at a time, in whole blocks."""
+        return max(1, STEP_TOKENS // self._kv.block_tokens) * self._kv.block_tokens
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
         """Log-probabilities after each of ``tokens``: fp32 (num_tokens, vocabulary).
@@ -104,13 +158,22 @@ class ServingInstrument:
         are given to vLLM; the tokens behind them are computed again.
         """
         num_tokens = run[0][0].shape[1]
-        given = num_tokens // self._block_tokens * self._block_tokens
+        given = num_tokens // self._kv.block_tokens * self._kv.block_tokens
+        return self._scored(slice_tokens(run, 0, given), None, self._tokens[:num_tokens], tokens)
+
+    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        """As ``log_probs``; the tokens behind the session's whole blocks are computed, too."""
+        return self._scored(session.run, session.state, self._tokens, tokens)
+
+    def _scored(
+        self, run: KVRun, state: StateTree, prompt: Sequence[int], tokens: Sequence[int]
+    ) -> np.ndarray:
         number = self._client.next_number()
-        self._exchange.open(number, _as_copied(slice_tokens(run, 0, given)))
-        prompt = [*self._tokens[:num_tokens], tokens[0]]
+        self._exchange.open(number, _as_copied(run), state)
         # A salt for each: nobody may find blocks that were filled with packed KV.
         salt = f"{self._salt}.{number}"
-        self._client.order(number, prompt, salt, forced=tokens[1:], given=given)
+        given = run[0][0].shape[1]
+        self._client.order(number, [*prompt, tokens[0]], salt, forced=tokens[1:], given=given)
         scores = self._exchange.scores()
         if len(scores) != len(tokens):
             raise RuntimeError(f"{len(scores)} of {len(tokens)} tokens were scored")

@@ -60,12 +60,29 @@ class TurnSaves:
         boundary = max(states, default=0) if self._blocks.groups.states else None
         self._resident.end(session, hashes, part, boundary)
 
-    def hold_wanted(self, number: int, block_ids: Sequence[int]) -> None:
-        """Hold the blocks that a measurement wants to read. ``number``: of its order."""
-        pool, wanted = self._resident.pool, Wanted(next(self._jobs), number, list(block_ids))
-        pool.touch([pool.blocks[x] for x in wanted.block_ids])
-        self._held[wanted.job] = HeldSave(None, wanted.block_ids, self._num_ranks)
+    def hold_wanted(
+        self, request: Any, number: int, block_ids: Sequence[int], boundary: int
+    ) -> None:
+        """Hold the blocks that a measurement wants to read.
+
+        ``number``: of its order. ``boundary``: the number of blocks before the wanted state.
+        """
+        pool, states = self._resident.pool, self._state_at(request, boundary)
+        wanted = Wanted(next(self._jobs), number, list(block_ids), boundary, states)
+        held = [*wanted.block_ids, *wanted.state_ids]
+        pool.touch([pool.blocks[x] for x in held])
+        self._held[wanted.job] = HeldSave(None, held, self._num_ranks)
         self._wanted.append(wanted)
+
+    def _state_at(self, request: Any, boundary: int) -> list[int]:
+        """Blocks of the state behind ``boundary`` blocks, as far as vLLM still has it."""
+        groups = self._blocks.groups
+        if not groups.states or not boundary:
+            return []
+        hashes = self._blocks.computed_hashes(request, boundary)
+        if len(hashes) < boundary:
+            return []
+        return groups.held_states(self._resident.pool, hashes, [boundary]).get(boundary, [])
 
     def take_wanted(self) -> list[Wanted]:
         """Return what measurements read in the next step."""

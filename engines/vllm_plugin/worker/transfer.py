@@ -46,10 +46,13 @@ class Packing:
     span: BlobSpan
     block_ids: list[int]
     restored: bool = False  # some came from a lossy copy: the rows are kept, not packed again
+    hashes: Sequence[bytes] = ()  # of a state: those of the session's blocks up to it
 
 
-# Rows of chunks as they were computed, (num_kv_heads, num_tokens, head_dim) for K and V per layer.
-Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair]]
+# What a slower tier's codec packs again: rows of chunks as they were computed, (num_kv_heads,
+# num_tokens, head_dim) for K and V per layer, and for each state what packs it.
+PackState: TypeAlias = Callable[[Codec], bytes]
+Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair] | PackState]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Filling:
     skip: int
     block_ids: list[int]
     part_tokens: int = 0
+    hashes: Sequence[bytes] = ()  # as of ``Packing``
 
 
 class Blocks(Protocol):
@@ -82,7 +86,7 @@ class Blocks(Protocol):
         """Read the blocks, and return futures of their blobs, in the order of ``wanted``.
 
         The blocks are read once the device has come to the mark ``ready``, and are free again when
-        this returns. ``rows``: takes the rows of chunks that another codec packs, too.
+        this returns. ``rows``: takes what another codec packs, too.
         """
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
@@ -194,7 +198,7 @@ class Transfer:
     def _packing(self, save: Save, span: BlobSpan) -> Packing:
         packing = _packing(save, span)
         hashes = save.hashes[span.first_block : span.end_block]
-        if span.is_state or span.is_part:  # neither is ever packed with loss
+        if span.is_state or span.is_part:  # parts are never packed with loss, states by themselves
             return packing
         return replace(packing, restored=self._restored.any_of(packing.block_ids, hashes))
 
@@ -214,13 +218,17 @@ class Transfer:
         self, rows: Rows, blobs: Mapping[bytes, bytes], codec: Codec
     ) -> Mapping[bytes, Blob]:
         """Pack the same rows by the codec of a slower tier, a few chunks at a time."""
-        workers, per_block = self._store.workers, self._store.keys.block_tokens
-        pack = self._store.packer.pack_chunk
-        calls = (
-            (span.key, partial(pack, span.key, run, span.first_block * per_block, codec))
-            for span, run in rows.items()
-        )
+        workers = self._store.workers
+        calls = ((span.key, self._packed_by(codec, span, x)) for span, x in rows.items())
         return {**blobs, **workers.few_at_once(calls, workers.num_spare)}
+
+    def _packed_by(
+        self, codec: Codec, span: BlobSpan, what: Sequence[KVPair] | PackState
+    ) -> Callable[[], bytes]:
+        if callable(what):
+            return partial(what, codec)
+        first_token = span.first_block * self._store.keys.block_tokens
+        return partial(self._store.packer.pack_chunk, span.key, what, first_token, codec)
 
     def _nbytes(self, save: Save, spans: Sequence[BlobSpan]) -> int:
         num_blocks = sum(len(_packing(save, x).block_ids) for x in spans)
@@ -260,7 +268,7 @@ class Transfer:
         try:
             fetched = self._staging.take(load.ticket)
             if fetched is not None:
-                fillings = _fillings(load, fetched.spans)
+                fillings = _fillings(load, fetched.spans, fetched.hashes)
                 bad -= self._blocks.fill(fillings, ready)
                 self._note_restored(fillings, fetched.hashes)
         except Exception:  # the edge of this thread: the request must hear of its load
@@ -340,18 +348,21 @@ def _name(session: SessionRef) -> tuple[str, str]:
 def _packing(save: Save, span: BlobSpan) -> Packing:
     """The blocks of the save that make up this blob."""
     if span.is_state:
-        return Packing(span, save.states[span.end_block])
+        hashes = save.hashes[: span.end_block]
+        return Packing(span, save.states[span.end_block], hashes=hashes)
     if span.is_part:
         return Packing(span, [save.block_ids[span.first_block]])
     return Packing(span, save.block_ids[span.first_block : span.end_block])
 
 
-def _fillings(load: Load, spans: Sequence[tuple[BlobSpan, AnyBlob]]) -> list[Filling]:
+def _fillings(
+    load: Load, spans: Sequence[tuple[BlobSpan, AnyBlob]], hashes: Sequence[bytes]
+) -> list[Filling]:
     """The share of each staged blob that the load asks for; it may begin and end inside a blob."""
     fillings = []
     for span, blob in spans:
         if span.is_state and span.end_block == load.end_block:
-            fillings.append(Filling(span, blob, 0, load.state_ids))
+            fillings.append(Filling(span, blob, 0, load.state_ids, hashes=hashes))
             continue
         if span.is_part:
             if load.part_tokens and span.first_block == load.end_block:

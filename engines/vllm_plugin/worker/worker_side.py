@@ -18,7 +18,7 @@ from engines.config import vllm_rank_folder
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.device_check import blocks_for
 from engines.vllm_plugin.device.side_stream import SideStream
-from engines.vllm_plugin.groups import Groups, StateGroup
+from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.rank_measuring import (
     RankMeasuring,
@@ -28,16 +28,19 @@ from engines.vllm_plugin.measuring.rank_measuring import (
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.affinity import unbound_threads
+from engines.vllm_plugin.support import layer_specs
 from engines.vllm_plugin.worker.block_layout import UnknownLayout, WriteBlock, probe
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
-from engines.vllm_plugin.worker.stateful_blocks import (
+from engines.vllm_plugin.worker.state_layers import (
     RecurrentLayers,
-    StatefulBlocks,
+    StateBlocks,
     StateLayers,
+    StatePart,
     WindowLayers,
 )
+from engines.vllm_plugin.worker.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
@@ -124,6 +127,7 @@ class WorkerSide:
 def open_worker_side(
     settings: PluginSettings,
     vllm_config: Any,
+    kv_cache_config: Any,
     rank: int,
     caches: Mapping[str, torch.Tensor],
     groups: Groups,
@@ -135,24 +139,25 @@ def open_worker_side(
         ValueError, ImportError: see ``open_tiers``.
     """
     cache = attention_cache(vllm_config, caches, groups.layers)
+    states = state_blocks(vllm_config, kv_cache_config, caches, groups)
+    layout = states.layout if states is not None else None
     config = rank_share(settings.store, vllm_config.parallel_config.world_size)
     identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
     data = Path(settings.data_path or settings.disk_path)
-    codecs = ServedCodecs(config, cache.layout, identity, data, unmeasurable(vllm_config, groups))
-    packer = Packer(codecs.codecs, cache.layout, identity)
+    codecs = ServedCodecs(config, cache.layout, identity, data, unmeasurable(vllm_config), layout)
+    packer = Packer(codecs.codecs, cache.layout, identity, layout.windows if layout else None)
     size = chunk_tokens(config, cache.block_tokens)
     keys = BlockKeys(identity, cache.block_tokens, size // cache.block_tokens)
     tiers = open_usable_tiers(config, vllm_rank_folder(Path(settings.disk_path), rank))
-    store = BlockStore(config, packer, keys, identity, tiers, has_state=bool(groups.states))
+    store = BlockStore(config, packer, keys, identity, tiers, has_state=states is not None)
     staging = StagingArea()
     blocks = blocks_for(cache, store, config.save_queue_bytes // SPARE_SHARE)
-    if groups.states:
-        layers = [state_layers(vllm_config, caches, x) for x in groups.states]
-        blocks = StatefulBlocks(blocks, groups.states, layers, store, SideStream(cache.device))
+    if states is not None:
+        blocks = StatefulBlocks(blocks, states, store, SideStream(cache.device))
     transfer = Transfer(blocks, store, staging, config.save_queue_bytes)
     packed = packed_bytes_per_token(store)
     client = ForwardClient(rank, lambda order: link.send(order))
-    measuring = RankMeasuring(vllm_config, cache, client, settings.token)
+    measuring = RankMeasuring(vllm_config, cache, states, client, settings.token)
     link = RankLink(
         settings.hub_path,
         RankHello(rank, codecs.codecs.ram.id, cache.layout.bytes_per_token, packed),
@@ -167,7 +172,7 @@ def open_worker_side(
         order = first_order(settings.store, longest_prompt(vllm_config), str(data))
         measuring.begin(
             order,
-            groups.layers,
+            groups,
             identity,
             link.adopt,
             lambda: codecs.report.unmeasured,
@@ -226,10 +231,26 @@ def attention_cache(
     return paged_cache(own, probe(first, block_writer(vllm_config, own)))
 
 
-def state_layers(
-    vllm_config: Any, caches: Mapping[str, torch.Tensor], group: StateGroup
-) -> StateLayers:
-    """The layers of a group that does not keep all tokens. Raises as ``attention_cache``."""
-    if group.recurrent:
-        return RecurrentLayers([x for name, x in caches.items() if name in group.layers])
-    return WindowLayers(attention_cache(vllm_config, caches, group.layers))
+def state_blocks(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    caches: Mapping[str, torch.Tensor],
+    groups: Groups,
+) -> StateBlocks | None:
+    """The layers that do not keep all tokens; None if all do. Raises as ``attention_cache``."""
+    layers: list[StateLayers] = []
+    num_windows = 0
+    for group in groups.states:
+        if group.recurrent:
+            spec = layer_specs(kv_cache_config.kv_cache_groups[group.id].kv_cache_spec)[0]
+            parts = [
+                StatePart(dtype, tuple(shape))
+                for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True)
+            ]
+            own = [x for name, x in caches.items() if name in group.layers]
+            layers.append(RecurrentLayers(own, parts))
+        else:
+            cache = attention_cache(vllm_config, caches, group.layers)
+            layers.append(WindowLayers(cache, num_windows))
+            num_windows += 2 * len(cache.layout.layers)
+    return StateBlocks(groups.states, layers) if layers else None

@@ -33,7 +33,7 @@ RUN: KVRun = [(np.array([[[8.0], [9.0]]], np.float32),) * 2]
 def test_blocks_get_what_is_given():
     exchange, cache = Exchange(), Cache()
     exchange.open(1, RUN)
-    exchange.fill(StepWork(given=[Given(1, [4, 3])]), cache)
+    exchange.fill(StepWork(given=[Given(1, [4, 3])]), cache, None)
     assert cache.blocks == {4: 8.0, 3: 9.0}
     exchange.note_scores(1, np.zeros(5, np.float32))
     assert exchange.scores().shape == (1, 5)
@@ -42,7 +42,7 @@ def test_blocks_get_what_is_given():
 def test_scores_behind_other_kv_are_none():
     exchange, cache = Exchange(), Cache()
     exchange.open(2, RUN)
-    exchange.fill(StepWork(given=[Given(1, [4, 3])]), cache)  # of an order that was given up
+    exchange.fill(StepWork(given=[Given(1, [4, 3])]), cache, None)  # of an order that was given up
     assert cache.blocks == {3: 3.0, 4: 4.0}
     exchange.note_scores(2, np.zeros(5, np.float32))
     with pytest.raises(RuntimeError, match="did not take"):
@@ -53,10 +53,10 @@ def test_what_is_wanted_is_read_and_every_job_is_acknowledged():
     exchange, cache = Exchange(), Cache()
     exchange.open(2)
     step = StepWork(wanted=[Wanted(10, 1, [3]), Wanted(11, 2, [4])])
-    assert exchange.read(step, cache) == [10, 11]
-    assert exchange.rows(0.0)[0][0].ravel() == [4.0]
+    assert exchange.read(step, cache, None) == [10, 11]
+    assert exchange.found(0.0).rows[0][0].ravel() == [4.0]
     with pytest.raises(TimeoutError):
-        exchange.rows(0.0)
+        exchange.found(0.0)
 
 
 def test_scores_of_an_older_order_are_dropped():
@@ -77,9 +77,9 @@ def test_a_failure_ends_the_measurement_and_nothing_else():
 
     exchange = Exchange()
     exchange.open(1, RUN)
-    exchange.fill(StepWork(given=[Given(1, [4, 3])]), Broken())
-    assert exchange.read(StepWork(wanted=[Wanted(10, 1, [3])]), Broken()) == [10]
+    exchange.fill(StepWork(given=[Given(1, [4, 3])]), Broken(), None)
+    assert exchange.read(StepWork(wanted=[Wanted(10, 1, [3])]), Broken(), None) == [10]
     with pytest.raises(TimeoutError):
-        exchange.rows(0.0)
+        exchange.found(0.0)
     with pytest.raises(RuntimeError, match="did not take"):
         exchange.scores()

@@ -1,0 +1,272 @@
+"""Reads and writes the state of layers that do not keep all tokens, in vLLM's blocks.
+
+A window's rows are read in the order of tokens, heads and elements, like those of other layers, so
+that the state can be loaded by an engine whose backend lays out its blocks differently. What a
+codec may pack is marked: windows' rows, and matrices of recurrent layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.vllm_plugin.groups import IN_USE, StateGroup
+from engines.vllm_plugin.worker.paging import DTYPES, PagedCache
+from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
+from kvstore.errors import Corrupt
+from kvstore.shapes import KVLayout, StateLayout
+
+_BITS: Mapping[int, tuple[torch.dtype, str]] = {
+    1: (torch.uint8, "uint8"),
+    2: (torch.int16, "int16"),
+    4: (torch.int32, "int32"),
+    8: (torch.int64, "int64"),
+}
+LEAST_MATRIX_ROWS: Final = 8  # convolutions are narrower
+OTHER_STATE: Final = "a state whose arrays have another shape or dtype than the engine's"
+Arrays: TypeAlias = list[StateArray]
+
+
+class StateLayers(Protocol):
+    """Reads and writes the blocks of one group's layers."""
+
+    @property
+    def has_matrices(self) -> bool:
+        """True if they keep matrices that a codec may pack."""
+
+    def read(self, block_ids: Sequence[int]) -> Arrays:
+        """Copies of what these blocks hold, one array or more per layer."""
+
+    def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
+        """Copy arrays, shaped as by ``read``, into these blocks; those ``IN_USE`` stay as they are.
+
+        Raises ``Corrupt``, before anything is written: shapes or dtypes differ from the engine's.
+        """
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """One of the arrays that a recurrent layer's block holds, one behind the other."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for matrices of a state; False for the few newest inputs of a convolution."""
+        rows = math.prod(self.shape[:-1])
+        return len(self.shape) > 2 and rows >= LEAST_MATRIX_ROWS and self.dtype in DTYPES
+
+    def named(self, block: np.ndarray) -> StateArray:
+        """Name an array (num_blocks, nbytes) of bytes by what it holds."""
+        if self.dtype not in DTYPES:
+            return StateArray("uint8", block)
+        # bf16 as its bits, as everywhere in the store.
+        kind = np.uint16 if self.dtype == torch.bfloat16 else np.dtype(DTYPES[self.dtype])
+        array = np.ascontiguousarray(block).view(kind).reshape(len(block), *self.shape)
+        return (MatrixArray if self.is_matrix else StateArray)(DTYPES[self.dtype], array)
+
+
+class RecurrentLayers:
+    """Recurrent layers: tensors (num_blocks, ...) of any shape and dtype, copied bit by bit.
+
+    vLLM gives one tensor of bytes per layer, in which a block is the layer's states in a row, and
+    perhaps some room behind them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], parts: Sequence[StatePart] = ()) -> None:
+        """``parts``: of every tensor's block; () = they are not known, it is copied as a whole."""
+        self._tensors = tensors
+        self._parts = parts if tensors and _fit(tensors, parts) else ()
+
+    @property
+    def has_matrices(self) -> bool:
+        return any(x.is_matrix for x in self._parts)
+
+    def read(self, block_ids: Sequence[int]) -> Arrays:
+        return [x for tensor in self._tensors for x in self._read(tensor, block_ids)]
+
+    def _read(self, tensor: Tensor, block_ids: Sequence[int]) -> Iterator[StateArray]:
+        blocks = _bits(tensor.index_select(0, _index(block_ids, tensor))).cpu().numpy()
+        if not self._parts:
+            yield StateArray(blocks.dtype.name, blocks)
+            return
+        content = blocks.reshape(len(blocks), -1).view(np.uint8)
+        at = 0
+        for part in self._parts:
+            yield part.named(content[:, at : at + part.nbytes])
+            at += part.nbytes
+
+    def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
+        if self._are_whole(arrays, len(block_ids)):
+            contents = [x.array for x in arrays]
+        else:
+            contents = self._joined(arrays, len(block_ids))
+        taken = [i for i, x in enumerate(block_ids) if x != IN_USE]
+        index = [block_ids[i] for i in taken]
+        for tensor, content in zip(self._tensors, contents, strict=True):
+            rows = torch.from_numpy(content)[taken].view(tensor.dtype).to(tensor.device)
+            # The room behind a block's parts stays as it is.
+            target = tensor[:, : rows.shape[1]] if tensor.ndim == 2 else tensor
+            target.index_copy_(0, _index(index, tensor), rows)
+
+    def _are_whole(self, arrays: Arrays, count: int) -> bool:
+        """True if these are blocks as a whole; with parts, from a release that did not know them.
+
+        Raises ``Corrupt`` if they should be and are not.
+        """
+        wanted = [((count, *x.shape[1:]), _BITS[x.element_size()][1]) for x in self._tensors]
+        found = [(x.array.shape, x.array.dtype.name) for x in arrays]
+        if not self._parts and found != wanted:
+            raise Corrupt(OTHER_STATE)
+        return found == wanted
+
+    def _joined(self, arrays: Arrays, count: int) -> list[np.ndarray]:
+        """The blocks' bytes, (count, nbytes) for each layer, of the arrays of all parts."""
+        wanted = [x.named(np.zeros((count, x.nbytes), np.uint8)) for x in self._parts]
+        if len(arrays) != len(wanted) * len(self._tensors):
+            raise Corrupt(OTHER_STATE)
+        size = len(wanted)
+        layers = [arrays[i : i + size] for i in range(0, len(arrays), size)]
+        for of_layer in layers:
+            check_arrays(of_layer, wanted)
+        return [
+            np.concatenate([_as_bytes(x.array, count) for x in of_layer], 1) for of_layer in layers
+        ]
+
+
+class WindowLayers:
+    """Layers with a sliding window: K and V, in the order of the tokens."""
+
+    def __init__(self, cache: PagedCache, first_number: int = 0) -> None:
+        """``first_number``: of arrays of windows in groups before this one."""
+        self._cache = cache
+        self._first_number = first_number
+
+    @property
+    def has_matrices(self) -> bool:
+        return False
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._cache.layout
+
+    @property
+    def block_tokens(self) -> int:
+        return self._cache.block_tokens
+
+    def read(self, block_ids: Sequence[int]) -> Arrays:
+        run = self._cache.read(block_ids)
+        return self._named([x for pair in run for x in pair])
+
+    def _named(self, rows: Sequence[np.ndarray]) -> Arrays:
+        dtype = self._cache.layout.dtype
+        return [WindowArray(dtype, x[None], i) for i, x in enumerate(rows, self._first_number)]
+
+    def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
+        cache = self._cache
+        empty = cache.layout.empty(len(block_ids) * cache.block_tokens)
+        like = [x for pair in empty for x in pair]
+        # Without the first axis they are from a release that did not pack them.
+        rows = [x.array[0] if x.array.ndim == 4 and len(x.array) == 1 else x.array for x in arrays]
+        if [(x.shape, x.dtype) for x in rows] != [(x.shape, x.dtype) for x in like]:
+            raise Corrupt(OTHER_STATE)
+        run = list(zip(rows[::2], rows[1::2], strict=True))
+        for i, block in enumerate(block_ids):
+            if block != IN_USE:
+                cache.write([block], run, i)
+
+
+class StateBlocks:
+    """All groups that do not keep all tokens. A state's block ids are those of all, in a row."""
+
+    def __init__(self, groups: Sequence[StateGroup], layers: Sequence[StateLayers]) -> None:
+        self._groups = groups
+        self._layers = layers
+
+    @property
+    def layout(self) -> StateLayout:
+        """What of a state a codec may pack: windows if they all are equally long, and matrices."""
+        windows = [
+            (group.num_blocks, x.layout)
+            for group, x in zip(self._groups, self._layers, strict=True)
+            if isinstance(x, WindowLayers)
+        ]
+        equal = len({(num_blocks, x.dtype) for num_blocks, x in windows}) == 1
+        kept = tuple(layer for _, x in windows for layer in x.layers)
+        tokens = max((x.num_blocks for x in self._groups if not x.recurrent), default=0)
+        return StateLayout(
+            windows=KVLayout(windows[0][1].dtype, kept) if equal else None,
+            window_tokens=tokens * self._block_tokens if equal else 0,
+            has_matrices=any(
+                isinstance(x, RecurrentLayers) and x.has_matrices for x in self._layers
+            ),
+        )
+
+    @property
+    def _block_tokens(self) -> int:
+        return next((x.block_tokens for x in self._layers if isinstance(x, WindowLayers)), 0)
+
+    def shares(self, boundary: int, block_ids: Sequence[int]) -> list[list[int]]:
+        """The block ids of the state behind ``boundary`` blocks, by group."""
+        ids = iter(block_ids)
+        return [list(islice(ids, len(x.reach(boundary)))) for x in self._groups]
+
+    def numbers(self, boundary: int) -> list[int]:
+        """For each of a state's block ids, the number of its block in the session."""
+        return [i for x in self._groups for i in x.reach(boundary)]
+
+    def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
+        """Copy the state behind ``boundary`` blocks out of these blocks."""
+        shares = self.shares(boundary, block_ids)
+        return [list(x.read(ids)) for x, ids in zip(self._layers, shares, strict=True)]
+
+    def write(self, boundary: int, block_ids: Sequence[int], tree: StateTree) -> None:
+        """Copy the state behind ``boundary`` blocks into these blocks. Raises ``Corrupt``."""
+        shares = self.shares(boundary, block_ids)
+        if not isinstance(tree, list) or len(tree) != len(shares):
+            raise Corrupt("a state of another model's layers")
+        for layers, ids, leaves in zip(self._layers, shares, tree, strict=True):
+            layers.write(ids, _arrays(leaves))
+
+
+def _arrays(leaves: StateTree) -> Arrays:
+    leaves = leaves if isinstance(leaves, list) else []
+    return [x for x in leaves if isinstance(x, StateArray)]
+
+
+def check_arrays(arrays: Sequence[StateArray], wanted: Sequence[StateArray]) -> None:
+    """Check shapes and dtypes. Raises ``Corrupt``."""
+    found = [(x.dtype, x.array.shape, x.array.dtype) for x in arrays]
+    if found != [(x.dtype, x.array.shape, x.array.dtype) for x in wanted]:
+        raise Corrupt(OTHER_STATE)
+
+
+def _fit(tensors: Sequence[Tensor], parts: Sequence[StatePart]) -> bool:
+    """Tell whether blocks are bytes with room for these parts."""
+    nbytes = sum(x.nbytes for x in parts)
+    return all(x.ndim == 2 and x.element_size() == 1 and x.shape[1] >= nbytes for x in tensors)
+
+
+def _as_bytes(array: np.ndarray, count: int) -> np.ndarray:
+    content: np.ndarray = np.ascontiguousarray(array).reshape(count, -1).view(np.uint8)
+    return content
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_BITS[tensor.element_size()][0])
+
+
+def _index(block_ids: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(block_ids, dtype=torch.long, device=like.device)

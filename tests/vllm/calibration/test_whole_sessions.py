@@ -1,0 +1,76 @@
+"""A vLLM measures models whose layers do not all keep all tokens, and packs their sessions whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.calibration.gate.profiles import profile_path
+from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
+from kvstore.codecs.profile import load_profile
+from kvstore.config import StoreConfig
+from tests.vllm.rig.byte_tokenizer import write_tokenizer
+from tests.vllm.rig.engine import BLOCK, RealEngine
+from tests.vllm.rig.measuring_front import MeasuringFront
+from tests.vllm.rig.tiny_hybrids import write_recurrent, write_windowed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "windowed": (write_windowed, {}),
+    "recurrent": (write_recurrent, {"mamba_block_size": BLOCK}),
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngine]:
+    write, options = MODELS[request.param]
+    model, folder = tmp_path / "model", tmp_path / "vllm"
+    model.mkdir()
+    folder.mkdir()
+    write_tokenizer(write(model))
+    # raw is measured too, since it is named: its rows tell how exact the way itself is.
+    store = StoreConfig(
+        codec="auto",
+        disk_codec="raw",
+        calibrate=True,
+        max_kl=10.0,  # a random model's rows are no language: whatever is measured may serve
+        ram_bytes=1 << 28,
+        disk_bytes=1 << 28,
+    )
+    engine = RealEngine(
+        str(model),
+        folder,
+        store,
+        logits_processors=[LOGITS_PROCESSOR],
+        worker_extension_cls=WORKER_EXTENSION,
+        max_model_len=400,  # a quick measurement: of 256 tokens
+        **options,
+    )
+    yield engine
+    engine.close()
+
+
+def test_a_session_with_state_is_measured_whole_and_then_packed(engine, sessions):
+    report = engine.report().codec
+    assert report is not None and report.unmeasured
+    front = MeasuringFront(engine)
+    front.run_until(lambda: not engine.report().codec.unmeasured)
+    folder = profile_path(Path(engine.settings.disk_path), "x").parent
+    (profile,) = [load_profile(x) for x in folder.glob("*.tcpf")]
+    kls = {x.preset: x.kl for x in profile.rows}
+    assert kls["raw"] < 1e-6, "rows and states that are given back are those that were computed"
+    assert kls["tq4"] > 1e-5, "and a codec's loss is seen"
+    front.close()
+    assert not engine.report().codec.tiers["ram"].startswith("raw")
+    engine.ask(sessions[0][:300], "after", tokens=8)
+    engine.wait_saved("after")
+    assert engine.forget_local()
+    again = engine.ask(sessions[0][:300], "after", tokens=8)
+    assert again.restored >= 256
+    # It came back with loss: what is saved next must not be packed with loss twice.
+    engine.ask([*sessions[0][:300], *again.tokens, 7, 8, 9], "after", tokens=8)
+    engine.wait_saved("after")
