@@ -60,11 +60,12 @@ def open_store(
     fingerprint: str = FINGERPRINT,
     clock: Callable[[], float] = time.time,
     has_state: bool = False,
+    windows: KVLayout | None = None,
     **config,
 ) -> BlockStore:
     settings = StoreConfig(chunk_tokens=BLOCK * PER_CHUNK, num_threads=1, **config)
     keys = BlockKeys(fingerprint, BLOCK, PER_CHUNK)
-    packer = Packer(codecs or codec_by_name(codec), LAYOUT, fingerprint)
+    packer = Packer(codecs or codec_by_name(codec), LAYOUT, fingerprint, windows)
     tiers = tiers or [RamTier(1 << 26)]
     return BlockStore(settings, packer, keys, fingerprint, tiers, clock=clock, has_state=has_state)
 

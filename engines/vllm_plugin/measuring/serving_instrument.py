@@ -138,7 +138,8 @@ class ServingInstrument:
         found, done = Found([], None), 0
         while done < whole:
             end = min(done + self._step_tokens, whole)
-            found = self._found(tokens[:end], done)
+            # One token more: vLLM keeps a state only where the same prompt could go on from it.
+            found = self._found([*tokens[:end], (*tokens, tokens[-1])[end]], done)
             _copy(slice_tokens(found.rows, 0, end - done), run, done)
             done = end
         if found.state is None:

@@ -1,4 +1,4 @@
-"""A vLLM measures models whose layers do not all keep all tokens, and packs their sessions whole."""
+"""A vLLM measures models whose layers do not all keep all tokens: sessions as a whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngin
         codec="auto",
         disk_codec="raw",
         calibrate=True,
-        max_kl=10.0,  # a random model's rows are no language: whatever is measured may serve
         ram_bytes=1 << 28,
         disk_bytes=1 << 28,
     )
@@ -54,7 +53,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngin
     engine.close()
 
 
-def test_a_session_with_state_is_measured_whole_and_then_packed(engine, sessions):
+def test_a_session_with_state_is_measured_whole(engine, sessions):
     report = engine.report().codec
     assert report is not None and report.unmeasured
     front = MeasuringFront(engine)
@@ -65,12 +64,8 @@ def test_a_session_with_state_is_measured_whole_and_then_packed(engine, sessions
     assert kls["raw"] < 1e-6, "rows and states that are given back are those that were computed"
     assert kls["tq4"] > 1e-5, "and a codec's loss is seen"
     front.close()
-    assert not engine.report().codec.tiers["ram"].startswith("raw")
-    engine.ask(sessions[0][:300], "after", tokens=8)
+    first = engine.ask(sessions[0][:300], "after", tokens=8)
     engine.wait_saved("after")
     assert engine.forget_local()
     again = engine.ask(sessions[0][:300], "after", tokens=8)
-    assert again.restored >= 256
-    # It came back with loss: what is saved next must not be packed with loss twice.
-    engine.ask([*sessions[0][:300], *again.tokens, 7, 8, 9], "after", tokens=8)
-    engine.wait_saved("after")
+    assert again.restored >= 256 and again.tokens == first.tokens

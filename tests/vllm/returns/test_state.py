@@ -26,10 +26,14 @@ from engines.vllm_plugin.worker.state_layers import (
 )
 from engines.vllm_plugin.worker.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.worker.transfer import Transfer
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.states.matrices import matrix_codec
+from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.errors import Corrupt
 from tests.block_sessions import BLOCK, hashes, open_store, ref
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
-from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads, wait
+from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads
 
 pytestmark = pytest.mark.vllm
 
@@ -72,7 +76,7 @@ class Rank:
     def save(self, states: dict[int, list[int]]) -> None:
         save = Save(1, ref(), CHAIN, IDS, states)
         self.transfer.save(save, lambda *_: None)
-        wait(lambda: self.transfer.queued_bytes == 0)
+        assert self.transfer.wait_saved(ref(), 20)
 
     def load(self, first: int, end: int, state_ids: list[int]) -> tuple[set[str], set[int]]:
         self.staging.expect(7)
@@ -157,3 +161,95 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_is_written(cut):
         layers.write([5], arrays)
     after = layers.read(list(range(64)))
     assert all(np.array_equal(a.array, b.array) for a, b in zip(before, after, strict=True))
+
+
+class PackedRank(Rank):
+    """A rank whose states are packed: matrices in 8 bits, windows in 4."""
+
+    def __init__(self, tensors: list | None = None, window=None) -> None:
+        self.tensors = tensors or [torch.randint(0, 255, (64, PAGE), dtype=torch.uint8)]
+        if tensors is None:
+            numbers = torch.randn(64, *MATRIX.shape)
+            self.tensors[0][:, CONV.nbytes : CONV.nbytes + MATRIX.nbytes] = numbers.flatten(1).view(
+                torch.uint8
+            )
+        self.window = window or window_cache()
+        layers = [RecurrentLayers(self.tensors, [CONV, MATRIX]), WindowLayers(self.window)]
+        states = StateBlocks(GROUPS, layers)
+        layout = states.layout
+        assert layout.has_matrices and layout.window_tokens == 3 * BLOCK
+        codec = SessionCodec(codec_by_name("raw"), codec_by_name("tq4"), matrix_codec("state8"))
+        codecs = CodecSet(*[codec.kv] * 3, sessions={codec.kv.id: codec})
+        self.store = open_store(has_state=True, codecs=codecs, windows=layout.windows)
+        self.staging = StagingArea()
+        self.pages = NumpyBlocks()
+        self.pages.compute(CHAIN, IDS)
+        rest = HostBlocks(self.pages, self.store, NoStream())
+        blocks = StatefulBlocks(rest, states, self.store, NoStream())
+        self.transfer = Transfer(blocks, self.store, self.staging, 1 << 30)
+
+    def conv(self, block: int) -> bytes:
+        return self.tensors[0][block, : CONV.nbytes].numpy().tobytes()
+
+    def matrix(self, block: int) -> np.ndarray:
+        return RecurrentLayers(self.tensors, [CONV, MATRIX]).read([block])[1].array
+
+    def close(self) -> None:
+        self.transfer.close()
+        self.store.close()
+
+
+CONV = StatePart(torch.bfloat16, (3, 5))
+MATRIX = StatePart(torch.float32, (2, 8, 16))
+PAGE = CONV.nbytes + MATRIX.nbytes + 40  # with some room behind
+
+
+def test_a_packed_state_is_near_and_its_convolution_exact():
+    rank = PackedRank()
+    rank.save({24: [11, 12, 13, 14]})
+    conv, matrix, window = rank.conv(11), rank.matrix(11), rank.window_rows([12, 13, 14])
+    behind = rank.tensors[0][61, CONV.nbytes + MATRIX.nbytes :].clone()
+    assert rank.load(0, 24, [61, 62, 63, 60]) == (set(), set())
+    assert rank.conv(61) == conv
+    errors = np.abs(rank.matrix(61) - matrix)
+    assert 0 < errors.max() <= np.abs(matrix).max() / 127
+    for a, b in zip(rank.window_rows([62, 63, 60]), window, strict=True):
+        assert 0 < np.abs(a - b).mean() < 0.15
+    assert torch.equal(rank.tensors[0][61, CONV.nbytes + MATRIX.nbytes :], behind)
+    rank.close()
+
+
+def test_a_state_that_came_back_with_loss_is_not_packed_again():
+    first = PackedRank()
+    first.save({24: [11, 12, 13, 14]})
+    first.load(0, 24, [61, 62, 63, 60])
+    matrix, window = first.matrix(61), first.window_rows([62, 63, 60])
+    first.store.discard(first.store.keys.state(CHAIN, 24).key)  # all that there was of it
+    first.save({24: [61, 62, 63, 60]})
+    assert first.load(0, 24, [51, 52, 53, 50]) == (set(), set())
+    assert np.array_equal(first.matrix(51), matrix)
+    for a, b in zip(first.window_rows([52, 53, 50]), window, strict=True):
+        assert np.abs(a - b).max() < 0.03  # rounded to 16 bits, never through the codec
+    first.close()
+
+
+def test_a_later_state_takes_over_the_windows_rows_that_came_back():
+    rank = PackedRank()
+    rank.save({24: [11, 12, 13, 14]})
+    rank.load(0, 24, [61, 62, 63, 60])
+    before = rank.store.segments_of(rank.store.keys.state(CHAIN, 24))
+    # One block further: the newest of its window's blocks is new, the others came back.
+    rank.save({25: [15, 63, 60, 16]})
+    after = rank.store.segments_of(rank.store.keys.state(CHAIN, 25))
+    assert before and after[0] == before[0]
+    rank.close()
+
+
+def test_a_state_of_before_its_parts_were_known_is_taken():
+    tensors = [torch.randint(0, 255, (64, PAGE), dtype=torch.uint8)]
+    whole = RecurrentLayers(tensors).read([7])
+    layers = RecurrentLayers(tensors, [CONV, MATRIX])
+    layers.write([9], whole)
+    assert torch.equal(tensors[0][9], tensors[0][7])
+    with pytest.raises(Corrupt):
+        layers.write([9], [*whole, *whole])
