@@ -21,6 +21,7 @@ from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
 from gateway.openai import chat, models
+from gateway.openai.responses import routes as responses
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.gateway")
@@ -57,7 +58,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for routes in (chat, models, sessions, health):
+    for routes in (chat, responses, models, sessions, health):
         app.include_router(routes.router)
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)
