@@ -20,8 +20,9 @@ from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
-from gateway.openai import chat, models
+from gateway.openai import chat, conversations, models
 from gateway.openai.responses import routes as responses
+from gateway.stored.stored import Stored
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.gateway")
@@ -35,10 +36,11 @@ def create_app(
     session_manager: SessionManager,
     tenants: Tenants,
     metrics: Metrics,
+    stored: Stored | None = None,
 ) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
-    Its lifespan starts and stops the engine.
+    Its lifespan starts and stops the engine. Without ``stored`` nothing is stored.
     """
     gateway = Gateway(
         config=config,
@@ -47,6 +49,7 @@ def create_app(
         tenants=tenants,
         metrics=metrics,
         chats=KnownChats(config.max_known_chats),
+        stored=stored or Stored(),
     )
     # No documentation pages: FastAPI's fetch scripts from a foreign server.
     app = FastAPI(
@@ -58,7 +61,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for routes in (chat, responses, models, sessions, health):
+    for routes in (chat, responses, conversations, models, sessions, health):
         app.include_router(routes.router)
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)
@@ -89,6 +92,7 @@ def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManag
             with suppress(asyncio.CancelledError):
                 await housekeeping
             await gateway.engine.stop(0)
+            await gateway.stored.close()
 
     return lifespan
 

@@ -44,6 +44,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     # Chats without an id are recognised by their messages; this many per tenant are remembered.
     max_known_chats: Positive = 50_000
+    # Responses, conversations and chat completions that clients have stored, for each tenant; those
+    # that were not used for longest go first. 0 bytes: nothing is stored.
+    stored_bytes: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20
+    stored_days: Annotated[float, msgspec.Meta(gt=0)] = 30.0  # since the last use
+    stored_path: str = ""  # their folder; "" = beside the cold sessions. Unused with Redis.
 
     @property
     def on_loopback(self) -> bool:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
 from engines.openai.requests import InvalidRequest, error_body, error_type
+from gateway.stored.shelf import StoreFailed
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
@@ -85,6 +86,9 @@ def failure_of(error: Exception) -> Failure:
             return Failure(409, message, "session_id", "pin_limit")
         case EngineError():
             return Failure(502, f"The engine refused: {error}.", None, "engine_refused")
+        case StoreFailed():
+            message = "What is stored cannot be reached now. Try again later."
+            return Failure(503, message, None, "store_unavailable", RETRY_LATER_S)
         case TimeoutError():
             return Failure(504, "The answer took too long.", None, "timeout")
         case HTTPException():
@@ -105,6 +109,7 @@ FORESEEN: tuple[type[Exception], ...] = (
     Overloaded,
     Draining,
     EngineError,
+    StoreFailed,
     TimeoutError,
     HTTPException,
 )

@@ -21,7 +21,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 class Draft:
     """A response before, while and after it is made. Its id is new."""
 
-    def __init__(self, fields: ResponseFields) -> None:
+    def __init__(self, fields: ResponseFields, stores: bool = False) -> None:
         self.id = new_id("resp")
         self._echo: Json = {
             "id": self.id,
@@ -40,7 +40,7 @@ class Draft:
             "reasoning": _reasoning(fields),
             "safety_identifier": fields.safety_identifier,
             "service_tier": "default",
-            "store": fields.stores,
+            "store": stores,
             "temperature": 1.0 if fields.temperature is None else fields.temperature,
             "text": _text(fields),
             "tool_choice": fields.tool_choice or "auto",

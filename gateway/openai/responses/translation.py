@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from engines.openai.requests import ChatRequest, checked, validate_chat
+from engines.openai.requests import ChatRequest, validate_chat
 from gateway.openai.responses.answer import ResponseAnswer, renamed
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.items import MessageWriter
@@ -26,22 +26,28 @@ _SAME = (
 class Translation(NamedTuple):
     """A request for a response as a chat, and who writes its answer."""
 
-    fields: ResponseFields
     chat: Json
     answer: ResponseAnswer
     skipped: list[str]  # kinds of tools and items that were left out
 
 
-def translation(asked: Json, past: Sequence[Json]) -> Translation:
-    """Translate a request that goes on from the items ``past``.
+def translation(
+    fields: ResponseFields, asked: Json, past: Sequence[Json], own: Sequence[Json], stores: bool
+) -> Translation:
+    """Translate a request.
+
+    Args:
+        asked: the body, for fields that a chat has, too.
+        past: the items of the turns before.
+        own: the request's own items.
+        stores: the response will be stored.
 
     Raises:
         InvalidRequest: it cannot be served; names the client's field.
     """
-    fields = checked(asked, ResponseFields)
     writer = MessageWriter()
-    writer.add_all(past, "input")
-    writer.add_all(fields.items, "input")
+    writer.add_all(past, "conversation")
+    writer.add_all(own, "input")
     offered = offer(fields.tools or (), fields.tool_choice, nested=False)
     chat: Json = {
         "model": fields.model,
@@ -54,8 +60,8 @@ def translation(asked: Json, past: Sequence[Json]) -> Translation:
         chat["tool_choice"] = offered.choice or "auto"
         if fields.parallel_tool_calls is not None:
             chat["parallel_tool_calls"] = fields.parallel_tool_calls
-    answer = ResponseAnswer(Draft(fields), offered.customs)
-    return Translation(fields, chat, answer, offered.skipped + writer.skipped)
+    answer = ResponseAnswer(Draft(fields, stores), offered.customs)
+    return Translation(chat, answer, offered.skipped + writer.skipped)
 
 
 def validate(chat: Json) -> ChatRequest:
