@@ -20,7 +20,7 @@ from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
-from gateway.openai import chat, conversations, models
+from gateway.openai import chat, conversations, models, stored_chats
 from gateway.openai.responses import routes as responses
 from gateway.stored.stored import Stored
 from scheduler.sessions import SessionManager
@@ -61,7 +61,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for routes in (chat, responses, conversations, models, sessions, health):
+    for routes in (chat, stored_chats, responses, conversations, models, sessions, health):
         app.include_router(routes.router)
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)

@@ -34,14 +34,14 @@ _EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much
 class PromptDetails(msgspec.Struct, frozen=True):
     """The part of ``Usage`` that says how much of the prompt was not computed."""
 
-    cached_tokens: int = 0
-    cache_write_tokens: int = 0  # newly stored; engines that do not tell: 0
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None  # newly stored; few engines tell
 
 
 class AnswerDetails(msgspec.Struct, frozen=True):
     """The part of ``Usage`` that says how much of the answer was reasoning."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -51,6 +51,25 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: AnswerDetails | None = None
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were not computed."""
+        return (self.prompt_tokens_details or _NO_DETAILS).cached_tokens or 0
+
+    @property
+    def cache_written(self) -> int:
+        """Tokens of the prompt that were newly stored."""
+        return (self.prompt_tokens_details or _NO_DETAILS).cache_write_tokens or 0
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of the answer that were reasoning."""
+        details = self.completion_tokens_details
+        return (details.reasoning_tokens if details else None) or 0
+
+
+_NO_DETAILS = PromptDetails()
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,9 +173,8 @@ class Metrics:
 
     def used(self, usage: Usage) -> None:
         """Count the tokens of one answer."""
-        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-        self._tokens("cached").inc(cached)
-        self._tokens("prefilled").inc(max(0, usage.prompt_tokens - cached))
+        self._tokens("cached").inc(usage.cached)
+        self._tokens("prefilled").inc(max(0, usage.prompt_tokens - usage.cached))
         self._tokens("answered").inc(usage.completion_tokens)
 
     def skipped(self, kinds: Iterable[str]) -> None:

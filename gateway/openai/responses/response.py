@@ -85,15 +85,14 @@ def cut_short(finish_reason: str) -> bool:
 
 def shown_usage(usage: Usage) -> Json:
     """Write token counts as responses do: all details are there."""
-    prompt, answer = usage.prompt_tokens_details, usage.completion_tokens_details
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
-            "cached_tokens": prompt.cached_tokens if prompt else 0,
-            "cache_write_tokens": prompt.cache_write_tokens if prompt else 0,
+            "cached_tokens": usage.cached,
+            "cache_write_tokens": usage.cache_written,
         },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens if answer else 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

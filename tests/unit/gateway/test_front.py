@@ -35,7 +35,14 @@ async def test_a_clients_request_id_is_kept_where_it_is_sane() -> None:
 async def test_paths_and_methods_that_do_not_exist() -> None:
     app = App()
     assert (await app.get("/v1/nope")).error["code"] == "not_found"
-    assert (await app.get(CHAT)).error["code"] == "method_not_allowed"
+    for path, allowed in (
+        ("/v1/completions", "POST"),
+        ("/v1/conversations/x", "DELETE, GET, POST"),
+        ("/v1/responses/x", "DELETE, GET"),
+    ):
+        reply = await app.call("PUT", path, b"", {})
+        assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
+        assert reply.headers["allow"] == allowed
     assert (await app.get("/docs")).status == (await app.get("/openapi.json")).status == 404
 
 
