@@ -28,6 +28,7 @@ from scheduler.sessions import SessionManager
 log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
+ROUTES = (chat, stored_chats, responses, conversations, models, sessions, health)
 
 
 def create_app(
@@ -61,8 +62,10 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for routes in (chat, stored_chats, responses, conversations, models, sessions, health):
+    app.state.routes = []
+    for routes in ROUTES:
         app.include_router(routes.router)
+        app.state.routes += routes.router.routes
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)
     if config.allowed_origins:

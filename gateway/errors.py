@@ -8,6 +8,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
 from engines.openai.requests import InvalidRequest, error_body, error_type
@@ -16,8 +17,8 @@ from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
 _HINTS = {
-    404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/completions"
-    " and /v1/sessions.",
+    404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/responses,"
+    " /v1/completions and /v1/sessions.",
     405: "This path does not take that method.",
 }
 # Reasons why a session was not put to sleep: a code for programs, and words.
@@ -100,7 +101,17 @@ def failure_of(error: Exception) -> Failure:
 
 async def respond(request: Request, error: Exception) -> Response:
     """Answer an exception that ``failure_of`` knows by name; an exception handler of the app."""
-    return failure_of(error).response()
+    response = failure_of(error).response()
+    if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        response.headers["allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """List the methods that a path takes: each has a route of its own in ``app.state.routes``."""
+    routes: list[Route] = request.app.state.routes
+    found = [x.methods for x in routes if x.matches(request.scope)[0] is not Match.NONE]
+    return {method for methods in found for method in methods or ()} - {"HEAD"}
 
 
 FORESEEN: tuple[type[Exception], ...] = (

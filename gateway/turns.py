@@ -136,7 +136,7 @@ def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
 
 def _served_name(gateway: Gateway, asked: str) -> str:
     served = gateway.served.model
-    if asked != served and asked not in gateway.config.model_aliases:
+    if not gateway.config.means_served(asked, served):
         raise unknown_model(asked[:100], served)
     return served
 

@@ -85,6 +85,14 @@ async def test_the_model_must_be_the_one_that_is_served() -> None:
     assert app.engine.asked[0].body["model"] == MODEL
 
 
+async def test_an_alias_may_be_any_name() -> None:
+    app = App(model_aliases=("*",))
+    assert (await app.chat(model="whatever")).status == 200
+    assert app.engine.asked[0].body["model"] == MODEL
+    assert (await app.get("/v1/models/whatever")).json["id"] == "whatever"
+    assert [x["id"] for x in (await app.get("/v1/models")).json["data"]] == [MODEL]
+
+
 async def test_a_request_waits_for_an_engine_that_died() -> None:
     engine = RecordingEngine()
     app = App(engine)
