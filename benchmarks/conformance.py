@@ -42,10 +42,10 @@ FILES = (
 )
 NEEDS = ("pytest", "pytest-asyncio", "dirty-equals", "time-machine", "rich", "httpx2", "respx")
 MORE_NEEDS = ("Pillow", "nest-asyncio", "trustme")
-# Answers are as long as the context allows: nobody in these tests says how long.
+# Answers are as long as the context allows, since nobody in these tests says how long.
 SETTINGS = {
     "gateway": {"model_aliases": ["*"]},
-    "engine": {"hot_bytes": 512 * MIB, "max_context": 256},
+    "engine": {"hot_bytes": 512 * MIB, "max_context": 160},
     "store": {"ram_bytes": 64 * MIB, "disk_bytes": 0},
 }
 # What a failing test asks for, and why it is refused: the first words of its name that fit.

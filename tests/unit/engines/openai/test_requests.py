@@ -138,7 +138,6 @@ def test_four_kinds_of_prompt(prompt: Any, prompts: Any) -> None:
         {"prompt": "a", "suffix": "b"},
         {"prompt": "a", "best_of": 2},
         {"prompt": "a", "logprobs": 6},
-        {"prompt": "a", "logprobs": 1, "echo": True},
     ],
 )
 def test_refuses_completions(fields: dict[str, Any]) -> None:
