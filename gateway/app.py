@@ -21,6 +21,7 @@ from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
 from gateway.openai import chat, conversations, models, stored_chats
+from gateway.openai.responses import counting
 from gateway.openai.responses import routes as responses
 from gateway.stored.stored import Stored
 from scheduler.sessions import SessionManager
@@ -28,7 +29,7 @@ from scheduler.sessions import SessionManager
 log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
-ROUTES = (chat, stored_chats, responses, conversations, models, sessions, health)
+ROUTES = (chat, stored_chats, counting, responses, conversations, models, sessions, health)
 
 
 def create_app(

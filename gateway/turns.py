@@ -102,6 +102,7 @@ async def accept(request: Request, operation: Operation) -> Response:
     check = partial(_check, operation, translate, tenant, request.headers, said)
     asked = await _beside(body, check)
     asked.raw["model"] = _served_name(gateway, asked.model)
+    _even_out(asked.raw, gateway.served.max_context)
     session = _session(gateway, tenant, asked)
     for_engine = await _beside(body, partial(_encode, gateway.engine, asked.raw, session))
     turn = TurnRequest(operation.name, operation.path, session, for_engine)
@@ -132,6 +133,20 @@ def _check(
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
     return msgspec.json.encode(engine.prepare_body(raw, session))
+
+
+def _even_out(raw: Json, max_context: int) -> None:
+    """Take out what engines answer differently to, where OpenAI's meaning is plain.
+
+    Options of a stream mean nothing without one. A chat's answer that may be as long as the context
+    may be as long as there is room.
+    """
+    if not raw.get("stream"):
+        raw.pop("stream_options", None)
+    if "messages" in raw:
+        for name in ("max_tokens", "max_completion_tokens"):
+            if (raw.get(name) or 0) >= max_context:
+                del raw[name]
 
 
 def _served_name(gateway: Gateway, asked: str) -> str:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import msgspec
-
 from engines.openai.messages import Json
 from gateway.errors import Failure
 from gateway.metrics import Usage
+from gateway.openai.responses.event_writer import EventWriter
 from gateway.openai.responses.output import Output
 from gateway.openai.responses.response import Draft, cut_short, shown_error
 from gateway.relay.chat_chunks import DONE, KEEPALIVE, EventReader, read_chunk
-
-_encode = msgspec.json.Encoder().encode
 
 
 class ResponseEvents:
@@ -26,7 +21,7 @@ class ResponseEvents:
         self._draft = draft
         self._output = output
         self._reader = EventReader()
-        self._number = 0
+        self._writer = EventWriter()
         self._usage: Usage | None = None
         self._finish_reason = ""
         self._error: str | None = None  # what the engine reported
@@ -41,7 +36,7 @@ class ResponseEvents:
     def opening(self) -> bytes:
         shown = self._draft.shown("in_progress")
         kinds = ("response.created", "response.in_progress")
-        return self._written({"type": kind, "response": shown} for kind in kinds)
+        return self._writer.write({"type": kind, "response": shown} for kind in kinds)
 
     def feed(self, chunk: bytes) -> bytes:
         return b"".join(self._translated(data) for data in self._reader.feed(chunk))
@@ -53,11 +48,13 @@ class ResponseEvents:
             failed = self._draft.shown(
                 "failed", self._output.items, self._usage, shown_error(failure)
             )
-            return self._written([{"type": "response.failed", "response": failed}])
-        last = self._written(self._output.close(whole=not cut_short(self._finish_reason)))
+            return self._writer.write([{"type": "response.failed", "response": failed}])
+        last = self._writer.write(self._output.close(whole=not cut_short(self._finish_reason)))
         whole = self._draft.finished(self._output.items, self._usage, self._finish_reason)
         self.response = whole
-        return last + self._written([{"type": f"response.{whole['status']}", "response": whole}])
+        return last + self._writer.write(
+            [{"type": f"response.{whole['status']}", "response": whole}]
+        )
 
     def usage(self) -> Usage | None:
         return self._usage
@@ -77,18 +74,9 @@ class ResponseEvents:
             return b""
         choice = chunk.choices[0]
         self._finish_reason = choice.finish_reason or self._finish_reason
-        told = self._written(self._output.add(choice.part, choice.scores))
+        told = self._writer.write(self._output.add(choice.part, choice.scores))
         self.begun = self.begun or bool(told)
         return told
-
-    def _written(self, events: Iterable[Json]) -> bytes:
-        """Write events, each with its number."""
-        lines = []
-        for event in events:
-            event["sequence_number"] = self._number
-            self._number += 1
-            lines.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)))
-        return b"".join(lines)
 
 
 def _words(error: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,9 +18,12 @@ from gateway.context import Gateway, caller_of, gateway_of
 from gateway.keys import Tenant
 from gateway.openai.lists import query_of, shown, shown_list
 from gateway.openai.responses.answer import ResponseAnswer
+from gateway.openai.responses.event_writer import EventWriter
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, context_of, keep_response
+from gateway.openai.responses.replay import replayed
 from gateway.openai.responses.translation import translation, validate
+from gateway.relay.passthrough import EVENT_STREAM
 from gateway.stored.shelf import Entry
 from gateway.turns import Operation, Translate, Translated, accept
 
@@ -77,11 +81,15 @@ router.add_route("/v1/responses", create_response, methods=["POST"])
 
 @router.get(_ONE)
 async def show_response(request: Request) -> Response:
-    """Show a stored response."""
-    if request.query_params.get("stream", "").lower() == "true":
-        message = "stream: a stored response is not streamed again; it is there as a whole"
-        raise InvalidRequest(message, "stream")
-    return shown((await _stored(request)).body)
+    """Show a stored response; ``stream`` as events, from behind ``starting_after`` on."""
+    entry = await _stored(request)
+    if request.query_params.get("stream", "").lower() != "true":
+        return shown(entry.body)
+    after = request.query_params.get("starting_after") or "-1"
+    if not after.removeprefix("-").isdecimal() or len(after) > 9:
+        raise InvalidRequest("starting_after: a number is needed", "starting_after")
+    events = replayed(msgspec.json.decode(entry.body))
+    return Response(EventWriter().write(events, int(after)), media_type=EVENT_STREAM)
 
 
 @router.delete(_ONE)

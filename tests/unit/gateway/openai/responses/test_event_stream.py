@@ -12,7 +12,9 @@ from pydantic import TypeAdapter
 
 from gateway.errors import Failure
 from gateway.openai.responses.answer import ResponseAnswer
+from gateway.openai.responses.event_writer import EventWriter
 from gateway.openai.responses.fields import ResponseFields
+from gateway.openai.responses.replay import replayed
 from gateway.openai.responses.response import Draft
 
 typed: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
@@ -129,6 +131,21 @@ def test_all_events_in_order() -> None:
         "total_tokens": 12,
     }
     assert Response.model_validate(done).output_text == "aü\n"
+
+
+def test_a_stored_response_is_told_again_in_the_same_order() -> None:
+    told, answer = answered([everything("stop")])
+    live = events_of(told)
+    again = events_of(EventWriter().write(replayed(answer.response)))
+    kinds = [[x["type"] for x in events] for events in (live, again)]
+    assert [list(dict.fromkeys(x)) for x in kinds][1][:9] == list(dict.fromkeys(kinds[0]))[:9]
+    assert set(kinds[0]) == set(kinds[1])
+    assert again[-1]["response"] == live[-1]["response"]
+    for kind in ("response.output_text.delta", "response.reasoning_text.delta"):
+        texts = ["".join(x["delta"] for x in y if x["type"] == kind) for y in (live, again)]
+        assert texts[0] == texts[1] != ""
+    rest = EventWriter().write(replayed(answer.response), after=len(again) - 3)
+    assert rest.count(b"\n\n") == 2
 
 
 def test_every_item_is_added_before_it_is_spoken_of_and_done_once() -> None:

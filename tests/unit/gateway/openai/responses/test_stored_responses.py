@@ -101,7 +101,6 @@ async def test_a_stored_response_is_shown_listed_and_deleted(app: App) -> None:
     assert [x["content"][0]["text"] for x in listed["data"]] == ["a", "b"]
     rest = (await app.get(f"{path}/input_items?order=asc&after=msg_mine")).json
     assert [x["content"][0]["text"] for x in rest["data"]] == ["c"]
-    assert (await app.get(path + "?stream=true")).status == 400
     assert (await app.post(path + "/cancel")).error["code"] == "not_cancellable"
     assert (await app.call("DELETE", path, b"", {})).status == 200
     for reply in (await app.get(path), await app.call("DELETE", path, b"", {})):
@@ -277,3 +276,15 @@ async def test_bad_bodies(app: App, path: str, body: Any, param: str) -> None:
 async def test_bad_pages(app: App, query: str) -> None:
     made = (await respond(app)).json
     assert (await app.get(f"/v1/responses/{made['id']}/input_items?{query}")).status == 400
+
+
+async def test_a_stored_response_is_streamed_again(app: App) -> None:
+    made = (await respond(app)).json
+    path = f"/v1/responses/{made['id']}?stream=true"
+    told = await app.get(path)
+    assert told.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(x.partition("data: ")[2]) for x in told.body.decode().split("\n\n")[:-1]]
+    assert events[-1]["response"] == made
+    rest = (await app.get(f"{path}&starting_after={len(events) - 2}")).body
+    assert rest.count(b"\n\n") == 1
+    assert (await app.get(path + "&starting_after=x")).error["param"] == "starting_after"
