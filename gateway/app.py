@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
-from gateway import health, sessions
+from gateway import health, openapi, sessions
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, respond
@@ -29,7 +29,7 @@ from scheduler.sessions import SessionManager
 log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
-ROUTES = (chat, stored_chats, counting, responses, conversations, models, sessions, health)
+ROUTES = (chat, stored_chats, counting, responses, conversations, models, sessions, health, openapi)
 
 
 def create_app(
@@ -53,7 +53,7 @@ def create_app(
         chats=KnownChats(config.max_known_chats),
         stored=stored or Stored(),
     )
-    # No documentation pages: FastAPI's fetch scripts from a foreign server.
+    # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
     app = FastAPI(
         title="Thermocline",
         lifespan=_lifespan(gateway),
