@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.base import SessionRef
+from engines.base import EngineUnavailable, SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import checked, parse_json
@@ -69,4 +69,7 @@ async def _count(gateway: Gateway, session: SessionRef, chat: Json) -> int:
     if upstream.status >= 400:
         failure = engine_failure(upstream.status, said)
         raise InvalidRequest(failure.message, "input", failure.code, failure.status)
-    return msgspec.json.decode(said, type=_Counted).count
+    try:
+        return msgspec.json.decode(said, type=_Counted).count
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EngineUnavailable("its count cannot be read") from error

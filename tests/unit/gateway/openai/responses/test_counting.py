@@ -35,6 +35,11 @@ async def test_an_engine_that_cannot_count() -> None:
     assert (await app_of(200, b"{}").post(PATH, {"input": 5})).error["param"] == "input"
 
 
+async def test_a_count_that_is_none() -> None:
+    reply = await count(app_of(200, b"[]"))
+    assert (reply.status, reply.error["code"]) == (503, "engine_unavailable")
+
+
 async def test_compaction_is_refused_in_words() -> None:
     reply = await app_of(200, b"{}").post("/v1/responses/compact", {"model": MODEL})
     assert (reply.status, reply.error["code"]) == (404, "not_supported")
