@@ -74,7 +74,8 @@ def objects(shelf: SqliteShelf) -> None:
         shelf.put(TENANT, Entry("response", id, id, body), items)
     conversation = Entry("conversation", "conv_123", "conv_123", _encoded(CONVERSATION))
     shelf.put(TENANT, conversation, items)
-    message = {"id": "completion_id-0", "role": "user", "content": "string"}
+    # Their type of a stored message knows answers only.
+    message = {"id": "completion_id-0", "role": "assistant", "content": "yes", "refusal": None}
     asked = [Item("completion_id-0", _encoded(message))]
     completion = Entry("completion", "completion_id", "completion_id", _encoded(COMPLETION))
     shelf.put(TENANT, completion, asked)

@@ -9,7 +9,7 @@ still say of it then is passed over.
                                :order:KIND:ID    their ids in order
                                :list:KIND        ids of all entries in order
                                :used             "KIND:ID" by the time of last use
-                               :session:ID       "KIND:ID" of a session's entries
+                               :session:ID       "KIND:ID" of a session's entries in order
                                :owner:ITEM       the entry that has an item, the latest if several
                                :sizes, :total    bytes of each entry by "KIND:ID", and of all
                                :seq              the last number in a list
@@ -68,7 +68,7 @@ class RedisShelf:
                 change.hset(keys.entry(name), mapping=row)
                 change.zadd(keys.list(entry.kind), {entry.id: number})
                 change.zadd(keys.used, {name: now})
-                change.sadd(keys.session(entry.session), name)
+                change.zadd(keys.session(entry.session), {name: number})
                 change.hset(keys.sizes, name, nbytes)
                 change.incrby(keys.total, nbytes)
                 self._add_items(change, keys, name, items, 0)
@@ -185,10 +185,16 @@ class RedisShelf:
                     return body
         return None
 
+    def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
+        with self._exchange() as server:
+            names = server.zrevrange(_Keys(tenant).session(session), 0, -1)
+        found = (_split(x.decode()) for x in names)
+        return next((id for of, id in found if of == kind), None)
+
     def forget(self, tenant: str, session: str) -> int:
         keys = _Keys(tenant)
         with self._exchange() as server:
-            names = [x.decode() for x in server.smembers(keys.session(session))]
+            names = [x.decode() for x in server.zrange(keys.session(session), 0, -1)]
             return sum(self._delete(server, keys, *_split(name)) for name in names)
 
     def close(self) -> None:
@@ -241,7 +247,7 @@ class RedisShelf:
             change.zrem(keys.used, name)
             change.hdel(keys.sizes, name)
             if session is not None:
-                change.srem(keys.session(session.decode()), name)
+                change.zrem(keys.session(session.decode()), name)
             for item in items:
                 change.delete(keys.owner(item.decode()))
             if nbytes is not None:

@@ -95,6 +95,9 @@ class Shelf(Protocol):
     def find_item(self, tenant: str, item: str, owner: str | None = None) -> bytes | None:
         """Find an item by its id, in the entry ``owner`` or in any."""
 
+    def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
+        """Return the id of a session's entry that was stored last."""
+
     def forget(self, tenant: str, session: str) -> int:
         """Remove all entries of a session; returns how many."""
 

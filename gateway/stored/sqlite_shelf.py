@@ -162,6 +162,15 @@ class SqliteShelf:
             row = db.execute(sql, (tenant, item, owner, owner)).fetchone()
         return bytes(row[0]) if row else None
 
+    def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
+        sql = (
+            "SELECT id FROM entries WHERE tenant = ? AND kind = ? AND session = ?"
+            " ORDER BY seq DESC LIMIT 1"
+        )
+        with self._change() as db:
+            row = db.execute(sql, (tenant, kind, session)).fetchone()
+        return str(row[0]) if row else None
+
     def forget(self, tenant: str, session: str) -> int:
         with self._change() as db:
             found = db.execute(

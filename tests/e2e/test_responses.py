@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from benchmarks.stacks.product_stack import Stack
+
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STORY = "Tell me about the harbour of an old town, its ships and the people who work there."
@@ -124,3 +126,19 @@ def test_custom_tools_and_schemas(client: openai.OpenAI, model: str) -> None:
         max_output_tokens=40,
     )
     assert json.loads(shaped.output_text) == {"country": "FR"}
+
+
+def test_the_same_on_vllm(vllm_stack: Stack) -> None:
+    with openai.OpenAI(base_url=f"{vllm_stack.url}/v1", api_key="none", max_retries=0) as sdk:
+        model = sdk.models.list().data[0].id
+        first = sdk.responses.create(model=model, input=STORY, **GREEDY)
+        second = sdk.responses.create(
+            model=model, input="And at night?", previous_response_id=first.id, **GREEDY
+        )
+        with sdk.responses.stream(model=model, input=STORY, **GREEDY) as stream:
+            told = list(stream)
+        counted = sdk.responses.input_tokens.count(model=model, input=STORY)
+    assert cached(second)[0] > 0
+    assert told[-1].response.output_text == first.output_text  # type: ignore[union-attr]
+    assert first.usage is not None
+    assert counted.input_tokens == first.usage.input_tokens

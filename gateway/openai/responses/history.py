@@ -66,9 +66,21 @@ async def context_of(stored: Stored, tenant: Tenant, fields: ResponseFields) -> 
 def _found(shelf: Shelf, *, tenant: str, fields: ResponseFields) -> Past | None:
     if fields.conversation_id:
         return _conversation(shelf, tenant, fields.conversation_id, None)
-    if fields.previous_response_id:
-        return _chain(shelf, tenant, fields.previous_response_id)
-    return Past()
+    if fields.previous_response_id is None:
+        return Past()
+    past = _chain(shelf, tenant, fields.previous_response_id)
+    return past and past._replace(session=_branch(shelf, tenant, fields, past.session))
+
+
+def _branch(shelf: Shelf, tenant: str, fields: ResponseFields, session: str | None) -> str | None:
+    """Return the session to go on in: a response that another followed begins one of its own.
+
+    Two conversations that began alike, and two branches of one, would else overwrite each other.
+    """
+    if session is None or shelf.get(tenant, "conversation", session) is not None:
+        return fields.previous_response_id
+    last = shelf.latest(tenant, "response", session)
+    return session if last == fields.previous_response_id else fields.previous_response_id
 
 
 def _chain(shelf: Shelf, tenant: str, id: str) -> Past | None:

@@ -17,7 +17,7 @@ from gateway.openai.tools import offer
 # Taken as they are: a chat has them under the same name. Those behind the first line are not
 # OpenAI's, but engines and their users know them.
 _SAME = (
-    *("temperature", "top_p", "top_logprobs", "metadata"),
+    *("temperature", "top_p", "metadata"),
     *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "chat_template_kwargs"),
 )
@@ -92,6 +92,7 @@ def _options(fields: ResponseFields) -> Json:
         "response_format": form,
         "reasoning_effort": effort,
         "logprobs": fields.wants_logprobs or None,
+        "top_logprobs": fields.top_logprobs if fields.wants_logprobs else None,
         "stream": fields.stream or None,
         "stream_options": {"include_usage": True} if fields.stream else None,
     }

@@ -138,7 +138,10 @@ def test_a_session_is_forgotten_as_a_whole(shelf: Shelf) -> None:
     shelf.put("a", entry("1"), items("i"))
     shelf.put("a", entry("2"))
     shelf.put("a", entry("3", session="other"))
+    assert shelf.latest("a", "response", "s") == "2"
+    assert shelf.latest("a", "conversation", "s") is shelf.latest("b", "response", "s") is None
     assert shelf.forget("a", "s") == 2
+    assert shelf.latest("a", "response", "s") is None
     assert shelf.get("a", "response", "1") is None
     assert shelf.get("a", "response", "3") is not None
 

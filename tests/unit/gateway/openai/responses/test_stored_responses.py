@@ -75,6 +75,19 @@ async def test_a_session_that_the_client_names_goes_first(app: App) -> None:
     assert session(app) == "mine"
 
 
+async def test_conversations_that_began_alike_have_sessions_of_their_own(app: App) -> None:
+    first, other = (await respond(app)).json, (await respond(app)).json
+    assert session(app).startswith("chat-")
+    sessions = []
+    for _ in range(2):
+        for turn in (first, other):
+            turn |= (await respond(app, "on", previous_response_id=turn["id"])).json
+            sessions.append(session(app))
+    one, two, again, again_two = sessions
+    assert (one, two) == (again, again_two)
+    assert one != two
+
+
 async def test_a_lost_turn_is_an_error_and_never_half_a_conversation(app: App) -> None:
     first = (await respond(app)).json
     second = (await respond(app, previous_response_id=first["id"])).json
