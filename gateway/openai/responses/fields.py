@@ -50,12 +50,19 @@ class Reasoning(msgspec.Struct, frozen=True):
     generate_summary: str | None = None
 
 
+class CacheOptions(msgspec.Struct, frozen=True):
+    """How long a prompt is wanted again; our sessions are kept as budgets allow."""
+
+    mode: str = "implicit"
+    ttl: str = "30m"
+
+
 class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /v1/responses.
 
     Sampling fields have a chat's names and are checked there. Fields that nobody here knows, and
     fields that cannot change this server's answer (``service_tier``, ``truncation``,
-    ``context_management``, ``prompt_cache_options`` ...), are taken and left alone.
+    ``context_management`` ...), are taken and left alone.
     """
 
     model: ModelName
@@ -80,6 +87,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     background: bool | None = None
     prompt: Json | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     user: str | None = None

@@ -36,6 +36,7 @@ class Draft:
             "previous_response_id": fields.previous_response_id,
             "conversation": {"id": fields.conversation_id} if fields.conversation_id else None,
             "prompt_cache_key": fields.prompt_cache_key,
+            "prompt_cache_options": fields.prompt_cache_options,
             "prompt_cache_retention": fields.prompt_cache_retention,
             "reasoning": _reasoning(fields),
             "safety_identifier": fields.safety_identifier,

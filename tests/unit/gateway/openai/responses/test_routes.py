@@ -36,6 +36,9 @@ async def test_a_text_is_asked_and_answered() -> None:
         max_output_tokens=9,
         temperature=0.5,
         reasoning={"effort": "low"},
+        prompt_cache_key="k",
+        prompt_cache_options={"mode": "explicit", "ttl": "30m", "prewarm": True},
+        prompt_cache_retention="24h",
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
     )
     assert reply.status == 200, reply.body
@@ -51,6 +54,8 @@ async def test_a_text_is_asked_and_answered() -> None:
     response = Response.model_validate(reply.json)
     assert response.output_text == "yo"
     assert (response.status, response.instructions) == ("completed", "be brief")
+    assert reply.json["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
+    assert (response.prompt_cache_key, response.prompt_cache_retention) == ("k", "24h")
     assert response.usage is not None and response.usage.total_tokens == 4
     assert reply.headers["x-thermocline-session"]
 
