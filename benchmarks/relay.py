@@ -3,7 +3,8 @@
 The fake engine streams answers of 200 chunks to 16 readers at once, every chunk written by itself:
 ``busy`` without pauses, ``paced`` with one after each chunk, as tokens come. When paced, most of
 the CPU time is the kernel's, for waking the process for each single chunk, and the process has it
-to spare; the target is for ``busy``. CPU time is read from the process table. Time to first token
+to spare; the target is for ``busy``. ``translated`` is as busy, with the events of /v1/responses.
+CPU time is read from the process table. Time to first token
 is measured through the gateway and, request by request in turns, at the engine's own socket.
 
     python benchmarks/relay.py --json relay.json
@@ -27,10 +28,16 @@ from benchmarks.stacks.fake_stack import MODEL, FakeStack
 
 TARGET_US_PER_CHUNK = 15.0
 TARGET_ADDED_TTFT_MS = 3.0
-EVENTS_BESIDES_TEXT = 3  # finish reason, usage, [DONE]
+TARGET_US_PER_EVENT = 60.0
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+# Finish reason, usage, [DONE]; or created, in progress, added, added, done, done, done, completed.
+EVENTS_BESIDES_TEXT = {CHAT: 3, RESPONSES: 8}
 
 
-def body(script: str) -> dict[str, Any]:
+def body(path: str, script: str) -> dict[str, Any]:
+    if path == RESPONSES:
+        asked = {"model": MODEL, "input": "please say something of some length", "store": False}
+        return {**asked, "stream": True, "metadata": {"fake": script}}
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": "please say something of some length"}],
@@ -41,12 +48,12 @@ def body(script: str) -> dict[str, Any]:
 
 
 async def stream(
-    http: aiohttp.ClientSession, url: str, script: str, headers: dict[str, str]
+    http: aiohttp.ClientSession, host: str, path: str, script: str, headers: dict[str, str]
 ) -> tuple[float, int]:
     """Seconds to the first byte of the first event, and the number of events."""
     began = time.perf_counter()
     first_s, num_events = 0.0, 0
-    async with http.post(url, json=body(script), headers=headers) as answer:
+    async with http.post(host + path, json=body(path, script), headers=headers) as answer:
         answer.raise_for_status()
         async for piece in answer.content.iter_any():
             first_s = first_s or time.perf_counter() - began
@@ -61,19 +68,23 @@ async def cpu_per_chunk(
     chunks: int,
     pause_s: float,
     answers: int = 1,
+    path: str = CHAT,
 ) -> dict[str, float]:
     """``readers`` at once, each reading so many ``answers`` one after the other."""
-    url = f"{stack.url}/v1/chat/completions"
     script = f"chunks={chunks} delay_s={pause_s}"
 
     async def read(session: str) -> int:
         headers = {"x-session-id": session}
-        return sum([(await stream(http, url, script, headers))[1] for _ in range(answers)])
+        return sum(
+            [(await stream(http, stack.url, path, script, headers))[1] for _ in range(answers)]
+        )
 
     before, began = stack.process.cpu_times(), time.perf_counter()
     num_events = sum(await asyncio.gather(*(read(f"reader-{i}") for i in range(readers))))
     wall_s, after = time.perf_counter() - began, stack.process.cpu_times()
-    assert num_events == readers * answers * (chunks + EVENTS_BESIDES_TEXT), "events were lost"
+    assert num_events == readers * answers * (chunks + EVENTS_BESIDES_TEXT[path]), (
+        "events were lost"
+    )
     cpu_s = after.user + after.system - before.user - before.system
     return {
         "us_per_chunk": cpu_s / num_events * 1e6,
@@ -86,7 +97,6 @@ async def first_token(
     stack: FakeStack, http: aiohttp.ClientSession, engine: aiohttp.ClientSession, rounds: int
 ) -> dict[str, float]:
     """Medians in ms, one request at a time, gateway and engine in turns."""
-    path = "/v1/chat/completions"
     direct_headers = {
         "authorization": f"Bearer {stack.token}",
         "x-thermocline-tenant": "bench",
@@ -95,9 +105,9 @@ async def first_token(
     }
     through, direct = [], []
     for _ in range(rounds):
-        first_s, _ = await stream(http, stack.url + path, "chunks=3", {"x-session-id": "ttft"})
+        first_s, _ = await stream(http, stack.url, CHAT, "chunks=3", {"x-session-id": "ttft"})
         through.append(first_s * 1e3)
-        first_s, _ = await stream(engine, f"http://engine{path}", "chunks=3", direct_headers)
+        first_s, _ = await stream(engine, "http://engine", CHAT, "chunks=3", direct_headers)
         direct.append(first_s * 1e3)
     added = statistics.median(through) - statistics.median(direct)
     return {
@@ -120,18 +130,21 @@ async def measure(stack: FakeStack, args: argparse.Namespace) -> dict[str, Any]:
     ):
         await cpu_per_chunk(stack, http, args.readers, 20, 0.001)  # warm
         load = (stack, http, args.readers, args.chunks)
-        busy, paced = [], []
+        busy, paced, translated = [], [], []
         for _ in range(args.rounds):
             busy.append(await cpu_per_chunk(*load, 0.0, args.answers))
+            translated.append(await cpu_per_chunk(*load, 0.0, args.answers, RESPONSES))
             paced.append(await cpu_per_chunk(*load, args.pause_s))
         ttft = await first_token(stack, http, engine, args.ttft_rounds)
-    relay = _medians(busy)
+    relay, events = _medians(busy), _medians(translated)
     return {
         "busy": relay,
         "paced": _medians(paced),
+        "translated": events,
         "ttft": ttft,
         "targets": {
             "us_per_chunk": relay["us_per_chunk"] <= TARGET_US_PER_CHUNK,
+            "us_per_event": events["us_per_chunk"] <= TARGET_US_PER_EVENT,
             "added_ttft": ttft["added_ms"] <= TARGET_ADDED_TTFT_MS,
         },
     }

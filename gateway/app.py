@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
-from gateway import health, sessions
+from gateway import health, openapi, sessions
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, respond
@@ -20,12 +20,16 @@ from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
-from gateway.openai import chat, models
+from gateway.openai import chat, conversations, models, stored_chats
+from gateway.openai.responses import counting
+from gateway.openai.responses import routes as responses
+from gateway.stored.stored import Stored
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
+ROUTES = (chat, stored_chats, counting, responses, conversations, models, sessions, health, openapi)
 
 
 def create_app(
@@ -34,10 +38,11 @@ def create_app(
     session_manager: SessionManager,
     tenants: Tenants,
     metrics: Metrics,
+    stored: Stored | None = None,
 ) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
-    Its lifespan starts and stops the engine.
+    Its lifespan starts and stops the engine. Without ``stored`` nothing is stored.
     """
     gateway = Gateway(
         config=config,
@@ -46,8 +51,9 @@ def create_app(
         tenants=tenants,
         metrics=metrics,
         chats=KnownChats(config.max_known_chats),
+        stored=stored or Stored(),
     )
-    # No documentation pages: FastAPI's fetch scripts from a foreign server.
+    # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
     app = FastAPI(
         title="Thermocline",
         lifespan=_lifespan(gateway),
@@ -57,8 +63,10 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for routes in (chat, models, sessions, health):
+    app.state.routes = []
+    for routes in ROUTES:
         app.include_router(routes.router)
+        app.state.routes += routes.router.routes
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)
     if config.allowed_origins:
@@ -88,6 +96,7 @@ def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManag
             with suppress(asyncio.CancelledError):
                 await housekeeping
             await gateway.engine.stop(0)
+            await gateway.stored.close()
 
     return lifespan
 

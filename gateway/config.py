@@ -10,6 +10,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
+ANY_MODEL = "*"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -30,7 +31,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     allowed_origins: tuple[str, ...] = ()
     # "auto": open on loopback or if no key is needed anywhere, else a key is needed.
     metrics_access: Literal["auto", "open", "key"] = "auto"
-    # Further names for the served model, for clients whose model name cannot be changed.
+    # Further names for the served model, for clients whose model name cannot be changed; "*" = any.
     model_aliases: tuple[str, ...] = ()
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 32 << 10
@@ -44,6 +45,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     # Chats without an id are recognised by their messages; this many per tenant are remembered.
     max_known_chats: Positive = 50_000
+    # Responses, conversations and chat completions that clients have stored, for each tenant; those
+    # that were not used for longest go first. 0 bytes: nothing is stored.
+    stored_bytes: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20
+    stored_days: Annotated[float, msgspec.Meta(gt=0)] = 30.0  # since the last use
+    stored_path: str = ""  # their folder; "" = beside the cold sessions. Unused with Redis.
+
+    def means_served(self, name: str, served: str) -> bool:
+        """Tell whether ``name`` means the model that is served as ``served``."""
+        return name == served or name in self.model_aliases or ANY_MODEL in self.model_aliases
 
     @property
     def on_loopback(self) -> bool:

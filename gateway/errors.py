@@ -8,15 +8,17 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from engines.base import EngineError, EngineRefused, EngineStalled, EngineUnavailable
 from engines.openai.requests import InvalidRequest, error_body, error_type
+from gateway.stored.shelf import StoreFailed
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
 _HINTS = {
-    404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/completions"
-    " and /v1/sessions.",
+    404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/responses,"
+    " /v1/completions and /v1/sessions.",
     405: "This path does not take that method.",
 }
 # Reasons why a session was not put to sleep: a code for programs, and words.
@@ -85,6 +87,9 @@ def failure_of(error: Exception) -> Failure:
             return Failure(409, message, "session_id", "pin_limit")
         case EngineError():
             return Failure(502, f"The engine refused: {error}.", None, "engine_refused")
+        case StoreFailed():
+            message = "What is stored cannot be reached now. Try again later."
+            return Failure(503, message, None, "store_unavailable", RETRY_LATER_S)
         case TimeoutError():
             return Failure(504, "The answer took too long.", None, "timeout")
         case HTTPException():
@@ -96,7 +101,17 @@ def failure_of(error: Exception) -> Failure:
 
 async def respond(request: Request, error: Exception) -> Response:
     """Answer an exception that ``failure_of`` knows by name; an exception handler of the app."""
-    return failure_of(error).response()
+    response = failure_of(error).response()
+    if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        response.headers["allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """List the methods that a path takes: each has a route of its own in ``app.state.routes``."""
+    routes: list[Route] = request.app.state.routes
+    found = [x.methods for x in routes if x.matches(request.scope)[0] is not Match.NONE]
+    return {method for methods in found for method in methods or ()} - {"HEAD"}
 
 
 FORESEEN: tuple[type[Exception], ...] = (
@@ -105,6 +120,7 @@ FORESEEN: tuple[type[Exception], ...] = (
     Overloaded,
     Draining,
     EngineError,
+    StoreFailed,
     TimeoutError,
     HTTPException,
 )

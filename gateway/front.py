@@ -27,7 +27,8 @@ log = logging.getLogger("thermocline.gateway")
 CLIENT_CLOSED_REQUEST = 499  # nginx' word for it; never sent, only counted
 MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
-_OPERATORS_ROUTES = ("livez", "readyz", "metrics")
+_OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics")
+_NAMING = ("/v1/sessions/", "/v1/models/")  # a name that follows may hold slashes
 
 
 # ASGI extension: ``send`` as it was before any middleware wrapped it, for the body of a stream
@@ -63,6 +64,7 @@ class FrontMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _plain(scope)
         headers = Headers(scope=scope)
         response = _TrackedResponse(send, _request_id(headers))
         scope.setdefault("state", {})["request_id"] = response.request_id
@@ -147,6 +149,22 @@ class _TrackedResponse:
                 (b"openai-processing-ms", b"%d" % self.age_ms),
             ]
         await self._send(message)
+
+
+def _plain(scope: Scope) -> Scope:
+    """Route HEAD as GET (the server drops the body), and a path without a slash at its end.
+
+    The scope is another one: the server looks at its own. Only a literal slash counts, and names
+    may end in one.
+    """
+    changed: dict[str, object] = {}
+    if scope["method"] == "HEAD":
+        changed["method"] = "GET"
+    path: str = scope["path"]
+    named = path.startswith(_NAMING)
+    if path.endswith("/") and len(path) > 1 and not (named and path not in _NAMING):
+        changed["path"] = path.rstrip("/") or "/"
+    return {**scope, **changed} if changed else scope
 
 
 def _request_id(headers: Headers) -> str:

@@ -1,6 +1,8 @@
-"""GET /livez, /readyz and /metrics: for whoever operates the server."""
+"""GET /livez, /readyz, /metrics, /version and their like: for whoever operates the server."""
 
 from __future__ import annotations
+
+from importlib.metadata import version
 
 import msgspec
 from fastapi import APIRouter
@@ -42,6 +44,19 @@ async def readyz(request: Request) -> Response:
             "reason": served.hibernation_reason,
         }
     )
+
+
+@router.get("/health")
+@router.get("/ping")
+async def health(request: Request) -> Response:
+    """Answer as /readyz does, under the names that engines and clouds ask."""
+    return await readyz(request)
+
+
+@router.get("/version")
+async def show_version(request: Request) -> Response:
+    """Answer with the version of this server."""
+    return _json({"version": version("thermocline")})
 
 
 @router.get("/metrics")

@@ -8,7 +8,7 @@ chooses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import msgspec
@@ -21,13 +21,27 @@ from engines.wire import CodecReport, EngineReport
 log = logging.getLogger("thermocline.sessions")
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.5, 41, 82)
+# A label is never what a client chose.
+_SKIPPED_KINDS = frozenset(
+    {"web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"}
+    | {"local_shell", "shell", "apply_patch", "mcp", "namespace", "tool_search", "computer"}
+    | {"computer_use_preview", "web_search_call", "file_search_call", "image_generation_call"}
+    | {"compaction", "mcp_list_tools", "additional_tools"}
+)
 _EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
     """The part of ``Usage`` that says how much of the prompt was not computed."""
 
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None  # newly stored; few engines tell
+
+
+class AnswerDetails(msgspec.Struct, frozen=True):
+    """The part of ``Usage`` that says how much of the answer was reasoning."""
+
+    reasoning_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -36,6 +50,26 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: AnswerDetails | None = None
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were not computed."""
+        return (self.prompt_tokens_details or _NO_DETAILS).cached_tokens or 0
+
+    @property
+    def cache_written(self) -> int:
+        """Tokens of the prompt that were newly stored."""
+        return (self.prompt_tokens_details or _NO_DETAILS).cache_write_tokens or 0
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of the answer that were reasoning."""
+        details = self.completion_tokens_details
+        return (details.reasoning_tokens if details else None) or 0
+
+
+_NO_DETAILS = PromptDetails()
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +120,11 @@ class Metrics:
         self._tokens = self._counter(
             "thermocline_tokens", "Tokens of prompts and answers.", ("kind",)
         )
+        self._skipped = self._counter(
+            "thermocline_skipped",
+            "Tools and items of requests that are not run here and were left out.",
+            ("kind",),
+        )
 
     # ---- scheduler.observer.Observer
 
@@ -134,10 +173,14 @@ class Metrics:
 
     def used(self, usage: Usage) -> None:
         """Count the tokens of one answer."""
-        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-        self._tokens("cached").inc(cached)
-        self._tokens("prefilled").inc(max(0, usage.prompt_tokens - cached))
+        self._tokens("cached").inc(usage.cached)
+        self._tokens("prefilled").inc(max(0, usage.prompt_tokens - usage.cached))
         self._tokens("answered").inc(usage.completion_tokens)
+
+    def skipped(self, kinds: Iterable[str]) -> None:
+        """Count parts of a request that were left out; kinds that nobody knows as "other"."""
+        for kind in kinds:
+            self._skipped(kind if kind in _SKIPPED_KINDS else "other").inc()
 
     def render(self, gauges: Gauges) -> bytes:
         """Write all metrics in Prometheus' text format."""

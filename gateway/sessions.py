@@ -6,6 +6,7 @@ existed get the same 404.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.identity.names import checked_id
+from gateway.stored.shelf import Shelf
 from scheduler.view import SessionView
 
 router = APIRouter()
@@ -80,9 +82,15 @@ async def show_session(request: Request) -> Response:
 async def forget(request: Request) -> Response:
     """Remove a session from every tier, for good."""
     gateway, session = _addressed(request)
-    if not await gateway.sessions.forget(session):
+    forget = partial(_forget_stored, tenant=session.tenant, id=session.id)
+    num_stored = await gateway.stored.ask(forget, 0)
+    if not await gateway.sessions.forget(session) and not num_stored:
         raise _unknown_session()
     return _json({"id": session.id, "object": "session.deleted", "deleted": True})
+
+
+def _forget_stored(shelf: Shelf, *, tenant: str, id: str) -> int:
+    return shelf.forget(tenant, id)
 
 
 def _addressed(request: Request) -> tuple[Gateway, SessionRef]:

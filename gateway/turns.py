@@ -1,18 +1,19 @@
 """One walk from a request to the engine and back, for every dialect that asks for an answer.
 
-authenticate -> read the body -> translate and validate -> find the session      (here)
+authenticate -> read the body -> recall, translate, validate -> find the session (here)
 -> wait for a slot -> open the engine -> relay its answer          (gateway.relay.turn_response)
 
 A dialect is an ``Operation``: how its body becomes a body that engines know, and how the engine's
-answer becomes one of its own.
+answer becomes one of its own. Where the translation needs what is stored, the operation recalls it
+first; where the answer is to be stored, the translation says how it is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -27,8 +28,8 @@ from gateway.front import request_id_of
 from gateway.identity.known_chats import message_chain
 from gateway.identity.names import named_session
 from gateway.keys import Tenant
-from gateway.relay.answer_format import AnswerFormat, AsItIs
-from gateway.relay.turn_response import TurnResponse
+from gateway.relay.answer_format import AnswerFormat, AsItIs, Keep
+from gateway.relay.turn_response import TurnRequest, TurnResponse
 
 T = TypeVar("T")
 
@@ -46,6 +47,11 @@ class Translated(NamedTuple):
 
     raw: Json  # the body for the engine; its ``model`` is what the client asked for
     answer: AnswerFormat
+    keep: Keep | None = None  # None: nothing of the answer is stored
+
+
+# Makes a body that engines know of the client's; raises ``InvalidRequest``.
+Translate: TypeAlias = Callable[[Json], Translated]
 
 
 def as_it_is(raw: Json) -> Translated:
@@ -61,8 +67,10 @@ class Operation(msgspec.Struct, frozen=True):
     validate: Callable[[Json], ChatRequest | CompletionRequest]
     # The messages that a chat without an id is recognised by. Called after ``validate``.
     messages: Callable[[Json], list[object]]
-    # Makes a body for ``path`` of the client's; raises ``InvalidRequest``.
-    translate: Callable[[Json], Translated] = as_it_is
+    translate: Translate = as_it_is
+    # Looks up what a body refers to, and makes the translation of this one request. It may change
+    # the body: what names a session there is read afterwards. Raises ``InvalidRequest``.
+    recall: Callable[[Gateway, Tenant, Json], Awaitable[Translate]] | None = None
 
 
 class CheckedRequest(NamedTuple):
@@ -73,6 +81,7 @@ class CheckedRequest(NamedTuple):
     session_id: str | None  # None: the client gave none
     chain: Sequence[bytes]  # then its chat is recognised by these
     answer: AnswerFormat
+    keep: Keep | None
 
 
 async def accept(request: Request, operation: Operation) -> Response:
@@ -86,14 +95,19 @@ async def accept(request: Request, operation: Operation) -> Response:
     tenant = caller_of(request)
     await gateway.served_soon()  # before the body is read: a request that waits holds no memory
     body = await read_json_body(request, gateway.config)
-    asked = await _beside(body, partial(_check, operation, tenant, request.headers, body))
+    said = await _beside(body, partial(parse_json, body))
+    translate = operation.translate
+    if operation.recall is not None:
+        translate = await operation.recall(gateway, tenant, said)
+    check = partial(_check, operation, translate, tenant, request.headers, said)
+    asked = await _beside(body, check)
     asked.raw["model"] = _served_name(gateway, asked.model)
+    _even_out(asked.raw, gateway.served.max_context)
     session = _session(gateway, tenant, asked)
     for_engine = await _beside(body, partial(_encode, gateway.engine, asked.raw, session))
+    turn = TurnRequest(operation.name, operation.path, session, for_engine)
     request_id = request_id_of(request.scope)
-    return TurnResponse(
-        gateway, operation.name, operation.path, session, for_engine, request_id, asked.answer
-    )
+    return TurnResponse(gateway, turn, request_id, asked.answer, asked.keep)
 
 
 async def _beside(body: bytes, work: Callable[[], T]) -> T:
@@ -102,25 +116,42 @@ async def _beside(body: bytes, work: Callable[[], T]) -> T:
 
 
 def _check(
-    operation: Operation, tenant: Tenant, headers: Mapping[str, str], body: bytes
+    operation: Operation,
+    translate: Translate,
+    tenant: Tenant,
+    headers: Mapping[str, str],
+    asked: Json,
 ) -> CheckedRequest:
-    asked = parse_json(body)
-    raw, answer = operation.translate(asked)
+    raw, answer, keep = translate(asked)
     model = operation.validate(raw).model
     session_id = named_session(headers, asked)
     chain = [] if session_id else message_chain(tenant.salt, operation.messages(raw))
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    return CheckedRequest(raw, model, session_id, chain, answer)
+    return CheckedRequest(raw, model, session_id, chain, answer, keep)
 
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
     return msgspec.json.encode(engine.prepare_body(raw, session))
 
 
+def _even_out(raw: Json, max_context: int) -> None:
+    """Take out what engines answer differently to, where OpenAI's meaning is plain.
+
+    Options of a stream mean nothing without one. A chat's answer that may be as long as the context
+    may be as long as there is room.
+    """
+    if not raw.get("stream"):
+        raw.pop("stream_options", None)
+    if "messages" in raw:
+        for name in ("max_tokens", "max_completion_tokens"):
+            if (raw.get(name) or 0) >= max_context:
+                del raw[name]
+
+
 def _served_name(gateway: Gateway, asked: str) -> str:
     served = gateway.served.model
-    if asked != served and asked not in gateway.config.model_aliases:
+    if not gateway.config.means_served(asked, served):
         raise unknown_model(asked[:100], served)
     return served
 

@@ -31,6 +31,7 @@ from gateway.keys import Tenants
 from gateway.metrics import Metrics
 from gateway.server import serve
 from kvstore.config import StoreConfig
+from launch.serve.stored import stored_objects
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 
@@ -146,7 +147,8 @@ def main(settings_file: str) -> None:
         salt_of=tenants.salt_of,
         observer=metrics,
     )
-    serve(create_app(config, engine, sessions, tenants, metrics), config)
+    stored = stored_objects(config, StoreConfig(), Path(settings_file).parent)
+    serve(create_app(config, engine, sessions, tenants, metrics, stored), config)
     logging.info("ended in good order")
 
 

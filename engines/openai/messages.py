@@ -63,17 +63,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.content is None and self.role not in ("assistant", "function"):
             raise FieldError("content", f"a {self.role} message needs content")
-        if self.role == "assistant" and not self._says_something:
-            raise FieldError("content", "an assistant message needs content or tool_calls")
         if self.role == "tool" and not self.tool_call_id:
             raise FieldError("tool_call_id", "a tool message names the call that it answers")
         if self.tool_calls and self.role != "assistant":
             raise FieldError("tool_calls", "only assistant messages have tool_calls")
-
-    @property
-    def _says_something(self) -> bool:
-        said = (self.content, self.refusal, self.reasoning_content, self.function_call)
-        return bool(self.tool_calls) or any(x is not None for x in said)
 
     @property
     def text(self) -> str:

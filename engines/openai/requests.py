@@ -66,6 +66,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopString | StopList | None = None
     # Zero is allowed: the prompt is read, and kept for the next turn, and nothing is answered.
     max_tokens: TokenLimit | None = None
+    # Not OpenAI's, but vLLM's: what an engine cannot do of these it refuses by name.
+    min_tokens: TokenLimit | None = None
+    structured_outputs: Json | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -163,6 +166,7 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+    response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,8 +174,6 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
             raise FieldError("suffix", "this engine cannot insert text before a suffix")
         if self.best_of is not None and self.best_of != self.num_choices:
             raise FieldError("best_of", "best_of must be left out, or be equal to n")
-        if self.echo and self.logprobs is not None:
-            raise FieldError("echo", "the prompt has no logprobs here: drop echo or logprobs")
         self._check_prompt()
 
     def _check_prompt(self) -> None:
@@ -206,12 +208,12 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def validate_chat(raw: Json) -> ChatRequest:
     """Check a chat request that was parsed already. Raises ``InvalidRequest``."""
-    return _convert(raw, ChatRequest)
+    return checked(raw, ChatRequest)
 
 
 def validate_completion(raw: Json) -> CompletionRequest:
     """Check a text completion that was parsed already. Raises ``InvalidRequest``."""
-    return _convert(raw, CompletionRequest)
+    return checked(raw, CompletionRequest)
 
 
 def parse_json(body: bytes) -> Json:
@@ -231,7 +233,7 @@ def parse_json(body: bytes) -> Json:
     return raw
 
 
-R = TypeVar("R", bound=Body)
+R = TypeVar("R", bound=msgspec.Struct)
 _WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 # What msgspec cannot say: the values that would have been right.
@@ -244,7 +246,8 @@ _CHOICES = {
 }
 
 
-def _convert(raw: Json, kind: type[R]) -> R:
+def checked(raw: Json, kind: type[R]) -> R:
+    """Check parsed JSON against the fields of ``kind``. Raises ``InvalidRequest``."""
     try:
         return msgspec.convert(raw, kind)
     except RecursionError as error:

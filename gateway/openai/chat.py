@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engines.base import SessionRef
+from engines.openai.messages import Json
 from engines.openai.requests import validate_chat, validate_completion
-from gateway.turns import Operation, accept
+from gateway.context import Gateway
+from gateway.keys import Tenant
+from gateway.openai.chat_answer import ChatAnswer
+from gateway.openai.chat_fields import ChatCalls, for_engine, metadata_of
+from gateway.openai.stored_chats import keep_completion
+from gateway.relay.answer_format import AsItIs
+from gateway.turns import Operation, Translate, Translated, accept
 
 router = APIRouter()
 
-CHAT = Operation("chat", "/v1/chat/completions", validate_chat, lambda raw: raw["messages"])
+
+async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
+    return partial(_translate, gateway)
+
+
+def _translate(gateway: Gateway, asked: Json) -> Translated:
+    skipped: list[str] = []
+    raw, calls = for_engine(asked, skipped)
+    if skipped:
+        gateway.metrics.skipped(skipped)
+    stores = asked.get("store") is True and gateway.stored.enabled
+    if calls == ChatCalls() and not stores:
+        return Translated(raw, AsItIs())
+    answer = ChatAnswer(calls)
+    if not stores:
+        return Translated(raw, answer)
+    messages = asked.get("messages") or []  # checked before they are kept
+    keep = partial(_keep, gateway, messages, metadata_of(asked), answer)
+    return Translated(raw, answer, keep)
+
+
+async def _keep(
+    gateway: Gateway,
+    messages: list[Json],
+    metadata: Json,
+    answer: ChatAnswer,
+    session: SessionRef,
+) -> None:
+    if answer.completion is not None:
+        completion = {**answer.completion, "metadata": metadata}
+        await keep_completion(gateway.stored, messages, completion, session)
+
+
+CHAT = Operation(
+    "chat", "/v1/chat/completions", validate_chat, lambda raw: raw["messages"], recall=_recall
+)
 TEXT = Operation(
     "text_completion", "/v1/completions", validate_completion, lambda raw: [raw["prompt"]]
 )

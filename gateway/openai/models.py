@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.errors import unknown_model
+from gateway.config import ANY_MODEL
 from gateway.context import Gateway, caller_of, gateway_of
 
 router = APIRouter()
@@ -19,8 +20,10 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     caller_of(request)
     gateway = gateway_of(request)
-    names = [gateway.served.model, *gateway.config.model_aliases]
-    return _json({"object": "list", "data": [_model(gateway, name) for name in names]})
+    aliases = [x for x in gateway.config.model_aliases if x != ANY_MODEL]
+    models = [_model(gateway, name) for name in (gateway.served.model, *aliases)]
+    # Codex wants a catalogue of its own as well; from an empty one it learns nothing wrong.
+    return _json({"object": "list", "data": models, "models": []})
 
 
 @router.get("/v1/models/{name:path}")  # hub ids have slashes
@@ -28,7 +31,7 @@ async def show_model(request: Request) -> Response:
     caller_of(request)
     gateway = gateway_of(request)
     name = request.path_params["name"]
-    if name != gateway.served.model and name not in gateway.config.model_aliases:
+    if not gateway.config.means_served(name, gateway.served.model):
         raise unknown_model(name[:100], gateway.served.model)
     return _json(_model(gateway, name))
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeAlias
 
 from starlette.responses import Response
 
+from engines.base import SessionRef
 from gateway.errors import Failure
 from gateway.metrics import Usage
 from gateway.relay.sse_framer import SseFramer
+
+# Stores what must outlive an answer. Called once, when the answer is whole and before its end goes
+# out, so that a client which has seen the end finds it. It must not raise: the answer goes on.
+Keep: TypeAlias = Callable[[SessionRef], Awaitable[None]]
 
 
 class EventStream(Protocol):

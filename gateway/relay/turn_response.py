@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,7 @@ from gateway.errors import Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.metrics import Usage
-from gateway.relay.answer_format import AnswerFormat
+from gateway.relay.answer_format import AnswerFormat, Keep
 from gateway.relay.passthrough import (
     body_part,
     engine_failure,
@@ -42,6 +42,15 @@ log = logging.getLogger("thermocline.gateway")
 Ending: TypeAlias = Callable[[Send], Awaitable[None]]
 
 
+class TurnRequest(NamedTuple):
+    """The question to the engine, and its session."""
+
+    operation: str  # OpenTelemetry's name
+    path: str  # the engine's
+    session: SessionRef
+    body: bytes
+
+
 class TurnResponse(Response):
     """A response that serves its turn while it is sent.
 
@@ -52,23 +61,18 @@ class TurnResponse(Response):
     def __init__(
         self,
         gateway: Gateway,
-        operation: str,
-        path: str,
-        session: SessionRef,
-        body: bytes,
+        turn: TurnRequest,
         request_id: str,
         answer: AnswerFormat,
+        keep: Keep | None = None,
     ) -> None:
-        """``operation`` is OpenTelemetry's name; ``path`` and ``body`` go to the engine."""
         super().__init__()
         self._gateway = gateway
         self._metrics = gateway.metrics
-        self._operation = operation
-        self._path = path
-        self._session = session
-        self._body = body
+        self._operation, self._path, self._session, self._body = turn
         self._request_id = request_id
         self._answer = answer
+        self._keep = keep
         self._began = time.perf_counter()
         self._error = "cancelled"  # until it is known better
         self._cache: CacheOutcome | None = None  # what the engine's head said, if it did
@@ -125,11 +129,13 @@ class TurnResponse(Response):
     async def _whole(self, turn: Turn, upstream: Upstream) -> Ending:
         body = await upstream.read()
         self._used(turn, parse_usage(body))
+        shown = self._answer.whole(body)
+        await self._kept()
         self._error = ""
         return partial(
             send_whole,
             headers=self._head(upstream),
-            body=self._answer.whole(body),
+            body=shown,
             client_stall_s=self._gateway.config.client_stall_s,
         )
 
@@ -153,7 +159,13 @@ class TurnResponse(Response):
         self._error = _word(failure) if failure else "engine" if events.failed else ""
         if failure is not None:
             log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
-        return partial(send_end, body=events.ending(failure))
+        ending = events.ending(failure)
+        await self._kept()
+        return partial(send_end, body=ending)
+
+    async def _kept(self) -> None:
+        if self._keep is not None:
+            await self._keep(self._session)
 
     def _used(self, turn: Turn, usage: Usage | None) -> None:
         if usage is not None:

@@ -36,6 +36,7 @@ from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_c
 from launch.plan.served_cache import served_cache
 from launch.serve.preflight import check_memory, check_tiers
 from launch.serve.secret import server_secret
+from launch.serve.stored import stored_objects
 from launch.settings.default_budgets import weights_bytes
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 from launch.settings.schema import Settings
@@ -100,7 +101,8 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             observer=metrics,
             memory=machine_memory,
         )
-        app = create_app(settings.gateway, engine, sessions, tenants, metrics)
+        stored = stored_objects(settings.gateway, settings.store, effective.folders.data)
+        app = create_app(settings.gateway, engine, sessions, tenants, metrics, stored)
         yield BuiltServer(app, engine, model.name, not tenants.open_to_all, blas)
 
 

@@ -31,6 +31,14 @@ _MAX_CALLS = 8
 _IN_CALLS = {"whitespace_pattern": " ?", "coerce_one_of": True}
 # Bounded: a small model left free to indent may never stop doing so.
 _IN_ANSWERS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}", "coerce_one_of": True}
+# Where schemas stand inside a schema: values of other keys may look like one and be none.
+_ONE_SCHEMA = frozenset({"items"})
+_MANY_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
+_LISTED_SCHEMAS = frozenset({"anyOf", "oneOf", "prefixItems"})
+# An object that has one of these says itself what else it may have.
+_OPENING = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf"}
+)
 
 
 class GrammarFailed(Exception):
@@ -79,7 +87,49 @@ def grammar_source(tools: Sequence[Tool], many: bool, answer: Json | None) -> st
 
 
 def _embedded(schema: Json, options: Json) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    return "%json " + json.dumps({**closed(schema), "x-guidance": options})
+
+
+def closed(schema: Json) -> Json:
+    """Close every object that names its properties and does not say whether it has more.
+
+    A weak model adds properties without end where it may. Schemas that are put together by
+    ``allOf`` stay as they are: a part that is closed would refuse the other's properties.
+    """
+    if _mentions(schema, "allOf"):
+        return schema
+    shut: Json = _closed(schema)
+    return shut
+
+
+def _mentions(node: Any, key: str) -> bool:
+    if isinstance(node, dict):
+        return key in node or any(_mentions(x, key) for x in node.values())
+    return isinstance(node, list) and any(_mentions(x, key) for x in node)
+
+
+def _closed(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    shut = dict(node)
+    for key in _ONE_SCHEMA & node.keys():
+        shut[key] = _closed(node[key])
+    for key in _MANY_SCHEMAS & node.keys():
+        if isinstance(node[key], dict):
+            shut[key] = {name: _closed(x) for name, x in node[key].items()}
+    for key in _LISTED_SCHEMAS & node.keys():
+        if isinstance(node[key], list):
+            shut[key] = [_closed(x) for x in node[key]]
+    if _is_closable(node):
+        shut["additionalProperties"] = False
+    return shut
+
+
+def _is_closable(node: Json) -> bool:
+    named, required = node.get("properties"), node.get("required", [])
+    if not isinstance(named, dict) or not named or _OPENING & node.keys():
+        return False
+    return isinstance(required, list) and all(x in named for x in required)
 
 
 class Grammar:

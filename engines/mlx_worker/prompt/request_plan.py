@@ -83,6 +83,7 @@ class RequestPlanner:
         Raises ``InvalidRequest`` for what this model cannot do.
         """
         self._check_bias(request)
+        _check_text(request)
         plan = RequestPlan(request.num_choices)
         only = session if len(request.prompts) == 1 else None
         wanted = _TEXT_TOKENS if request.max_tokens is None else request.max_tokens
@@ -154,11 +155,28 @@ class RequestPlanner:
         return [] if ignored else [(token,) for token in sorted(self._vocabulary.eos)]
 
     def _check_bias(self, body: Body) -> None:
+        _check_body(body)
         if max(body.bias, default=0) >= self._vocabulary.size:
             raise InvalidRequest(
                 f"logit_bias: a token id is outside the vocabulary of {self._vocabulary.size}.",
                 "logit_bias",
             )
+
+
+def _check_body(body: Body) -> None:
+    """Refuse what only vLLM can do. Raises ``InvalidRequest``."""
+    for name in ("min_tokens", "structured_outputs"):
+        if getattr(body, name):
+            raise InvalidRequest(f"{name}: this engine cannot do that: leave it out", name)
+
+
+def _check_text(request: CompletionRequest) -> None:
+    if request.echo and request.logprobs is not None:
+        message = "echo: the prompt has no logprobs here: drop echo or logprobs"
+        raise InvalidRequest(message, "echo")
+    if request.response_format is not None and request.response_format.type != "text":
+        message = "response_format: a text completion has none here: send a chat"
+        raise InvalidRequest(message, "response_format")
 
 
 def _sampling(

@@ -17,6 +17,7 @@ from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
+from gateway.stored.stored import Stored
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 
@@ -143,6 +144,7 @@ class App:
         self,
         engine: RecordingEngine | None = None,
         scheduler: SchedulerConfig | None = None,
+        stored: Stored | None = None,
         **settings: Any,
     ) -> None:
         self.engine = engine or RecordingEngine()
@@ -157,7 +159,7 @@ class App:
             observer=metrics,
             memory=lambda: self.memory,
         )
-        self.app: ASGIApp = create_app(config, self.engine, self.sessions, tenants, metrics)
+        self.app: ASGIApp = create_app(config, self.engine, self.sessions, tenants, metrics, stored)
 
     async def get(self, path: str, **headers: str) -> Reply:
         return await self.call("GET", path, b"", headers)
@@ -181,9 +183,9 @@ class App:
             "http_version": "1.1",
             "method": method,
             "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
+            "path": path.partition("?")[0],
+            "raw_path": path.partition("?")[0].encode(),
+            "query_string": path.partition("?")[2].encode(),
             "root_path": "",
             "headers": [(k.encode(), v.encode("latin-1")) for k, v in given.items() if v],
             "client": ("127.0.0.1", 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from importlib.metadata import version
 
 import pytest
 
@@ -35,8 +36,35 @@ async def test_a_clients_request_id_is_kept_where_it_is_sane() -> None:
 async def test_paths_and_methods_that_do_not_exist() -> None:
     app = App()
     assert (await app.get("/v1/nope")).error["code"] == "not_found"
-    assert (await app.get(CHAT)).error["code"] == "method_not_allowed"
-    assert (await app.get("/docs")).status == (await app.get("/openapi.json")).status == 404
+    for path, allowed in (
+        ("/v1/completions", "POST"),
+        ("/v1/conversations/x", "DELETE, GET, POST"),
+        ("/v1/responses/x", "DELETE, GET"),
+    ):
+        reply = await app.call("PUT", path, b"", {})
+        assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
+        assert reply.headers["allow"] == allowed
+
+
+async def test_a_slash_at_the_end_and_head_change_nothing() -> None:
+    app = App()
+    assert (await app.get("/v1/models/")).json == (await app.get("/v1/models")).json
+    assert (await app.get("/livez//")).status == 200
+    for path, status in (("/livez", 200), ("/v1/models", 200), ("/nope", 404)):
+        assert (await app.call("HEAD", path, b"", {})).status == status
+    assert (await app.get("/v1/models/a/")).error["message"].count("'a/'") == 1
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+async def test_health_by_other_names(path: str) -> None:
+    app = App()
+    assert (await app.get(path)).status == (await app.get("/readyz")).status
+    app.engine.welcome = None
+    assert (await app.get(path)).status == 503
+
+
+async def test_the_version() -> None:
+    assert (await App().get("/version")).json == {"version": version("thermocline")}
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080", "[::1]:8080", "LOCALHOST:1"])

@@ -85,6 +85,24 @@ async def test_the_model_must_be_the_one_that_is_served() -> None:
     assert app.engine.asked[0].body["model"] == MODEL
 
 
+async def test_what_engines_answer_differently_to_is_evened_out() -> None:
+    app = App()
+    fields = {"max_tokens": 100, "max_completion_tokens": 99, "stream_options": {}}
+    assert (await app.chat(**fields)).status == 200  # the context has 100 tokens
+    assert app.engine.asked[0].body.keys() == {"model", "messages", "max_completion_tokens"}
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 1000}
+    assert (await app.post("/v1/completions", body)).status == 200
+    assert app.engine.asked[1].body["max_tokens"] == 1000  # left out it would mean 16
+
+
+async def test_an_alias_may_be_any_name() -> None:
+    app = App(model_aliases=("*",))
+    assert (await app.chat(model="whatever")).status == 200
+    assert app.engine.asked[0].body["model"] == MODEL
+    assert (await app.get("/v1/models/whatever")).json["id"] == "whatever"
+    assert [x["id"] for x in (await app.get("/v1/models")).json["data"]] == [MODEL]
+
+
 async def test_a_request_waits_for_an_engine_that_died() -> None:
     engine = RecordingEngine()
     app = App(engine)

@@ -89,6 +89,27 @@ def test_whatever_is_drawn_obeys(plain: Vocabulary) -> None:
             assert list(json.loads(text)) == ["city"]
 
 
+def test_objects_are_closed_unless_they_say_otherwise(plain: Vocabulary) -> None:
+    one = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    more = '{"a": 1, "b": 2}'
+    for schema, extra in (
+        (one, False),
+        ({**one, "additionalProperties": True}, True),
+        ({**one, "required": ["a", "b"]}, True),
+        ({"allOf": [one]}, True),
+        ({"type": "object"}, True),
+        ({"anyOf": [one, {"type": "null"}]}, False),
+        ({"$ref": "#/$defs/One", "$defs": {"One": one}}, False),
+    ):
+        grammar = Grammar.compile(plain, [], False, schema)
+        assert accepts(plain, grammar, '{"a": 1, "b": 2}' if extra else '{"a": 1}'), schema
+        assert accepts(plain, grammar, more) is extra, schema
+    nested = {"type": "object", "properties": {"x": {"type": "array", "items": one}}}
+    grammar = Grammar.compile(plain, tools(nested), False, None)
+    assert accepts(plain, grammar, '{"name": "f0", "arguments": {"x": [{"a": 1}]}}')
+    assert not accepts(plain, grammar, '{"name": "f0", "arguments": {"x": [{"a": 1, "b": 2}]}}')
+
+
 def test_json_object_without_a_schema(plain: Vocabulary) -> None:
     wanted = validate_chat(
         {

@@ -1,0 +1,156 @@
+"""Items of a response's input, written as the messages of a chat.
+
+What an assistant did in one go, thinking, speaking and calling, is several items and one message.
+So the same conversation gives the same messages, and the same tokens, as in a chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engines.openai.errors import InvalidRequest
+from engines.openai.messages import Json
+from gateway.openai.tools import custom_arguments
+
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
+
+
+def kind_of(item: Json) -> str:
+    """Return the type of an item; a message and a reference may go without saying it."""
+    given = item.get("type")
+    if isinstance(given, str):
+        return given
+    return "message" if "role" in item else "item_reference"
+
+
+class MessageWriter:
+    """Writes messages, item by item. ``skipped`` has the kinds that no chat can hold."""
+
+    def __init__(self) -> None:
+        self.skipped: list[str] = []
+        self._messages: list[Json] = []
+        self._thought = ""
+
+    def messages(self) -> list[Json]:
+        """Return all messages so far."""
+        return self._messages
+
+    def add_all(self, items: Sequence[Json], where: str) -> None:
+        """Add items; ``where`` names their list in errors.
+
+        Raises:
+            InvalidRequest: an item is not what it says, or not text. Names it.
+        """
+        for i, item in enumerate(items):
+            self._add(item, f"{where}[{i}]")
+
+    def _add(self, item: Json, where: str) -> None:
+        kind = kind_of(item)
+        if kind == "message":
+            self._add_message(item, where)
+        elif kind == "reasoning":
+            self._thought += _text(item.get("content") or item.get("summary"), f"{where}.content")
+        elif kind.endswith("_call_output"):
+            self._add_output(item, where)
+        elif kind.endswith("_call") and isinstance(item.get("call_id"), str):
+            self._add_call(kind, item, where)
+        else:
+            self.skipped.append(kind)
+
+    def _add_message(self, item: Json, where: str) -> None:
+        role = item.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise _wrong(f"{where}.role", "use user, assistant, system or developer")
+        text = _text(item.get("content"), f"{where}.content")
+        if role != "assistant":
+            self._thought = ""
+            self._messages.append({"role": _ROLES[role], "content": text})
+            return
+        message: Json = {"role": "assistant", "content": text}
+        if self._thought:
+            message["reasoning_content"], self._thought = self._thought, ""
+        self._messages.append(message)
+
+    def _add_call(self, kind: str, item: Json, where: str) -> None:
+        name, arguments = _called(kind, item, where)
+        call = {
+            "id": item["call_id"],
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        self._assistant().setdefault("tool_calls", []).append(call)
+
+    def _assistant(self) -> Json:
+        """Return the message that the next call belongs to: the last one, or a new one."""
+        last = self._messages[-1] if self._messages else None
+        if last is not None and last["role"] == "assistant" and not self._thought:
+            return last
+        message: Json = {"role": "assistant", "content": None}
+        if self._thought:
+            message["reasoning_content"], self._thought = self._thought, ""
+        self._messages.append(message)
+        return message
+
+    def _add_output(self, item: Json, where: str) -> None:
+        call_id = item.get("call_id") or item.get("id")  # local_shell_call_output has only an id
+        if not isinstance(call_id, str):
+            raise _wrong(f"{where}.call_id", "an output names the call that it answers")
+        self._thought = ""
+        text = _output_text(item.get("output"), f"{where}.output")
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+
+def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
+    """Return name and arguments of a call; of kinds that are not run here, what they were about."""
+    if kind not in ("function_call", "custom_tool_call"):
+        about = {k: v for k, v in item.items() if k in ("action", "operation", "arguments")}
+        return kind.removesuffix("_call"), msgspec.json.encode(about).decode()
+    name = item.get("name")
+    given = item.get("arguments" if kind == "function_call" else "input", "")
+    if not isinstance(name, str):
+        raise _wrong(f"{where}.name", "a call names its function")
+    if not isinstance(given, str):
+        raise _wrong(where, "arguments and input of a call are strings")
+    return name, given if kind == "function_call" else custom_arguments(given)
+
+
+def _output_text(output: Any, where: str) -> str:
+    """Return what a tool gave: its text, or as JSON what is no text."""
+    if output is None or isinstance(output, str):
+        return output or ""
+    if isinstance(output, list) and all(isinstance(x, dict) and "type" in x for x in output):
+        return _text(output, where)
+    return msgspec.json.encode(output).decode()
+
+
+def _text(content: Any, where: str) -> str:
+    """Join the text of a content: a string, or a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _wrong(where, "content is a string or a list of parts")
+    return "".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _TEXT_PARTS:
+        text = part.get("text")
+    elif kind == "refusal":
+        text = part.get("refusal")
+    elif kind in _NOT_TEXT:
+        raise _wrong(f"{where}.type", f"this engine is text only; {kind!r} is not taken")
+    else:
+        raise _wrong(f"{where}.type", "use input_text or output_text")
+    if not isinstance(text, str):
+        raise _wrong(where, "a part needs its text")
+    return text
+
+
+def _wrong(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: {message}", param)

@@ -1,0 +1,138 @@
+"""POST /v1/responses, and what can be done with a response that was stored."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.base import SessionRef
+from engines.openai.errors import InvalidRequest
+from engines.openai.messages import Json
+from engines.openai.requests import checked
+from gateway.body import read_json_body
+from gateway.context import Gateway, caller_of, gateway_of
+from gateway.keys import Tenant
+from gateway.openai.lists import query_of, shown, shown_list
+from gateway.openai.responses.answer import ResponseAnswer
+from gateway.openai.responses.event_writer import EventWriter
+from gateway.openai.responses.fields import ResponseFields
+from gateway.openai.responses.history import Context, context_of, keep_response
+from gateway.openai.responses.replay import replayed
+from gateway.openai.responses.translation import translation, validate
+from gateway.relay.passthrough import EVENT_STREAM
+from gateway.stored.shelf import Entry
+from gateway.turns import Operation, Translate, Translated, accept
+
+router = APIRouter()
+_ONE = "/v1/responses/{response_id}"
+
+
+async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
+    if asked.get("model") is None:
+        asked["model"] = gateway.served.model
+    fields = checked(asked, ResponseFields)
+    context = await context_of(gateway.stored, tenant, fields)
+    # Resolved: what is left in the body names a session.
+    for name in ("previous_response_id", "conversation"):
+        asked.pop(name, None)
+    if context.past.session is not None:
+        asked.setdefault("session_id", context.past.session)
+    return partial(_translate, gateway, fields, context)
+
+
+def _translate(
+    gateway: Gateway, fields: ResponseFields, context: Context, asked: Json
+) -> Translated:
+    stores = fields.stores and gateway.stored.enabled
+    made = translation(fields, asked, context.past.items, context.own, stores)
+    gateway.metrics.skipped(made.skipped)
+    if not (stores or fields.conversation_id):
+        return Translated(made.chat, made.answer)
+    keep = partial(_keep, gateway, fields, context.own, made.answer)
+    return Translated(made.chat, made.answer, keep)
+
+
+async def _keep(
+    gateway: Gateway,
+    fields: ResponseFields,
+    own: list[Json],
+    answer: ResponseAnswer,
+    session: SessionRef,
+) -> None:
+    if answer.response is not None:
+        await keep_response(gateway.stored, fields, own, answer.response, session)
+
+
+RESPONSE = Operation(
+    "chat", "/v1/chat/completions", validate, lambda raw: raw["messages"], recall=_recall
+)
+
+
+async def create_response(request: Request) -> Response:
+    return await accept(request, RESPONSE)
+
+
+router.add_route("/v1/responses", create_response, methods=["POST"])
+
+
+@router.get(_ONE)
+async def show_response(request: Request) -> Response:
+    """Show a stored response; ``stream`` as events, from behind ``starting_after`` on."""
+    entry = await _stored(request)
+    if request.query_params.get("stream", "").lower() != "true":
+        return shown(entry.body)
+    after = request.query_params.get("starting_after") or "-1"
+    if not after.removeprefix("-").isdecimal() or len(after) > 9:
+        raise InvalidRequest("starting_after: a number is needed", "starting_after")
+    events = replayed(msgspec.json.decode(entry.body))
+    return Response(EventWriter().write(events, int(after)), media_type=EVENT_STREAM)
+
+
+@router.delete(_ONE)
+async def delete_response(request: Request) -> Response:
+    """Remove a stored response, for good."""
+    tenant, id = caller_of(request), request.path_params["response_id"]
+    stored = gateway_of(request).stored
+    if not await stored.ask(lambda shelf: shelf.delete(tenant.name, "response", id), False):
+        raise _unknown(id)
+    return shown({"id": id, "object": "response", "deleted": True})
+
+
+@router.get(_ONE + "/input_items")
+async def list_input_items(request: Request) -> Response:
+    """List the items that a stored response was asked with, its own turn's."""
+    tenant, id = caller_of(request), request.path_params["response_id"]
+    query = query_of(request, ascending=False)
+    stored = gateway_of(request).stored
+    page = await stored.ask(lambda shelf: shelf.items(tenant.name, "response", id, query), None)
+    if page is None:
+        raise _unknown(id)
+    return shown_list(page)
+
+
+@router.post(_ONE + "/cancel")
+async def cancel_response(request: Request) -> Response:
+    """Refuse: only background responses can be cancelled, and there are none here."""
+    gateway = gateway_of(request)
+    entry = await _stored(request)
+    await read_json_body(request, gateway.config)
+    message = f"Response {entry.id} is no background response: end its connection to cancel it."
+    raise InvalidRequest(message, "response_id", "not_cancellable")
+
+
+async def _stored(request: Request) -> Entry:
+    tenant, id = caller_of(request), request.path_params["response_id"]
+    stored = gateway_of(request).stored
+    entry = await stored.ask(lambda shelf: shelf.get(tenant.name, "response", id), None)
+    if entry is None:
+        raise _unknown(id)
+    return entry
+
+
+def _unknown(id: str) -> InvalidRequest:
+    message = f"Response with id {id[:128]!r} not found."
+    return InvalidRequest(message, "response_id", "response_not_found", 404)

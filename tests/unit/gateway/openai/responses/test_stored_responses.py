@@ -1,0 +1,303 @@
+"""Responses that are stored: gone on from, shown, listed, deleted, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.conversations import Conversation, ConversationItemList
+from openai.types.responses import Response, ResponseItemList
+
+from gateway.keys import generate_key
+from gateway.stored.shelf import Limits, StoreFailed
+from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.stored.stored import Stored
+from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
+
+JSON = {"content-type": "application/json"}
+
+
+def said(text: str, **message: Any) -> Answered:
+    choice = {"message": {"content": text, **message}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 1}
+    return Answered(200, JSON, json.dumps({"choices": [choice], "usage": usage}).encode())
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Stored]:
+    limits = Limits(tenant_bytes=100_000, max_age_s=1000.0)
+    yield Stored(partial(SqliteShelf, tmp_path / "stored.sqlite", limits))
+
+
+@pytest.fixture
+async def app(stored: Stored) -> Any:
+    yield App(RecordingEngine(said("yo")), stored=stored)
+    await stored.close()
+
+
+async def respond(app: App, text: Any = "hi", **fields: Any) -> Reply:
+    return await app.post("/v1/responses", {"model": MODEL, "input": text, **fields})
+
+
+def messages(app: App) -> list[tuple[str, str]]:
+    return [(x["role"], x["content"]) for x in app.engine.asked[-1].body["messages"]]
+
+
+def session(app: App) -> str:
+    return app.engine.asked[-1].headers["x-session"]
+
+
+async def test_a_response_goes_on_from_the_ones_before(app: App) -> None:
+    first = (await respond(app, "one", instructions="be brief")).json
+    assert first["store"] is True
+    began = session(app)
+    app.engine.answer = said("ya")
+    second = (await respond(app, "two", previous_response_id=first["id"])).json
+    assert messages(app) == [("user", "one"), ("assistant", "yo"), ("user", "two")]
+    assert second["previous_response_id"] == first["id"]
+    third = await respond(app, "three", previous_response_id=second["id"], instructions="new")
+    assert messages(app) == [
+        ("system", "new"),
+        *[("user", "one"), ("assistant", "yo"), ("user", "two"), ("assistant", "ya")],
+        ("user", "three"),
+    ]
+    assert third.headers["x-thermocline-session"] == began == session(app)
+
+
+async def test_a_session_that_the_client_names_goes_first(app: App) -> None:
+    first = (await respond(app)).json
+    body = {"model": MODEL, "input": "x", "previous_response_id": first["id"]}
+    await app.post("/v1/responses", body, x_session_id="mine")
+    assert session(app) == "mine"
+
+
+async def test_conversations_that_began_alike_have_sessions_of_their_own(app: App) -> None:
+    first, other = (await respond(app)).json, (await respond(app)).json
+    assert session(app).startswith("chat-")
+    sessions = []
+    for _ in range(2):
+        for turn in (first, other):
+            turn |= (await respond(app, "on", previous_response_id=turn["id"])).json
+            sessions.append(session(app))
+    one, two, again, again_two = sessions
+    assert (one, two) == (again, again_two)
+    assert one != two
+
+
+async def test_a_lost_turn_is_an_error_and_never_half_a_conversation(app: App) -> None:
+    first = (await respond(app)).json
+    second = (await respond(app, previous_response_id=first["id"])).json
+    assert (await app.call("DELETE", f"/v1/responses/{first['id']}", b"", {})).json["deleted"]
+    reply = await respond(app, previous_response_id=second["id"])
+    assert (reply.status, reply.error["code"]) == (400, "previous_response_not_found")
+    assert len(app.engine.asked) == 2
+
+
+async def test_a_stored_response_is_shown_listed_and_deleted(app: App) -> None:
+    items = [
+        {"role": "user", "content": "a"},
+        {"id": "msg_mine", "role": "assistant", "content": "b"},
+        {"role": "user", "content": [{"type": "input_text", "text": "c"}]},
+    ]
+    made = (await respond(app, items)).json
+    path = f"/v1/responses/{made['id']}"
+    shown = await app.get(path)
+    assert Response.model_validate(shown.json).output_text == "yo"
+    assert shown.json == made
+    listed = (await app.get(f"{path}/input_items?limit=2&order=asc")).json
+    page = ResponseItemList.model_validate(listed)
+    assert (page.has_more, page.last_id) == (True, "msg_mine")
+    assert [x["content"][0]["text"] for x in listed["data"]] == ["a", "b"]
+    rest = (await app.get(f"{path}/input_items?order=asc&after=msg_mine")).json
+    assert [x["content"][0]["text"] for x in rest["data"]] == ["c"]
+    assert (await app.post(path + "/cancel")).error["code"] == "not_cancellable"
+    assert (await app.call("DELETE", path, b"", {})).status == 200
+    for reply in (await app.get(path), await app.call("DELETE", path, b"", {})):
+        assert (reply.status, reply.error["type"]) == (404, "not_found_error")
+
+
+async def test_streams_are_stored_before_their_end_is_told(app: App) -> None:
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"content": "yo"}, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ]
+    body = b"".join(b"data: " + json.dumps(x).encode() + b"\n\n" for x in chunks)
+    done = body + b"data: [DONE]\n\n"
+    app.engine.answer = Answered(200, {"content-type": "text/event-stream"}, done)
+    told = (await respond(app, stream=True)).body.decode()
+    last = json.loads(told.rstrip().rpartition("data: ")[2])["response"]
+    assert (await app.get(f"/v1/responses/{last['id']}")).json == last
+    app.engine.answer = Answered(200, {"content-type": "text/event-stream"}, body)
+    told = (await respond(app, stream=True)).body.decode()
+    failed = json.loads(told.rstrip().rpartition("data: ")[2])["response"]
+    assert failed["status"] == "failed"
+    assert (await app.get(f"/v1/responses/{failed['id']}")).status == 404
+
+
+async def test_who_does_not_want_it_stored_finds_nothing(app: App) -> None:
+    made = (await respond(app, store=False)).json
+    assert made["store"] is False
+    assert (await app.get(f"/v1/responses/{made['id']}")).status == 404
+
+
+async def test_where_nothing_is_stored_requests_are_served_all_the_same() -> None:
+    app = App(RecordingEngine(said("yo")))
+    made = (await respond(app, store=True)).json
+    assert (made["status"], made["store"]) == ("completed", False)
+    assert (await app.get(f"/v1/responses/{made['id']}")).status == 404
+    assert (await respond(app, previous_response_id=made["id"])).status == 400
+    assert (await app.post("/v1/conversations", {})).error["code"] == "not_stored"
+    assert (await app.get("/v1/conversations/x")).status == 404
+
+
+async def test_a_store_that_fails_costs_no_answer() -> None:
+    def broken() -> Any:
+        raise StoreFailed("no disk")
+
+    stored = Stored(broken)
+    app = App(RecordingEngine(said("yo")), stored=stored)
+    made = await respond(app)
+    assert made.status == 200
+    found = await app.get(f"/v1/responses/{made.json['id']}")
+    assert (found.status, found.error["code"]) == (503, "store_unavailable")
+    await stored.close()
+
+
+async def test_items_are_referred_to_by_id(app: App) -> None:
+    first = (await respond(app, "one")).json
+    (output,) = first["output"]
+    reference = {"type": "item_reference", "id": output["id"]}
+    assert (await respond(app, [{"role": "user", "content": "x"}, reference])).status == 404
+    listed = (await app.get(f"/v1/responses/{first['id']}/input_items")).json["data"]
+    asked = [{"id": listed[0]["id"]}, {"role": "user", "content": "two"}]
+    assert (await respond(app, asked)).status == 200
+    assert messages(app) == [("user", "one"), ("user", "two")]
+    again = [reference, {"role": "user", "content": "two"}]
+    assert (await respond(app, again, previous_response_id=first["id"])).status == 200
+    assert messages(app) == [("user", "one"), ("assistant", "yo"), ("user", "two")]
+
+
+async def test_another_tenants_id_is_one_that_never_was(stored: Stored) -> None:
+    (key, line), (other, other_line) = generate_key("alice"), generate_key("bob")
+    app = App(RecordingEngine(said("yo")), stored=stored, api_keys=(line, other_line))
+    mine = {"authorization": f"Bearer {key}"}
+    yours = {"authorization": f"Bearer {other}"}
+    made = (await app.post("/v1/responses", {"input": "hi"}, **mine)).json["id"]
+    conversation = (await app.post("/v1/conversations", {}, **mine)).json["id"]
+    never = "resp_never", "conv_never"
+    for method, path in [
+        ("GET", "/v1/responses/{0}"),
+        ("DELETE", "/v1/responses/{0}"),
+        ("POST", "/v1/responses/{0}/cancel"),
+        ("GET", "/v1/responses/{0}/input_items"),
+        ("GET", "/v1/conversations/{1}"),
+        ("DELETE", "/v1/conversations/{1}"),
+        ("GET", "/v1/conversations/{1}/items"),
+        ("GET", "/v1/conversations/{1}/items/x"),
+        ("DELETE", "/v1/conversations/{1}/items/x"),
+    ]:
+        answers = []
+        for ids in (never, (made, conversation)):
+            reply = await app.call(method, path.format(*ids), b"", yours)
+            said_ = json.dumps(reply.error)
+            answers.append((reply.status, said_.replace(ids[0], "ID").replace(ids[1], "ID")))
+            assert (await app.call(method, path.format(*ids), b"", {})).status == 401
+        assert answers[0] == answers[1]
+        assert answers[0][0] == 404
+    body = {"input": "x", "previous_response_id": made}
+    assert (await app.post("/v1/responses", body, **yours)).status == 400
+    assert (await app.post("/v1/responses", body, **mine)).status == 200
+    await stored.close()
+
+
+async def test_a_conversation_grows_with_its_responses(app: App) -> None:
+    made = (
+        await app.post(
+            "/v1/conversations",
+            {"items": [{"role": "user", "content": "zero"}], "metadata": {"a": "b"}},
+        )
+    ).json
+    id = Conversation.model_validate(made).id
+    for text in ("one", "two"):
+        reply = await respond(app, text, conversation=id, store=False)
+        assert reply.json["conversation"] == {"id": id}
+        assert session(app) == id
+    assert messages(app) == [
+        ("user", "zero"),
+        *[("user", "one"), ("assistant", "yo"), ("user", "two")],
+    ]
+    listed = (await app.get(f"/v1/conversations/{id}/items?order=asc")).json
+    assert [x["role"] for x in listed["data"]] == ["user", "user", "assistant", "user", "assistant"]
+    assert ConversationItemList.model_validate(listed).has_more is False
+
+
+async def test_a_response_of_a_conversation_can_be_gone_on_from_apart(app: App) -> None:
+    id = (await app.post("/v1/conversations", {})).json["id"]
+    first = (await respond(app, "one", conversation={"id": id})).json
+    await respond(app, "two", conversation=id)
+    await respond(app, "other", previous_response_id=first["id"])
+    assert messages(app) == [("user", "one"), ("assistant", "yo"), ("user", "other")]
+
+
+async def test_conversations_are_changed_and_deleted(app: App) -> None:
+    path = f"/v1/conversations/{(await app.post('/v1/conversations', {})).json['id']}"
+    changed = await app.post(path, {"metadata": {"topic": "x"}})
+    assert changed.json == (await app.get(path)).json
+    assert changed.json["metadata"] == {"topic": "x"}
+    items = [{"role": "user", "content": x} for x in "ab"]
+    added = (await app.post(f"{path}/items", {"items": items})).json
+    first, second = (x["id"] for x in added["data"])
+    assert (await app.get(f"{path}/items/{first}")).json["content"][0]["text"] == "a"
+    assert (await app.call("DELETE", f"{path}/items/{first}", b"", {})).json == changed.json
+    assert (await app.get(f"{path}/items/{first}")).status == 404
+    listed = (await app.get(f"{path}/items")).json["data"]
+    assert [x["id"] for x in listed] == [second]
+    assert (await app.call("DELETE", path, b"", {})).json["deleted"] is True
+    assert (await app.get(path)).status == 404
+    assert (await respond(app, conversation=path.rpartition("/")[2])).status == 404
+
+
+async def test_forgetting_a_session_takes_what_is_stored_along(app: App) -> None:
+    first = (await respond(app)).json
+    id = (await app.post("/v1/conversations", {})).json["id"]
+    for name in (session(app), id):
+        assert (await app.call("DELETE", f"/v1/sessions/{name}", b"", {})).status == 200
+    assert (await app.get(f"/v1/responses/{first['id']}")).status == 404
+    assert (await app.get(f"/v1/conversations/{id}")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/conversations", {"items": [{"role": "king"}]}, "items[0].role"),
+        ("/v1/conversations", {"items": [{}] * 600}, "items"),
+        ("/v1/conversations", {"metadata": {"a": 1}}, "metadata[...]"),
+        ("/v1/conversations/x", {}, "metadata"),
+        ("/v1/conversations/x/items", {"items": 5}, "items"),
+    ],
+)
+async def test_bad_bodies(app: App, path: str, body: Any, param: str) -> None:
+    reply = await app.post(path, body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("query", ["limit=x", "limit=101", "limit=-1", "limit=٣", "order=up"])
+async def test_bad_pages(app: App, query: str) -> None:
+    made = (await respond(app)).json
+    assert (await app.get(f"/v1/responses/{made['id']}/input_items?{query}")).status == 400
+
+
+async def test_a_stored_response_is_streamed_again(app: App) -> None:
+    made = (await respond(app)).json
+    path = f"/v1/responses/{made['id']}?stream=true"
+    told = await app.get(path)
+    assert told.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(x.partition("data: ")[2]) for x in told.body.decode().split("\n\n")[:-1]]
+    assert events[-1]["response"] == made
+    rest = (await app.get(f"{path}&starting_after={len(events) - 2}")).body
+    assert rest.count(b"\n\n") == 1
+    assert (await app.get(path + "&starting_after=x")).error["param"] == "starting_after"
