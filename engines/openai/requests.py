@@ -206,12 +206,12 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def validate_chat(raw: Json) -> ChatRequest:
     """Check a chat request that was parsed already. Raises ``InvalidRequest``."""
-    return _convert(raw, ChatRequest)
+    return convert(raw, ChatRequest)
 
 
 def validate_completion(raw: Json) -> CompletionRequest:
     """Check a text completion that was parsed already. Raises ``InvalidRequest``."""
-    return _convert(raw, CompletionRequest)
+    return convert(raw, CompletionRequest)
 
 
 def parse_json(body: bytes) -> Json:
@@ -231,7 +231,7 @@ def parse_json(body: bytes) -> Json:
     return raw
 
 
-R = TypeVar("R", bound=Body)
+R = TypeVar("R", bound=msgspec.Struct)
 _WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 # What msgspec cannot say: the values that would have been right.
@@ -244,7 +244,12 @@ _CHOICES = {
 }
 
 
-def _convert(raw: Json, kind: type[R]) -> R:
+def convert(raw: Json, kind: type[R]) -> R:
+    """Check a body that was parsed already, of whatever dialect.
+
+    Raises:
+        InvalidRequest: a field is missing or of a wrong value; ``param`` names it.
+    """
     try:
         return msgspec.convert(raw, kind)
     except RecursionError as error:
