@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway import health, sessions
+from gateway.anthropic import messages
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, respond
@@ -57,7 +58,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for routes in (chat, models, sessions, health):
+    for routes in (chat, messages, models, sessions, health):
         app.include_router(routes.router)
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)

@@ -111,6 +111,7 @@ def caller_of(request: Request) -> Tenant:
     """Authenticate a request by its API key.
 
     Raises:
-        InvalidRequest: 401, no key or an unknown one.
+        InvalidRequest: 401, no key, an unknown one, or two that differ.
     """
-    return gateway_of(request).tenants.authenticate(request.headers.get("authorization"))
+    tenants, headers = gateway_of(request).tenants, request.headers
+    return tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))

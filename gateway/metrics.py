@@ -8,7 +8,7 @@ chooses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import msgspec
@@ -87,6 +87,12 @@ class Metrics:
             "thermocline_tokens", "Tokens of prompts and answers.", ("kind",)
         )
 
+        self._left_out = self._counter(
+            "thermocline_left_out",
+            "Parts of requests that engines have no use for, left out before the prompt.",
+            ("kind",),
+        )
+
     # ---- scheduler.observer.Observer
 
     def transition(self, session_id: str, before: str, event: str, after: str) -> None:
@@ -131,6 +137,11 @@ class Metrics:
     def cache_outcome(self, cache: CacheOutcome | None) -> None:
         """Count where a turn's KV came from; None if the engine's header had no known form."""
         self._outcomes(*_source_and_reason(cache)).inc()
+
+    def left_out(self, kinds: Iterable[str]) -> None:
+        """Count what was left out of a request; ``kinds`` are words of few."""
+        for kind in kinds:
+            self._left_out(kind).inc()
 
     def used(self, usage: Usage) -> None:
         """Count the tokens of one answer."""

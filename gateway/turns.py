@@ -46,6 +46,7 @@ class Translated(NamedTuple):
 
     raw: Json  # the body for the engine; its ``model`` is what the client asked for
     answer: AnswerFormat
+    left_out: Sequence[str] = ()  # a word of few for each thing that engines have no use for
 
 
 def as_it_is(raw: Json) -> Translated:
@@ -73,6 +74,7 @@ class CheckedRequest(NamedTuple):
     session_id: str | None  # None: the client gave none
     chain: Sequence[bytes]  # then its chat is recognised by these
     answer: AnswerFormat
+    left_out: Sequence[str]
 
 
 async def accept(request: Request, operation: Operation) -> Response:
@@ -88,6 +90,7 @@ async def accept(request: Request, operation: Operation) -> Response:
     body = await read_json_body(request, gateway.config)
     asked = await _beside(body, partial(_check, operation, tenant, request.headers, body))
     asked.raw["model"] = _served_name(gateway, asked.model)
+    gateway.metrics.left_out(asked.left_out)
     session = _session(gateway, tenant, asked)
     for_engine = await _beside(body, partial(_encode, gateway.engine, asked.raw, session))
     request_id = request_id_of(request.scope)
@@ -105,13 +108,13 @@ def _check(
     operation: Operation, tenant: Tenant, headers: Mapping[str, str], body: bytes
 ) -> CheckedRequest:
     asked = parse_json(body)
-    raw, answer = operation.translate(asked)
+    raw, answer, left_out = operation.translate(asked)
     model = operation.validate(raw).model
     session_id = named_session(headers, asked)
     chain = [] if session_id else message_chain(tenant.salt, operation.messages(raw))
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    return CheckedRequest(raw, model, session_id, chain, answer)
+    return CheckedRequest(raw, model, session_id, chain, answer, left_out)
 
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:

@@ -17,23 +17,22 @@ from engines.asgi import ClientGone, while_client_stays
 from engines.base import CacheOutcome, SessionRef, Upstream
 from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway.context import Gateway
-from gateway.errors import Failure, failure_of
+from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.metrics import Usage
 from gateway.relay.answer_format import AnswerFormat
 from gateway.relay.passthrough import (
-    body_part,
     engine_failure,
     is_event_stream,
     passed_on,
     relay_events,
     send_end,
-    send_head,
     send_response,
     send_whole,
 )
 from gateway.relay.sse_framer import parse_usage
+from gateway.relay.stream_out import StreamOut
 from scheduler.sessions import Turn
 
 log = logging.getLogger("thermocline.gateway")
@@ -88,14 +87,25 @@ class TurnResponse(Response):
             self._metrics.turn_ended(self._operation, self._seconds(), self._error)
 
     async def _serve(self, send: Send, send_body: Send) -> Ending:
-        deadline = asyncio.get_running_loop().time() + self._gateway.config.request_timeout_s
+        config = self._gateway.config
+        deadline = asyncio.get_running_loop().time() + config.request_timeout_s
+        out = StreamOut(send, send_body, self._answer)
+        async with out.showing_life(config.sign_of_life_s, [self._session_header()]):
+            try:
+                return await self._ask(out, deadline)
+            except FORESEEN as error:
+                if not out.begun:
+                    raise
+                return self._broken_off(out, failure_of(error))
+
+    async def _ask(self, out: StreamOut, deadline: float) -> Ending:
         async with asyncio.timeout_at(deadline) as limit, self._turn() as (turn, upstream):
             if upstream.status >= 400:
-                return await self._refused(upstream)
+                return await self._refused(upstream, out)
             if not is_event_stream(upstream):
                 return await self._whole(turn, upstream)
             limit.reschedule(None)  # a stream keeps the deadline itself, and ends with an event
-            return await self._stream(turn, upstream, send, send_body, deadline)
+            return await self._stream(turn, upstream, out, deadline)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
@@ -117,8 +127,10 @@ class TurnResponse(Response):
                 self._metrics.cache_outcome(self._cache)
             yield turn, upstream
 
-    async def _refused(self, upstream: Upstream) -> Ending:
+    async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
+        if out.begun:
+            return self._broken_off(out, failure)
         self._error = _word(failure)
         return partial(send_response, response=self._answer.refusal(failure))
 
@@ -133,18 +145,20 @@ class TurnResponse(Response):
             client_stall_s=self._gateway.config.client_stall_s,
         )
 
+    def _broken_off(self, out: StreamOut, failure: Failure) -> Ending:
+        """End an answer whose head went out before it was known that it would fail."""
+        self._error = _word(failure)
+        return partial(send_end, body=out.events.ending(failure))
+
     async def _stream(
-        self, turn: Turn, upstream: Upstream, send: Send, send_body: Send, deadline: float
+        self, turn: Turn, upstream: Upstream, out: StreamOut, deadline: float
     ) -> Ending:
-        await send_head(send, 200, [*self._head(upstream), (b"cache-control", b"no-cache")])
-        events = self._answer.events()
-        opening = events.opening()
-        if opening:
-            await send_body(body_part(opening))
+        await out.begin(self._head(upstream))
+        events = out.events
         failure = await relay_events(
             upstream,
             events,
-            send_body,
+            out.send,
             deadline=deadline,
             client_stall_s=self._gateway.config.client_stall_s,
             on_first=self._first_event,
@@ -164,8 +178,10 @@ class TurnResponse(Response):
         self._metrics.first_token(self._operation, self._seconds(), self._cache)
 
     def _head(self, upstream: Upstream) -> list[tuple[bytes, bytes]]:
-        session = id_to_header(self._session.id).encode()
-        return [*passed_on(upstream), (SESSION_HEADER.encode(), session)]
+        return [*passed_on(upstream), self._session_header()]
+
+    def _session_header(self) -> tuple[bytes, bytes]:
+        return SESSION_HEADER.encode(), id_to_header(self._session.id).encode()
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._began

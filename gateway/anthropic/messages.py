@@ -1,0 +1,37 @@
+"""POST /v1/messages."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.openai.requests import validate_chat
+from gateway.anthropic.translation import translated
+from gateway.context import gateway_of
+from gateway.errors import ANTHROPIC_PATH
+from gateway.turns import Operation, accept
+
+router = APIRouter()
+
+
+@cache
+def operation(strip_attribution: bool) -> Operation:
+    """Return the operation of a message; its prompt is a chat's."""
+    return Operation(
+        "chat",
+        "/v1/chat/completions",
+        validate_chat,
+        lambda raw: raw["messages"],
+        partial(translated, strip_attribution=strip_attribution),
+    )
+
+
+async def messages(request: Request) -> Response:
+    return await accept(request, operation(gateway_of(request).config.strip_attribution))
+
+
+# A plain route: FastAPI's own resolve dependencies, which nobody here has, for every request.
+router.add_route(ANTHROPIC_PATH, messages, methods=["POST"])
