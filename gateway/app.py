@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway import health, sessions
-from gateway.anthropic import messages
+from gateway.anthropic import messages, token_count
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, respond
@@ -21,7 +21,7 @@ from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
-from gateway.openai import chat, models
+from gateway.openai import chat, models, tokenizing
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.gateway")
@@ -58,7 +58,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for routes in (chat, messages, models, sessions, health):
+    for routes in (chat, tokenizing, messages, token_count, models, sessions, health):
         app.include_router(routes.router)
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)

@@ -88,18 +88,18 @@ async def accept(request: Request, operation: Operation) -> Response:
     tenant = caller_of(request)
     await gateway.served_soon()  # before the body is read: a request that waits holds no memory
     body = await read_json_body(request, gateway.config)
-    asked = await _beside(body, partial(_check, operation, tenant, request.headers, body))
-    asked.raw["model"] = _served_name(gateway, asked.model)
+    asked = await beside(body, partial(_check, operation, tenant, request.headers, body))
+    asked.raw["model"] = served_name(gateway, asked.model)
     gateway.metrics.left_out(asked.left_out)
     session = _session(gateway, tenant, asked)
-    for_engine = await _beside(body, partial(_encode, gateway.engine, asked.raw, session))
+    for_engine = await beside(body, partial(_encode, gateway.engine, asked.raw, session))
     request_id = request_id_of(request.scope)
     return TurnResponse(
         gateway, operation.name, operation.path, session, for_engine, request_id, asked.answer
     )
 
 
-async def _beside(body: bytes, work: Callable[[], T]) -> T:
+async def beside(body: bytes, work: Callable[[], T]) -> T:
     """Do ``work`` on a body; on a thread if the body is large, so that streams go on meanwhile."""
     return await asyncio.to_thread(work) if len(body) > LARGE_BODY_BYTES else work()
 
@@ -121,7 +121,12 @@ def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
     return msgspec.json.encode(engine.prepare_body(raw, session))
 
 
-def _served_name(gateway: Gateway, asked: str) -> str:
+def served_name(gateway: Gateway, asked: str) -> str:
+    """Return the name of the served model, which may be asked for by its aliases.
+
+    Raises:
+        InvalidRequest: 404, it does not go by that name.
+    """
     served = gateway.served.model
     if asked != served and asked not in gateway.config.model_aliases:
         raise unknown_model(asked[:100], served)

@@ -92,6 +92,20 @@ def test_a_prefetch_fills_the_cache(client: anthropic.Anthropic) -> None:
     assert asked.usage.cache_read_input_tokens == 7  # all but the last
 
 
+def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
+    nonce = "x-anthropic-billing-header: cch=12345;"
+    counted = client.messages.count_tokens(
+        model=MODEL,
+        messages=HELLO,
+        system=[{"type": "text", "text": nonce}, {"type": "text", "text": "be kind"}],
+        tools=[{"name": "ls", "input_schema": {"type": "object"}}],
+        tool_choice={"type": "any"},
+    )
+    assert counted.input_tokens == 7
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.count_tokens(model=MODEL, messages=[])
+
+
 def test_errors_are_the_clients_own_classes(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="claude-none", max_tokens=1, messages=HELLO)
