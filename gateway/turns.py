@@ -28,7 +28,7 @@ from gateway.identity.known_chats import message_chain
 from gateway.identity.names import named_session
 from gateway.keys import Tenant
 from gateway.relay.answer_format import AnswerFormat, AsItIs
-from gateway.relay.turn_response import TurnResponse
+from gateway.relay.turn_response import TurnRequest, TurnResponse
 
 T = TypeVar("T")
 
@@ -93,10 +93,9 @@ async def accept(request: Request, operation: Operation) -> Response:
     gateway.metrics.left_out(asked.left_out)
     session = _session(gateway, tenant, asked)
     for_engine = await beside(body, partial(_encode, gateway.engine, asked.raw, session))
+    turn = TurnRequest(operation.name, operation.path, session, for_engine)
     request_id = request_id_of(request.scope)
-    return TurnResponse(
-        gateway, operation.name, operation.path, session, for_engine, request_id, asked.answer
-    )
+    return TurnResponse(gateway, turn, request_id, asked.answer)
 
 
 async def beside(body: bytes, work: Callable[[], T]) -> T:

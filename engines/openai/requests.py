@@ -206,12 +206,12 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def validate_chat(raw: Json) -> ChatRequest:
     """Check a chat request that was parsed already. Raises ``InvalidRequest``."""
-    return convert(raw, ChatRequest)
+    return checked(raw, ChatRequest)
 
 
 def validate_completion(raw: Json) -> CompletionRequest:
     """Check a text completion that was parsed already. Raises ``InvalidRequest``."""
-    return convert(raw, CompletionRequest)
+    return checked(raw, CompletionRequest)
 
 
 def parse_json(body: bytes) -> Json:
@@ -244,12 +244,8 @@ _CHOICES = {
 }
 
 
-def convert(raw: Json, kind: type[R]) -> R:
-    """Check a body that was parsed already, of whatever dialect.
-
-    Raises:
-        InvalidRequest: a field is missing or of a wrong value; ``param`` names it.
-    """
+def checked(raw: Json, kind: type[R]) -> R:
+    """Check parsed JSON against the fields of ``kind``. Raises ``InvalidRequest``."""
     try:
         return msgspec.convert(raw, kind)
     except RecursionError as error:

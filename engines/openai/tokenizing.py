@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from engines.openai.requests import ChatRequest, Json, ModelName, convert, validate_chat
+from engines.openai.requests import ChatRequest, Json, ModelName, checked, validate_chat
 
 TOKENIZE_PATH: Final = "/tokenize"
 DETOKENIZE_PATH: Final = "/detokenize"
@@ -41,9 +41,9 @@ def validate_tokenize(raw: Json) -> ChatRequest | TokenizeText:
     """
     if "messages" in raw:
         return validate_chat({name: raw[name] for name in PROMPT_FIELDS & raw.keys()})
-    return convert(raw, TokenizeText)
+    return checked(raw, TokenizeText)
 
 
 def validate_detokenize(raw: Json) -> Detokenize:
     """Check a request for the text of tokens. Raises ``InvalidRequest``."""
-    return convert(raw, Detokenize)
+    return checked(raw, Detokenize)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.openai.requests import Json, convert, parse_json, validate_chat
+from engines.openai.requests import Json, checked, parse_json, validate_chat
 from engines.openai.tokenizing import TOKENIZE_PATH
 from gateway.anthropic.request import CountRequest
 from gateway.anthropic.translation import prompt_fields
@@ -30,7 +30,7 @@ def chat_of(body: bytes, strip_attribution: bool) -> Json:
     Raises:
         InvalidRequest: it is no request for a message.
     """
-    request = convert(parse_json(body), CountRequest)
+    request = checked(parse_json(body), CountRequest)
     fields, _ = prompt_fields(request, strip_attribution)
     chat = {"model": request.model, **fields}
     validate_chat(chat)

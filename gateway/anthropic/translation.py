@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from engines.base import EngineUnavailable
-from engines.openai.requests import Json, convert
+from engines.openai.requests import Json, checked
 from gateway.anthropic.conversation import chat_messages
 from gateway.anthropic.events import PING, MessageEvents
 from gateway.anthropic.message import Asked, whole_message
@@ -53,7 +53,7 @@ def translated(raw: Json, strip_attribution: bool) -> Translated:
     Raises:
         InvalidRequest: it cannot be served as it stands; the message names the field.
     """
-    request = convert(raw, MessagesRequest)
+    request = checked(raw, MessagesRequest)
     chat, left_out = prompt_fields(request, strip_attribution)
     chat |= {name: raw[name] for name in _SAME if raw.get(name) is not None}
     # One token, which nobody is shown: vLLM does not take none.

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -41,6 +41,15 @@ log = logging.getLogger("thermocline.gateway")
 Ending: TypeAlias = Callable[[Send], Awaitable[None]]
 
 
+class TurnRequest(NamedTuple):
+    """The question to the engine, and its session."""
+
+    operation: str  # OpenTelemetry's name
+    path: str  # the engine's
+    session: SessionRef
+    body: bytes
+
+
 class TurnResponse(Response):
     """A response that serves its turn while it is sent.
 
@@ -51,21 +60,14 @@ class TurnResponse(Response):
     def __init__(
         self,
         gateway: Gateway,
-        operation: str,
-        path: str,
-        session: SessionRef,
-        body: bytes,
+        turn: TurnRequest,
         request_id: str,
         answer: AnswerFormat,
     ) -> None:
-        """``operation`` is OpenTelemetry's name; ``path`` and ``body`` go to the engine."""
         super().__init__()
         self._gateway = gateway
         self._metrics = gateway.metrics
-        self._operation = operation
-        self._path = path
-        self._session = session
-        self._body = body
+        self._operation, self._path, self._session, self._body = turn
         self._request_id = request_id
         self._answer = answer
         self._began = time.perf_counter()
