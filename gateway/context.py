@@ -14,6 +14,7 @@ from gateway.config import GatewayConfig
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
 from gateway.metrics import Gauges, Metrics
+from gateway.prefixes.prefix_watch import PrefixWatch
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
@@ -30,6 +31,7 @@ class Gateway:
     tenants: Tenants
     metrics: Metrics
     chats: KnownChats
+    prefixes: PrefixWatch = field(default_factory=PrefixWatch)
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     has_served: bool = False  # the engine was ready for some request

@@ -93,6 +93,12 @@ class Metrics:
             ("kind",),
         )
 
+        self._divergences = self._counter(
+            "thermocline_prompt_divergences",
+            "Turns whose prompt did not go on where the session's last one ended.",
+            ("changed",),
+        )
+
     # ---- scheduler.observer.Observer
 
     def transition(self, session_id: str, before: str, event: str, after: str) -> None:
@@ -142,6 +148,10 @@ class Metrics:
         """Count what was left out of a request; ``kinds`` are words of few."""
         for kind in kinds:
             self._left_out(kind).inc()
+
+    def diverged(self, part: str) -> None:
+        """Count a prompt that left its session's; ``part`` is model, system, tools or messages."""
+        self._divergences(part).inc()
 
     def used(self, usage: Usage) -> None:
         """Count the tokens of one answer."""

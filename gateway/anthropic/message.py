@@ -65,6 +65,7 @@ class Asked(NamedTuple):
     max_tokens: int  # 0: nothing is to be said
     shows_thoughts: bool
     ttl: Ttl | None  # of its ``cache_control``, if there is one
+    previous_id: str | None = None  # the message since which changes are asked for
 
 
 class Ending(NamedTuple):

@@ -9,9 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.requests import validate_chat
-from gateway.anthropic.translation import translated
-from gateway.context import gateway_of
+from gateway.anthropic.diagnosis import diagnosis
+from gateway.anthropic.translation import MessageFormat, translated
+from gateway.context import Gateway, gateway_of
 from gateway.errors import ANTHROPIC_PATH
+from gateway.keys import Tenant
+from gateway.prefixes.prefix_watch import Compared
+from gateway.relay.answer_format import AnswerFormat
 from gateway.turns import Operation, accept
 
 router = APIRouter()
@@ -26,7 +30,17 @@ def operation(strip_attribution: bool) -> Operation:
         validate_chat,
         lambda raw: raw["messages"],
         partial(translated, strip_attribution=strip_attribution),
+        _compared,
     )
+
+
+def _compared(gateway: Gateway, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:
+    """Let the request be found by its answer's id, and compare it with the one it names."""
+    assert isinstance(answer, MessageFormat)
+    gateway.prefixes.name(tenant.name, answer.asked.message_id, now)
+    if answer.asked.previous_id is not None:
+        earlier = gateway.prefixes.answered_as(tenant.name, answer.asked.previous_id)
+        answer.diagnose = partial(diagnosis, earlier, now)
 
 
 async def messages(request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.anthropic.tools import chat_tool_choice, chat_tools
 from gateway.anthropic.usage import Ttl
 from gateway.errors import ANTHROPIC_PATH, Failure
+from gateway.identity.retention import seconds_of
 from gateway.turns import Translated
 
 # Fields of the same name and meaning in both dialects.
@@ -28,15 +30,16 @@ class MessageFormat:
 
     def __init__(self, asked: Asked, streamed: bool) -> None:
         self.asked = asked
-        self.diagnostics: Json | None = None  # set before the answer begins
+        # Says what changed since an earlier request; asked when the answer begins.
+        self.diagnose: Callable[[], Json | None] = lambda: None
         self._streamed = streamed
 
     def events(self) -> MessageEvents:
-        return MessageEvents(self.asked, self.diagnostics)
+        return MessageEvents(self.asked, self.diagnose())
 
     def whole(self, body: bytes) -> bytes:
         try:
-            return whole_message(self.asked, body, self.diagnostics)
+            return whole_message(self.asked, body, self.diagnose())
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
             raise EngineUnavailable("its answer cannot be read") from error
 
@@ -63,7 +66,7 @@ def translated(raw: Json, strip_attribution: bool) -> Translated:
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     answer = MessageFormat(_asked(request), bool(request.stream))
-    return Translated(chat, answer, left_out)
+    return Translated(chat, answer, left_out, seconds_of(answer.asked.ttl))
 
 
 def prompt_fields(request: CountRequest, strip_attribution: bool) -> tuple[Json, list[str]]:
@@ -101,6 +104,7 @@ def _asked(request: MessagesRequest) -> Asked:
         max_tokens=request.max_tokens,
         shows_thoughts=not omitted,
         ttl=asked_ttl(request),
+        previous_id=request.diagnostics.previous_message_id if request.diagnostics else None,
     )
 
 

@@ -21,6 +21,8 @@ from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.metrics import Usage
+from gateway.prefixes.outline import Change
+from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat
 from gateway.relay.passthrough import (
     engine_failure,
@@ -33,6 +35,7 @@ from gateway.relay.passthrough import (
 )
 from gateway.relay.sse_framer import parse_usage
 from gateway.relay.stream_out import StreamOut
+from scheduler.session import TurnHints
 from scheduler.sessions import Turn
 
 log = logging.getLogger("thermocline.gateway")
@@ -48,6 +51,8 @@ class TurnRequest(NamedTuple):
     path: str  # the engine's
     session: SessionRef
     body: bytes
+    hints: TurnHints = TurnHints()
+    compared: Compared | None = None  # with the request before it in its session
 
 
 class TurnResponse(Response):
@@ -67,7 +72,7 @@ class TurnResponse(Response):
         super().__init__()
         self._gateway = gateway
         self._metrics = gateway.metrics
-        self._operation, self._path, self._session, self._body = turn
+        self._operation, self._path, self._session, self._body, self._hints, self._compared = turn
         self._request_id = request_id
         self._answer = answer
         self._began = time.perf_counter()
@@ -118,7 +123,7 @@ class TurnResponse(Response):
             "x-request-id": self._request_id,
         }
         async with (
-            self._gateway.sessions.turn(self._session) as turn,
+            self._gateway.sessions.turn(self._session, self._hints) as turn,
             engine.open(self._path, self._body, headers) as upstream,
         ):
             said = upstream.headers.get(CACHE_HEADER, "")
@@ -127,6 +132,8 @@ class TurnResponse(Response):
                 turn.engine_answered(self._cache)
             if said:
                 self._metrics.cache_outcome(self._cache)
+            if self._compared is not None and self._cache is not None:
+                self._compared.cached_tokens = self._cache.cached_tokens
             yield turn, upstream
 
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
@@ -175,6 +182,23 @@ class TurnResponse(Response):
         if usage is not None:
             self._metrics.used(usage)
             turn.used(usage.prompt_tokens + usage.completion_tokens)
+            if self._compared is not None:
+                self._compared.prompt_tokens = usage.prompt_tokens
+        if self._compared is not None and self._compared.change is not None:
+            self._diverged(self._compared, self._compared.change)
+
+    def _diverged(self, compared: Compared, change: Change) -> None:
+        """Count and log that the prompt left the one before it; numbers only, no content."""
+        self._metrics.diverged(change.part)
+        log.info(
+            "session %s: the %s changed (message %d of %d): %d of %d tokens were reused",
+            self._session.id,
+            change.part,
+            change.at_message,
+            compared.outline.num_messages,
+            compared.cached_tokens,
+            compared.prompt_tokens,
+        )
 
     def _first_event(self) -> None:
         self._metrics.first_token(self._operation, self._seconds(), self._cache)

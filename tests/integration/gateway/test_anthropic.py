@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,3 +159,68 @@ def test_keys(tmp_path: Path) -> None:
             pytest.raises(anthropic.AuthenticationError),
         ):
             sdk.messages.create(model=MODEL, max_tokens=1, messages=HELLO)
+
+
+def show(stack: FakeStack, session: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{stack.url}/v1/sessions/{session}", timeout=10) as answer:
+        return dict(json.load(answer))
+
+
+def test_helpers_are_sessions_of_their_own(stack: FakeStack, client: anthropic.Anthropic) -> None:
+    main = {"x-claude-code-session-id": "cc-1"}
+    helper = {**main, "x-claude-code-agent-id": "7"}
+    keep: Any = {"type": "ephemeral", "ttl": "1h"}
+    texts = {"cc-1": "the long task", "cc-1/7": "look for files"}
+    for _ in range(2):
+        for session, headers in (("cc-1", main), ("cc-1/7", helper)):
+            raw = client.messages.with_raw_response.create(
+                model=MODEL,
+                max_tokens=9,
+                messages=[{"role": "user", "content": texts[session]}],
+                cache_control=keep,
+                extra_headers=headers,
+            )
+            assert raw.headers["x-thermocline-session"] == session
+    assert raw.parse().usage.cache_read_input_tokens == 3
+    found = show(stack, "cc-1/7")
+    assert (found["kind"], found["parent"]) == ("child", "cc-1")
+    assert 3000 < found["retain_s"] <= 3600
+    assert found["prefix"]["changed"] is None
+    assert show(stack, "cc-1")["kind"] == "main"
+
+
+def test_diagnostics_name_what_changed(stack: FakeStack, client: anthropic.Anthropic) -> None:
+    session = {"x-session-id": "watched"}
+
+    def ask(previous: str | None, *texts: str, system: str = "be kind") -> Any:
+        messages: Any = [{"role": "user", "content": text} for text in texts]
+        with client.messages.stream(
+            model=MODEL,
+            max_tokens=9,
+            system=system,
+            messages=messages,
+            diagnostics={"previous_message_id": previous},
+            extra_headers=session,
+        ) as stream:
+            return stream.get_final_message()
+
+    first = ask(None, "one two three four")
+    assert first.diagnostics is None
+    second = ask(first.id, "one two three four", "five")
+    assert second.diagnostics is None
+    third = ask(second.id, "one two", "five")
+    reason = third.diagnostics.cache_miss_reason
+    assert (reason.type, reason.cache_missed_input_tokens) == ("messages_changed", 4)
+    assert show(stack, "watched")["prefix"] == {
+        "changed": "messages",
+        "at_message": 0,
+        "num_messages": 2,
+        "prompt_tokens": 8,
+        "cached_tokens": 6,
+    }
+    fourth = ask(third.id, "one two", "five", system="be brief")
+    assert fourth.diagnostics.cache_miss_reason.type == "system_changed"
+    fifth = ask("msg_none", "one two", "five", system="be brief")
+    assert fifth.diagnostics.cache_miss_reason.type == "previous_message_not_found"
+    log = stack.log.read_text()
+    assert "session watched: the messages changed (message 0 of 2): 6 of 8 tokens" in log
