@@ -20,6 +20,19 @@ from gateway.turns import Operation, accept
 
 router = APIRouter()
 
+# Whatever their date: what they once made possible is always so here.
+KNOWN_BETAS = (
+    "cache-diagnosis-",
+    "effort-",
+    "extended-cache-ttl-",
+    "fine-grained-tool-streaming-",
+    "interleaved-thinking-",
+    "mid-conversation-system-",
+    "prompt-caching-",
+    "structured-outputs-",
+    "token-counting-",
+)
+
 
 @cache
 def operation(strip_attribution: bool) -> Operation:
@@ -43,7 +56,16 @@ def _compared(gateway: Gateway, tenant: Tenant, answer: AnswerFormat, now: Compa
         answer.diagnose = partial(diagnosis, earlier, now)
 
 
+def num_unknown(betas: str) -> int:
+    """Count the values of an ``anthropic-beta`` header that nothing here corresponds to."""
+    names = [x.strip() for x in betas.split(",") if x.strip()]
+    return sum(not name.startswith(KNOWN_BETAS) for name in names)
+
+
 async def messages(request: Request) -> Response:
+    """Answer with a message, or the events of one."""
+    unknown = num_unknown(request.headers.get("anthropic-beta", ""))
+    gateway_of(request).metrics.left_out(["beta"] * unknown)
     return await accept(request, operation(gateway_of(request).config.strip_attribution))
 
 
