@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from gateway.anthropic.diagnosis import diagnosis
 from gateway.anthropic.translation import MessageFormat, translated
 from gateway.context import Gateway, gateway_of
 from gateway.errors import ANTHROPIC_PATH
+from gateway.front import request_id_of
 from gateway.keys import Tenant
 from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat
@@ -34,15 +35,14 @@ KNOWN_BETAS = (
 )
 
 
-@cache
-def operation(strip_attribution: bool) -> Operation:
-    """Return the operation of a message; its prompt is a chat's."""
+def operation(strip_attribution: bool, request_id: str) -> Operation:
+    """Return the operation of one message; its prompt is a chat's."""
     return Operation(
         "chat",
         "/v1/chat/completions",
         validate_chat,
         lambda raw: raw["messages"],
-        partial(translated, strip_attribution=strip_attribution),
+        partial(translated, strip_attribution=strip_attribution, request_id=request_id),
         _compared,
     )
 
@@ -65,8 +65,10 @@ def num_unknown(betas: str) -> int:
 async def messages(request: Request) -> Response:
     """Answer with a message, or the events of one."""
     unknown = num_unknown(request.headers.get("anthropic-beta", ""))
-    gateway_of(request).metrics.left_out(["beta"] * unknown)
-    return await accept(request, operation(gateway_of(request).config.strip_attribution))
+    gateway = gateway_of(request)
+    gateway.metrics.left_out(["beta"] * unknown)
+    request_id = request_id_of(request.scope)
+    return await accept(request, operation(gateway.config.strip_attribution, request_id))
 
 
 # A plain route: FastAPI's own resolve dependencies, which nobody here has, for every request.

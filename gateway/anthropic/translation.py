@@ -28,8 +28,9 @@ _SAME = ("model", "temperature", "top_p", "top_k", "metadata")
 class MessageFormat:
     """The shape of one message, as an answer to one request."""
 
-    def __init__(self, asked: Asked, streamed: bool) -> None:
+    def __init__(self, asked: Asked, streamed: bool, request_id: str | None = None) -> None:
         self.asked = asked
+        self._request_id = request_id
         # Says what changed since an earlier request; asked when the answer begins.
         self.diagnose: Callable[[], Json | None] = lambda: None
         self._streamed = streamed
@@ -44,14 +45,14 @@ class MessageFormat:
             raise EngineUnavailable("its answer cannot be read") from error
 
     def refusal(self, failure: Failure) -> Response:
-        return failure.response_for(ANTHROPIC_PATH)
+        return failure.response_for(ANTHROPIC_PATH, self._request_id)
 
     def sign_of_life(self) -> bytes:
         return PING if self._streamed else b""
 
 
-def translated(raw: Json, strip_attribution: bool) -> Translated:
-    """Translate the body of /v1/messages.
+def translated(raw: Json, strip_attribution: bool, request_id: str | None = None) -> Translated:
+    """Translate the body of /v1/messages; ``request_id`` goes into errors.
 
     Raises:
         InvalidRequest: it cannot be served as it stands; the message names the field.
@@ -65,7 +66,7 @@ def translated(raw: Json, strip_attribution: bool) -> Translated:
         chat["stop"] = request.stop_sequences
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    answer = MessageFormat(_asked(request), bool(request.stream))
+    answer = MessageFormat(_asked(request), bool(request.stream), request_id)
     return Translated(chat, answer, left_out, seconds_of(answer.asked.ttl))
 
 

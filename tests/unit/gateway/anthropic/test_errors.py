@@ -99,14 +99,23 @@ def answered(text: str) -> Answered:
 async def test_refusals_of_the_engine(status: int, said: Any, expected: int, kind: str) -> None:
     answer = Answered(status, {}, json.dumps({"error": said}).encode())
     reply = await App(RecordingEngine(answer)).post("/v1/messages", BODY)
-    assert (reply.status, reply.json["error"]["type"]) == (expected, kind)
+    assert (reply.status, error_of(reply)["type"]) == (expected, kind)
 
 
-async def test_too_long_a_prompt_is_said_in_the_words_that_agents_know() -> None:
-    said = {"message": "7 tokens", "code": "context_length_exceeded"}
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"message": "7 tokens", "code": "context_length_exceeded"},
+        {"message": "This model's maximum context length is 7 tokens.", "code": 400},
+    ],
+)
+async def test_too_long_a_prompt_is_said_in_the_words_that_agents_know(said: Any) -> None:
     answer = Answered(400, {}, json.dumps({"error": said}).encode())
-    reply = await App(RecordingEngine(answer)).post("/v1/messages", BODY)
-    assert reply.json["error"]["message"].startswith("prompt is too long: 7 tokens")
+    app = App(RecordingEngine(answer))
+    reply = await app.post("/v1/messages", BODY)
+    message = error_of(reply)["message"]
+    assert message.startswith("prompt is too long: ") and "7 tokens" in message
+    assert (await app.chat()).error["code"] == "context_length_exceeded"
 
 
 async def test_while_there_is_no_engine() -> None:
