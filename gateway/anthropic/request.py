@@ -85,8 +85,6 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.mcp_servers:
             raise FieldError("mcp_servers", "this server connects to no MCP servers")
-        if self.container:
-            raise FieldError("container", "this server runs no containers")
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):

@@ -81,7 +81,9 @@ def prompt_fields(request: CountRequest, strip_attribution: bool) -> tuple[Json,
     if request.output_config is not None and request.output_config.format is not None:
         schema = {"name": "answer", "schema": request.output_config.format.schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return fields, [*chat.left_out, *["tool"] * num_left_out]
+    # Only tools of Anthropic's servers would use a container, and those are left out.
+    containers = ["container"] if request.container else []
+    return fields, [*chat.left_out, *["tool"] * num_left_out, *containers]
 
 
 def _thinking(request: CountRequest) -> Json:

@@ -16,6 +16,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
     cached_tokens: int | None = None
     cache_write_tokens: int | None = None
+    created_cache_tokens: int | None = None  # vLLM's name for the same
 
 
 class AnswerDetails(msgspec.Struct, frozen=True):
@@ -44,7 +45,7 @@ def message_usage(usage: EngineUsage, asked_ttl: Ttl | None, num_shown: int | No
     details = usage.prompt_tokens_details or PromptDetails()
     read = min(details.cached_tokens or 0, usage.prompt_tokens)
     rest = usage.prompt_tokens - read
-    created = details.cache_write_tokens
+    created = details.cache_write_tokens or details.created_cache_tokens
     if created is None:
         created = rest if asked_ttl else 0
     created = min(created, rest)

@@ -127,8 +127,9 @@ def test_what_means_nothing_to_a_model_is_left_out_and_counted() -> None:
     ]
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
     raw = {"model": "m", "max_tokens": 1, "tools": tools}
-    made = translated({**raw, "messages": [{"role": "user", "content": blocks}]}, True)
-    assert made.left_out == ["block_server_tool_use", "block_other", "tool"]
+    raw = {**raw, "messages": [{"role": "user", "content": blocks}], "container": {"id": "c"}}
+    made = translated(raw, True)
+    assert made.left_out == ["block_server_tool_use", "block_other", "tool", "container"]
     assert made.raw["messages"] == [{"role": "user", "content": "rest"}]
     assert "tools" not in made.raw
 
@@ -189,7 +190,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         ([HI, {"role": "assistant", "content": "I am"}], {}, "messages"),
         ([HI], {"mcp_servers": [{}]}, "mcp_servers"),
-        ([HI], {"container": "c"}, "container"),
         ([HI], {"temperature": 1.5}, "temperature"),
         ([HI], {"tools": [{"name": "x"}]}, "tools[0]"),
         ([HI], {"tool_choice": {"type": "any"}}, "tools"),
