@@ -105,20 +105,21 @@ def test_the_same_prompt_and_answer_as_in_the_chat_dialect(
     assert text_of(message) == said.choices[0].message.content
 
 
-def test_a_call_that_must_be_made(running: Stack, sdk: anthropic.Anthropic) -> None:
-    model = sdk.models.list().data[0].id
+def test_a_call_that_must_be_made(stack: Stack) -> None:
+    """On mlx; vLLM holds a call to its schema only where tools are strict, and this model is weak."""
     asked: Any = {
-        "model": model,
         "max_tokens": 60,
         "tools": [TOOL],
         "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
         "messages": [{"role": "user", "content": "How is the weather in Rome?"}],
     }
-    whole = sdk.messages.create(**asked)
-    with sdk.messages.stream(**asked) as stream:
-        streamed = stream.get_final_message()
+    with anthropic.Anthropic(base_url=stack.url, api_key="any", max_retries=0) as sdk:
+        asked["model"] = sdk.models.list().data[0].id
+        whole = sdk.messages.create(**asked)
+        with sdk.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
     for said in (whole, streamed):
-        (call,) = [x for x in said.content if x.type == "tool_use"] or [said]
+        (call,) = (x for x in said.content if x.type == "tool_use")
         assert (call.name, said.stop_reason) == ("weather", "tool_use")
         assert call.input["city"] in ("Paris", "Rome")
         assert call.id

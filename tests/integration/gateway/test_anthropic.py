@@ -94,6 +94,12 @@ def test_a_prefetch_fills_the_cache(client: anthropic.Anthropic) -> None:
     assert asked.usage.cache_read_input_tokens == 7  # all but the last
 
 
+def test_the_model_is_listed(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
+    assert client.models.retrieve(MODEL).created_at == model.created_at
+
+
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     nonce = "x-anthropic-billing-header: cch=12345;"
     counted = client.messages.count_tokens(
