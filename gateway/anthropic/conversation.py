@@ -161,7 +161,7 @@ def _joined(chat: Conversation, content: Any, where: str) -> str:
 
 def _text_of(chat: Conversation, block: Json, where: str) -> str:
     """Return what a block says in words; "" for one that is left out, which is counted."""
-    kind = block.get("type")
+    kind = str(block.get("type"))
     if kind == "text":
         return _string(block, "text", where)
     if kind == "search_result":

@@ -121,7 +121,7 @@ def asked_ttl(request: CountRequest) -> Ttl | None:
     for content in (request.system, *(turn.content for turn in request.messages)):
         if isinstance(content, list):
             found += [block.get("cache_control") for block in content]
-    ttls = {x.get("ttl") or "5m" for x in found if isinstance(x, dict)}
+    ttls = [x.get("ttl") for x in found if isinstance(x, dict)]
     if not ttls:
         return None
     return "1h" if "1h" in ttls else "5m"

@@ -106,7 +106,7 @@ def test_the_same_prompt_and_answer_as_in_the_chat_dialect(
 
 
 def test_a_call_that_must_be_made(stack: Stack) -> None:
-    """On mlx; vLLM holds a call to its schema only where tools are strict, and this model is weak."""
+    """On mlx: vLLM holds a call to its schema only where tools are strict; the model is weak."""
     asked: Any = {
         "max_tokens": 60,
         "tools": [TOOL],
