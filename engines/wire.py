@@ -172,6 +172,13 @@ Verb: TypeAlias = Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSession
 # ---- engine -> gateway
 
 
+class TemplateRules(msgspec.Struct, frozen=True):
+    """The order of messages that the model's chat template takes; found out by trying."""
+
+    inline_system: bool = True  # system messages behind the first
+    repeated_users: bool = True  # two messages of the user in a row
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     """The answer to ``Hello``: the engine describes itself."""
 
@@ -182,6 +189,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     codec: CodecReport
     hibernation: bool
     hibernation_reason: str = ""  # why not, in one sentence
+    template: TemplateRules = TemplateRules()
     version: int = WIRE_VERSION
 
 

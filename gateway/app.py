@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway import health, openapi, sessions
+from gateway.anthropic import messages, token_count
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, respond
@@ -20,7 +21,7 @@ from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
-from gateway.openai import chat, conversations, models, stored_chats
+from gateway.openai import chat, conversations, models, stored_chats, tokenizing
 from gateway.openai.responses import counting
 from gateway.openai.responses import routes as responses
 from gateway.stored.stored import Stored
@@ -29,7 +30,10 @@ from scheduler.sessions import SessionManager
 log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
-ROUTES = (chat, stored_chats, counting, responses, conversations, models, sessions, health, openapi)
+ROUTES = (
+    *(chat, stored_chats, counting, responses, conversations, tokenizing),
+    *(messages, token_count, models, sessions, health, openapi),
+)
 
 
 def create_app(

@@ -40,6 +40,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     keep_alive_s: Positive = 65
     request_timeout_s: PositiveSeconds = 3600.0  # the whole answer
     client_stall_s: PositiveSeconds = 120.0  # a reader that takes nothing for this long is cut
+    # Clients give up on streams that show nothing; Anthropic's get a ping after this long.
+    sign_of_life_s: Annotated[float, msgspec.Meta(gt=0, le=15)] = 8.0
+    # Take the line with a nonce, "x-anthropic-billing-header: ...", out of agents' system text.
+    strip_attribution: bool = True
     # How long a request waits for an engine that died and is being started again; 0 = 503 at once.
     engine_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0

@@ -14,6 +14,7 @@ from gateway.config import GatewayConfig
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
 from gateway.metrics import Gauges, Metrics
+from gateway.prefixes.prefix_watch import PrefixWatch
 from gateway.stored.stored import Stored
 from scheduler.sessions import SessionManager
 
@@ -32,6 +33,7 @@ class Gateway:
     metrics: Metrics
     chats: KnownChats
     stored: Stored = field(default_factory=Stored)
+    prefixes: PrefixWatch = field(default_factory=PrefixWatch)
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     has_served: bool = False  # the engine was ready for some request
@@ -113,6 +115,7 @@ def caller_of(request: Request) -> Tenant:
     """Authenticate a request by its API key.
 
     Raises:
-        InvalidRequest: 401, no key or an unknown one.
+        InvalidRequest: 401, no key, an unknown one, or two that differ.
     """
-    return gateway_of(request).tenants.authenticate(request.headers.get("authorization"))
+    tenants, headers = gateway_of(request).tenants, request.headers
+    return tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))

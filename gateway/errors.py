@@ -1,8 +1,13 @@
-"""Turns every failure into OpenAI's shape, with a status and headers that a client can act on."""
+"""Turns every failure into the shape of its dialect, with a status and headers to act on.
+
+OpenAI's is the rule; what is asked under ``/v1/messages`` is answered in Anthropic's, whoever finds
+the fault: the host's check, the router, the key, the body's reader.
+"""
 
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import Final
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -16,9 +21,23 @@ from gateway.stored.shelf import StoreFailed
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
+ANTHROPIC_PATH: Final = "/v1/messages"
+# Anthropic's types by status; any other is one of the server's own faults, or of the request's.
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_OVERLOADED: Final = 529  # Anthropic's status for 503
 _HINTS = {
     404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/responses,"
-    " /v1/completions and /v1/sessions.",
+    " /v1/completions, /v1/messages and /v1/sessions.",
     405: "This path does not take that method.",
 }
 # Reasons why a session was not put to sleep: a code for programs, and words.
@@ -49,15 +68,47 @@ class Failure(msgspec.Struct, frozen=True):
         """The last bytes of a stream that failed after its head was sent."""
         return b"data: " + self.json() + b"\n\ndata: [DONE]\n\n"
 
+    def anthropic_json(self, request_id: str | None = None) -> bytes:
+        """The body, in Anthropic's shape."""
+        message = self.message
+        if self.code == "context_length_exceeded":  # the words by which agents know to compact
+            message = f"prompt is too long: {message}"
+        error = {"type": self._anthropic_type, "message": message}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+    def anthropic_event(self) -> bytes:
+        """The last event of one of Anthropic's streams that failed after its head was sent."""
+        return b"event: error\ndata: " + self.anthropic_json() + b"\n\n"
+
+    @property
+    def _anthropic_type(self) -> str:
+        rest = "api_error" if self._anthropic_status >= 500 else "invalid_request_error"
+        return _ANTHROPIC_TYPES.get(self._anthropic_status, rest)
+
+    @property
+    def _anthropic_status(self) -> int:
+        return _OVERLOADED if self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.status
+
+    def response_for(self, path: str, request_id: str | None = None) -> Response:
+        """The whole response in the dialect that is spoken at ``path``."""
+        if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
+            return self.response()
+        body = self.anthropic_json(request_id)
+        return Response(body, self._anthropic_status, self._headers(), "application/json")
+
     def response(self) -> Response:
-        """The whole response; with ``retry-after`` where the same request may succeed later."""
+        """The whole response in OpenAI's shape."""
+        return Response(self.json(), self.status, self._headers(), "application/json")
+
+    def _headers(self) -> dict[str, str]:
+        """``retry-after`` where the same request may succeed later, and how to send a key."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
-        return Response(self.json(), self.status, headers, "application/json")
+        return headers
 
 
 def failure_of(error: Exception) -> Failure:
@@ -101,7 +152,8 @@ def failure_of(error: Exception) -> Failure:
 
 async def respond(request: Request, error: Exception) -> Response:
     """Answer an exception that ``failure_of`` knows by name; an exception handler of the app."""
-    response = failure_of(error).response()
+    request_id = request.scope.get("state", {}).get("request_id")
+    response = failure_of(error).response_for(request.url.path, request_id)
     if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response.headers["allow"] = ", ".join(sorted(_methods(request)))
     return response

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engines.asgi import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.errors import Failure, failure_of
+from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
 from gateway.metrics import Metrics
 
 log = logging.getLogger("thermocline.gateway")
@@ -66,12 +66,13 @@ class FrontMiddleware:
             return
         scope = _plain(scope)
         headers = Headers(scope=scope)
-        response = _TrackedResponse(send, _request_id(headers))
+        path = scope["path"]
+        response = _TrackedResponse(send, _request_id(headers), path.startswith(ANTHROPIC_PATH))
         scope.setdefault("state", {})["request_id"] = response.request_id
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:
             refusal = self._refusal(scope["method"], headers)
-            app = refusal.response() if refusal else self._app
+            app = refusal.response_for(path, response.request_id) if refusal else self._app
             await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
             response.status = CLIENT_CLOSED_REQUEST
@@ -79,7 +80,8 @@ class FrontMiddleware:
             log.exception("request %s failed", response.request_id)
             if response.status:
                 raise
-            await failure_of(error).response()(scope, receive, response.send)
+            answer = failure_of(error).response_for(path, response.request_id)
+            await answer(scope, receive, response.send)
         finally:
             self._done(scope, response)
 
@@ -130,8 +132,10 @@ class FrontMiddleware:
 class _TrackedResponse:
     """Passes a response on; adds the headers that all have, and keeps its status and time."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, anthropic: bool) -> None:
+        """``anthropic``: the request's id also goes out under Anthropic's name for it."""
         self._send = send
+        self._anthropic = anthropic
         self._began = time.perf_counter()
         self.request_id = request_id
         self.status = 0
@@ -148,6 +152,8 @@ class _TrackedResponse:
                 (b"x-request-id", self.request_id.encode()),
                 (b"openai-processing-ms", b"%d" % self.age_ms),
             ]
+            if self._anthropic:
+                message["headers"].append((b"request-id", self.request_id.encode()))
         await self._send(message)
 
 

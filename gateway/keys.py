@@ -52,18 +52,23 @@ class Tenants:
         """True if no key is needed."""
         return not self._keys
 
-    def authenticate(self, authorization: str | None) -> Tenant:
-        """Find the tenant whose key an ``Authorization`` header holds.
+    def authenticate(self, authorization: str | None, x_api_key: str | None = None) -> Tenant:
+        """Find the tenant whose key an ``Authorization`` header or an ``X-API-Key`` header holds.
 
         Raises:
-            InvalidRequest: 401, no key or an unknown one.
+            InvalidRequest: 401, no key, an unknown one, or two that differ: whose request it is
+                must not be guessed.
         """
         if self.open_to_all:
             return self._tenant(ANONYMOUS)
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        scheme, _, bearer = (authorization or "").partition(" ")
+        bearer = bearer.strip() if scheme.lower() == "bearer" else ""
+        key = bearer or (x_api_key or "").strip()
+        if not key:
             raise _unauthorised("No API key was sent. Send it as: Authorization: Bearer KEY.")
-        shown = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        if x_api_key and x_api_key.strip() != key:
+            raise _unauthorised("Authorization and X-API-Key hold different keys: send one.")
+        shown = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found: str | None = None
         for digest, name in self._keys:  # always all of them, so that the time tells nothing
             if hmac.compare_digest(digest, shown):

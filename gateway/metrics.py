@@ -22,12 +22,14 @@ log = logging.getLogger("thermocline.sessions")
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.5, 41, 82)
 # A label is never what a client chose.
-_SKIPPED_KINDS = frozenset(
-    {"web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"}
+_LEFT_OUT_KINDS = frozenset(
+    {"attribution", "beta", "tool", "container"}
+    | {"web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"}
     | {"local_shell", "shell", "apply_patch", "mcp", "namespace", "tool_search", "computer"}
     | {"computer_use_preview", "web_search_call", "file_search_call", "image_generation_call"}
     | {"compaction", "mcp_list_tools", "additional_tools"}
 )
+_OF_BLOCKS = "block_"  # Anthropic's, which are few
 _EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much
 
 
@@ -120,10 +122,16 @@ class Metrics:
         self._tokens = self._counter(
             "thermocline_tokens", "Tokens of prompts and answers.", ("kind",)
         )
-        self._skipped = self._counter(
-            "thermocline_skipped",
-            "Tools and items of requests that are not run here and were left out.",
+        self._left_out = self._counter(
+            "thermocline_left_out",
+            "Parts of requests that engines have no use for, left out before the prompt.",
             ("kind",),
+        )
+
+        self._divergences = self._counter(
+            "thermocline_prompt_divergences",
+            "Turns whose prompt did not go on where the session's last one ended.",
+            ("changed",),
         )
 
     # ---- scheduler.observer.Observer
@@ -171,16 +179,21 @@ class Metrics:
         """Count where a turn's KV came from; None if the engine's header had no known form."""
         self._outcomes(*_source_and_reason(cache)).inc()
 
+    def left_out(self, kinds: Iterable[str]) -> None:
+        """Count parts of a request that were left out; kinds that nobody knows as "other"."""
+        for kind in kinds:
+            known = kind in _LEFT_OUT_KINDS or kind.startswith(_OF_BLOCKS)
+            self._left_out(kind if known else "other").inc()
+
+    def diverged(self, part: str) -> None:
+        """Count a prompt that left its session's; ``part`` is model, system, tools or messages."""
+        self._divergences(part).inc()
+
     def used(self, usage: Usage) -> None:
         """Count the tokens of one answer."""
         self._tokens("cached").inc(usage.cached)
         self._tokens("prefilled").inc(max(0, usage.prompt_tokens - usage.cached))
         self._tokens("answered").inc(usage.completion_tokens)
-
-    def skipped(self, kinds: Iterable[str]) -> None:
-        """Count parts of a request that were left out; kinds that nobody knows as "other"."""
-        for kind in kinds:
-            self._skipped(kind if kind in _SKIPPED_KINDS else "other").inc()
 
     def render(self, gauges: Gauges) -> bytes:
         """Write all metrics in Prometheus' text format."""

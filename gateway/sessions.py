@@ -74,8 +74,13 @@ async def unpin(request: Request) -> Response:
 
 @router.get(_ONE)
 async def show_session(request: Request) -> Response:
+    """Show one session, and how its latest prompt compares with the one before."""
     gateway, session = _addressed(request)
-    return _one(gateway.sessions.get(session))
+    view = gateway.sessions.get(session)
+    if view is None:
+        raise _unknown_session()
+    prefix = gateway.prefixes.report(session.tenant, session.id)
+    return _json({**msgspec.to_builtins(view), "prefix": prefix})
 
 
 @router.delete(_ONE)
@@ -86,6 +91,7 @@ async def forget(request: Request) -> Response:
     num_stored = await gateway.stored.ask(forget, 0)
     if not await gateway.sessions.forget(session) and not num_stored:
         raise _unknown_session()
+    gateway.prefixes.forget(session.tenant, session.id)
     return _json({"id": session.id, "object": "session.deleted", "deleted": True})
 
 

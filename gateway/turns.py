@@ -22,14 +22,21 @@ from starlette.responses import Response
 from engines.base import Engine, SessionRef
 from engines.openai.errors import unknown_model
 from engines.openai.requests import ChatRequest, CompletionRequest, Json, parse_json
+from engines.wire import TemplateRules
 from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.front import request_id_of
+from gateway.identity.agents import NamedSession, by_headers, by_user_id
 from gateway.identity.known_chats import message_chain
-from gateway.identity.names import named_session
+from gateway.identity.names import group_of, named_in_body
+from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
+from gateway.prefixes.inline_system import fitted
+from gateway.prefixes.outline import Outline, outline_of
+from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat, AsItIs, Keep
 from gateway.relay.turn_response import TurnRequest, TurnResponse
+from scheduler.session import TurnHints
 
 T = TypeVar("T")
 
@@ -39,6 +46,7 @@ LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
 _PRIVATE_FIELDS = frozenset(
     {"cache_salt", "conversation", "kv_hints", "kv_transfer_params", "previous_response_id"}
     | {"priority", "prompt_cache_key", "request_id", "session_id", "vllm_xargs"}
+    | {"prompt_cache_options", "prompt_cache_retention"}
 )
 
 
@@ -48,6 +56,8 @@ class Translated(NamedTuple):
     raw: Json  # the body for the engine; its ``model`` is what the client asked for
     answer: AnswerFormat
     keep: Keep | None = None  # None: nothing of the answer is stored
+    left_out: Sequence[str] = ()  # a word of few for each thing that engines have no use for
+    retain_s: float = 0.0  # how long the client asks its session to be kept
 
 
 # Makes a body that engines know of the client's; raises ``InvalidRequest``.
@@ -56,7 +66,7 @@ Translate: TypeAlias = Callable[[Json], Translated]
 
 def as_it_is(raw: Json) -> Translated:
     """Take a body that engines know as it stands."""
-    return Translated(raw, AsItIs())
+    return Translated(raw, AsItIs(), retain_s=asked_seconds(raw))
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -71,17 +81,18 @@ class Operation(msgspec.Struct, frozen=True):
     # Looks up what a body refers to, and makes the translation of this one request. It may change
     # the body: what names a session there is read afterwards. Raises ``InvalidRequest``.
     recall: Callable[[Gateway, Tenant, Json], Awaitable[Translate]] | None = None
+    # Hears how the request's prompt compares with the one before it, ahead of the answer.
+    compared: Callable[[Gateway, Tenant, AnswerFormat, Compared], None] = lambda *_: None
 
 
 class CheckedRequest(NamedTuple):
     """A request whose body was parsed, translated and validated, each once."""
 
-    raw: Json
+    translated: Translated
     model: str
-    session_id: str | None  # None: the client gave none
+    session: NamedSession | None  # None: the client gave none
     chain: Sequence[bytes]  # then its chat is recognised by these
-    answer: AnswerFormat
-    keep: Keep | None
+    outline: Outline | None  # None: it is no chat
 
 
 async def accept(request: Request, operation: Operation) -> Response:
@@ -95,22 +106,31 @@ async def accept(request: Request, operation: Operation) -> Response:
     tenant = caller_of(request)
     await gateway.served_soon()  # before the body is read: a request that waits holds no memory
     body = await read_json_body(request, gateway.config)
-    said = await _beside(body, partial(parse_json, body))
+    said = await beside(body, partial(parse_json, body))
     translate = operation.translate
     if operation.recall is not None:
         translate = await operation.recall(gateway, tenant, said)
-    check = partial(_check, operation, translate, tenant, request.headers, said)
-    asked = await _beside(body, check)
-    asked.raw["model"] = _served_name(gateway, asked.model)
-    _even_out(asked.raw, gateway.served.max_context)
-    session = _session(gateway, tenant, asked)
-    for_engine = await _beside(body, partial(_encode, gateway.engine, asked.raw, session))
-    turn = TurnRequest(operation.name, operation.path, session, for_engine)
+    rules = gateway.served.template
+    check = partial(_check, operation, translate, tenant, request.headers, rules, said)
+    asked = await beside(body, check)
+    raw, answer = asked.translated.raw, asked.translated.answer
+    raw["model"] = served_name(gateway, asked.model)
+    _even_out(raw, gateway.served.max_context)
+    gateway.metrics.left_out(asked.translated.left_out)
+    named = asked.session or _found(gateway, tenant, asked.chain)
+    session = gateway.session(tenant, named.id)
+    compared = None
+    if asked.outline is not None:
+        compared = gateway.prefixes.compare(tenant.name, named.id, asked.outline)
+        operation.compared(gateway, tenant, answer, compared)
+    for_engine = await beside(body, partial(_encode, gateway.engine, raw, session))
+    hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
+    turn = TurnRequest(operation.name, operation.path, session, for_engine, hints, compared)
     request_id = request_id_of(request.scope)
-    return TurnResponse(gateway, turn, request_id, asked.answer, asked.keep)
+    return TurnResponse(gateway, turn, request_id, answer, asked.translated.keep)
 
 
-async def _beside(body: bytes, work: Callable[[], T]) -> T:
+async def beside(body: bytes, work: Callable[[], T]) -> T:
     """Do ``work`` on a body; on a thread if the body is large, so that streams go on meanwhile."""
     return await asyncio.to_thread(work) if len(body) > LARGE_BODY_BYTES else work()
 
@@ -120,15 +140,34 @@ def _check(
     translate: Translate,
     tenant: Tenant,
     headers: Mapping[str, str],
+    rules: TemplateRules,
     asked: Json,
 ) -> CheckedRequest:
-    raw, answer, keep = translate(asked)
+    translated = translate(asked)
+    raw = translated.raw
     model = operation.validate(raw).model
-    session_id = named_session(headers, asked)
-    chain = [] if session_id else message_chain(tenant.salt, operation.messages(raw))
+    messages = operation.messages(raw)
+    named = _named(headers, asked, messages)
+    chain = [] if named else message_chain(tenant.salt, messages, group_of(asked))
+    outline = None
+    if "messages" in raw:
+        raw["messages"] = fitted(raw["messages"], rules)
+        outline = outline_of(raw, tenant.salt)
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    return CheckedRequest(raw, model, session_id, chain, answer, keep)
+    return CheckedRequest(translated, model, named, chain, outline)
+
+
+def _named(
+    headers: Mapping[str, str], asked: Json, messages: Sequence[object]
+) -> NamedSession | None:
+    """Return the session that a request names, in whatever way; None if in none."""
+    if named := by_headers(headers):
+        return named
+    session_id = named_in_body(asked) or by_user_id(asked.get("metadata"), messages)
+    if session_id is None and "messages" not in asked:
+        session_id = group_of(asked)  # a text has no messages to be found by
+    return NamedSession(session_id) if session_id else None
 
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
@@ -149,15 +188,18 @@ def _even_out(raw: Json, max_context: int) -> None:
                 del raw[name]
 
 
-def _served_name(gateway: Gateway, asked: str) -> str:
+def served_name(gateway: Gateway, asked: str) -> str:
+    """Return the name of the served model, which may be asked for by its aliases.
+
+    Raises:
+        InvalidRequest: 404, it does not go by that name.
+    """
     served = gateway.served.model
     if not gateway.config.means_served(asked, served):
         raise unknown_model(asked[:100], served)
     return served
 
 
-def _session(gateway: Gateway, tenant: Tenant, asked: CheckedRequest) -> SessionRef:
-    session_id = asked.session_id
-    if session_id is None:
-        session_id = gateway.chats.identify(tenant, asked.chain, partial(gateway.knows, tenant))
-    return gateway.session(tenant, session_id)
+def _found(gateway: Gateway, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:
+    """Find the chat that a request goes on with, or begin a new one."""
+    return NamedSession(gateway.chats.identify(tenant, chain, partial(gateway.knows, tenant)))

@@ -8,18 +8,23 @@ for every ``half_life_s`` of silence:
 A session with a cold copy wakes by unpacking, far below the price of a prefill; one without is
 expensive to lose. Prefill grows faster than linearly with the prompt since every token attends to
 all before it. Only the order of the values matters, so the rates are plain constants.
+
+Before its value comes a session's rank: children of other sessions go first, they end with their
+task; sessions that their clients ask to keep go late; a parent goes last while a child of it is
+being served, since it goes on when the child is done.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 
 from scheduler.session import Session, State
 
 PREFILL_S_PER_TOKEN = 1e-3
 PREFILL_QUADRATIC_TOKENS = 8192  # context at which attention doubles the price of a token
+MAX_RANKED = 4096  # of the longest quiet; a sweep must not take longer the more sessions there are
 UNPACK_SHARE = {"ram": 0.01, "disk": 0.02, "redis": 0.05}  # of the prefill it replaces
 
 
@@ -40,13 +45,22 @@ def value(session: Session, now: float, half_life_s: float) -> float:
     return float(per_byte * 2.0 ** (-idle_s / half_life_s))
 
 
+def rank(session: Session, now: float) -> int:
+    """Say in which group the session is given up: the lowest first. See above."""
+    if session.num_children:
+        return 3
+    if now < session.retain_until:
+        return 2
+    return 0 if session.is_child else 1
+
+
 def may_sleep(session: Session, now: float) -> bool:
     """Tell whether the session is idle and nothing forbids to drop its hot copy."""
     return session.state is State.IDLE and not session.pinned and now >= session.keep_until
 
 
 def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> list[Session]:
-    """Choose the sessions that were idle for ``idle_after_s``.
+    """Choose the sessions that were idle for ``idle_after_s`` and that nothing asks to keep.
 
     The first one that is too young ends the search, so the cost does not grow with the table.
 
@@ -54,7 +68,7 @@ def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> l
         sessions: the longest idle first.
     """
     old = takewhile(lambda x: now - x.last_used >= idle_after_s, sessions)
-    return [x for x in old if may_sleep(x, now)]
+    return [x for x in old if may_sleep(x, now) and rank(x, now) < 2]
 
 
 def victims(
@@ -66,13 +80,19 @@ def victims(
 ) -> list[Session]:
     """Choose idle sessions that together free ``need_bytes``; never pinned ones.
 
-    Those that are idle for ``idle_after_s`` would go anyway, so they go first; then the least
-    valuable ones.
+    By their rank; of one rank those that are idle for ``idle_after_s`` would go anyway, so they go
+    first; then the least valuable ones.
     """
     if need_bytes <= 0:
         return []
     candidates = [x for x in sessions if may_sleep(x, now) and x.hot_bytes > 0]
-    candidates.sort(key=lambda x: (now - x.last_used < idle_after_s, value(x, now, half_life_s)))
+    candidates.sort(
+        key=lambda x: (
+            rank(x, now),
+            now - x.last_used < idle_after_s,
+            value(x, now, half_life_s),
+        )
+    )
     return _enough(candidates, need_bytes, lambda x: x.hot_bytes)
 
 
@@ -86,9 +106,11 @@ def leaving_memory(sessions: Iterable[Session], need_bytes: int, now: float) -> 
     """Choose quiet sessions, hot or packed in memory, that together hold ``need_bytes``.
 
     Args:
-        sessions: the longest quiet first; those are worth the least.
+        sessions: the longest quiet first; those are worth the least, of one rank.
     """
-    return _enough((x for x in sessions if may_leave_memory(x, now)), need_bytes, bytes_in_memory)
+    quiet = (x for x in sessions if may_leave_memory(x, now))
+    looked_at = sorted(islice(quiet, MAX_RANKED), key=lambda x: rank(x, now))
+    return _enough(chain(looked_at, quiet), need_bytes, bytes_in_memory)
 
 
 def bytes_in_memory(session: Session) -> int:

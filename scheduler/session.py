@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engines.base import SessionRef, SessionReport, TierName
 
@@ -88,6 +89,15 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
     S.GONE: {},
 }
 
+
+class TurnHints(NamedTuple):
+    """The wishes that come with a turn, whatever its dialect calls them."""
+
+    parent: str | None = None  # the id of the session that started this one
+    is_child: bool = False  # it serves another session, and is the first to be given up
+    retain_s: float = 0.0  # keep it at least so long, as far as budgets allow
+
+
 Listener = Callable[["Session", State, Event], None]  # the row, the state before, what happened
 
 
@@ -113,6 +123,11 @@ class Session:
     tier: TierName | None = None
     pinned: bool = False
     keep_until: float = 0.0  # the engine refused to let it go; ask again from then on
+    parent: str | None = None
+    is_child: bool = False
+    retain_until: float = 0.0  # its client asked to keep it until then
+    num_children: int = 0  # of its children, how many are being served right now
+    counted_for: str | None = None  # the parent that counts this one as served
 
     @property
     def hot(self) -> bool:
@@ -144,6 +159,13 @@ class Session:
             return False
         self.apply(event)
         return True
+
+    def take_hints(self, hints: TurnHints, now: float) -> None:
+        """Take over what a turn wishes for its session; a shorter wish ends no longer one."""
+        if hints.parent is not None:
+            self.parent = hints.parent
+        self.is_child = self.is_child or hints.is_child
+        self.retain_until = max(self.retain_until, now + hints.retain_s)
 
     def learn(self, report: SessionReport) -> None:
         """Take over sizes and places from the engine. Never touches the state."""

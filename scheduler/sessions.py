@@ -23,7 +23,7 @@ from scheduler.headroom import Headroom
 from scheduler.headroom import MemoryScarce as MemoryScarce
 from scheduler.moves import Moves
 from scheduler.observer import NullObserver, Observer
-from scheduler.session import Event, Session, State
+from scheduler.session import Event, Session, State, TurnHints
 from scheduler.sweeps import Sweeps
 from scheduler.table import SessionTable
 from scheduler.view import SessionView, view_of
@@ -111,8 +111,8 @@ class SessionManager:
     # ---- turns
 
     @asynccontextmanager
-    async def turn(self, ref: SessionRef) -> AsyncIterator[Turn]:
-        """Serve one request of a session.
+    async def turn(self, ref: SessionRef, hints: TurnHints | None = None) -> AsyncIterator[Turn]:
+        """Serve one request of a session; ``hints`` are what its client wishes for it.
 
         Raises (on entering):
             Overloaded: the waiting line is full, or (MemoryScarce) the machine's memory is.
@@ -124,7 +124,7 @@ class SessionManager:
             async with self._admission.slot(ref.tenant):
                 self.headroom.admit()
                 self._observer.turn_waited(self._clock() - came)
-                session = self.table.begin(ref)
+                session = self.table.begin(ref, hints)
                 try:
                     yield Turn(session)
                 finally:

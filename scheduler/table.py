@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engines.base import SessionRef, SessionReport
 from scheduler.observer import Observer
-from scheduler.session import Event, Session, State
+from scheduler.session import Event, Session, State, TurnHints
 
 # A report may have been written before its session was forgotten, and come afterwards.
 LATE_REPORT_S = 10.0
@@ -64,6 +65,7 @@ class SessionTable:
         self._queues = {queue: ByLastUse() for queue in Queue}
         self._queue_of: dict[int, Queue] = {}  # by the number of the row
         self._forgotten: dict[tuple[str, str], float] = {}  # until when; the oldest first
+        self._children: Counter[tuple[str, str]] = Counter()  # being served, by their parent
 
     def __len__(self) -> int:
         return self._num_rows
@@ -103,6 +105,7 @@ class SessionTable:
             last_used=last_used,
             listener=self._changed,
             number=self._numbers,
+            num_children=self._children[ref.tenant, ref.id],
         )
         if report is not None:
             session.learn(report)
@@ -111,7 +114,7 @@ class SessionTable:
         self._file(session)
         return session
 
-    def begin(self, ref: SessionRef) -> Session:
+    def begin(self, ref: SessionRef, hints: TurnHints | None = None) -> Session:
         """Start a turn of a session, known or new."""
         session = self.row(ref.tenant, ref.id)
         if session is None:
@@ -121,6 +124,10 @@ class SessionTable:
             session.num_turns += 1
             session.apply(Event.TURN)
         session.last_used = self._clock()  # it stands in no queue now
+        if hints is not None:
+            session.take_hints(hints, session.last_used)
+        if session.num_turns == 1:
+            self._count_child(session, 1)
         return session
 
     def end(self, session: Session) -> None:
@@ -129,10 +136,27 @@ class SessionTable:
         session.last_used = self._clock()
         if session.num_turns > 0:
             return
+        self._count_child(session, -1)
         # Still waking: the engine has not said what became of the packed copy.
         session.apply(Event.REFUSED if session.state is State.WAKING else Event.QUIET)
         if not session.known and session.can(Event.LOST):  # refused turns leave no row
             session.apply(Event.LOST)
+
+    def _count_child(self, session: Session, by: int) -> None:
+        """Tell the parent of a session that one more child, or one fewer, is being served."""
+        if session.counted_for is None and by > 0:
+            session.counted_for = session.parent
+        if session.counted_for is None:
+            return
+        key = (session.ref.tenant, session.counted_for)
+        self._children[key] += by
+        if by < 0:
+            session.counted_for = None
+        parent = self.row(*key)
+        if parent is not None:
+            parent.num_children = self._children[key]
+        if not self._children[key]:
+            del self._children[key]
 
     def learn(self, session: Session, report: SessionReport) -> None:
         """Take over sizes and tier from a report, but not the state."""

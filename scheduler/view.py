@@ -18,6 +18,9 @@ class SessionView(msgspec.Struct, frozen=True):
     bytes: int  # hot bytes while hot, packed bytes while cold
     idle_s: float
     pinned: bool
+    kind: str  # main, or child of another session
+    parent: str | None
+    retain_s: float  # for how long its client still asks to keep it
 
 
 def view_of(session: Session, now: float) -> SessionView:
@@ -30,4 +33,7 @@ def view_of(session: Session, now: float) -> SessionView:
         bytes=session.hot_bytes if session.hot else session.cold_bytes,
         idle_s=0.0 if session.num_turns else round(max(0.0, now - session.last_used), 3),
         pinned=session.pinned,
+        kind="child" if session.is_child else "main",
+        parent=session.parent,
+        retain_s=round(max(0.0, session.retain_until - now), 3),
     )

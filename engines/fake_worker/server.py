@@ -7,11 +7,12 @@ import os
 import signal
 from collections.abc import Callable
 from hmac import compare_digest
+from zlib import crc32
 
 import msgspec
 from aiohttp import web
 
-from engines.fake_worker.echo_answer import EchoAnswer
+from engines.fake_worker.echo_answer import EchoAnswer, prompt_words
 from engines.fake_worker.fake_sessions import FakeSessions
 from engines.fake_worker.script import Script, read_script
 from engines.headers import CACHE_HEADER, CacheOutcome, session_from
@@ -25,6 +26,7 @@ from engines.openai.requests import (
     validate_chat,
     validate_completion,
 )
+from engines.openai.tokenizing import TOKENIZE_PATH, validate_tokenize
 from engines.wire import SessionRef
 
 MAX_BODY_BYTES = 64 << 20
@@ -46,6 +48,7 @@ class DataServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
+        app.router.add_post(TOKENIZE_PATH, self._tokenize)
         # A client that goes away ends its request here at once, also while nothing is written.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
@@ -58,8 +61,22 @@ class DataServer:
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, validate_completion)
 
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        if not self._knows_token(request):
+            return web.Response(status=401)
+        try:
+            asked = validate_tokenize(parse_json(await request.read()))
+        except InvalidRequest as error:
+            return _json(error.body(), error.status)
+        words = prompt_words(asked) if isinstance(asked, ChatRequest) else asked.prompt.split()
+        ids = [crc32(word.encode()) for word in words]
+        return _json({"count": len(ids), "max_model_len": self._max_context, "tokens": ids}, 200)
+
+    def _knows_token(self, request: web.Request) -> bool:
+        return compare_digest(request.headers.get("authorization", "").encode(), self._bearer)
+
     async def _serve(self, request: web.Request, validate: Validate) -> web.StreamResponse:
-        if not compare_digest(request.headers.get("authorization", "").encode(), self._bearer):
+        if not self._knows_token(request):
             return web.Response(status=401)
         try:
             raw = parse_json(await request.read())

@@ -20,6 +20,7 @@ import uvicorn
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.host.control_server import ControlServer
 from engines.host.lifeline import read_settings, runtime_folder, stop_event
+from engines.host.template_rules import rules_of
 from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.control.notices import Notifier
 from engines.mlx_worker.control.reports import SessionReports
@@ -29,7 +30,7 @@ from engines.mlx_worker.measuring.measuring import Measuring
 from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_model
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener
-from engines.wire import Welcome
+from engines.wire import TemplateRules, Welcome
 
 logger = logging.getLogger("engines.mlx_worker")
 
@@ -138,7 +139,8 @@ async def _serve_until(
     measuring = Measuring(owner, config)
     reports = SessionReports(owner, progress=lambda: measuring.progress)
     verbs = MlxVerbs(owner, reports)
-    control = ControlServer(config.token, partial(_welcome, owner, reports, config), verbs)
+    rules = _template_rules(owner)
+    control = ControlServer(config.token, partial(_welcome, owner, reports, config, rules), verbs)
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
     owner.listen(notifier.hear)
     if store := owner.store:
@@ -201,7 +203,17 @@ def _listener(path: Path) -> socket.socket:
     return listener
 
 
-async def _welcome(owner: Owner, reports: SessionReports, config: WorkerConfig) -> Welcome:
+def _template_rules(owner: Owner) -> TemplateRules:
+    tokenizer = owner.loaded.tokenizer
+    if not tokenizer.has_chat_template:
+        return TemplateRules()
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=False)
+    return rules_of(render)
+
+
+async def _welcome(
+    owner: Owner, reports: SessionReports, config: WorkerConfig, rules: TemplateRules
+) -> Welcome:
     facts = owner.facts
     return Welcome(
         engine="mlx",
@@ -211,6 +223,7 @@ async def _welcome(owner: Owner, reports: SessionReports, config: WorkerConfig) 
         codec=reports.codec(),
         hibernation=facts.hibernation,
         hibernation_reason=facts.hibernation_reason,
+        template=rules,
     )
 
 

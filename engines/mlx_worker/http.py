@@ -1,4 +1,4 @@
-"""Serves HTTP to the gateway: chat and text completions, models, health.
+"""Serves HTTP to the gateway: chat and text completions, tokens of prompts, models, health.
 
 It stands on a unix socket and answers only who knows the token. A request is checked and planned
 on a thread of its own, handed to the owner thread, and answered as its events arrive; the
@@ -45,6 +45,7 @@ from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
 from engines.mlx_worker.generation import ContextTooLong, Generator, QueueFull
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.request_plan import RequestPlan, RequestPlanner
+from engines.mlx_worker.prompt.tokenizing import PromptTokens
 from engines.openai.errors import unknown_model
 from engines.openai.requests import (
     Body,
@@ -54,6 +55,13 @@ from engines.openai.requests import (
     error_type,
     parse_chat,
     parse_completion,
+    parse_json,
+)
+from engines.openai.tokenizing import (
+    DETOKENIZE_PATH,
+    TOKENIZE_PATH,
+    validate_detokenize,
+    validate_tokenize,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,6 +98,8 @@ def create_app(
         routes=[
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             Route("/v1/completions", endpoints.text, methods=["POST"]),
+            Route(TOKENIZE_PATH, endpoints.tokenize, methods=["POST"]),
+            Route(DETOKENIZE_PATH, endpoints.detokenize, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/health", endpoints.health),
@@ -133,6 +143,7 @@ class Endpoints:
         self._created = int(time.time())
         self._vocabulary = Vocabulary(tokenizer, owner.facts.vocab_size)
         self._planner = RequestPlanner(self._vocabulary, owner.facts)
+        self._tokens = PromptTokens(self._vocabulary, owner.facts)
         self._served = ServedModel(owner.facts.name, _fingerprint(config), self._vocabulary)
         # One thread: templates hold the GIL anyway, and tokenizers are not fully thread-safe.
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="prompt")
@@ -151,7 +162,7 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         asked = await self._parsed(parse_chat, await read_body(request, MAX_BODY_BYTES))
-        self._check_model(asked)
+        self._check_model(asked.model)
         session = session_from(request.headers)
         plan = await self._planned(lambda: self._planner.chat(asked, session))
         form = ChatFormat(self._served, asked)
@@ -159,13 +170,25 @@ class Endpoints:
 
     async def text(self, request: Request) -> Response:
         asked = await self._parsed(parse_completion, await read_body(request, MAX_BODY_BYTES))
-        self._check_model(asked)
+        self._check_model(asked.model)
         session = session_from(request.headers)
         plan, echoed = await self._planned(
             lambda: (self._planner.text(asked, session), self._echo(asked))
         )
         form = CompletionFormat(self._served, asked, echoed)
         return await self._answer(request, asked, plan, form)
+
+    async def tokenize(self, request: Request) -> Response:
+        raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
+        asked = validate_tokenize(raw)
+        self._check_model(asked.model)
+        return _json(await self._planned(lambda: self._tokens.of(asked)))
+
+    async def detokenize(self, request: Request) -> Response:
+        raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
+        asked = validate_detokenize(raw)
+        self._check_model(asked.model)
+        return _json(await self._planned(lambda: self._tokens.text_of(asked)))
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})
@@ -211,9 +234,9 @@ class Endpoints:
         prompts = asked.prompts if asked.echo else []
         return [x if isinstance(x, str) else str(decode(x)) for x in prompts]
 
-    def _check_model(self, asked: Body) -> None:
-        if asked.model != self._served.model:
-            raise unknown_model(asked.model, self._served.model)
+    def _check_model(self, model: str) -> None:
+        if model != self._served.model:
+            raise unknown_model(model, self._served.model)
 
     def _model_card(self) -> dict[str, Any]:
         return {

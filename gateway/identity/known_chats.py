@@ -91,13 +91,13 @@ class _Heads:
             del self._head_of[oldest]
 
 
-def message_chain(salt: bytes, messages: Sequence[object]) -> list[bytes]:
+def message_chain(salt: bytes, messages: Sequence[object], group: str | None = None) -> list[bytes]:
     """Hash every message together with all before it, under the tenant's ``salt``.
 
-    Gives one digest of 16 bytes per message.
+    Gives one digest of 16 bytes per message. Chats of different ``group`` have no digest in common.
     """
     digests = []
-    digest = b""
+    digest = b"" if group is None else b"group" + group.encode()
     for message in messages:
         step = hashlib.blake2b(digest, key=salt[:64], digest_size=16)
         step.update(_canonical.encode(_without_nulls(message)))

@@ -1,8 +1,7 @@
-"""The session id that a client gave, and how an id is written in a header."""
+"""Ids of sessions: those that a body names, and how an id is written in a header."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from urllib.parse import quote, unquote_to_bytes
 
 from engines.openai.requests import InvalidRequest, Json
@@ -12,22 +11,29 @@ MAX_ID_BYTES = 256  # of UTF-8
 _PLAIN = "!#$&'()*+,-./:;<=>?@[]^_`{|}~ "  # not encoded in headers, like letters and digits
 
 
-def named_session(headers: Mapping[str, str], raw: Json) -> str | None:
-    """Read the id that the client gave; None if it gave none.
+def named_in_body(raw: Json) -> str | None:
+    """Read the id that a client gave in the body; None if it gave none.
 
     Raises:
         InvalidRequest: what it gave cannot be an id.
     """
-    header = headers.get(SESSION_ID_HEADER)
-    if header is not None:
-        return checked_id(id_from_header(header), "X-Session-ID")
-    for name in ("session_id", "prompt_cache_key", "conversation", "previous_response_id"):
+    for name in ("session_id", "conversation"):
         value = raw.get(name)
         if name == "conversation" and isinstance(value, dict):
             value = value.get("id")
         if value is not None:
             return checked_id(value, name)
     return None
+
+
+def group_of(raw: Json) -> str | None:
+    """Read ``prompt_cache_key``, which several conversations may share; None if there is none.
+
+    Raises:
+        InvalidRequest: it is no string that could be a name.
+    """
+    key = raw.get("prompt_cache_key")
+    return None if key is None else checked_id(key, "prompt_cache_key")
 
 
 def checked_id(value: object, where: str) -> str:

@@ -12,6 +12,7 @@ from engines.base import SessionRef
 from engines.openai.messages import Json
 from engines.openai.requests import validate_chat, validate_completion
 from gateway.context import Gateway
+from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.openai.chat_answer import ChatAnswer
 from gateway.openai.chat_fields import ChatCalls, for_engine, metadata_of
@@ -27,19 +28,18 @@ async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
 
 
 def _translate(gateway: Gateway, asked: Json) -> Translated:
-    skipped: list[str] = []
-    raw, calls = for_engine(asked, skipped)
-    if skipped:
-        gateway.metrics.skipped(skipped)
+    left_out: list[str] = []
+    raw, calls = for_engine(asked, left_out)
+    retain_s = asked_seconds(asked)
     stores = asked.get("store") is True and gateway.stored.enabled
     if calls == ChatCalls() and not stores:
-        return Translated(raw, AsItIs())
+        return Translated(raw, AsItIs(), None, left_out, retain_s)
     answer = ChatAnswer(calls)
     if not stores:
-        return Translated(raw, answer)
+        return Translated(raw, answer, None, left_out, retain_s)
     messages = asked.get("messages") or []  # checked before they are kept
     keep = partial(_keep, gateway, messages, metadata_of(asked), answer)
-    return Translated(raw, answer, keep)
+    return Translated(raw, answer, keep, left_out, retain_s)
 
 
 async def _keep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -37,12 +38,19 @@ async def show_model(request: Request) -> Response:
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(gateway.started_at, UTC)
     return {
         "id": name,
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "thermocline",
         "max_model_len": gateway.served.max_context,
+        # Anthropic's names for the same, for its clients.
+        "type": "model",
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": gateway.served.max_context,
     }
 
 

@@ -28,6 +28,7 @@ log = logging.getLogger("thermocline.gateway")
 EVENT_STREAM = "text/event-stream"
 SLICE_BYTES = 64 << 10  # of a whole answer; about what a connection holds before it pushes back
 Headers = Iterable[tuple[bytes, bytes]]
+_TOO_LONG = "maximum context length"  # vLLM's words for a prompt beyond it
 # The engine's headers that are passed on; no others.
 _PASSED_ON = ("content-type", CACHE_HEADER)
 
@@ -163,6 +164,8 @@ def engine_failure(status: int, body: bytes) -> Failure:
 
 def _failure_from(status: int, error: Json) -> Failure:
     param, code, message = error.get("param"), error.get("code"), str(error.get("message", ""))
+    if status == 400 and not isinstance(code, str) and _TOO_LONG in message:
+        param, code = "messages", "context_length_exceeded"  # vLLM names neither
     if status == 500 and not isinstance(code, str):
         log.warning("the engine failed: %s", message)  # for the operator; a client can do nothing
         return Failure(502, "The engine failed; its log says why. Try again.", None, "engine", 1.0)

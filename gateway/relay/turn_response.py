@@ -17,23 +17,25 @@ from engines.asgi import ClientGone, while_client_stays
 from engines.base import CacheOutcome, SessionRef, Upstream
 from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway.context import Gateway
-from gateway.errors import Failure, failure_of
+from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.metrics import Usage
+from gateway.prefixes.outline import Change
+from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat, Keep
 from gateway.relay.passthrough import (
-    body_part,
     engine_failure,
     is_event_stream,
     passed_on,
     relay_events,
     send_end,
-    send_head,
     send_response,
     send_whole,
 )
 from gateway.relay.sse_framer import parse_usage
+from gateway.relay.stream_out import StreamOut
+from scheduler.session import TurnHints
 from scheduler.sessions import Turn
 
 log = logging.getLogger("thermocline.gateway")
@@ -49,6 +51,8 @@ class TurnRequest(NamedTuple):
     path: str  # the engine's
     session: SessionRef
     body: bytes
+    hints: TurnHints = TurnHints()
+    compared: Compared | None = None  # with the request before it in its session
 
 
 class TurnResponse(Response):
@@ -69,7 +73,7 @@ class TurnResponse(Response):
         super().__init__()
         self._gateway = gateway
         self._metrics = gateway.metrics
-        self._operation, self._path, self._session, self._body = turn
+        self._operation, self._path, self._session, self._body, self._hints, self._compared = turn
         self._request_id = request_id
         self._answer = answer
         self._keep = keep
@@ -92,14 +96,25 @@ class TurnResponse(Response):
             self._metrics.turn_ended(self._operation, self._seconds(), self._error)
 
     async def _serve(self, send: Send, send_body: Send) -> Ending:
-        deadline = asyncio.get_running_loop().time() + self._gateway.config.request_timeout_s
+        config = self._gateway.config
+        deadline = asyncio.get_running_loop().time() + config.request_timeout_s
+        out = StreamOut(send, send_body, self._answer)
+        async with out.showing_life(config.sign_of_life_s, [self._session_header()]):
+            try:
+                return await self._ask(out, deadline)
+            except FORESEEN as error:
+                if not out.begun:
+                    raise
+                return self._broken_off(out, failure_of(error))
+
+    async def _ask(self, out: StreamOut, deadline: float) -> Ending:
         async with asyncio.timeout_at(deadline) as limit, self._turn() as (turn, upstream):
             if upstream.status >= 400:
-                return await self._refused(upstream)
+                return await self._refused(upstream, out)
             if not is_event_stream(upstream):
                 return await self._whole(turn, upstream)
             limit.reschedule(None)  # a stream keeps the deadline itself, and ends with an event
-            return await self._stream(turn, upstream, send, send_body, deadline)
+            return await self._stream(turn, upstream, out, deadline)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
@@ -110,7 +125,7 @@ class TurnResponse(Response):
             "x-request-id": self._request_id,
         }
         async with (
-            self._gateway.sessions.turn(self._session) as turn,
+            self._gateway.sessions.turn(self._session, self._hints) as turn,
             engine.open(self._path, self._body, headers) as upstream,
         ):
             said = upstream.headers.get(CACHE_HEADER, "")
@@ -119,10 +134,14 @@ class TurnResponse(Response):
                 turn.engine_answered(self._cache)
             if said:
                 self._metrics.cache_outcome(self._cache)
+            if self._compared is not None and self._cache is not None:
+                self._compared.cached_tokens = self._cache.cached_tokens
             yield turn, upstream
 
-    async def _refused(self, upstream: Upstream) -> Ending:
+    async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
+        if out.begun:
+            return self._broken_off(out, failure)
         self._error = _word(failure)
         return partial(send_response, response=self._answer.refusal(failure))
 
@@ -139,18 +158,20 @@ class TurnResponse(Response):
             client_stall_s=self._gateway.config.client_stall_s,
         )
 
+    def _broken_off(self, out: StreamOut, failure: Failure) -> Ending:
+        """End an answer whose head went out before it was known that it would fail."""
+        self._error = _word(failure)
+        return partial(send_end, body=out.events.ending(failure))
+
     async def _stream(
-        self, turn: Turn, upstream: Upstream, send: Send, send_body: Send, deadline: float
+        self, turn: Turn, upstream: Upstream, out: StreamOut, deadline: float
     ) -> Ending:
-        await send_head(send, 200, [*self._head(upstream), (b"cache-control", b"no-cache")])
-        events = self._answer.events()
-        opening = events.opening()
-        if opening:
-            await send_body(body_part(opening))
+        await out.begin(self._head(upstream))
+        events = out.events
         failure = await relay_events(
             upstream,
             events,
-            send_body,
+            out.send,
             deadline=deadline,
             client_stall_s=self._gateway.config.client_stall_s,
             on_first=self._first_event,
@@ -171,13 +192,32 @@ class TurnResponse(Response):
         if usage is not None:
             self._metrics.used(usage)
             turn.used(usage.prompt_tokens + usage.completion_tokens)
+            if self._compared is not None:
+                self._compared.prompt_tokens = usage.prompt_tokens
+        if self._compared is not None and self._compared.change is not None:
+            self._diverged(self._compared, self._compared.change)
+
+    def _diverged(self, compared: Compared, change: Change) -> None:
+        """Count and log that the prompt left the one before it; numbers only, no content."""
+        self._metrics.diverged(change.part)
+        log.info(
+            "session %s: the %s changed (message %d of %d): %d of %d tokens were reused",
+            self._session.id,
+            change.part,
+            change.at_message,
+            compared.outline.num_messages,
+            compared.cached_tokens,
+            compared.prompt_tokens,
+        )
 
     def _first_event(self) -> None:
         self._metrics.first_token(self._operation, self._seconds(), self._cache)
 
     def _head(self, upstream: Upstream) -> list[tuple[bytes, bytes]]:
-        session = id_to_header(self._session.id).encode()
-        return [*passed_on(upstream), (SESSION_HEADER.encode(), session)]
+        return [*passed_on(upstream), self._session_header()]
+
+    def _session_header(self) -> tuple[bytes, bytes]:
+        return SESSION_HEADER.encode(), id_to_header(self._session.id).encode()
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._began

@@ -16,6 +16,7 @@ import typer
 
 from launch.cli import key_file, options
 from launch.cli import sessions as sessions_cli
+from launch.cli.connect import connect
 from launch.cli.printing import print_json, print_table
 from launch.errors import LaunchError, UsageError
 from launch.settings.schema import flat, masked
@@ -31,6 +32,7 @@ app = typer.Typer(
 
 
 app.add_typer(sessions_cli.app, name="sessions", no_args_is_help=True)
+app.command()(connect)
 keys_app = typer.Typer(help="API keys.")
 app.add_typer(keys_app, name="keys", no_args_is_help=True)
 

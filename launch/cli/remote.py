@@ -1,4 +1,4 @@
-"""A client of a running gateway's HTTP API, for ``thermocline sessions``."""
+"""A client of a running gateway's HTTP API, for ``thermocline sessions`` and ``connect``."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class Remote:
             )
         self._url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models that the server lists, the served one first."""
+        found: list[dict[str, Any]] = self._ask("GET", "/v1/models")["data"]
+        return found
 
     def sessions(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self._ask("GET", "/v1/sessions")["data"]

@@ -181,6 +181,11 @@ class OutputProcessor:
         self.num_reasoning_tokens = 0
         self.stopped = silent
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._stops.found
+
     def take(self, token: Token) -> Delta:
         """Take one more token; returns what to show. Tokens that come after a stop are ignored."""
         if self.stopped:

@@ -44,6 +44,7 @@ class ChoiceEnd:
 
     choice: int
     reason: ShownReason
+    stop: str | None = None  # the stop string that ended it
 
 
 ReplyEvent: TypeAlias = PrefillProgress | ChoiceDelta | ChoiceEnd
@@ -152,10 +153,11 @@ class ReplyStream:
         choice = number * self._plan.num_choices + finished.index
         if finished.reason == "cancelled" and choice not in self._stopping:
             raise GenerationFailed("it was ended because the engine is shutting down")
-        delta, reason = self._plan.outputs[choice].finish(finished.reason)
+        output = self._plan.outputs[choice]
+        delta, reason = output.finish(finished.reason)
         self._num_open -= 1
         rest: list[ReplyEvent] = [ChoiceDelta(choice, delta)] if delta else []
-        return [*rest, ChoiceEnd(choice, reason)]
+        return [*rest, ChoiceEnd(choice, reason, output.stop)]
 
     def _raise_if_failed(self, event: Event) -> None:
         if not isinstance(event, Failed):

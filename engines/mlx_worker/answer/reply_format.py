@@ -39,6 +39,7 @@ class CollectedChoice:
     calls: list[CallDelta] = field(default_factory=list)
     scores: list[ScoredToken] = field(default_factory=list)
     reason: ShownReason = "stop"
+    stop: str | None = None  # the stop string that ended it
 
     def add(self, delta: Delta) -> None:
         """Append what a delta adds."""
@@ -60,8 +61,8 @@ class ReplyFormat(Protocol):
     def chunk(self, choice: int, delta: Delta) -> JsonObject:
         """The chunk that adds ``delta`` to a choice."""
 
-    def last_chunk(self, choice: int, reason: ShownReason) -> JsonObject:
-        """The chunk that ends a choice."""
+    def last_chunk(self, choice: int, reason: ShownReason, stop: str | None) -> JsonObject:
+        """The chunk that ends a choice; ``stop`` is the stop string that did."""
 
     def usage_chunk(self, usage: JsonObject) -> JsonObject:
         """The chunk of token counts."""
@@ -79,7 +80,7 @@ async def chunks(form: ReplyFormat, reply: ReplyStream) -> AsyncIterator[bytes]:
             case ChoiceDelta():
                 yield sse.event(form.chunk(event.choice, event.delta))
             case ChoiceEnd():
-                yield sse.event(form.last_chunk(event.choice, event.reason))
+                yield sse.event(form.last_chunk(event.choice, event.reason, event.stop))
             case PrefillProgress():
                 yield sse.comment(f"prefill {event.done}/{event.total}")
     if form.include_usage:
@@ -96,6 +97,7 @@ async def collected(form: ReplyFormat, reply: ReplyStream) -> JsonObject:
                 choices[event.choice].add(event.delta)
             case ChoiceEnd():
                 choices[event.choice].reason = event.reason
+                choices[event.choice].stop = event.stop
     return form.whole(choices, reply.usage())
 
 
@@ -148,8 +150,10 @@ class ChatFormat:
             ]
         return self._chunk(choice, said, scores=delta.scores)
 
-    def last_chunk(self, choice: int, reason: ShownReason) -> JsonObject:
-        return self._chunk(choice, {}, reason=reason)
+    def last_chunk(self, choice: int, reason: ShownReason, stop: str | None) -> JsonObject:
+        chunk = self._chunk(choice, {}, reason=reason)
+        chunk["choices"][0]["stop_reason"] = stop  # vLLM's field
+        return chunk
 
     def usage_chunk(self, usage: JsonObject) -> JsonObject:
         return self._envelope.last([], usage)
@@ -186,6 +190,7 @@ class ChatFormat:
             "message": message,
             "logprobs": logprobs,
             "finish_reason": whole.reason,
+            "stop_reason": whole.stop,
         }
 
 
@@ -221,8 +226,10 @@ class CompletionFormat:
     def chunk(self, choice: int, delta: Delta) -> JsonObject:
         return self._envelope.chunk(self._choice(choice, delta.content, delta.scores))
 
-    def last_chunk(self, choice: int, reason: ShownReason) -> JsonObject:
-        return self._envelope.chunk(self._choice(choice, "", reason=reason))
+    def last_chunk(self, choice: int, reason: ShownReason, stop: str | None) -> JsonObject:
+        return self._envelope.chunk(
+            {**self._choice(choice, "", reason=reason), "stop_reason": stop}
+        )
 
     def usage_chunk(self, usage: JsonObject) -> JsonObject:
         return self._envelope.last([], usage)

@@ -17,16 +17,20 @@ class StopStrings:
         self._longest = max((len(x) for x in stops), default=0)
         self._held = ""
         self.num_passed = 0  # characters let through so far
-        self.hit = False
+        self.found: str | None = None
+
+    @property
+    def hit(self) -> bool:
+        """True once a stop string was found."""
+        return self.found is not None
 
     def feed(self, text: str) -> str:
         """Take more text; returns what is now safe to show. After a hit that is nothing, ever."""
         if self.hit:
             return ""
         text = self._held + text
-        found = [at for at in map(text.find, self._stops) if at >= 0]
-        self.hit = bool(found)
-        cut = min(found) if found else len(text) - self._num_undecided(text)
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        cut, self.found = min(found) if found else (len(text) - self._num_undecided(text), None)
         self._held = text[cut:]
         return self._pass(text[:cut])
 

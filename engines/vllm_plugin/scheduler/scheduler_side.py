@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from engines.host.control_server import ControlServer
+from engines.vllm_plugin.chat_template import template_rules
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forwards import Forwards
@@ -93,6 +94,7 @@ class SchedulerSide:
             max_context=int(vllm_config.model_config.max_model_len),
             codec=CodecReport(name=""),
             hibernation=True,
+            template=template_rules(vllm_config.model_config),
         )
         self._control = ControlServer(settings.token, self._welcomed, self._verbs)
         control = self._control.serve(settings.control_address)

@@ -15,6 +15,7 @@ from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
+from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.openai.lists import query_of, shown, shown_list
 from gateway.openai.responses.answer import ResponseAnswer
@@ -49,11 +50,10 @@ def _translate(
 ) -> Translated:
     stores = fields.stores and gateway.stored.enabled
     made = translation(fields, asked, context.past.items, context.own, stores)
-    gateway.metrics.skipped(made.skipped)
-    if not (stores or fields.conversation_id):
-        return Translated(made.chat, made.answer)
-    keep = partial(_keep, gateway, fields, context.own, made.answer)
-    return Translated(made.chat, made.answer, keep)
+    keep = None
+    if stores or fields.conversation_id:
+        keep = partial(_keep, gateway, fields, context.own, made.answer)
+    return Translated(made.chat, made.answer, keep, made.skipped, asked_seconds(asked))
 
 
 async def _keep(

@@ -90,7 +90,8 @@ def cached(body: Any) -> int:
 async def test_a_session_from_hot_to_cold_and_back(alice: Caller) -> None:
     await alice.chat("one two three", session="life")
     hot = await alice.one("life")
-    assert set(hot) == {"id", "state", "tier", "tokens", "bytes", "idle_s", "pinned"}
+    fields = {"id", "state", "tier", "tokens", "bytes", "idle_s", "pinned", "kind", "parent"}
+    assert set(hot) == fields | {"retain_s", "prefix"}
     assert (hot["state"], hot["tier"], hot["tokens"]) == ("idle", "ram", 10)
 
     status, cold = await alice.verb("life", "demote", {"tier": "disk"})
@@ -213,7 +214,7 @@ NAMES: list[Callable[[str], dict[str, Any]]] = [
     lambda name: {"session_id": name},
     lambda name: {"prompt_cache_key": name},
     lambda name: {"conversation": {"id": name}},
-    lambda name: {"previous_response_id": name},
+    lambda name: {"metadata": {"user_id": f"user_1_session_{name.rpartition(' ')[2]}"}},
     lambda name: {"session_id": name, "cache_salt": "alice", "kv_transfer_params": {"a": 1}},
 ]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines.openai.requests import InvalidRequest
 from gateway.identity.known_chats import KnownChats, message_chain
-from gateway.identity.names import checked_id, id_from_header, id_to_header, named_session
+from gateway.identity.names import checked_id, id_from_header, id_to_header, named_in_body
 from gateway.keys import Tenant
 
 ALICE = Tenant("alice", b"a" * 32)
@@ -35,25 +35,20 @@ def said(*texts: str) -> list[dict[str, Any]]:
 
 
 def test_first_name_wins() -> None:
-    raw = {
-        "session_id": "b",
-        "prompt_cache_key": "c",
-        "conversation": {"id": "d"},
-        "previous_response_id": "e",
-    }
-    assert named_session({"x-session-id": "a"}, raw) == "a"
-    for expected in "bcde":
-        assert named_session({}, raw) == expected
-        del raw[next(iter(raw))]
-    assert named_session({}, raw) is None
+    raw = {"session_id": "b", "prompt_cache_key": "c", "conversation": {"id": "d"}}
+    assert named_in_body(raw) == "b"
+    del raw["session_id"]
+    assert named_in_body(raw) == "d"
+    del raw["conversation"]
+    assert named_in_body(raw) is None
 
 
 def test_conversation_may_be_a_plain_string() -> None:
-    assert named_session({}, {"conversation": "abc"}) == "abc"
+    assert named_in_body({"conversation": "abc"}) == "abc"
 
 
 def test_null_names_count_as_absent() -> None:
-    assert named_session({}, {"session_id": None, "prompt_cache_key": "k"}) == "k"
+    assert named_in_body({"session_id": None, "conversation": "k"}) == "k"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +58,7 @@ def test_null_names_count_as_absent() -> None:
 )
 def test_unfit_ids_are_refused(value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        named_session({}, {"session_id": value})
+        named_in_body({"session_id": value})
     assert caught.value.status == 400
     assert caught.value.param == "session_id"
 
@@ -130,6 +125,22 @@ def test_a_shared_system_prompt_does_not_join_chats() -> None:
     system = [{"role": "system", "content": "be brief"}]
     one = identify(chats, ALICE, system + said("cats"), nobody)
     assert identify(chats, ALICE, system + said("dogs"), nobody) != one
+
+
+def test_a_key_that_chats_share_is_no_identity_but_keeps_them_together() -> None:
+    chats = KnownChats(100)
+
+    def of(*texts: str, group: str | None) -> str:
+        return chats.identify(ALICE, message_chain(ALICE.salt, said(*texts), group), nobody)
+
+    one = of("cats", group="k")
+    two = of("dogs", group="k")
+    assert one != two
+    assert of("cats", "nice", "more", group="k") == one
+    assert of("dogs", "good", "more", group="k") == two
+    assert of("cats", "nice", "more", "sure", "so", group="k") == one
+    assert of("cats", group="other") not in (one, two)
+    assert of("cats", group=None) not in (one, two)
 
 
 def test_tenants_never_share_a_session() -> None:

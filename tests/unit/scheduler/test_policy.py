@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from engines.base import SessionRef
-from scheduler.policy import bytes_over, long_idle, value, victims, wake_seconds
+from scheduler.policy import (
+    MAX_RANKED,
+    bytes_over,
+    leaving_memory,
+    long_idle,
+    value,
+    victims,
+    wake_seconds,
+)
 from scheduler.session import Session, State
 
 
@@ -67,3 +75,31 @@ def test_slower_tiers_and_longer_prompts_cost_more_to_wake():
 @pytest.mark.parametrize(("hot", "over"), [(0, 0), (850, 0), (851, 201), (1000, 350), (2000, 1350)])
 def test_bytes_over_goes_from_high_water_down_to_low_water(hot, over):
     assert bytes_over(hot, 1000, 0.85, 0.65) == over
+
+
+def test_children_go_first_and_who_is_to_be_kept_goes_late():
+    rows = [
+        idle("parent", last_used=0.0, num_children=1),
+        idle("kept", last_used=0.0, retain_until=500.0),
+        idle("main", last_used=50.0),
+        idle("child", last_used=99.0, is_child=True),
+        idle("was kept", last_used=10.0, retain_until=99.0),
+    ]
+    assert names(victims(rows, 500, 100.0, 60.0)) == ["child", "was kept", "main", "kept", "parent"]
+    rows.sort(key=lambda x: x.last_used)
+    assert names(long_idle(rows, 100.0, 30.0)) == ["was kept", "main"]
+    everything = names(leaving_memory(rows, 10**9, 100.0))
+    assert everything[0] == "child"
+    assert everything[-2:] == ["kept", "parent"]
+
+
+def test_what_is_to_be_kept_never_outlasts_a_budget():
+    rows = [idle("kept", retain_until=500.0), idle("parent", num_children=2)]
+    assert names(victims(rows, 200, 100.0, 60.0)) == ["kept", "parent"]
+
+
+def test_of_very_many_sessions_only_the_longest_quiet_are_ranked():
+    rows = [idle(f"s{i}", last_used=float(i)) for i in range(MAX_RANKED)]
+    rows.append(idle("child", last_used=float(MAX_RANKED), is_child=True))
+    chosen = names(leaving_memory(rows, 10**9, 10_000.0))
+    assert (chosen[0], chosen[-1], len(chosen)) == ("s0", "child", MAX_RANKED + 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engines.base import CacheOutcome, EngineRefused, SessionRef
 from scheduler.observer import NullObserver
-from scheduler.session import Event, State
+from scheduler.session import Event, State, TurnHints
 from scheduler.table import Queue, SessionTable
 
 from .conftest import Clock, Held
@@ -158,3 +158,36 @@ def test_every_quiet_row_stands_in_one_queue_in_order(steps):
         times = [x.last_used for x in table.queue(queue)]
         assert times == sorted(times)
     assert len(table) == len(list(table)) <= 4 + sum(1 for x in table if x.num_turns)
+
+
+def test_a_parent_knows_how_many_of_its_children_are_served() -> None:
+    table, clock = make_table()
+    parent = table.begin(SessionRef("t", "p", b""))
+    parent.known = True
+    table.end(parent)
+    hints = TurnHints(parent="p", is_child=True, retain_s=60.0)
+    one = table.begin(SessionRef("t", "c1", b""), hints)
+    again = table.begin(SessionRef("t", "c1", b""), hints)
+    two = table.begin(SessionRef("t", "c2", b""), hints)
+    assert one is again
+    one.known = True
+    assert (parent.num_children, one.parent, one.is_child) == (2, "p", True)
+    assert one.retain_until == clock.now + 60
+    table.end(one)
+    assert parent.num_children == 2
+    table.end(one)
+    table.end(two)
+    assert parent.num_children == 0
+    clock.now += 10
+    one = table.begin(SessionRef("t", "c1", b""))  # a turn that wishes nothing ends no wish
+    assert one.parent == "p"
+
+
+def test_a_parent_whose_row_comes_later_is_told_as_well() -> None:
+    table, _ = make_table()
+    child = table.begin(SessionRef("t", "c", b""), TurnHints(parent="p"))
+    parent = table.begin(SessionRef("t", "p", b""))
+    other = table.begin(SessionRef("u", "p", b""))
+    assert (parent.num_children, other.num_children) == (1, 0)
+    table.end(child)
+    assert parent.num_children == 0

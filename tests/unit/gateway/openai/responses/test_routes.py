@@ -76,8 +76,8 @@ async def test_tools_become_functions_and_others_are_counted() -> None:
     assert "S: x" in patch["description"]
     assert (body["tool_choice"], body["parallel_tool_calls"]) == ("auto", False)
     metrics = (await app.get("/metrics")).body.decode()
-    assert 'thermocline_skipped_total{kind="web_search"} 1.0' in metrics
-    assert 'thermocline_skipped_total{kind="other"} 1.0' in metrics
+    assert 'thermocline_left_out_total{kind="web_search"} 1.0' in metrics
+    assert 'thermocline_left_out_total{kind="other"} 1.0' in metrics
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,206 @@
+"""Translates the stream of a chat's answer into the events of one of Anthropic's messages.
+
+    message_start, then for each block content_block_start, its deltas, content_block_stop,
+    then message_delta (why it ended, and the counts of all tokens), message_stop
+
+One delta of the engine becomes one event, however its bytes come, so nothing waits here. The counts
+in ``message_start`` are those that are known by then; the ones in ``message_delta`` are complete.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from engines.openai.requests import Json
+from gateway.anthropic.message import Asked, Call, Said, empty_message, ending, signature
+from gateway.anthropic.usage import EngineUsage, message_usage
+from gateway.errors import Failure
+from gateway.metrics import PromptDetails, Usage
+
+PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
+MAX_HELD_BYTES: Final = 16 << 20  # of one line
+_BROKEN: Final = Failure(502, "The engine's answer cannot be read.", None, "engine")
+
+_encode = msgspec.json.encode
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    delta: Said = Said()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class _EngineError(msgspec.Struct, frozen=True):
+    message: str = "The engine failed."
+    code: str | int | None = None
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Delta] = []
+    usage: EngineUsage | None = None
+    error: _EngineError | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class MessageEvents:
+    """One streamed message: the engine's bytes in, Anthropic's events out."""
+
+    def __init__(self, asked: Asked, diagnostics: Json | None = None) -> None:
+        self._asked = asked
+        self._diagnostics = diagnostics
+        self._held = b""
+        self._index = -1  # of the newest block
+        self._open = ""  # the kind of the block that is open, "" if none is
+        self._call = -1  # the engine's number of the newest call
+        self._finish: str | None = None
+        self._stop: str | int | None = None
+        self._usage: EngineUsage | None = None
+        self.begun = False
+        self.complete = False
+        self.failed = False
+
+    def opening(self) -> bytes:
+        """Return ``message_start``."""
+        usage = message_usage(EngineUsage(), self._asked.ttl)
+        message = empty_message(self._asked, usage, self._diagnostics)
+        return _event("message_start", {"message": message})
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take the engine's next bytes; return all events that can go out now."""
+        lines = (self._held + chunk).split(b"\n") if self._held else chunk.split(b"\n")
+        self._held = lines.pop()
+        if len(self._held) > MAX_HELD_BYTES:
+            self._held = b""
+            return self._broken()
+        out = [self._line(line) for line in lines if line.startswith(b"data:")]
+        return out[0] if len(out) == 1 else b"".join(out)
+
+    def ending(self, failure: Failure | None) -> bytes:
+        """Return the events that end the message, or the one that tells of ``failure``."""
+        if self.failed:
+            return b""
+        if failure is not None:
+            return failure.anthropic_event()
+        usage = self._usage or EngineUsage()
+        called = self._call >= 0
+        end = ending(self._asked, self._finish, self._stop, called, usage)
+        shown = None if self._asked.max_tokens else 0
+        delta = {"stop_reason": end.reason, "stop_sequence": end.sequence, "stop_details": None}
+        counts = message_usage(usage, self._asked.ttl, shown)
+        del counts["cache_creation"]  # no field of this event
+        last = _event("message_delta", {"delta": {**delta, "container": None}, "usage": counts})
+        return self._close() + last + b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+    def usage(self) -> Usage | None:
+        """Return the token counts of the answer; None if the engine told none."""
+        if self._usage is None:
+            return None
+        details = self._usage.prompt_tokens_details
+        return Usage(
+            self._usage.prompt_tokens,
+            self._usage.completion_tokens or 0,
+            PromptDetails((details and details.cached_tokens) or 0),
+        )
+
+    # ---- the engine's events
+
+    def _line(self, line: bytes) -> bytes:
+        body = line[5:].strip()
+        if self.failed or self.complete:
+            return b""
+        if body == b"[DONE]":
+            self.complete = True
+            return b""
+        try:
+            chunk = _decode_chunk(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self._broken()
+        if chunk.error is not None:
+            self.failed = True
+            return Failure(502, chunk.error.message, None, "engine").anthropic_event()
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        return self._told(chunk.choices[0]) if chunk.choices else b""
+
+    def _broken(self) -> bytes:
+        self.failed = True
+        return _BROKEN.anthropic_event()
+
+    def _told(self, choice: _Delta) -> bytes:
+        if choice.finish_reason is not None:
+            self._finish, self._stop = choice.finish_reason, choice.stop_reason
+        said = choice.delta
+        if not self._asked.max_tokens:
+            return b""
+        out = b""
+        if said.thoughts:
+            out += self._thought(said.thoughts)
+        if said.content:
+            out += self._in_block("text", _TEXT_BLOCK)
+            out += _TEXT % (self._index, _encode(said.content))
+        for call in said.tool_calls or ():
+            out += self._called(call)
+        if out:
+            self.begun = True
+        return out
+
+    def _thought(self, thoughts: str) -> bytes:
+        out = self._in_block("thinking", _THINKING_BLOCK)
+        if not self._asked.shows_thoughts:
+            return out
+        return out + _THOUGHT % (self._index, _encode(thoughts))
+
+    def _called(self, call: Call) -> bytes:
+        out = b""
+        if call.index > self._call:
+            self._call = call.index
+            block = {"type": "tool_use", "id": call.id or "", "name": call.function.name or ""}
+            out = self._close() + self._begin("tool_use", _encode({**block, "input": {}}))
+        if call.function.arguments and call.index == self._call and self._open == "tool_use":
+            out += _ARGUMENTS % (self._index, _encode(call.function.arguments))
+        return out
+
+    # ---- blocks
+
+    def _in_block(self, kind: str, block: bytes) -> bytes:
+        return b"" if self._open == kind else self._close() + self._begin(kind, block)
+
+    def _begin(self, kind: str, block: bytes) -> bytes:
+        self._index += 1
+        self._open = kind
+        return _START % (self._index, block)
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        signed = b""
+        if self._open == "thinking":
+            signed = _SIGNED % (self._index, _encode(signature(self._asked.message_id)))
+        self._open = ""
+        return signed + _STOP % self._index
+
+
+def _event(name: str, fields: Json) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode({"type": name, **fields}))
+
+
+def _delta(body: bytes) -> bytes:
+    head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
+    return head + body + b"}\n\n"
+
+
+_TEXT_BLOCK: Final = b'{"type":"text","text":"","citations":null}'
+_THINKING_BLOCK: Final = b'{"type":"thinking","thinking":"","signature":""}'
+_TEXT: Final = _delta(b'{"type":"text_delta","text":%s}')
+_THOUGHT: Final = _delta(b'{"type":"thinking_delta","thinking":%s}')
+_SIGNED: Final = _delta(b'{"type":"signature_delta","signature":%s}')
+_ARGUMENTS: Final = _delta(b'{"type":"input_json_delta","partial_json":%s}')
+_START: Final = (
+    b'event: content_block_start\ndata: {"type":"content_block_start","index":%d,'
+    b'"content_block":%s}\n\n'
+)
+_STOP: Final = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n'

@@ -1,0 +1,175 @@
+"""Writes an engine's whole answer to a chat as one of Anthropic's messages."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final, NamedTuple
+
+import msgspec
+
+from engines.openai.requests import Json
+from gateway.anthropic.usage import EngineUsage, Ttl, message_usage
+
+_STOP_REASONS: Final = {
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A tool call, or in a stream a piece of one."""
+
+    index: int = 0
+    id: str | None = None
+    function: CalledFunction = CalledFunction()
+
+
+class Said(msgspec.Struct, frozen=True):
+    """The words of an assistant, whole or in a stream; engines name its thoughts in two ways."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Call] | None = None
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    message: Said
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string that ended it
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[_Choice]
+    usage: EngineUsage = EngineUsage()
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+class Asked(NamedTuple):
+    """The part of a request that shapes its answer."""
+
+    message_id: str
+    model: str  # in the client's own words
+    max_tokens: int  # 0: nothing is to be said
+    shows_thoughts: bool
+    ttl: Ttl | None  # of its ``cache_control``, if there is one
+    previous_id: str | None = None  # the message since which changes are asked for
+
+
+class Ending(NamedTuple):
+    """The reason why an answer ended, in Anthropic's words."""
+
+    reason: str
+    sequence: str | None = None
+
+
+def ending(
+    asked: Asked,
+    finish_reason: str | None,
+    stop: str | int | None,
+    called: bool,
+    usage: EngineUsage,
+) -> Ending:
+    """Say why an answer ended.
+
+    Args:
+        stop: the stop string that ended it; engines may name a token instead, which is no string.
+        called: it holds a tool call.
+    """
+    if not asked.max_tokens:
+        return Ending("max_tokens")
+    if finish_reason == "length":
+        filled = (usage.completion_tokens or 0) < asked.max_tokens
+        return Ending("model_context_window_exceeded" if filled else "max_tokens")
+    if called and finish_reason == "tool_calls":
+        return Ending("tool_use")
+    if isinstance(stop, str):
+        return Ending("stop_sequence", stop)
+    if called:  # vLLM says "stop" where one function had to be called
+        return Ending("tool_use")
+    return Ending(_STOP_REASONS.get(finish_reason or "", "end_turn"))
+
+
+def empty_message(asked: Asked, usage: Json, diagnostics: Json | None) -> Json:
+    """Make a message in which nothing has been said yet; every field is there."""
+    return {
+        "id": asked.message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
+        "diagnostics": diagnostics,
+        "usage": usage,
+    }
+
+
+def whole_message(asked: Asked, body: bytes, diagnostics: Json | None) -> bytes:
+    """Make the body of a message from the engine's JSON of a whole answer.
+
+    Raises:
+        msgspec.DecodeError: the engine's answer is not a chat's.
+    """
+    answer = _decode_answer(body)
+    if not asked.max_tokens:
+        usage = message_usage(answer.usage, asked.ttl, 0)
+        said = {**empty_message(asked, usage, diagnostics), "stop_reason": "max_tokens"}
+        return msgspec.json.encode(said)
+    choice = answer.choices[0]
+    called = bool(choice.message.tool_calls)
+    end = ending(asked, choice.finish_reason, choice.stop_reason, called, answer.usage)
+    return msgspec.json.encode(
+        {
+            **empty_message(asked, message_usage(answer.usage, asked.ttl), diagnostics),
+            "content": _blocks(asked, choice.message),
+            "stop_reason": end.reason,
+            "stop_sequence": end.sequence,
+        }
+    )
+
+
+def _blocks(asked: Asked, said: Said) -> list[Json]:
+    blocks: list[Json] = []
+    if said.thoughts:
+        shown = said.thoughts if asked.shows_thoughts else ""
+        signed = {"thinking": shown, "signature": signature(asked.message_id)}
+        blocks.append({"type": "thinking", **signed})
+    if said.content:
+        blocks.append({"type": "text", "text": said.content, "citations": None})
+    for call in said.tool_calls or ():
+        name, given = call.function.name or "", tool_input(call.function.arguments or "")
+        blocks.append({"type": "tool_use", "id": call.id or "", "name": name, "input": given})
+    return blocks
+
+
+def tool_input(arguments: str) -> Json:
+    """Parse a call's arguments; {} for what is no object, such as a call that was cut short."""
+    try:
+        given = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def signature(message_id: str) -> str:
+    """Sign the thoughts of a message.
+
+    Clients keep it and send it back; nobody here needs to check it, since thoughts of any origin
+    are only text of the prompt.
+    """
+    return hashlib.blake2b(message_id.encode(), digest_size=24, person=b"thoughts").hexdigest()

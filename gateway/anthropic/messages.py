@@ -1,0 +1,75 @@
+"""POST /v1/messages."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.openai.requests import validate_chat
+from gateway.anthropic.diagnosis import diagnosis
+from gateway.anthropic.translation import MessageFormat, translated
+from gateway.context import Gateway, gateway_of
+from gateway.errors import ANTHROPIC_PATH
+from gateway.front import request_id_of
+from gateway.keys import Tenant
+from gateway.prefixes.prefix_watch import Compared
+from gateway.relay.answer_format import AnswerFormat
+from gateway.turns import Operation, accept
+
+router = APIRouter()
+
+# Whatever their date: what they once made possible is always so here.
+KNOWN_BETAS = (
+    "cache-diagnosis-",
+    "effort-",
+    "extended-cache-ttl-",
+    "fine-grained-tool-streaming-",
+    "interleaved-thinking-",
+    "mid-conversation-system-",
+    "prompt-caching-",
+    "structured-outputs-",
+    "token-counting-",
+)
+
+
+def operation(strip_attribution: bool, request_id: str) -> Operation:
+    """Return the operation of one message; its prompt is a chat's."""
+    return Operation(
+        "chat",
+        "/v1/chat/completions",
+        validate_chat,
+        lambda raw: raw["messages"],
+        partial(translated, strip_attribution=strip_attribution, request_id=request_id),
+        compared=_compared,
+    )
+
+
+def _compared(gateway: Gateway, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:
+    """Let the request be found by its answer's id, and compare it with the one it names."""
+    assert isinstance(answer, MessageFormat)
+    gateway.prefixes.name(tenant.name, answer.asked.message_id, now)
+    if answer.asked.previous_id is not None:
+        earlier = gateway.prefixes.answered_as(tenant.name, answer.asked.previous_id)
+        answer.diagnose = partial(diagnosis, earlier, now)
+
+
+def num_unknown(betas: str) -> int:
+    """Count the values of an ``anthropic-beta`` header that nothing here corresponds to."""
+    names = [x.strip() for x in betas.split(",") if x.strip()]
+    return sum(not name.startswith(KNOWN_BETAS) for name in names)
+
+
+async def messages(request: Request) -> Response:
+    """Answer with a message, or the events of one."""
+    unknown = num_unknown(request.headers.get("anthropic-beta", ""))
+    gateway = gateway_of(request)
+    gateway.metrics.left_out(["beta"] * unknown)
+    request_id = request_id_of(request.scope)
+    return await accept(request, operation(gateway.config.strip_attribution, request_id))
+
+
+# A plain route: FastAPI's own resolve dependencies, which nobody here has, for every request.
+router.add_route(ANTHROPIC_PATH, messages, methods=["POST"])

@@ -1,0 +1,111 @@
+"""The fields of Anthropic's requests, with types and bounds.
+
+Fields that nobody here knows are ignored, so clients newer than this file keep working. Those that
+ask for something this server cannot do are refused by name. Content blocks stay plain JSON here:
+their kinds are many and grow, and ``conversation`` takes what it knows of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from engines.openai.errors import FieldError
+from engines.openai.requests import Json, ModelName, StopList, TokenLimit
+
+Sureness = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Blocks = Annotated[list[Json], msgspec.Meta(max_length=8192)]
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One entry of ``messages``."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Says whether the model is to think first, and whether its thoughts are shown."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None  # tolerated: engines have no such bound
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "tool" and not self.name:
+            raise FieldError("name", "a choice of type tool names the tool")
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: Json
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class CacheControl(msgspec.Struct, frozen=True):
+    """Asks to keep what stands before it for so long."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Diagnostics(msgspec.Struct, frozen=True):
+    """Asks what changed since an earlier request, named by its answer; null: there was none."""
+
+    previous_message_id: str | None = None
+
+
+class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/messages/count_tokens: all that makes a prompt."""
+
+    model: ModelName
+    messages: Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=100_000)]
+    system: str | Blocks | None = None
+    tools: Annotated[list[Json], msgspec.Meta(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+    def __post_init__(self) -> None:
+        if self.mcp_servers:
+            raise FieldError("mcp_servers", "this server connects to no MCP servers")
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """The body of /v1/messages.
+
+    Tolerated, since they cannot change the answer here: ``metadata``, ``service_tier``,
+    ``inference_geo``, ``speed``, ``context_management``, ``user_profile_id``, ``workspace_id``.
+    """
+
+    max_tokens: TokenLimit  # 0: only read the prompt, and keep it
+    stop_sequences: StopList | None = None
+    temperature: Sureness | None = None
+    top_p: Sureness | None = None
+    top_k: Count | None = None
+    stream: bool | None = None
+    diagnostics: Diagnostics | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens and self.messages[-1].role == "assistant":
+            raise FieldError(
+                "messages",
+                "this server cannot go on with a prefilled answer: end with a user message",
+            )

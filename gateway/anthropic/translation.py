@@ -1,0 +1,127 @@
+"""Translates a whole request for a message into a chat, and names the shape of its answer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from engines.base import EngineUnavailable
+from engines.openai.requests import Json, checked
+from gateway.anthropic.conversation import chat_messages
+from gateway.anthropic.events import PING, MessageEvents
+from gateway.anthropic.message import Asked, whole_message
+from gateway.anthropic.request import CountRequest, MessagesRequest
+from gateway.anthropic.tools import chat_tool_choice, chat_tools
+from gateway.anthropic.usage import Ttl
+from gateway.errors import ANTHROPIC_PATH, Failure
+from gateway.identity.retention import seconds_of
+from gateway.turns import Translated
+
+# Fields of the same name and meaning in both dialects.
+_SAME = ("model", "temperature", "top_p", "top_k", "metadata")
+
+
+class MessageFormat:
+    """The shape of one message, as an answer to one request."""
+
+    def __init__(self, asked: Asked, streamed: bool, request_id: str | None = None) -> None:
+        self.asked = asked
+        self._request_id = request_id
+        # Says what changed since an earlier request; asked when the answer begins.
+        self.diagnose: Callable[[], Json | None] = lambda: None
+        self._streamed = streamed
+
+    def events(self) -> MessageEvents:
+        return MessageEvents(self.asked, self.diagnose())
+
+    def whole(self, body: bytes) -> bytes:
+        try:
+            return whole_message(self.asked, body, self.diagnose())
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+            raise EngineUnavailable("its answer cannot be read") from error
+
+    def refusal(self, failure: Failure) -> Response:
+        return failure.response_for(ANTHROPIC_PATH, self._request_id)
+
+    def sign_of_life(self) -> bytes:
+        return PING if self._streamed else b""
+
+
+def translated(raw: Json, strip_attribution: bool, request_id: str | None = None) -> Translated:
+    """Translate the body of /v1/messages; ``request_id`` goes into errors.
+
+    Raises:
+        InvalidRequest: it cannot be served as it stands; the message names the field.
+    """
+    request = checked(raw, MessagesRequest)
+    chat, left_out = prompt_fields(request, strip_attribution)
+    chat |= {name: raw[name] for name in _SAME if raw.get(name) is not None}
+    # One token, which nobody is shown: vLLM does not take none.
+    chat["max_tokens"] = request.max_tokens or 1
+    if request.stop_sequences:
+        chat["stop"] = request.stop_sequences
+    if request.stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = MessageFormat(_asked(request), bool(request.stream), request_id)
+    return Translated(chat, answer, None, left_out, seconds_of(answer.asked.ttl))
+
+
+def prompt_fields(request: CountRequest, strip_attribution: bool) -> tuple[Json, list[str]]:
+    """Return all fields of a chat that make its prompt, and words for what was left out."""
+    chat = chat_messages(request, strip_attribution)
+    tools, num_left_out = chat_tools(request)
+    fields: Json = {"messages": chat.messages, **_thinking(request)}
+    if tools:
+        fields["tools"] = tools
+    fields |= chat_tool_choice(request.tool_choice, tools)
+    if request.output_config is not None and request.output_config.format is not None:
+        schema = {"name": "answer", "schema": request.output_config.format.schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    # Only tools of Anthropic's servers would use a container, and those are left out.
+    containers = ["container"] if request.container else []
+    return fields, [*chat.left_out, *["tool"] * num_left_out, *containers]
+
+
+def _thinking(request: CountRequest) -> Json:
+    """Return the fields for how much the model is to think; none of them if nobody says."""
+    fields: Json = {}
+    effort = request.output_config.effort if request.output_config else None
+    if request.thinking is not None and request.thinking.type == "disabled":
+        return {"chat_template_kwargs": {"enable_thinking": False}}
+    if request.thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": True}
+    if effort is not None:
+        fields["reasoning_effort"] = effort
+    return fields
+
+
+def _asked(request: MessagesRequest) -> Asked:
+    omitted = request.thinking is not None and request.thinking.display == "omitted"
+    return Asked(
+        message_id=f"msg_{secrets.token_hex(12)}",
+        model=request.model,
+        max_tokens=request.max_tokens,
+        shows_thoughts=not omitted,
+        ttl=asked_ttl(request),
+        previous_id=request.diagnostics.previous_message_id if request.diagnostics else None,
+    )
+
+
+def asked_ttl(request: CountRequest) -> Ttl | None:
+    """Return the longest time for which a ``cache_control`` asks; None if there is none.
+
+    One may stand at the request itself, at tools, at blocks of the system text and of messages.
+    """
+    found: list[Any] = [request.cache_control and msgspec.to_builtins(request.cache_control)]
+    found += [tool.get("cache_control") for tool in request.tools or ()]
+    for content in (request.system, *(turn.content for turn in request.messages)):
+        if isinstance(content, list):
+            found += [block.get("cache_control") for block in content]
+    ttls = [x.get("ttl") for x in found if isinstance(x, dict)]
+    if not ttls:
+        return None
+    return "1h" if "1h" in ttls else "5m"

@@ -1,0 +1,63 @@
+"""Keeps system messages in the middle of a chat where they are, for templates that refuse them.
+
+Moving them to the top, as some servers do, changes the prompt from its first tokens on, so all that
+was computed for the conversation is lost at every such message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.openai.requests import Json
+from engines.wire import TemplateRules
+
+_SYSTEM = ("system", "developer")
+
+
+def fitted(messages: Sequence[Json], rules: TemplateRules) -> list[Json]:
+    """Return the messages as the model's template takes them; none is moved.
+
+    A system message behind the first becomes a user's, with a mark. Where the template wants user
+    and assistant to alternate, it is added to the message before it.
+    """
+    if rules.inline_system or not any(_is_inline(messages, i) for i in range(len(messages))):
+        return list(messages)
+    made: list[Json] = []
+    for i, message in enumerate(messages):
+        if not _is_inline(messages, i):
+            made.append(message)
+            continue
+        note = f"<system-reminder>\n{_text_of(message)}\n</system-reminder>"
+        _add_note(made, note, rules)
+    return _alternating(made) if not rules.repeated_users else made
+
+
+def _is_inline(messages: Sequence[Json], i: int) -> bool:
+    return i > 0 and messages[i].get("role") in _SYSTEM
+
+
+def _text_of(message: Json) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return str(content or "")
+
+
+def _add_note(made: list[Json], note: str, rules: TemplateRules) -> None:
+    before = made[-1]
+    if not rules.repeated_users and before["role"] in ("user", "tool"):
+        made[-1] = {**before, "content": f"{_text_of(before)}\n\n{note}"}
+    else:
+        made.append({"role": "user", "content": note})
+
+
+def _alternating(messages: Sequence[Json]) -> list[Json]:
+    """Join users' messages that follow each other; a note may have come before one."""
+    made: list[Json] = []
+    for message in messages:
+        if made and made[-1]["role"] == message["role"] == "user":
+            joined = f"{_text_of(made[-1])}\n\n{_text_of(message)}"
+            made[-1] = {**made[-1], "content": joined}
+        else:
+            made.append(message)
+    return made

@@ -1,0 +1,93 @@
+"""Compares each request with the one before it in its session, by hashes and numbers only.
+
+It is what an operator needs to find the client that changes its own prompt: which part changed, at
+which message, and how many tokens were reused. Bounded in bytes; the longest unused go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from gateway.prefixes.outline import Change, Outline, change_between
+
+CAPACITY_BYTES = 16 << 20
+_ENTRY_BYTES = 400  # of the objects around an outline's digests, about
+
+
+class Compared:
+    """One request: its outline, where it left the one before, and what it reused of it."""
+
+    __slots__ = ("cached_tokens", "change", "outline", "prompt_tokens")
+
+    def __init__(self, outline: Outline, change: Change | None) -> None:
+        self.outline = outline
+        self.change = change
+        self.prompt_tokens = 0  # both are 0 until the engine tells
+        self.cached_tokens = 0
+
+
+class PrefixReport(msgspec.Struct, frozen=True):
+    """The part of a session's latest request that its owner is shown."""
+
+    changed: str | None  # model, system, tools or messages; None: it went on where it had ended
+    at_message: int | None  # of those behind the system message, from 0
+    num_messages: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class PrefixWatch:
+    """The latest request of each session, and those that an answer's id still names."""
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self._capacity = capacity_bytes
+        self._held: OrderedDict[tuple[str, str, str], Compared] = OrderedDict()
+        self._nbytes = 0
+
+    def compare(self, tenant: str, session_id: str, outline: Outline) -> Compared:
+        """Compare a request with the one before it in its session, and remember it instead."""
+        before = self._held.get(("session", tenant, session_id))
+        change = change_between(before.outline, outline) if before else None
+        compared = Compared(outline, change)
+        self._put(("session", tenant, session_id), compared)
+        return compared
+
+    def name(self, tenant: str, answer_id: str, compared: Compared) -> None:
+        """Let a request be found by the id of its answer."""
+        self._put(("answer", tenant, answer_id), compared)
+
+    def answered_as(self, tenant: str, answer_id: str) -> Compared | None:
+        """Find a request by the id of its answer; None if it is not remembered."""
+        return self._held.get(("answer", tenant, answer_id))
+
+    def report(self, tenant: str, session_id: str) -> PrefixReport | None:
+        """Show a session's latest request; None if it is not remembered."""
+        found = self._held.get(("session", tenant, session_id))
+        if found is None:
+            return None
+        change = found.change
+        return PrefixReport(
+            changed=change.part if change else None,
+            at_message=change.at_message if change and change.part == "messages" else None,
+            num_messages=found.outline.num_messages,
+            prompt_tokens=found.prompt_tokens,
+            cached_tokens=found.cached_tokens,
+        )
+
+    def forget(self, tenant: str, session_id: str) -> None:
+        """Drop what is known of a session."""
+        self._drop(("session", tenant, session_id))
+
+    def _put(self, key: tuple[str, str, str], compared: Compared) -> None:
+        self._drop(key)
+        self._held[key] = compared
+        self._nbytes += _ENTRY_BYTES + compared.outline.nbytes
+        while self._nbytes > self._capacity:
+            self._drop(next(iter(self._held)))
+
+    def _drop(self, key: tuple[str, str, str]) -> None:
+        found = self._held.pop(key, None)
+        if found is not None:
+            self._nbytes -= _ENTRY_BYTES + found.outline.nbytes

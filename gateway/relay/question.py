@@ -1,0 +1,32 @@
+"""Asks the engine something that is no turn: no session, no slot, a small answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+
+from engines.base import Engine
+from engines.openai.errors import InvalidRequest
+from gateway.relay.passthrough import engine_failure
+
+QUESTION_S = 60.0
+
+
+async def answer_to(engine: Engine, path: str, question: Mapping[str, object]) -> bytes:
+    """POST ``question`` to the engine; returns the body of its answer.
+
+    Raises:
+        InvalidRequest: the engine refused it, with the engine's words.
+        EngineUnavailable: there is no engine, or it went away.
+        TimeoutError: no answer within ``QUESTION_S``.
+    """
+    body = msgspec.json.encode(question)
+    headers = {"content-type": "application/json"}
+    async with asyncio.timeout(QUESTION_S), engine.open(path, body, headers) as upstream:
+        answer = await upstream.read()
+        if upstream.status < 400:
+            return answer
+        failure = engine_failure(upstream.status, answer)
+        raise InvalidRequest(failure.message, failure.param, failure.code, failure.status)

@@ -1,0 +1,42 @@
+"""``thermocline connect``: what a coding agent needs to use a running server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.cli.sessions import DEFAULT_URL, Key, Url
+
+
+def connect(
+    client: Annotated[
+        str, typer.Argument(help="claude, codex, opencode, cline, qwen-code or aider.")
+    ],
+    url: Url = DEFAULT_URL,
+    api_key: Key = "",
+    write: Annotated[
+        bool, typer.Option("--write", help="Merge it into the client's own file of settings.")
+    ] = False,
+) -> None:
+    """Show what a coding agent needs to use a running server."""
+    from launch.cli.remote import Remote  # pulls in the HTTP client
+    from launch.clients import merging
+    from launch.clients.table import NO_KEY, Server, connection
+    from launch.errors import UsageError
+
+    model = Remote(url, api_key).models()[0]
+    base = url.rstrip("/")
+    server = Server(base, str(model["id"]), int(model["max_model_len"]), api_key or NO_KEY)
+    needs = connection(client, server, Path.home())
+    if not write:
+        typer.echo("\n".join(needs.lines))
+    elif needs.change is None:
+        raise UsageError(f"{client} has no file to write to. {' '.join(needs.notes)}")
+    else:
+        backup = merging.write(needs.change)
+        kept = f" (as it was: {backup})" if backup else ""
+        typer.echo(f"wrote {needs.change.path}{kept}", err=True)
+    for note in needs.notes:
+        typer.echo(note, err=True)

@@ -1,0 +1,172 @@
+"""What each client needs: lines to show, and changes to its own file of settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from launch.errors import UsageError
+
+Format: TypeAlias = Literal["json", "toml", "lines"]  # lines: KEY=VALUE or key: value
+NO_KEY: Final = "none"  # clients want some key, also where the server needs none
+PROVIDER: Final = "thermocline"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server as its clients see it."""
+
+    url: str  # without a path
+    model: str
+    max_context: int
+    key: str = NO_KEY
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to stand in a client's own file."""
+
+    path: Path
+    format: Format
+    values: Mapping[str, Any]  # nested as in the file
+    separator: str = "="  # of lines
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a client needs: words and lines for people, a change for its file if it has one."""
+
+    lines: list[str]
+    change: Change | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def connection(client: str, server: Server, home: Path) -> Connection:
+    """Say what a client needs.
+
+    Raises:
+        UsageError: nobody here knows that client.
+    """
+    make = CLIENTS.get(client)
+    if make is None:
+        raise UsageError(f"there is no client {client!r}; there are: {', '.join(sorted(CLIENTS))}")
+    return make(server, home)
+
+
+def _claude(server: Server, home: Path) -> Connection:
+    values = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
+        "ANTHROPIC_MODEL": server.model,
+        # Titles and summaries are asked of models by these names.
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": server.model,
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": server.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": server.model,
+        "API_TIMEOUT_MS": "3000000",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(max(1024, server.max_context // 4)),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return Connection(
+        _exports(values),
+        Change(home / ".claude" / "settings.json", "json", {"env": values}),
+        ["An ANTHROPIC_API_KEY in the environment would be sent as well: unset it."],
+    )
+
+
+def _codex(server: Server, home: Path) -> Connection:
+    provider = {
+        "name": "Thermocline",
+        "base_url": f"{server.url}/v1",
+        "wire_api": "responses",
+        "env_key": "THERMOCLINE_API_KEY",
+        "stream_idle_timeout_ms": 3_000_000,
+    }
+    values = {
+        "model": server.model,
+        "model_provider": PROVIDER,
+        "model_context_window": server.max_context,
+        "model_providers": {PROVIDER: provider},
+    }
+    shown = ["# ~/.codex/config.toml", *_toml_lines(values)]
+    shown += _exports({"THERMOCLINE_API_KEY": server.key})
+    note = "Codex reads the key from the environment: export THERMOCLINE_API_KEY in your shell."
+    return Connection(shown, Change(home / ".codex" / "config.toml", "toml", values), [note])
+
+
+def _toml_lines(values: Mapping[str, Any]) -> list[str]:
+    plain = {k: v for k, v in values.items() if not isinstance(v, dict)}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
+    lines += ["", f"[model_providers.{PROVIDER}]"]
+    provider: Mapping[str, Any] = values["model_providers"][PROVIDER]
+    return lines + [f"{key} = {json.dumps(value)}" for key, value in provider.items()]
+
+
+def _opencode(server: Server, home: Path) -> Connection:
+    limit = {"context": server.max_context, "output": max(1024, server.max_context // 4)}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Thermocline",
+        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key, "timeout": False},
+        "models": {server.model: {"name": server.model, "limit": limit}},
+    }
+    values = {
+        "$schema": "https://opencode.ai/config.json",
+        "model": f"{PROVIDER}/{server.model}",
+        "provider": {PROVIDER: provider},
+    }
+    path = home / ".config" / "opencode" / "opencode.json"
+    shown = ["// ~/.config/opencode/opencode.json", *json.dumps(values, indent=2).splitlines()]
+    return Connection(shown, Change(path, "json", values))
+
+
+def _cline(server: Server, home: Path) -> Connection:
+    lines = [
+        "API Provider:    OpenAI Compatible",
+        f"Base URL:        {server.url}/v1",
+        f"API Key:         {server.key}",
+        f"Model ID:        {server.model}",
+        f"Context Window:  {server.max_context}",
+    ]
+    return Connection(lines, None, ["Cline keeps this in its editor: enter it in its settings."])
+
+
+def _qwen_code(server: Server, home: Path) -> Connection:
+    values = {
+        "OPENAI_BASE_URL": f"{server.url}/v1",
+        "OPENAI_API_KEY": server.key,
+        "OPENAI_MODEL": server.model,
+    }
+    return Connection(_exports(values), Change(home / ".qwen" / ".env", "lines", values))
+
+
+def _aider(server: Server, home: Path) -> Connection:
+    values = {
+        "openai-api-base": f"{server.url}/v1",
+        "openai-api-key": server.key,
+        "model": f"openai/{server.model}",
+    }
+    lines = [f"{key}: {value}" for key, value in values.items()]
+    shown = ["# ~/.aider.conf.yml", *lines]
+    return Connection(shown, Change(home / ".aider.conf.yml", "lines", values, ": "))
+
+
+def _exports(values: Mapping[str, str]) -> list[str]:
+    return [f"export {key}={_quoted(value)}" for key, value in values.items()]
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("'", "'\\''") + "'"
+
+
+CLIENTS: Final[Mapping[str, Callable[[Server, Path], Connection]]] = {
+    "aider": _aider,
+    "claude": _claude,
+    "cline": _cline,
+    "codex": _codex,
+    "opencode": _opencode,
+    "qwen-code": _qwen_code,
+}

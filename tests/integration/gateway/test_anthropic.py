@@ -1,0 +1,232 @@
+"""The gateway as Anthropic's own client sees it; real processes, the fake engine."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from gateway.keys import generate_key
+
+HELLO: list[Any] = [{"role": "user", "content": "hello big world"}]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
+    with FakeStack(tmp_path_factory.mktemp("stack")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: FakeStack) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=stack.url, api_key="any", max_retries=0) as sdk:
+        yield sdk
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    return "".join(x.text for x in message.content if x.type == "text")
+
+
+def test_a_message(client: anthropic.Anthropic) -> None:
+    raw = client.messages.with_raw_response.create(model=MODEL, max_tokens=50, messages=HELLO)
+    message = raw.parse()
+    assert text_of(message) == "You said: hello big world"
+    assert (message.stop_reason, message.role, message.model) == ("end_turn", "assistant", MODEL)
+    assert message.id.startswith("msg_")
+    assert (message.usage.input_tokens, message.usage.output_tokens) == (4, 5)
+    assert raw.request_id
+    assert raw.headers["x-thermocline-session"].startswith("chat-")
+
+
+def test_a_stream_carries_the_same(client: anthropic.Anthropic) -> None:
+    with client.messages.stream(model=MODEL, max_tokens=50, messages=HELLO) as stream:
+        assert "".join(stream.text_stream) == "You said: hello big world"
+        final = stream.get_final_message()
+    assert final.stop_reason == "end_turn"
+    usage = final.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == 4
+    assert usage.output_tokens == 5
+
+
+async def test_the_async_client(stack: FakeStack) -> None:
+    async with (
+        anthropic.AsyncAnthropic(base_url=stack.url, auth_token="any") as sdk,
+        sdk.messages.stream(model=MODEL, max_tokens=2, messages=HELLO) as stream,
+    ):
+        final = await stream.get_final_message()
+    assert (text_of(final), final.stop_reason) == ("You said:", "max_tokens")
+
+
+def test_a_conversation_reuses_what_is_there(client: anthropic.Anthropic) -> None:
+    kept: Any = {"type": "ephemeral", "ttl": "1h"}
+    system: Any = [{"type": "text", "text": "you are kind", "cache_control": kept}]
+    messages: list[Any] = [{"role": "user", "content": "one two three four"}]
+    counts = []
+    for _ in range(3):
+        said = client.messages.create(model=MODEL, max_tokens=50, system=system, messages=messages)
+        counts.append(said.usage)
+        messages += [
+            {"role": "assistant", "content": [x.to_dict() for x in said.content]},
+            {"role": "user", "content": "more"},
+        ]
+    first, second, third = counts
+    assert first.cache_read_input_tokens == 0
+    assert first.cache_creation is not None
+    assert first.cache_creation.ephemeral_1h_input_tokens == first.cache_creation_input_tokens
+    assert first.cache_creation_input_tokens == 9
+    for before, after in ((first, second), (second, third)):
+        assert after.cache_read_input_tokens is not None
+        total = (before.cache_read_input_tokens or 0) + (before.cache_creation_input_tokens or 0)
+        assert after.cache_read_input_tokens > total
+
+
+def test_a_prefetch_fills_the_cache(client: anthropic.Anthropic) -> None:
+    messages: list[Any] = [{"role": "user", "content": "a b c d e f g"}]
+    filled = client.messages.create(model=MODEL, max_tokens=0, messages=messages)
+    assert (filled.content, filled.usage.output_tokens) == ([], 0)
+    asked = client.messages.create(model=MODEL, max_tokens=5, messages=messages)
+    assert asked.usage.cache_read_input_tokens == 7  # all but the last
+
+
+def test_the_model_is_listed(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
+    assert client.models.retrieve(MODEL).created_at == model.created_at
+
+
+def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
+    nonce = "x-anthropic-billing-header: cch=12345;"
+    counted = client.messages.count_tokens(
+        model=MODEL,
+        messages=HELLO,
+        system=[{"type": "text", "text": nonce}, {"type": "text", "text": "be kind"}],
+        tools=[{"name": "ls", "input_schema": {"type": "object"}}],
+        tool_choice={"type": "any"},
+    )
+    assert counted.input_tokens == 7
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.count_tokens(model=MODEL, messages=[])
+
+
+def test_errors_are_the_clients_own_classes(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="claude-none", max_tokens=1, messages=HELLO)
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(
+            model=MODEL, max_tokens=1, messages=HELLO, extra_body={"temperature": 7}
+        )
+    assert "temperature" in str(caught.value)
+    fault: Any = {"fake": "fault=plain-500"}
+    with pytest.raises(anthropic.InternalServerError):
+        client.messages.create(model=MODEL, max_tokens=9, messages=HELLO, metadata=fault)
+
+
+@pytest.mark.parametrize("fault", ["error-event", "cut", "no-done", "garbage"])
+def test_streams_that_fail_raise(client: anthropic.Anthropic, fault: str) -> None:
+    wish: Any = {"fake": f"chunks=9 fault={fault} after=3"}
+    with (
+        pytest.raises(anthropic.APIStatusError),
+        client.messages.stream(model=MODEL, max_tokens=50, messages=HELLO, metadata=wish) as stream,
+    ):
+        stream.get_final_message()
+
+
+def test_any_pieces_of_a_stream(client: anthropic.Anthropic) -> None:
+    wish: Any = {"fake": "fault=bytes"}
+    with client.messages.stream(
+        model=MODEL, max_tokens=50, messages=HELLO, metadata=wish
+    ) as stream:
+        assert text_of(stream.get_final_message()) == "You said: hello big world"
+
+
+def test_tools_of_any_kind_are_taken(client: anthropic.Anthropic) -> None:
+    tools: list[Any] = [
+        {"name": "ls", "input_schema": {"type": "object", "properties": {}}},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    message = client.messages.create(model=MODEL, max_tokens=9, messages=HELLO, tools=tools)
+    assert message.stop_reason == "end_turn"
+
+
+def test_keys(tmp_path: Path) -> None:
+    key, line = generate_key("alice")
+    with FakeStack(tmp_path, gateway={"api_keys": [line]}) as stack:
+        for name, given in (("api_key", key), ("auth_token", key)):
+            with anthropic.Anthropic(base_url=stack.url, **{name: given}) as sdk:
+                assert sdk.messages.create(model=MODEL, max_tokens=1, messages=HELLO).content
+        with (
+            anthropic.Anthropic(base_url=stack.url, api_key="x", max_retries=0) as sdk,
+            pytest.raises(anthropic.AuthenticationError),
+        ):
+            sdk.messages.create(model=MODEL, max_tokens=1, messages=HELLO)
+
+
+def show(stack: FakeStack, session: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{stack.url}/v1/sessions/{session}", timeout=10) as answer:
+        return dict(json.load(answer))
+
+
+def test_helpers_are_sessions_of_their_own(stack: FakeStack, client: anthropic.Anthropic) -> None:
+    main = {"x-claude-code-session-id": "cc-1"}
+    helper = {**main, "x-claude-code-agent-id": "7"}
+    keep: Any = {"type": "ephemeral", "ttl": "1h"}
+    texts = {"cc-1": "the long task", "cc-1/7": "look for files"}
+    for _ in range(2):
+        for session, headers in (("cc-1", main), ("cc-1/7", helper)):
+            raw = client.messages.with_raw_response.create(
+                model=MODEL,
+                max_tokens=9,
+                messages=[{"role": "user", "content": texts[session]}],
+                cache_control=keep,
+                extra_headers=headers,
+            )
+            assert raw.headers["x-thermocline-session"] == session
+    assert raw.parse().usage.cache_read_input_tokens == 3
+    found = show(stack, "cc-1/7")
+    assert (found["kind"], found["parent"]) == ("child", "cc-1")
+    assert 3000 < found["retain_s"] <= 3600
+    assert found["prefix"]["changed"] is None
+    assert show(stack, "cc-1")["kind"] == "main"
+
+
+def test_diagnostics_name_what_changed(stack: FakeStack, client: anthropic.Anthropic) -> None:
+    session = {"x-session-id": "watched"}
+
+    def ask(previous: str | None, *texts: str, system: str = "be kind") -> Any:
+        messages: Any = [{"role": "user", "content": text} for text in texts]
+        with client.messages.stream(
+            model=MODEL,
+            max_tokens=9,
+            system=system,
+            messages=messages,
+            diagnostics={"previous_message_id": previous},
+            extra_headers=session,
+        ) as stream:
+            return stream.get_final_message()
+
+    first = ask(None, "one two three four")
+    assert first.diagnostics is None
+    second = ask(first.id, "one two three four", "five")
+    assert second.diagnostics is None
+    third = ask(second.id, "one two", "five")
+    reason = third.diagnostics.cache_miss_reason
+    assert (reason.type, reason.cache_missed_input_tokens) == ("messages_changed", 4)
+    assert show(stack, "watched")["prefix"] == {
+        "changed": "messages",
+        "at_message": 0,
+        "num_messages": 2,
+        "prompt_tokens": 8,
+        "cached_tokens": 6,
+    }
+    fourth = ask(third.id, "one two", "five", system="be brief")
+    assert fourth.diagnostics.cache_miss_reason.type == "system_changed"
+    fifth = ask("msg_none", "one two", "five", system="be brief")
+    assert fifth.diagnostics.cache_miss_reason.type == "previous_message_not_found"
+    log = stack.log.read_text()
+    assert "session watched: the messages changed (message 0 of 2): 6 of 8 tokens" in log

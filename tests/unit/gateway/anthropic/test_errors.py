@@ -1,0 +1,202 @@
+"""Failures under /v1/messages have Anthropic's shape, whoever finds them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from engines.base import EngineUnavailable, Upstream
+from gateway.keys import generate_key
+from scheduler.config import SchedulerConfig
+from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
+
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 5,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+
+
+def error_of(reply: Reply) -> dict[str, Any]:
+    said = reply.json
+    assert set(said) == {"type", "error", "request_id"}
+    assert said["type"] == "error"
+    assert set(said["error"]) == {"type", "message"}
+    assert said["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
+    return dict(said["error"])
+
+
+async def test_before_any_handler_runs() -> None:
+    app = App(max_body_bytes=2048)
+    path = "/v1/messages"
+    for reply, status, kind in (
+        (await app.post(path, BODY, host="evil.example"), 403, "permission_error"),
+        (await app.get(path), 405, "invalid_request_error"),
+        (await app.get(f"{path}/batches"), 404, "not_found_error"),
+        (await app.post(path, b"{}", content_type="text/plain"), 415, "invalid_request_error"),
+        (await app.post(path, {**BODY, "system": "x" * 4000}), 413, "request_too_large"),
+        (await app.post(path, b"{"), 400, "invalid_request_error"),
+        (await app.post(path, {**BODY, "model": "gpt-9"}), 404, "not_found_error"),
+        (await app.post(path, {**BODY, "max_tokens": -1}), 400, "invalid_request_error"),
+    ):
+        assert (reply.status, error_of(reply)["type"]) == (status, kind)
+    assert app.engine.asked == []
+
+
+async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = App(body_timeout_s=0.05)
+    reply = await app.call(
+        "POST",
+        "/v1/messages",
+        b"",
+        {"content-type": "application/json", "content-length": "10", "transfer-encoding": "x"},
+    )
+    assert reply.status in (400, 408)
+    assert error_of(reply)["type"] in ("timeout_error", "invalid_request_error")
+
+
+async def test_keys_in_either_header() -> None:
+    (alice, line), (bob, other) = generate_key("alice"), generate_key("bob")
+    app = App(api_keys=(line, other))
+    assert error_of(await app.post("/v1/messages", BODY))["type"] == "authentication_error"
+    for headers in (
+        {"x_api_key": alice},
+        {"authorization": f"Bearer {alice}"},
+        {"authorization": f"Bearer {alice}", "x_api_key": alice},
+    ):
+        for path in ("/v1/messages", "/v1/chat/completions"):
+            app.engine.answer = answered("x")
+            assert (await app.post(path, BODY, **headers)).status == 200
+            assert app.engine.asked[-1].headers["x-tenant"] == "alice"
+    for headers in (
+        {"x_api_key": "nope"},
+        {"authorization": f"Bearer {alice}", "x_api_key": bob},
+        {"authorization": f"Bearer {alice}", "x_api_key": "a stray one"},
+    ):
+        assert (await app.post("/v1/messages", BODY, **headers)).status == 401
+
+
+def answered(text: str) -> Answered:
+    said = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    body = {"choices": [said], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    return Answered(200, {"content-type": "application/json"}, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected", "kind"),
+    [
+        (400, {"message": "bad", "code": None}, 400, "invalid_request_error"),
+        (429, {"message": "later", "code": "x"}, 429, "rate_limit_error"),
+        (503, {"message": "away", "code": "x"}, 529, "overloaded_error"),
+        (500, {"message": "oops"}, 502, "api_error"),
+    ],
+)
+async def test_refusals_of_the_engine(status: int, said: Any, expected: int, kind: str) -> None:
+    answer = Answered(status, {}, json.dumps({"error": said}).encode())
+    reply = await App(RecordingEngine(answer)).post("/v1/messages", BODY)
+    assert (reply.status, error_of(reply)["type"]) == (expected, kind)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"message": "7 tokens", "code": "context_length_exceeded"},
+        {"message": "This model's maximum context length is 7 tokens.", "code": 400},
+    ],
+)
+async def test_too_long_a_prompt_is_said_in_the_words_that_agents_know(said: Any) -> None:
+    answer = Answered(400, {}, json.dumps({"error": said}).encode())
+    app = App(RecordingEngine(answer))
+    reply = await app.post("/v1/messages", BODY)
+    message = error_of(reply)["message"]
+    assert message.startswith("prompt is too long: ") and "7 tokens" in message
+    assert (await app.chat()).error["code"] == "context_length_exceeded"
+
+
+async def test_while_there_is_no_engine() -> None:
+    reply = await App(RecordingEngine(welcome=None)).post("/v1/messages", BODY)
+    assert reply.status == 529
+    assert error_of(reply)["type"] == "overloaded_error"
+    assert int(reply.headers["retry-after"]) >= 1
+
+
+class SlowEngine(RecordingEngine):
+    """Answers only after a while, and then perhaps with a failure."""
+
+    failure: Exception | None = None
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[Upstream]:
+        await asyncio.sleep(0.25)
+        if self.failure is not None:
+            raise self.failure
+        async with super().open(path, body, headers) as upstream:
+            yield upstream
+
+
+STREAM = Answered(
+    200,
+    {"content-type": "text/event-stream"},
+    b'data: {"choices":[{"delta":{"content":"yo"}}]}\n\n'
+    b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n',
+)
+
+
+def names(reply: Reply) -> list[str]:
+    return [x[7:] for x in reply.body.decode().splitlines() if x.startswith("event: ")]
+
+
+async def test_signs_of_life_do_not_wait_for_the_engine() -> None:
+    app = App(SlowEngine(STREAM), sign_of_life_s=0.06)
+    found = names(await app.post("/v1/messages", {**BODY, "stream": True}))
+    assert found[:3] == ["message_start", "ping", "ping"]
+    rest = [x for x in found if x != "ping"]
+    assert rest == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+async def test_a_quick_engine_needs_no_ping() -> None:
+    app = App(RecordingEngine(STREAM))
+    assert "ping" not in names(await app.post("/v1/messages", {**BODY, "stream": True}))
+
+
+@pytest.mark.parametrize("failing", ["raises", "refuses"])
+async def test_a_failure_behind_the_head_is_an_event(failing: str) -> None:
+    body = b'{"error":{"message":"no","code":"x"}}'
+    engine = SlowEngine(Answered(400, {}, body))
+    if failing == "raises":
+        engine.failure = EngineUnavailable("it fell over")
+    app = App(engine, sign_of_life_s=0.06)
+    reply = await app.post("/v1/messages", {**BODY, "stream": True})
+    found = [x for x in names(reply) if x != "ping"]
+    assert (reply.status, found) == (200, ["message_start", "error"])
+
+
+async def test_a_failure_before_the_head_is_a_status() -> None:
+    engine = SlowEngine()
+    engine.failure = EngineUnavailable("it fell over")
+    reply = await App(engine).post("/v1/messages", {**BODY, "stream": True})
+    assert (reply.status, error_of(reply)["type"]) == (529, "overloaded_error")
+
+
+async def test_a_full_waiting_line() -> None:
+    app = App(SlowEngine(STREAM), SchedulerConfig(max_running=1, max_waiting=0))
+    first = asyncio.create_task(app.post("/v1/messages", {**BODY, "stream": True}))
+    await asyncio.sleep(0.05)
+    second = await app.post("/v1/messages", BODY)
+    assert (second.status, error_of(second)["type"]) == (429, "rate_limit_error")
+    assert second.headers["retry-after"]
+    assert (await first).status == 200

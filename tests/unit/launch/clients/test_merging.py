@@ -1,0 +1,117 @@
+"""A client's own settings keep all that they had."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from launch.clients.merging import BACKUP_SUFFIX, merged, write
+from launch.clients.table import CLIENTS, Change, Server, connection
+from launch.errors import LaunchError, UsageError
+
+SERVER = Server("http://127.0.0.1:8080", "org/model-1", 32768, "tc-key")
+
+
+@pytest.mark.parametrize("client", sorted(CLIENTS))
+def test_what_is_shown_names_address_model_and_key(client: str, tmp_path: Path) -> None:
+    text = "\n".join(connection(client, SERVER, tmp_path).lines)
+    for word in (SERVER.url, SERVER.model, SERVER.key):
+        assert word in text
+
+
+@pytest.mark.parametrize("client", sorted(set(CLIENTS) - {"cline"}))
+def test_a_file_that_is_not_there_is_made_private(client: str, tmp_path: Path) -> None:
+    change = connection(client, SERVER, tmp_path).change
+    assert change is not None
+    assert write(change) is None
+    text = change.path.read_text()
+    assert SERVER.model in text
+    assert stat.S_IMODE(change.path.stat().st_mode) == 0o600
+    assert write(change) is not None  # again: the same text
+    assert change.path.read_text() == text
+
+
+def test_json_keeps_what_it_had(tmp_path: Path) -> None:
+    change = connection("claude", SERVER, tmp_path).change
+    assert change is not None
+    own = {"permissions": {"allow": ["Bash(ls)"]}, "env": {"MINE": "1", "ANTHROPIC_MODEL": "x"}}
+    change.path.parent.mkdir()
+    change.path.write_text(json.dumps(own))
+    change.path.chmod(0o644)
+    backup = write(change)
+    assert backup is not None and json.loads(backup.read_text()) == own
+    now = json.loads(change.path.read_text())
+    assert now["permissions"] == own["permissions"]
+    assert (now["env"]["MINE"], now["env"]["ANTHROPIC_MODEL"]) == ("1", SERVER.model)
+    assert stat.S_IMODE(change.path.stat().st_mode) == 0o644
+    write(change)
+    assert json.loads(backup.read_text()) == own  # the first one stays
+
+
+def test_toml_keeps_comments_and_tables(tmp_path: Path) -> None:
+    own = (
+        '# mine\nmodel = "o9"  # the best\napproval_policy = "never"\n\n'
+        '[model_providers.other]\nname = "Other"\n\n[profiles.x]\nmodel = "y"\n'
+    )
+    change = connection("codex", SERVER, tmp_path).change
+    assert change is not None
+    text = merged(own, change)
+    assert "# mine" in text and "# the best" in text
+    now = tomllib.loads(text)
+    assert (now["model"], now["model_provider"]) == (SERVER.model, "thermocline")
+    assert now["approval_policy"] == "never"
+    assert now["model_providers"]["other"] == {"name": "Other"}
+    assert now["model_providers"]["thermocline"]["wire_api"] == "responses"
+    assert now["profiles"]["x"] == {"model": "y"}
+    assert merged(text, change) == text
+
+
+def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
+    change = connection("qwen-code", SERVER, tmp_path).change
+    assert change is not None
+    text = merged("# mine\nexport OPENAI_MODEL=old\nOTHER=1\nOPENAI_MODEL_2=x", change)
+    lines = text.splitlines()
+    assert lines[:4] == ["# mine", f"OPENAI_MODEL={SERVER.model}", "OTHER=1", "OPENAI_MODEL_2=x"]
+    assert sorted(lines[4:]) == [
+        f"OPENAI_API_KEY={SERVER.key}",
+        f"OPENAI_BASE_URL={SERVER.url}/v1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("client", "text"),
+    [
+        ("claude", "// comment\n{}"),
+        ("claude", "[1]"),
+        ("claude", '{"env": 3}'),
+        ("codex", "model = "),
+        ("codex", 'model_providers = "x"'),
+    ],
+)
+def test_what_cannot_be_merged_is_left_alone(client: str, text: str, tmp_path: Path) -> None:
+    change = connection(client, SERVER, tmp_path).change
+    assert change is not None
+    change.path.parent.mkdir(parents=True)
+    change.path.write_text(text)
+    with pytest.raises(LaunchError):
+        write(change)
+    assert change.path.read_text() == text
+    assert not change.path.with_name(change.path.name + BACKUP_SUFFIX).exists()
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real = tmp_path / "dotfiles.env"
+    real.write_text("A=1\n")
+    link = tmp_path / "link.env"
+    link.symlink_to(real)
+    write(Change(link, "lines", {"B": "2"}))
+    assert link.is_symlink() and real.read_text() == "A=1\nB=2\n"
+
+
+def test_an_unknown_client(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="claude"):
+        connection("emacs", SERVER, tmp_path)
