@@ -11,13 +11,14 @@ all before it. Only the order of the values matters, so the rates are plain cons
 
 Before its value comes a session's rank: children of other sessions go first, they end with their
 task; sessions that their clients ask to keep go late; a parent goes last while a child of it is
-being served, since it goes on when the child is done.
+being served, since it goes on when the child is done. A wish counts only within the tenant's share
+of the memory in question, or who asks to keep everything would push out who asks for nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, takewhile
 
 from scheduler.session import Session, State
@@ -54,6 +55,25 @@ def rank(session: Session, now: float) -> int:
     return 0 if session.is_child else 1
 
 
+def ranks(
+    sessions: Sequence[Session], size: Callable[[Session], int], now: float
+) -> dict[int, int]:
+    """Rank sessions among each other; returns ranks by the rows' numbers.
+
+    The latest used sessions of a tenant keep a rank that their clients asked for, as far as the
+    tenant's share of all their bytes reaches: an equal part for each tenant.
+    """
+    found = {x.number: rank(x, now) for x in sessions}
+    tenants = {x.ref.tenant for x in sessions}
+    left = dict.fromkeys(tenants, sum(map(size, sessions)) / max(1, len(tenants)))
+    for session in sorted(sessions, key=lambda x: -x.last_used):
+        if found[session.number] > 1:
+            left[session.ref.tenant] -= size(session)
+            if left[session.ref.tenant] < 0:
+                found[session.number] = 0 if session.is_child else 1
+    return found
+
+
 def may_sleep(session: Session, now: float) -> bool:
     """Tell whether the session is idle and nothing forbids to drop its hot copy."""
     return session.state is State.IDLE and not session.pinned and now >= session.keep_until
@@ -86,9 +106,10 @@ def victims(
     if need_bytes <= 0:
         return []
     candidates = [x for x in sessions if may_sleep(x, now) and x.hot_bytes > 0]
+    order = ranks(candidates, lambda x: x.hot_bytes, now)
     candidates.sort(
         key=lambda x: (
-            rank(x, now),
+            order[x.number],
             now - x.last_used < idle_after_s,
             value(x, now, half_life_s),
         )
@@ -109,7 +130,9 @@ def leaving_memory(sessions: Iterable[Session], need_bytes: int, now: float) -> 
         sessions: the longest quiet first; those are worth the least, of one rank.
     """
     quiet = (x for x in sessions if may_leave_memory(x, now))
-    looked_at = sorted(islice(quiet, MAX_RANKED), key=lambda x: rank(x, now))
+    looked_at = list(islice(quiet, MAX_RANKED))
+    order = ranks(looked_at, bytes_in_memory, now)
+    looked_at.sort(key=lambda x: order[x.number])
     return _enough(chain(looked_at, quiet), need_bytes, bytes_in_memory)
 
 

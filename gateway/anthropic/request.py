@@ -79,12 +79,8 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    mcp_servers: list[Any] | None = None
+    mcp_servers: Any = None  # Anthropic's servers would call these, and run in this
     container: Any = None
-
-    def __post_init__(self) -> None:
-        if self.mcp_servers:
-            raise FieldError("mcp_servers", "this server connects to no MCP servers")
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -103,7 +99,6 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     diagnostics: Diagnostics | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.max_tokens and self.messages[-1].role == "assistant":
             raise FieldError(
                 "messages",

@@ -81,9 +81,10 @@ def prompt_fields(request: CountRequest, strip_attribution: bool) -> tuple[Json,
     if request.output_config is not None and request.output_config.format is not None:
         schema = {"name": "answer", "schema": request.output_config.format.schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    # Only tools of Anthropic's servers would use a container, and those are left out.
-    containers = ["container"] if request.container else []
-    return fields, [*chat.left_out, *["tool"] * num_left_out, *containers]
+    # Of no use without the tools that Anthropic's servers run, and those are left out.
+    servers = {"container": request.container, "mcp_servers": request.mcp_servers}
+    unused = [name for name, value in servers.items() if value]
+    return fields, [*chat.left_out, *["tool"] * num_left_out, *unused]
 
 
 def _thinking(request: CountRequest) -> Json:

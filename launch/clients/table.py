@@ -27,7 +27,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Change:
-    """What is to stand in a client's own file."""
+    """The values that are to stand in a client's own file."""
 
     path: Path
     format: Format
@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Connection:
-    """What a client needs: words and lines for people, a change for its file if it has one."""
+    """The needs of a client: lines for people, and a change for its file if it has one."""
 
     lines: list[str]
     change: Change | None = None

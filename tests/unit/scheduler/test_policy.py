@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from engines.base import SessionRef
@@ -16,10 +18,18 @@ from scheduler.policy import (
 )
 from scheduler.session import Session, State
 
+NUMBERS = count()
 
-def idle(name: str, **facts) -> Session:
-    ref = SessionRef(tenant="t", id=name, salt=b"")
-    session = Session(ref=ref, state=State.IDLE, last_used=0.0, listener=lambda *_: None)
+
+def idle(name: str, tenant: str = "t", **facts) -> Session:
+    ref = SessionRef(tenant=tenant, id=name, salt=b"")
+    session = Session(
+        ref=ref,
+        state=State.IDLE,
+        last_used=0.0,
+        listener=lambda *_: None,
+        number=next(NUMBERS),
+    )
     for key, fact in {"tokens": 1000, "hot_bytes": 100, "tier": "ram", **facts}.items():
         setattr(session, key, fact)
     return session
@@ -103,3 +113,15 @@ def test_of_very_many_sessions_only_the_longest_quiet_are_ranked():
     rows.append(idle("child", last_used=float(MAX_RANKED), is_child=True))
     chosen = names(leaving_memory(rows, 10**9, 10_000.0))
     assert (chosen[0], chosen[-1], len(chosen)) == ("s0", "child", MAX_RANKED + 1)
+
+
+def test_a_wish_reaches_as_far_as_the_tenants_share():
+    greedy = [
+        idle(f"g{i}", tenant="greedy", last_used=float(i), retain_until=500.0) for i in range(6)
+    ]
+    modest = [idle(f"m{i}", tenant="modest", last_used=50.0 + i) for i in range(2)]
+    order = names(victims([*modest, *greedy], 800, 100.0, 60.0))
+    # Of 800 bytes 400 are greedy's share: the two longest unused of its six have no wish left.
+    assert order == ["g0", "g1", "m0", "m1", "g2", "g3", "g4", "g5"]
+    alone = names(victims([*greedy, idle("other", last_used=99.0, tenant="greedy")], 700, 100, 60))
+    assert alone == ["other", "g0", "g1", "g2", "g3", "g4", "g5"]

@@ -127,9 +127,20 @@ def test_what_means_nothing_to_a_model_is_left_out_and_counted() -> None:
     ]
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
     raw = {"model": "m", "max_tokens": 1, "tools": tools}
-    raw = {**raw, "messages": [{"role": "user", "content": blocks}], "container": {"id": "c"}}
+    raw = {
+        **raw,
+        "messages": [{"role": "user", "content": blocks}],
+        "container": {"id": "c"},
+        "mcp_servers": [{"name": "x"}],
+    }
     made = translated(raw, True)
-    assert made.left_out == ["block_server_tool_use", "block_other", "tool", "container"]
+    assert made.left_out == [
+        "block_server_tool_use",
+        "block_other",
+        "tool",
+        "container",
+        "mcp_servers",
+    ]
     assert made.raw["messages"] == [{"role": "user", "content": "rest"}]
     assert "tools" not in made.raw
 
@@ -189,7 +200,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages[1].content[0].input",
         ),
         ([HI, {"role": "assistant", "content": "I am"}], {}, "messages"),
-        ([HI], {"mcp_servers": [{}]}, "mcp_servers"),
         ([HI], {"temperature": 1.5}, "temperature"),
         ([HI], {"tools": [{"name": "x"}]}, "tools[0]"),
         ([HI], {"tool_choice": {"type": "any"}}, "tools"),
