@@ -15,6 +15,7 @@ from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway import health, sessions
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
+from gateway.edge.body_budget import BodyBudget
 from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
@@ -46,6 +47,7 @@ def create_app(
         tenants=tenants,
         metrics=metrics,
         chats=KnownChats(config.max_known_chats),
+        bodies=BodyBudget(config.max_bodies_bytes),
     )
     # No documentation pages: FastAPI's fetch scripts from a foreign server.
     app = FastAPI(
@@ -70,7 +72,11 @@ def create_app(
             expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER],
         )
     app.add_middleware(
-        FrontMiddleware, config=config, metrics=metrics, open_to_all=tenants.open_to_all
+        FrontMiddleware,
+        config=config,
+        metrics=metrics,
+        open_to_all=tenants.open_to_all,
+        bodies=gateway.bodies,
     )
     return app
 

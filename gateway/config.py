@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
@@ -33,7 +34,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # Further names for the served model, for clients whose model name cannot be changed.
     model_aliases: tuple[str, ...] = ()
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
+    # Bytes of all bodies together, from their first byte until the engine has them; beyond it 503.
+    max_bodies_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 128 << 20
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 32 << 10
+    # Open at once; 0 = what the limit of open files leaves, at most MAX_CONNECTIONS.
+    max_connections: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_connections_per_address: Positive = 512  # of IPv6 a /64
+    # Networks of proxies, which speak for many clients: only the total is for their connections.
+    trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
     header_timeout_s: PositiveSeconds = 20.0
     body_timeout_s: PositiveSeconds = 60.0
     keep_alive_s: Positive = 65
@@ -44,6 +52,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     # Chats without an id are recognised by their messages; this many per tenant are remembered.
     max_known_chats: Positive = 50_000
+
+    def __post_init__(self) -> None:
+        for network in self.trusted_proxies:
+            ipaddress.ip_network(network)  # ValueError says what is wrong
 
     @property
     def on_loopback(self) -> bool:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
+from gateway.edge.body_budget import BodyBudget
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
 from gateway.metrics import Gauges, Metrics
@@ -30,6 +31,7 @@ class Gateway:
     tenants: Tenants
     metrics: Metrics
     chats: KnownChats
+    bodies: BodyBudget
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     has_served: bool = False  # the engine was ready for some request

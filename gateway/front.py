@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engines.asgi import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
+from gateway.edge.body_budget import BodyBudget, BodyShare
 from gateway.errors import Failure, failure_of
 from gateway.metrics import Metrics
 
@@ -51,9 +52,15 @@ class FrontMiddleware:
     """Names, checks, logs and counts every request. See above."""
 
     def __init__(
-        self, app: ASGIApp, config: GatewayConfig, metrics: Metrics, open_to_all: bool
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        metrics: Metrics,
+        open_to_all: bool,
+        bodies: BodyBudget,
     ) -> None:
         """``open_to_all``: no API key is needed."""
+        self._bodies = bodies
         self._open_to_all = open_to_all
         self._app = app
         self._config = config
@@ -66,6 +73,7 @@ class FrontMiddleware:
         headers = Headers(scope=scope)
         response = _TrackedResponse(send, _request_id(headers))
         scope.setdefault("state", {})["request_id"] = response.request_id
+        share = scope["state"]["body_share"] = BodyShare(self._bodies)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:
             refusal = self._refusal(scope["method"], headers)
@@ -79,6 +87,7 @@ class FrontMiddleware:
                 raise
             await failure_of(error).response()(scope, receive, response.send)
         finally:
+            share.give_back()
             self._done(scope, response)
 
     def _refusal(self, method: str, headers: Headers) -> Failure | None:

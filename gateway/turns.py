@@ -23,6 +23,7 @@ from engines.openai.errors import unknown_model
 from engines.openai.requests import ChatRequest, CompletionRequest, Json, parse_json
 from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
+from gateway.edge.body_budget import LARGE_BODY_BYTES, check_weight
 from gateway.front import request_id_of
 from gateway.identity.known_chats import message_chain
 from gateway.identity.names import named_session
@@ -31,8 +32,6 @@ from gateway.relay.answer_format import AnswerFormat, AsItIs
 from gateway.relay.turn_response import TurnResponse
 
 T = TypeVar("T")
-
-LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
 
 # Fields that only the gateway may set for an engine, and names of sessions, which it has read.
 _PRIVATE_FIELDS = frozenset(
@@ -86,10 +85,11 @@ async def accept(request: Request, operation: Operation) -> Response:
     tenant = caller_of(request)
     await gateway.served_soon()  # before the body is read: a request that waits holds no memory
     body = await read_json_body(request, gateway.config)
-    asked = await _beside(body, partial(_check, operation, tenant, request.headers, body))
-    asked.raw["model"] = _served_name(gateway, asked.model)
-    session = _session(gateway, tenant, asked)
-    for_engine = await _beside(body, partial(_encode, gateway.engine, asked.raw, session))
+    async with gateway.bodies.parsing(len(body)):
+        asked = await _beside(body, partial(_check, operation, tenant, request.headers, body))
+        asked.raw["model"] = _served_name(gateway, asked.model)
+        session = _session(gateway, tenant, asked)
+        for_engine = await _beside(body, partial(_encode, gateway.engine, asked.raw, session))
     request_id = request_id_of(request.scope)
     return TurnResponse(
         gateway, operation.name, operation.path, session, for_engine, request_id, asked.answer
@@ -104,6 +104,7 @@ async def _beside(body: bytes, work: Callable[[], T]) -> T:
 def _check(
     operation: Operation, tenant: Tenant, headers: Mapping[str, str], body: bytes
 ) -> CheckedRequest:
+    check_weight(body)
     asked = parse_json(body)
     raw, answer = operation.translate(asked)
     model = operation.validate(raw).model

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from engines.asgi import ClientGone, while_client_stays
 from engines.base import CacheOutcome, SessionRef, Upstream
 from engines.headers import CACHE_HEADER, SESSION_HEADER
+from gateway.body import body_share_of
 from gateway.context import Gateway
 from gateway.errors import Failure, failure_of
 from gateway.front import body_send_of
@@ -75,6 +76,7 @@ class TurnResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            self._share = body_share_of(scope)
             send_body = body_send_of(scope, send)
             end = await while_client_stays(receive, partial(self._serve, send, send_body))
             await end(send)
@@ -109,6 +111,8 @@ class TurnResponse(Response):
             self._gateway.sessions.turn(self._session) as turn,
             engine.open(self._path, self._body, headers) as upstream,
         ):
+            self._body = b""  # the engine has it
+            self._share.give_back()
             said = upstream.headers.get(CACHE_HEADER, "")
             self._cache = CacheOutcome.parse(said)
             if upstream.status < 400:
