@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from engines.wire import Welcome
 from gateway.server import DrainingServer, server_of
 from launch.calibrate.profile_watch import ProfileWatch
+from launch.machine.open_files import raise_open_files
 from launch.serve.build import BuiltServer, build
 from launch.serve.logs import configure_logging
 from launch.serve.port import listen, take_port, url_of
@@ -34,6 +35,7 @@ def serve(effective: EffectiveSettings, environ: Mapping[str, str]) -> int:
     """
     configure_logging(effective.settings.log_level)
     config = effective.settings.gateway
+    raise_open_files(effective.engine_kind)
     with take_port(config) as sock, build(effective, environ) as built:
         listen(sock, config)
         server = server_of(built.app, config)
