@@ -18,6 +18,8 @@ from gateway.metrics import Gauges, Metrics
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
+FIGURES_S = 0.5  # an engine that does not answer must not make /metrics wait
+LAST_WORDS_S = 1.0  # to tell all streams that they end
 MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
 
@@ -81,8 +83,9 @@ class Gateway:
     async def gauges(self) -> Gauges:
         """Gather the figures of this moment; without the engine's if it does not answer."""
         try:
-            report = await self.engine.stats() if self.engine.ready else None
-        except EngineError:
+            async with asyncio.timeout(FIGURES_S):
+                report = await self.engine.stats() if self.engine.ready else None
+        except (EngineError, TimeoutError):
             report = None
         return Gauges(
             ready=self.engine.ready,
@@ -91,6 +94,15 @@ class Gateway:
             engine=report,
             memory_available_bytes=self.sessions.headroom.available_bytes,
         )
+
+    async def cut(self) -> None:
+        """End the running turns now; a stream ends with an error event."""
+        ending = asyncio.create_task(self.engine.stop(0), name="engine-cut")
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_WORDS_S
+        while self.sessions.num_running and loop.time() < until:
+            await asyncio.sleep(ENGINE_POLL_S)
+        ending.cancel()  # the engine saves and leaves by itself when this process is gone
 
     async def drain(self) -> None:
         """Take no new turns, and let the running ones finish within ``drain_s``.

@@ -47,10 +47,28 @@ class Tenants:
         self._secret = secret
         self._keys = _parse(key_lines)
 
+    def replace(self, key_lines: Iterable[str]) -> None:
+        """Take other keys from now on, all at once; turns that run go on.
+
+        Raises:
+            BadKeyLine: one cannot be read, or the last key would go, so that none were needed any
+                more, or the first would come. The keys are as before.
+        """
+        keys = _parse(key_lines)
+        if bool(keys) != bool(self._keys):
+            raise BadKeyLine(
+                "whether API keys are needed cannot change while the server runs: start it again"
+            )
+        self._keys = keys
+
     @property
     def open_to_all(self) -> bool:
         """True if no key is needed."""
         return not self._keys
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
 
     def authenticate(self, authorization: str | None) -> Tenant:
         """Find the tenant whose key an ``Authorization`` header holds.

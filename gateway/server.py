@@ -2,7 +2,7 @@
 
 uvicorn answers SIGTERM by closing its listening socket at once. Here the first signal starts the
 drain: the server goes on answering (503 for new turns, /readyz says why) until the running turns
-are done or ``drain_s`` is over. The second signal ends it at once.
+are done or ``drain_s`` is over. The second signal cuts them: streams end with an error event.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class DrainingServer(uvicorn.Server):
         self._gateway = gateway
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._cutting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -88,11 +89,23 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._signalled)
 
     def _signalled(self) -> None:
-        if self._draining is not None:
+        loop = asyncio.get_running_loop()
+        if self._draining is None:
+            self._draining = loop.create_task(self._drain_and_exit())
+        elif self._cutting is None:
             log.warning("second signal: ending at once")
+            self._cutting = loop.create_task(self._cut_and_exit(self._draining))
+        else:
             self.should_exit = self.force_exit = True
-            return
-        self._draining = asyncio.get_running_loop().create_task(self._drain_and_exit())
+
+    async def _cut_and_exit(self, draining: asyncio.Task[None]) -> None:
+        draining.cancel()
+        try:
+            await asyncio.wait([draining])
+            self.should_exit = False  # the drain has said so as it ended
+            await self._gateway.cut()
+        finally:
+            self.should_exit = self.force_exit = True
 
     async def _drain_and_exit(self) -> None:
         log.info("draining: no new turns, %d running", self._gateway.sessions.num_running)

@@ -20,7 +20,7 @@ from engines.config import WorkerConfig
 from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
 from gateway.config import GatewayConfig
-from gateway.keys import BadKeyLine, Tenants, read_key_lines
+from gateway.keys import BadKeyLine, Tenants
 from gateway.metrics import Metrics
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import check_name, is_exact
@@ -34,6 +34,7 @@ from launch.model import Model, find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.plan.served_cache import served_cache
+from launch.serve.keys import key_lines
 from launch.serve.preflight import check_memory, check_tiers
 from launch.serve.secret import server_secret
 from launch.settings.default_budgets import weights_bytes
@@ -54,7 +55,7 @@ class BuiltServer:
     app: FastAPI
     engine: Engine
     model_name: str
-    needs_key: bool
+    tenants: Tenants
     blas: Blas | None  # None: the engine is not one that needs it
 
 
@@ -101,7 +102,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             memory=machine_memory,
         )
         app = create_app(settings.gateway, engine, sessions, tenants, metrics)
-        yield BuiltServer(app, engine, model.name, not tenants.open_to_all, blas)
+        yield BuiltServer(app, engine, model.name, tenants, blas)
 
 
 def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
@@ -169,14 +170,9 @@ def _exact_only(effective: EffectiveSettings, model: Model) -> str:
 
 
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
-    lines = list(settings.gateway.api_keys)
-    if file := settings.gateway.api_keys_file:
-        try:
-            lines += read_key_lines(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"the API keys {file} cannot be read: {error}") from error
+    file = settings.gateway.api_keys_file
     try:
-        tenants = Tenants(server_secret(data_dir), lines)
+        tenants = Tenants(server_secret(data_dir), key_lines(settings.gateway))
     except BadKeyLine as error:
         raise UsageError(str(error)) from error
     if file and tenants.open_to_all:
