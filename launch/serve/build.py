@@ -26,6 +26,7 @@ from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import check_name, is_exact
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
+from kvstore.tiers.seal import read_secret
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
 from launch.machine.interpreters import CHILD_ENV
@@ -36,7 +37,7 @@ from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_c
 from launch.plan.served_cache import served_cache
 from launch.serve.keys import key_lines
 from launch.serve.preflight import check_memory, check_tiers
-from launch.serve.secret import server_secret
+from launch.serve.secret import secret_path, server_secret
 from launch.settings.default_budgets import weights_bytes
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 from launch.settings.schema import Settings
@@ -147,7 +148,8 @@ def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
     """
     config = effective.settings.store
     path = config.disk_path or str(effective.folders.data)
-    config = msgspec.structs.replace(config, disk_path=path)
+    secret = config.secret_file or str(secret_path(effective.folders.data))
+    config = msgspec.structs.replace(config, disk_path=path, secret_file=secret)
     reason = _exact_only(effective, model)
     names = [x for x in (config.codec, config.disk_codec, config.redis_codec) if x]
     lossy = [x for x in names if x == AUTO or not is_exact(x)]
@@ -172,7 +174,7 @@ def _exact_only(effective: EffectiveSettings, model: Model) -> str:
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
     file = settings.gateway.api_keys_file
     try:
-        tenants = Tenants(server_secret(data_dir), key_lines(settings.gateway))
+        tenants = Tenants(_secret(settings, data_dir), key_lines(settings.gateway))
     except BadKeyLine as error:
         raise UsageError(str(error)) from error
     if file and tenants.open_to_all:
@@ -180,6 +182,16 @@ def _tenants(settings: Settings, data_dir: Path) -> Tenants:
             f"{file} holds no API key; add one: thermocline keys new TENANT --append {file}"
         )
     return tenants
+
+
+def _secret(settings: Settings, data_dir: Path) -> bytes:
+    """The secret that salts and seals come from: the server's own, or one that several share."""
+    if not settings.store.secret_file:
+        return server_secret(data_dir)
+    try:
+        return read_secret(Path(settings.store.secret_file))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_reach(settings: Settings, tenants: Tenants) -> None:
