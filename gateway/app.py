@@ -20,6 +20,7 @@ from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
+from gateway.limits.key_limits import KeyLimits, usual_limits
 from gateway.metrics import Metrics
 from gateway.openai import chat, models
 from scheduler.sessions import SessionManager
@@ -48,6 +49,7 @@ def create_app(
         metrics=metrics,
         chats=KnownChats(config.max_known_chats),
         bodies=BodyBudget(config.max_bodies_bytes),
+        limits=KeyLimits(usual_limits(config)),
     )
     # No documentation pages: FastAPI's fetch scripts from a foreign server.
     app = FastAPI(

@@ -33,6 +33,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metrics_access: Literal["auto", "open", "key"] = "auto"
     # Further names for the served model, for clients whose model name cannot be changed.
     model_aliases: tuple[str, ...] = ()
+    # What each key may take, unless its line says ``requests_per_minute=60`` and so on; 0 = any
+    # number. Sessions are those of the key's tenant.
+    requests_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tokens_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 0
+    concurrent_requests: Annotated[int, msgspec.Meta(ge=0)] = 0
+    sessions_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
     # Bytes of all bodies together, from their first byte until the engine has them; beyond it 503.
     max_bodies_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 128 << 20

@@ -12,8 +12,10 @@ from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.edge.body_budget import BodyBudget
+from gateway.errors import Failure, Refused
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
+from gateway.limits.key_limits import KeyLimits
 from gateway.metrics import Gauges, Metrics
 from scheduler.sessions import SessionManager
 
@@ -34,6 +36,7 @@ class Gateway:
     metrics: Metrics
     chats: KnownChats
     bodies: BodyBudget
+    limits: KeyLimits
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     has_served: bool = False  # the engine was ready for some request
@@ -75,6 +78,15 @@ class Gateway:
     def knows(self, tenant: Tenant, session_id: str) -> bool:
         """Tell whether the tenant has a session of that id."""
         return self.sessions.get(self.session(tenant, session_id)) is not None
+
+    def check_new_session(self, tenant: Tenant, session_id: str) -> None:
+        """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one."""
+        most = self.limits.of(tenant).sessions
+        if not most or self.knows(tenant, session_id):
+            return
+        if self.sessions.num_sessions(tenant.name) >= most:
+            message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
+            raise Refused(Failure(429, message, "session_id", "session_limit"))
 
     def session(self, tenant: Tenant, session_id: str) -> SessionRef:
         """Name a session of the tenant, known or new."""

@@ -21,6 +21,7 @@ from engines.asgi import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.body_budget import BodyBudget, BodyShare
 from gateway.errors import Failure, failure_of
+from gateway.limits.key_limits import key_share_of
 from gateway.metrics import Metrics
 
 log = logging.getLogger("thermocline.gateway")
@@ -71,9 +72,10 @@ class FrontMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        response = _TrackedResponse(send, _request_id(headers))
-        scope.setdefault("state", {})["request_id"] = response.request_id
-        share = scope["state"]["body_share"] = BodyShare(self._bodies)
+        state = scope.setdefault("state", {})
+        response = _TrackedResponse(send, _request_id(headers), scope)
+        state["request_id"] = response.request_id
+        share = state["body_share"] = BodyShare(self._bodies)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:
             refusal = self._refusal(scope["method"], headers)
@@ -88,6 +90,8 @@ class FrontMiddleware:
             await failure_of(error).response()(scope, receive, response.send)
         finally:
             share.give_back()
+            if place := key_share_of(scope):
+                place.leave()
             self._done(scope, response)
 
     def _refusal(self, method: str, headers: Headers) -> Failure | None:
@@ -137,8 +141,9 @@ class FrontMiddleware:
 class _TrackedResponse:
     """Passes a response on; adds the headers that all have, and keeps its status and time."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, scope: Scope) -> None:
         self._send = send
+        self._scope = scope
         self._began = time.perf_counter()
         self.request_id = request_id
         self.status = 0
@@ -150,8 +155,10 @@ class _TrackedResponse:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            place = key_share_of(self._scope)
             message["headers"] = [
                 *message.get("headers", ()),
+                *((x.encode(), y.encode()) for x, y in (place.headers() if place else ())),
                 (b"x-request-id", self.request_id.encode()),
                 (b"openai-processing-ms", b"%d" % self.age_ms),
             ]

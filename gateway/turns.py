@@ -79,10 +79,12 @@ async def accept(request: Request, operation: Operation) -> Response:
 
     Raises:
         InvalidRequest: the request cannot be served as it stands.
+        Refused: the caller's key, or all bodies together, have what they may have.
         EngineUnavailable: there is no engine, or none again in time.
     """
     gateway = gateway_of(request)
     tenant = caller_of(request)
+    gateway.limits.enter(tenant, request.scope)
     await gateway.served_soon()  # before the body is read: a request that waits holds no memory
     body = await read_json_body(request, gateway.config)
     async with gateway.bodies.parsing(len(body)):
@@ -130,4 +132,5 @@ def _session(gateway: Gateway, tenant: Tenant, asked: CheckedRequest) -> Session
     session_id = asked.session_id
     if session_id is None:
         session_id = gateway.chats.identify(tenant, asked.chain, partial(gateway.knows, tenant))
+    gateway.check_new_session(tenant, session_id)
     return gateway.session(tenant, session_id)

@@ -156,6 +156,10 @@ class SessionManager:
 
     # ---- the sessions API
 
+    def num_sessions(self, tenant: str) -> int:
+        """Count a tenant's sessions, hot and cold."""
+        return len(self.table.of(tenant))
+
     def list(self, tenant: str) -> list[SessionView]:
         """List a tenant's sessions, the most recently used first."""
         mine = [x for x in self.table.of(tenant) if x.state is not State.LEAVING]

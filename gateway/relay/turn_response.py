@@ -21,6 +21,7 @@ from gateway.context import Gateway
 from gateway.errors import Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
+from gateway.limits.key_limits import key_share_of
 from gateway.metrics import Usage
 from gateway.relay.answer_format import AnswerFormat
 from gateway.relay.passthrough import (
@@ -76,7 +77,7 @@ class TurnResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._share = body_share_of(scope)
+            self._share, self._place = body_share_of(scope), key_share_of(scope)
             send_body = body_send_of(scope, send)
             end = await while_client_stays(receive, partial(self._serve, send, send_body))
             await end(send)
@@ -162,7 +163,10 @@ class TurnResponse(Response):
     def _used(self, turn: Turn, usage: Usage | None) -> None:
         if usage is not None:
             self._metrics.used(usage)
-            turn.used(usage.prompt_tokens + usage.completion_tokens)
+            num_tokens = usage.prompt_tokens + usage.completion_tokens
+            turn.used(num_tokens)
+            if self._place is not None:
+                self._place.used_tokens(num_tokens)
 
     def _first_event(self) -> None:
         self._metrics.first_token(self._operation, self._seconds(), self._cache)

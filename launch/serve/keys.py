@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable
 
 from gateway.config import GatewayConfig
-from gateway.keys import BadKeyLine, Tenants, read_key_lines
+from gateway.context import Gateway
+from gateway.keys import BadKeyLine, read_key_lines
+from gateway.limits.key_limits import usual_limits
 from launch.errors import LaunchError, UsageError
 from launch.settings.effective_settings import EffectiveSettings
 
@@ -28,14 +30,16 @@ def key_lines(config: GatewayConfig) -> list[str]:
     return lines
 
 
-def reload_keys(tenants: Tenants, reread: Callable[[], EffectiveSettings]) -> None:
-    """Take the keys as they are now; where anything is wrong, the ones before stay, all of them.
+def reload_keys(gateway: Gateway, reread: Callable[[], EffectiveSettings]) -> None:
+    """Take keys and limits as they are now; where anything is wrong, all stay as they were.
 
     A key that is gone opens nothing from the next request on; answers that run go on.
     """
     try:
-        tenants.replace(key_lines(reread().settings.gateway))
+        config = reread().settings.gateway
+        gateway.tenants.replace(key_lines(config))
     except (LaunchError, BadKeyLine) as error:
-        log.error("the API keys stay as they were: %s", error)
+        log.error("API keys and limits stay as they were: %s", error)
         return
-    log.info("the API keys were read again: %d", tenants.num_keys)
+    gateway.limits.usual = usual_limits(config)
+    log.info("API keys and limits were read again: %d keys", gateway.tenants.num_keys)

@@ -53,7 +53,7 @@ def serve(
         _say_settings(effective, built, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             watch = ProfileWatch(effective, built.engine)
-            reload = partial(reload_keys, built.tenants, reread or (lambda: effective))
+            reload = partial(reload_keys, built.app.state.gateway, reread or (lambda: effective))
             runner.run(_run(server, sock, built, url, watch, reload))
     log.info("stopped")
     return 0 if server.started and not built.engine.gave_up else 1

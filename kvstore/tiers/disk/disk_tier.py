@@ -84,11 +84,7 @@ class DiskTier:
             raise
 
     def _mend(self) -> None:
-        """Go on with an empty file where calls have found the one there damaged.
-
-        Raises:
-            TierUnavailable: there is no room even for that; the next write tries again.
-        """
+        """Go on with an empty file where calls have found the one there damaged, if that opens."""
         if not self._guard.damaged:
             return
         with self._writing, self._guard.mend() as damaged:

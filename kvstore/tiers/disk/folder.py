@@ -180,6 +180,8 @@ class DiskFolder:
         return problems[0] if problems else ""
 
     def _discard(self, why: str) -> None:
+        if not self.data.exists():  # an earlier attempt went no further
+            return
         nbytes = self.data.stat().st_size
         log.warning("the disk tier starts empty: %s, %d bytes, deleted: %s", self.data, nbytes, why)
         self.data.unlink()

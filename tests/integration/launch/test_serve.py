@@ -137,7 +137,10 @@ def test_with_keys_only_their_owners_see_their_sessions(tmp_path):
         other = subprocess.run(
             [*PROGRAM, "keys", "new", "bob"], capture_output=True, text=True, check=True
         ).stdout.split()
-        for text, said in [("nonsense", "stay as they were"), (other[3], "were read again: 1")]:
+        for text, said in [
+            ("nonsense", "stay as they were"),
+            (other[3], "were read again: 1 keys"),
+        ]:
             keys.write_text(text + "\n")
             server.process.send_signal(signal.SIGHUP)
             server.wait_for(said)
