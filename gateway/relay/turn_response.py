@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from engines.asgi import ClientGone, while_client_stays
 from engines.base import CacheOutcome, SessionRef, Upstream
-from engines.headers import CACHE_HEADER, SESSION_HEADER
+from engines.headers import CACHE_HEADER, SESSION_HEADER, patience_header
 from gateway.body import body_share_of
 from gateway.context import Gateway
 from gateway.errors import Failure, failure_of
@@ -108,19 +108,18 @@ class TurnResponse(Response):
             "content-type": "application/json",
             "x-request-id": self._request_id,
         }
-        async with (
-            self._gateway.sessions.turn(self._session) as turn,
-            engine.open(self._path, self._body, headers) as upstream,
-        ):
-            self._body = b""  # the engine has it
-            self._share.give_back()
-            said = upstream.headers.get(CACHE_HEADER, "")
-            self._cache = CacheOutcome.parse(said)
-            if upstream.status < 400:
-                turn.engine_answered(self._cache)
-            if said:
-                self._metrics.cache_outcome(self._cache)
-            yield turn, upstream
+        async with self._gateway.sessions.turn(self._session) as turn:
+            headers |= patience_header(turn.patience_s)
+            async with engine.open(self._path, self._body, headers) as upstream:
+                self._body = b""  # the engine has it
+                self._share.give_back()
+                said = upstream.headers.get(CACHE_HEADER, "")
+                self._cache = CacheOutcome.parse(said)
+                if upstream.status < 400:
+                    turn.engine_answered(self._cache)
+                if said:
+                    self._metrics.cache_outcome(self._cache)
+                yield turn, upstream
 
     async def _refused(self, upstream: Upstream) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
