@@ -18,8 +18,13 @@ class ClientGone(Exception):
     """The client has closed the connection, or takes nothing of what is sent to it."""
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(
+    request: Request, max_bytes: int, on_size: Callable[[int], None] = lambda nbytes: None
+) -> bytes:
     """Read the whole body. Nothing beyond the limit is ever held in memory.
+
+    Args:
+        on_size: told how many bytes the body declares, or has; what it raises ends the reading.
 
     Raises:
         InvalidRequest: 413, the body is larger than ``max_bytes``.
@@ -28,12 +33,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
+    if declared.isdecimal():
+        on_size(int(declared))
     chunks: list[bytes] = []
     nbytes = 0
     async for chunk in request.stream():
         nbytes += len(chunk)
         if nbytes > max_bytes:
             raise _too_large(max_bytes)
+        on_size(nbytes)
         chunks.append(chunk)
     return b"".join(chunks)
 

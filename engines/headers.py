@@ -1,7 +1,8 @@
 """The HTTP headers between the gateway and an engine: each is written and read here.
 
-Three request headers tell an engine whose turn it is; only the gateway may set them. One response
-header tells where the prompt's KV came from; the client gets it as well.
+Three request headers tell an engine whose turn it is, and one how long it may wait; only the
+gateway may set them. One response header tells where the prompt's KV came from; the client gets it
+as well.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvstore.session import SessionRef, TierName
 TENANT_HEADER: Final = "x-thermocline-tenant"
 SESSION_HEADER: Final = "x-thermocline-session"  # percent-encoded UTF-8
 SALT_HEADER: Final = "x-thermocline-salt"  # hex
+PATIENCE_HEADER: Final = "x-thermocline-patience"  # seconds, see ``patience_from``
 CACHE_HEADER: Final = "x-thermocline-cache"  # see ``CacheOutcome``
 
 CacheSource: TypeAlias = Literal["hot", "cold-ram", "cold-disk", "cold-redis", "miss"]
@@ -85,3 +87,22 @@ def session_from(headers: Mapping[str, str]) -> SessionRef | None:
     except ValueError as error:
         raise InvalidRequest(f"The header {SALT_HEADER} is not hexadecimal.") from error
     return SessionRef(headers.get(TENANT_HEADER, ""), session_id, salt)
+
+
+def patience_header(seconds: float) -> dict[str, str]:
+    """The request header that tells an engine how long a turn may wait in the engine's own line."""
+    return {PATIENCE_HEADER: f"{max(0.0, seconds):.3f}"}
+
+
+def patience_from(headers: Mapping[str, str]) -> float | None:
+    """Read what ``patience_header`` wrote, in seconds; None if there is no such header.
+
+    Raises:
+        InvalidRequest: it is no number.
+    """
+    said = headers.get(PATIENCE_HEADER)
+    if said is None:
+        return None
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", said):
+        raise InvalidRequest(f"The header {PATIENCE_HEADER} is no number of seconds.")
+    return float(said)

@@ -16,10 +16,12 @@ from gateway import health, openapi, sessions
 from gateway.anthropic import messages, token_count
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
+from gateway.edge.body_budget import BodyBudget
 from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
+from gateway.limits.key_limits import KeyLimits, usual_limits
 from gateway.metrics import Metrics
 from gateway.openai import chat, conversations, models, stored_chats, tokenizing
 from gateway.openai.responses import counting
@@ -56,6 +58,8 @@ def create_app(
         metrics=metrics,
         chats=KnownChats(config.max_known_chats),
         stored=stored or Stored(),
+        bodies=BodyBudget(config.max_bodies_bytes),
+        limits=KeyLimits(usual_limits(config)),
     )
     # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
     app = FastAPI(
@@ -82,7 +86,11 @@ def create_app(
             expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER],
         )
     app.add_middleware(
-        FrontMiddleware, config=config, metrics=metrics, open_to_all=tenants.open_to_all
+        FrontMiddleware,
+        config=config,
+        metrics=metrics,
+        open_to_all=tenants.open_to_all,
+        bodies=gateway.bodies,
     )
     return app
 

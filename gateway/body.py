@@ -5,22 +5,35 @@ from __future__ import annotations
 import asyncio
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from engines.asgi import read_body
 from engines.openai.errors import InvalidRequest
 from gateway.config import GatewayConfig
+from gateway.edge.body_budget import BodyShare
+
+
+def body_share_of(scope: Scope) -> BodyShare:
+    """Return what a request has of the budget of all bodies; ``FrontMiddleware`` has made it."""
+    share = scope["state"]["body_share"]
+    assert isinstance(share, BodyShare)
+    return share
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
     """Read the whole body; it is not parsed here.
 
+    Its bytes count in the budget of all bodies until ``body_share_of`` is given back.
+
     Raises:
+        Refused: 503, the bodies of all requests take too much.
         InvalidRequest: it takes too long (408), is too large (413) or not declared as JSON (415).
     """
     _check_encoding(request)
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            return await read_body(request, config.max_body_bytes)
+            share = body_share_of(request.scope)
+            return await read_body(request, config.max_body_bytes, share.grow)
     except TimeoutError:
         raise InvalidRequest("The request's body took too long to arrive.", status=408) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
@@ -33,8 +34,21 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metrics_access: Literal["auto", "open", "key"] = "auto"
     # Further names for the served model, for clients whose model name cannot be changed; "*" = any.
     model_aliases: tuple[str, ...] = ()
+    # What each key may take, unless its line says ``requests_per_minute=60`` and so on; 0 = any
+    # number. Sessions are those of the key's tenant.
+    requests_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tokens_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 0
+    concurrent_requests: Annotated[int, msgspec.Meta(ge=0)] = 0
+    sessions_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
+    # Bytes of all bodies together, from their first byte until the engine has them; beyond it 503.
+    max_bodies_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 128 << 20
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 32 << 10
+    # Open at once; 0 = what the limit of open files leaves, at most MAX_CONNECTIONS.
+    max_connections: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_connections_per_address: Positive = 512  # of IPv6 a /64
+    # Networks of proxies, which speak for many clients: only the total is for their connections.
+    trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
     header_timeout_s: PositiveSeconds = 20.0
     body_timeout_s: PositiveSeconds = 60.0
     keep_alive_s: Positive = 65
@@ -58,6 +72,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def means_served(self, name: str, served: str) -> bool:
         """Tell whether ``name`` means the model that is served as ``served``."""
         return name == served or name in self.model_aliases or ANY_MODEL in self.model_aliases
+
+    def __post_init__(self) -> None:
+        for network in self.trusted_proxies:
+            ipaddress.ip_network(network)  # ValueError says what is wrong
 
     @property
     def on_loopback(self) -> bool:

@@ -11,14 +11,19 @@ from starlette.requests import Request
 from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
+from gateway.edge.body_budget import BodyBudget
+from gateway.errors import Failure, Refused
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
+from gateway.limits.key_limits import KeyLimits
 from gateway.metrics import Gauges, Metrics
 from gateway.prefixes.prefix_watch import PrefixWatch
 from gateway.stored.stored import Stored
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
+FIGURES_S = 0.5  # an engine that does not answer must not make /metrics wait
+LAST_WORDS_S = 1.0  # to tell all streams that they end
 MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
 
@@ -32,6 +37,8 @@ class Gateway:
     tenants: Tenants
     metrics: Metrics
     chats: KnownChats
+    bodies: BodyBudget
+    limits: KeyLimits
     stored: Stored = field(default_factory=Stored)
     prefixes: PrefixWatch = field(default_factory=PrefixWatch)
     started_at: int = field(default_factory=lambda: int(time.time()))
@@ -76,6 +83,15 @@ class Gateway:
         """Tell whether the tenant has a session of that id."""
         return self.sessions.get(self.session(tenant, session_id)) is not None
 
+    def check_new_session(self, tenant: Tenant, session_id: str) -> None:
+        """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one."""
+        most = self.limits.of(tenant).sessions
+        if not most or self.knows(tenant, session_id):
+            return
+        if self.sessions.num_sessions(tenant.name) >= most:
+            message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
+            raise Refused(Failure(429, message, "session_id", "session_limit"))
+
     def session(self, tenant: Tenant, session_id: str) -> SessionRef:
         """Name a session of the tenant, known or new."""
         return SessionRef(tenant=tenant.name, id=session_id, salt=tenant.salt)
@@ -83,8 +99,9 @@ class Gateway:
     async def gauges(self) -> Gauges:
         """Gather the figures of this moment; without the engine's if it does not answer."""
         try:
-            report = await self.engine.stats() if self.engine.ready else None
-        except EngineError:
+            async with asyncio.timeout(FIGURES_S):
+                report = await self.engine.stats() if self.engine.ready else None
+        except (EngineError, TimeoutError):
             report = None
         return Gauges(
             ready=self.engine.ready,
@@ -93,6 +110,15 @@ class Gateway:
             engine=report,
             memory_available_bytes=self.sessions.headroom.available_bytes,
         )
+
+    async def cut(self) -> None:
+        """End the running turns now; a stream ends with an error event."""
+        ending = asyncio.create_task(self.engine.stop(0), name="engine-cut")
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_WORDS_S
+        while self.sessions.num_running and loop.time() < until:
+            await asyncio.sleep(ENGINE_POLL_S)
+        ending.cancel()  # the engine saves and leaves by itself when this process is gone
 
     async def drain(self) -> None:
         """Take no new turns, and let the running ones finish within ``drain_s``.

@@ -58,6 +58,7 @@ class Failure(msgspec.Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
+    headers: tuple[tuple[str, str], ...] = ()
 
     def json(self) -> bytes:
         """The body, in OpenAI's shape."""
@@ -102,7 +103,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     def _headers(self) -> dict[str, str]:
         """``retry-after`` where the same request may succeed later, and how to send a key."""
-        headers = {}
+        headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
@@ -111,9 +112,19 @@ class Failure(msgspec.Struct, frozen=True):
         return headers
 
 
+class Refused(Exception):
+    """A part of the gateway refuses a request, and has the answer."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 def failure_of(error: Exception) -> Failure:
     """Translate an exception. An unforeseen one becomes a 500 that tells nothing more."""
     match error:
+        case Refused():
+            return error.failure
         case InvalidRequest():
             return Failure(error.status, error.message, error.param, error.code)
         case MemoryScarce():
@@ -168,6 +179,7 @@ def _methods(request: Request) -> set[str]:
 
 FORESEEN: tuple[type[Exception], ...] = (
     InvalidRequest,
+    Refused,
     SessionKept,
     Overloaded,
     Draining,

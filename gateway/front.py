@@ -19,7 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engines.asgi import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
+from gateway.edge.body_budget import BodyBudget, BodyShare
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
+from gateway.limits.key_limits import key_share_of
 from gateway.metrics import Metrics
 
 log = logging.getLogger("thermocline.gateway")
@@ -52,9 +54,15 @@ class FrontMiddleware:
     """Names, checks, logs and counts every request. See above."""
 
     def __init__(
-        self, app: ASGIApp, config: GatewayConfig, metrics: Metrics, open_to_all: bool
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        metrics: Metrics,
+        open_to_all: bool,
+        bodies: BodyBudget,
     ) -> None:
         """``open_to_all``: no API key is needed."""
+        self._bodies = bodies
         self._open_to_all = open_to_all
         self._app = app
         self._config = config
@@ -66,9 +74,10 @@ class FrontMiddleware:
             return
         scope = _plain(scope)
         headers = Headers(scope=scope)
-        path = scope["path"]
-        response = _TrackedResponse(send, _request_id(headers), path.startswith(ANTHROPIC_PATH))
-        scope.setdefault("state", {})["request_id"] = response.request_id
+        path, state = scope["path"], scope.setdefault("state", {})
+        response = _TrackedResponse(send, _request_id(headers), scope)
+        state["request_id"] = response.request_id
+        share = state["body_share"] = BodyShare(self._bodies)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:
             refusal = self._refusal(scope["method"], headers)
@@ -83,6 +92,9 @@ class FrontMiddleware:
             answer = failure_of(error).response_for(path, response.request_id)
             await answer(scope, receive, response.send)
         finally:
+            share.give_back()
+            if place := key_share_of(scope):
+                place.leave()
             self._done(scope, response)
 
     def _refusal(self, method: str, headers: Headers) -> Failure | None:
@@ -132,10 +144,11 @@ class FrontMiddleware:
 class _TrackedResponse:
     """Passes a response on; adds the headers that all have, and keeps its status and time."""
 
-    def __init__(self, send: Send, request_id: str, anthropic: bool) -> None:
-        """``anthropic``: the request's id also goes out under Anthropic's name for it."""
+    def __init__(self, send: Send, request_id: str, scope: Scope) -> None:
         self._send = send
-        self._anthropic = anthropic
+        self._scope = scope
+        # There the request's id also goes out under Anthropic's name for it.
+        self._anthropic = scope["path"].startswith(ANTHROPIC_PATH)
         self._began = time.perf_counter()
         self.request_id = request_id
         self.status = 0
@@ -147,8 +160,10 @@ class _TrackedResponse:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            place = key_share_of(self._scope)
             message["headers"] = [
                 *message.get("headers", ()),
+                *((x.encode(), y.encode()) for x, y in (place.headers() if place else ())),
                 (b"x-request-id", self.request_id.encode()),
                 (b"openai-processing-ms", b"%d" % self.age_ms),
             ]

@@ -19,18 +19,35 @@ from engines.openai.requests import InvalidRequest
 
 KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
-_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})")
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,12})*)")
 
 
 class BadKeyLine(Exception):
     """A line of the key list cannot be read. The message never quotes the line."""
 
 
+class Limits(NamedTuple):
+    """The limits of one key; 0 = any number. ``sessions`` are its tenant's."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent_requests: int = 0
+    sessions: int = 0
+
+
 class Tenant(NamedTuple):
-    """A caller's name, and the salt that enters every key of its cold data."""
+    """A caller's name, and the salt that enters every key of its cold data; its key's limits."""
 
     name: str
     salt: bytes
+    key_id: str = ""  # tells keys of one tenant apart; no secret
+    limits: Limits | None = None  # None: the usual ones
+
+
+class _Key(NamedTuple):
+    digest: bytes
+    tenant: str
+    limits: Limits | None
 
 
 class Tenants:
@@ -47,10 +64,28 @@ class Tenants:
         self._secret = secret
         self._keys = _parse(key_lines)
 
+    def replace(self, key_lines: Iterable[str]) -> None:
+        """Take other keys from now on, all at once; turns that run go on.
+
+        Raises:
+            BadKeyLine: one cannot be read, or the last key would go, so that none were needed any
+                more, or the first would come. The keys are as before.
+        """
+        keys = _parse(key_lines)
+        if bool(keys) != bool(self._keys):
+            raise BadKeyLine(
+                "whether API keys are needed cannot change while the server runs: start it again"
+            )
+        self._keys = keys
+
     @property
     def open_to_all(self) -> bool:
         """True if no key is needed."""
         return not self._keys
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
 
     def authenticate(self, authorization: str | None, x_api_key: str | None = None) -> Tenant:
         """Find the tenant whose key an ``Authorization`` header or an ``X-API-Key`` header holds.
@@ -60,7 +95,7 @@ class Tenants:
                 must not be guessed.
         """
         if self.open_to_all:
-            return self._tenant(ANONYMOUS)
+            return Tenant(ANONYMOUS, self.salt_of(ANONYMOUS))
         scheme, _, bearer = (authorization or "").partition(" ")
         bearer = bearer.strip() if scheme.lower() == "bearer" else ""
         key = bearer or (x_api_key or "").strip()
@@ -69,20 +104,18 @@ class Tenants:
         if x_api_key and x_api_key.strip() != key:
             raise _unauthorised("Authorization and X-API-Key hold different keys: send one.")
         shown = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        found: str | None = None
-        for digest, name in self._keys:  # always all of them, so that the time tells nothing
-            if hmac.compare_digest(digest, shown):
-                found = name
+        found: _Key | None = None
+        for key_line in self._keys:  # always all of them, so that the time tells nothing
+            if hmac.compare_digest(key_line.digest, shown):
+                found = key_line
         if found is None:
             raise _unauthorised("The API key is not valid here.")
-        return self._tenant(found)
+        key_id = found.digest[:8].hex()
+        return Tenant(found.tenant, self.salt_of(found.tenant), key_id, found.limits)
 
     def salt_of(self, name: str) -> bytes:
         """Derive a tenant's salt, 32 bytes, from the server's secret."""
         return hmac.digest(self._secret, b"salt" + name.encode(), "sha256")
-
-    def _tenant(self, name: str) -> Tenant:
-        return Tenant(name, self.salt_of(name))
 
 
 def generate_key(tenant: str) -> tuple[str, str]:
@@ -102,7 +135,7 @@ def read_key_lines(path: str) -> list[str]:
     return Path(path).read_text(encoding="utf-8").splitlines()
 
 
-def _parse(lines: Iterable[str]) -> list[tuple[bytes, str]]:
+def _parse(lines: Iterable[str]) -> list[_Key]:
     keys = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -115,8 +148,21 @@ def _parse(lines: Iterable[str]) -> list[tuple[bytes, str]]:
                 " letters, digits, '.', '_' and '-', the hash is 64 lower-case hex digits;"
                 " a new line is made by: thermocline keys new TENANT"
             )
-        keys.append((bytes.fromhex(found[2]), found[1]))
+        keys.append(_Key(bytes.fromhex(found[2]), found[1], _limits(found[3], number)))
     return keys
+
+
+def _limits(words: str, number: int) -> Limits | None:
+    """Read ``name=number`` words, which may follow a key."""
+    if not words.strip():
+        return None
+    given = {name: int(value) for name, _, value in (x.partition("=") for x in words.split())}
+    if unknown := given.keys() - set(Limits._fields):
+        raise BadKeyLine(
+            f"line {number} of the API keys has a limit {min(unknown)!r}; there are"
+            f" {', '.join(Limits._fields)}"
+        )
+    return Limits(**given)
 
 
 def _unauthorised(message: str) -> InvalidRequest:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engines.headers import CacheOutcome
@@ -133,6 +133,21 @@ class Metrics:
             "Turns whose prompt did not go on where the session's last one ended.",
             ("changed",),
         )
+
+        self._connections = Gauge(
+            "thermocline_connections", "Open connections.", registry=self._registry
+        )
+        self._connection_ends = self._counter(
+            "thermocline_connections_ended", "Connections refused or cut.", ("reason",)
+        )
+
+    # ---- gateway.edge.connections.ConnectionObserver
+
+    def connections_open(self, number: int) -> None:
+        self._connections.set(number)
+
+    def connection_ended(self, reason: str) -> None:
+        self._connection_ends(reason).inc()
 
     # ---- scheduler.observer.Observer
 

@@ -25,6 +25,7 @@ from engines.openai.requests import ChatRequest, CompletionRequest, Json, parse_
 from engines.wire import TemplateRules
 from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
+from gateway.edge.body_budget import LARGE_BODY_BYTES, check_weight
 from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id
 from gateway.identity.known_chats import message_chain
@@ -39,8 +40,6 @@ from gateway.relay.turn_response import TurnRequest, TurnResponse
 from scheduler.session import TurnHints
 
 T = TypeVar("T")
-
-LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
 
 # Fields that only the gateway may set for an engine, and names of sessions, which it has read.
 _PRIVATE_FIELDS = frozenset(
@@ -100,30 +99,34 @@ async def accept(request: Request, operation: Operation) -> Response:
 
     Raises:
         InvalidRequest: the request cannot be served as it stands.
+        Refused: the caller's key, or all bodies together, have what they may have.
         EngineUnavailable: there is no engine, or none again in time.
     """
     gateway = gateway_of(request)
     tenant = caller_of(request)
+    gateway.limits.enter(tenant, request.scope)
     await gateway.served_soon()  # before the body is read: a request that waits holds no memory
     body = await read_json_body(request, gateway.config)
-    said = await beside(body, partial(parse_json, body))
-    translate = operation.translate
-    if operation.recall is not None:
-        translate = await operation.recall(gateway, tenant, said)
-    rules = gateway.served.template
-    check = partial(_check, operation, translate, tenant, request.headers, rules, said)
-    asked = await beside(body, check)
-    raw, answer = asked.translated.raw, asked.translated.answer
-    raw["model"] = served_name(gateway, asked.model)
-    _even_out(raw, gateway.served.max_context)
-    gateway.metrics.left_out(asked.translated.left_out)
-    named = asked.session or _found(gateway, tenant, asked.chain)
-    session = gateway.session(tenant, named.id)
-    compared = None
-    if asked.outline is not None:
-        compared = gateway.prefixes.compare(tenant.name, named.id, asked.outline)
-        operation.compared(gateway, tenant, answer, compared)
-    for_engine = await beside(body, partial(_encode, gateway.engine, raw, session))
+    async with gateway.bodies.parsing(len(body)):
+        said = await beside(body, partial(_parsed, body))
+        translate = operation.translate
+        if operation.recall is not None:
+            translate = await operation.recall(gateway, tenant, said)
+        rules = gateway.served.template
+        check = partial(_check, operation, translate, tenant, request.headers, rules, said)
+        asked = await beside(body, check)
+        raw, answer = asked.translated.raw, asked.translated.answer
+        raw["model"] = served_name(gateway, asked.model)
+        _even_out(raw, gateway.served.max_context)
+        gateway.metrics.left_out(asked.translated.left_out)
+        named = asked.session or _found(gateway, tenant, asked.chain)
+        gateway.check_new_session(tenant, named.id)
+        session = gateway.session(tenant, named.id)
+        compared = None
+        if asked.outline is not None:
+            compared = gateway.prefixes.compare(tenant.name, named.id, asked.outline)
+            operation.compared(gateway, tenant, answer, compared)
+        for_engine = await beside(body, partial(_encode, gateway.engine, raw, session))
     hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
     turn = TurnRequest(operation.name, operation.path, session, for_engine, hints, compared)
     request_id = request_id_of(request.scope)
@@ -133,6 +136,11 @@ async def accept(request: Request, operation: Operation) -> Response:
 async def beside(body: bytes, work: Callable[[], T]) -> T:
     """Do ``work`` on a body; on a thread if the body is large, so that streams go on meanwhile."""
     return await asyncio.to_thread(work) if len(body) > LARGE_BODY_BYTES else work()
+
+
+def _parsed(body: bytes) -> Json:
+    check_weight(body)
+    return parse_json(body)
 
 
 def _check(

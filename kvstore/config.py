@@ -39,6 +39,10 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     calibrate: bool = True
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30
+    # A file of random bytes: what leaves this process is sealed by it, and believed by its seal
+    # only. "" = not sealed; ``launch`` fills in the server's own secret.
+    secret_file: str = ""
+    encrypt: bool = False  # hide the content of what leaves this process, too
     disk_path: str = ""  # "" = the cache folder that launch chooses
     redis_url: str = ""
     redis_bytes: NonNegative = 64 << 30

@@ -29,6 +29,7 @@ from launch.errors import LaunchError
 from launch.machine.blas import find_blas
 from launch.machine.interpreters import require_vllm
 from launch.machine.memory import available_memory, free_disk
+from launch.machine.open_files import COMFORTABLE, least_for, too_low
 from launch.model import find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.expected_codec import expected_choices
@@ -45,7 +46,6 @@ from launch.settings.units import show_bytes
 DISTRIBUTION = "thermocline"
 ROOMS = ("gateway", "engines", "kvstore", "scheduler", "launch")
 PINNED = ("mlx", "mlx-lm")
-MIN_OPEN_FILES = 1024
 REDIS_DEADLINE_S = 3.0
 ATTACH_DEADLINE_S = 3.0
 
@@ -281,10 +281,14 @@ def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _open_files(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= limit < MIN_OPEN_FILES:  # negative: no limit
-        return "warning", f"{limit} open files allowed; run: ulimit -n {MIN_OPEN_FILES * 16}"
-    return "ok", f"{limit if limit >= 0 else 'any number'} allowed"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # ``serve`` raises the other one to it
+    if limit == resource.RLIM_INFINITY:
+        return "ok", "any number allowed"
+    if limit < least_for(effective.engine_kind):
+        return "failure", too_low(limit, effective.engine_kind)
+    if limit < COMFORTABLE:
+        return "warning", f"{limit} allowed, few for connections; run: ulimit -Hn {COMFORTABLE}"
+    return "ok", f"{limit} allowed"
 
 
 CHECKS: Mapping[str, Check] = {

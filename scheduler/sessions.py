@@ -43,8 +43,10 @@ class SessionKept(Exception):
 class Turn:
     """One request of a session while it is being served."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, patience_s: float) -> None:
+        """``patience_s``: what is left of ``max_wait_s`` for the engine's own line, in seconds."""
         self._session = session
+        self.patience_s = patience_s
 
     def engine_answered(self, cache: CacheOutcome | None) -> None:
         """Note that the engine has taken the turn, and whether it restored KV for it.
@@ -123,10 +125,11 @@ class SessionManager:
             self.headroom.admit()
             async with self._admission.slot(ref.tenant):
                 self.headroom.admit()
-                self._observer.turn_waited(self._clock() - came)
+                waited_s = self._clock() - came
+                self._observer.turn_waited(waited_s)
                 session = self.table.begin(ref, hints)
                 try:
-                    yield Turn(session)
+                    yield Turn(session, self._config.max_wait_s - waited_s)
                 finally:
                     self.table.end(session)
                     self.sweeps.hurry()
@@ -155,6 +158,10 @@ class SessionManager:
         return self._admission.num_waiting
 
     # ---- the sessions API
+
+    def num_sessions(self, tenant: str) -> int:
+        """Count a tenant's sessions, hot and cold."""
+        return len(self.table.of(tenant))
 
     def list(self, tenant: str) -> list[SessionView]:
         """List a tenant's sessions, the most recently used first."""

@@ -43,6 +43,7 @@ class ToyOwner:
     outcome: CacheOutcome = field(default_factory=lambda: CacheOutcome("miss", 0, "never-stored"))
     fail_after: int | None = None  # tokens per row
     overloaded: bool = False
+    wait_s: float = 0.0  # in its own line
     prefill_s: float = 0.0
     step_s: float = 0.0
     submitted: list[Generation] = field(default_factory=list)
@@ -77,6 +78,7 @@ class ToyStream:
     async def events(self) -> AsyncIterator[Event]:
         generated: list[list[int]] = [[] for _ in self._generation.sampling]
         open_rows = set(range(len(generated)))
+        await asyncio.sleep(self._owner.wait_s)
         yield PromptAdmitted(self._owner.outcome)
         await asyncio.sleep(self._owner.prefill_s)
         yield PrefillProgress(len(self._generation.prompt), len(self._generation.prompt))

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engines.asgi import ClientGone, read_body, while_client_stays
 from engines.config import WorkerConfig
-from engines.headers import CACHE_HEADER, session_from
+from engines.headers import CACHE_HEADER, CacheOutcome, patience_from, session_from
 from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream
 from engines.mlx_worker.answer.reply_format import (
     ChatFormat,
@@ -207,7 +207,7 @@ class Endpoints:
     ) -> Response:
         async with AsyncExitStack() as stack:
             reply = await stack.enter_async_context(ReplyStream(self._owner, plan))
-            outcome = await while_client_stays(request.receive, reply.admitted)
+            outcome = await _in_time(request, reply)
             headers = {CACHE_HEADER: outcome.header()}
             if asked.stream:
                 return SseResponse(
@@ -246,6 +246,16 @@ class Endpoints:
             "owned_by": "thermocline",
             "max_model_len": self._owner.facts.max_context,
         }
+
+
+async def _in_time(request: Request, reply: ReplyStream) -> CacheOutcome:
+    """Wait for a place in a batch. Raises ``QueueFull`` after the time that the gateway gave."""
+    patience_s = patience_from(request.headers)
+    try:
+        async with asyncio.timeout(patience_s):
+            return await while_client_stays(request.receive, reply.admitted)
+    except TimeoutError:
+        raise QueueFull("no place in a batch was free in time; try again later") from None
 
 
 def _fingerprint(config: WorkerConfig) -> str:

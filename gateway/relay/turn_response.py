@@ -15,11 +15,13 @@ from starlette.types import Receive, Scope, Send
 
 from engines.asgi import ClientGone, while_client_stays
 from engines.base import CacheOutcome, SessionRef, Upstream
-from engines.headers import CACHE_HEADER, SESSION_HEADER
+from engines.headers import CACHE_HEADER, SESSION_HEADER, patience_header
+from gateway.body import body_share_of
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
+from gateway.limits.key_limits import key_share_of
 from gateway.metrics import Usage
 from gateway.prefixes.outline import Change
 from gateway.prefixes.prefix_watch import Compared
@@ -83,6 +85,7 @@ class TurnResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            self._share, self._place = body_share_of(scope), key_share_of(scope)
             send_body = body_send_of(scope, send)
             end = await while_client_stays(receive, partial(self._serve, send, send_body))
             await end(send)
@@ -124,19 +127,20 @@ class TurnResponse(Response):
             "content-type": "application/json",
             "x-request-id": self._request_id,
         }
-        async with (
-            self._gateway.sessions.turn(self._session, self._hints) as turn,
-            engine.open(self._path, self._body, headers) as upstream,
-        ):
-            said = upstream.headers.get(CACHE_HEADER, "")
-            self._cache = CacheOutcome.parse(said)
-            if upstream.status < 400:
-                turn.engine_answered(self._cache)
-            if said:
-                self._metrics.cache_outcome(self._cache)
-            if self._compared is not None and self._cache is not None:
-                self._compared.cached_tokens = self._cache.cached_tokens
-            yield turn, upstream
+        async with self._gateway.sessions.turn(self._session, self._hints) as turn:
+            headers |= patience_header(turn.patience_s)
+            async with engine.open(self._path, self._body, headers) as upstream:
+                self._body = b""  # the engine has it
+                self._share.give_back()
+                said = upstream.headers.get(CACHE_HEADER, "")
+                self._cache = CacheOutcome.parse(said)
+                if upstream.status < 400:
+                    turn.engine_answered(self._cache)
+                if said:
+                    self._metrics.cache_outcome(self._cache)
+                if self._compared is not None and self._cache is not None:
+                    self._compared.cached_tokens = self._cache.cached_tokens
+                yield turn, upstream
 
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
@@ -191,7 +195,10 @@ class TurnResponse(Response):
     def _used(self, turn: Turn, usage: Usage | None) -> None:
         if usage is not None:
             self._metrics.used(usage)
-            turn.used(usage.prompt_tokens + usage.completion_tokens)
+            num_tokens = usage.prompt_tokens + usage.completion_tokens
+            turn.used(num_tokens)
+            if self._place is not None:
+                self._place.used_tokens(num_tokens)
             if self._compared is not None:
                 self._compared.prompt_tokens = usage.prompt_tokens
         if self._compared is not None and self._compared.change is not None:

@@ -212,8 +212,8 @@ def _header(text: bytes, path: Path) -> _Header:
         if version not in READABLE:
             raise Mismatch(f"{path}: version {version}, {VERSION} expected; calibrate again")
         return msgspec.json.decode(text, type=_Header)
-    except (msgspec.MsgspecError, TypeError, KeyError) as error:
-        raise Corrupt(f"{path}: {error}") from error
+    except (msgspec.MsgspecError, TypeError, KeyError, ValueError, RecursionError) as error:
+        raise Corrupt(f"{path}: {error}") from error  # whoever wrote it could make its digest fit
 
 
 # Takes so many values of a dtype from a file, from a byte on.
@@ -252,7 +252,10 @@ def _arrays(
         values = take(file, entry.dtype, at, count if end <= last else 0)
         if end > last or len(values) != count:
             raise Corrupt(f"{path}: shorter than its arrays")
-        array = values.reshape(entry.shape)
+        try:
+            array = values.reshape(entry.shape)
+        except ValueError as error:  # more dimensions, or larger ones, than an array can have
+            raise Corrupt(f"{path}: {error}") from error
         array.setflags(write=False)
         learned.setdefault(preset, {})[name] = array
         at = _aligned(end)

@@ -8,6 +8,9 @@ The store calls a tier from its own threads, and a tier may fail at any time:
 4. ``touch``, ``pin`` and ``unpin`` tell what is in use; each tier evicts by itself (``lru``).
 5. ``delete_many`` overwrites or removes what was forgotten, as far as the medium allows.
 
+What leaves the process is sealed with the server's secret (``seal``, ``sealed_tier``): nobody else
+can put a blob there that is believed.
+
 Whatever the medium raises becomes ``kvstore.errors.TierUnavailable``, or ``TierInUse`` for a
 folder that another process owns, and never costs more than a prefill.
 

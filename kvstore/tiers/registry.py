@@ -14,6 +14,8 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.budget import capacity_within
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
+from kvstore.tiers.seal import Seal, read_secret
+from kvstore.tiers.sealed_tier import SealedTier
 
 _log = logging.getLogger(__name__)
 
@@ -27,17 +29,29 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     Raises:
         TierUnavailable: the folder cannot be used, or ``disk_bytes`` is too little.
         TierInUse: another process uses the folder.
-        ValueError: ``redis_url`` is not a URL of a Redis server.
+        ValueError: ``redis_url`` is not a URL of a Redis server, or the secret is missing or none.
         ImportError: redis is asked for and redis-py not installed.
     """
+    secret = read_secret(Path(config.secret_file)) if config.secret_file else b""
+    if config.encrypt and not secret:
+        raise ValueError("store.encrypt needs store.secret_file")
     tiers: list[Tier] = []
     if config.ram_bytes:
         tiers.append(RamTier(config.ram_bytes))
     if config.disk_bytes:
-        tiers.append(DiskTier(disk_path / "cold", capacity_within(config.disk_bytes)))
+        disk = DiskTier(disk_path / "cold", capacity_within(config.disk_bytes))
+        tiers.append(_sealed(disk, secret, config))
     if config.redis_url and config.redis_bytes:
-        tiers.append(_redis(config))
+        if not secret:
+            _log.warning("redis is believed without a seal: store.secret_file is not set")
+        tiers.append(_sealed(_redis(config), secret, config))
     return tiers
+
+
+def _sealed(tier: Tier, secret: bytes, config: StoreConfig) -> Tier:
+    if not secret:
+        return tier
+    return SealedTier(tier, Seal(secret, tier.name, encrypt=config.encrypt))
 
 
 def open_usable_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:

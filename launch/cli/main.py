@@ -76,7 +76,8 @@ def serve(
     """Start the gateway and its engine; stop with Ctrl-C."""
     from launch.serve.run import serve as run
 
-    raise typer.Exit(run(options.chosen(context, os.environ), os.environ))
+    effective = options.chosen(context, os.environ)
+    raise typer.Exit(run(effective, os.environ, lambda: options.chosen(context, os.environ)))
 
 
 @app.command("config")

@@ -20,12 +20,13 @@ from engines.config import WorkerConfig
 from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
 from gateway.config import GatewayConfig
-from gateway.keys import BadKeyLine, Tenants, read_key_lines
+from gateway.keys import BadKeyLine, Tenants
 from gateway.metrics import Metrics
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import check_name, is_exact
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
+from kvstore.tiers.seal import read_secret
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
 from launch.machine.interpreters import CHILD_ENV
@@ -34,8 +35,9 @@ from launch.model import Model, find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.plan.served_cache import served_cache
+from launch.serve.keys import key_lines
 from launch.serve.preflight import check_memory, check_tiers
-from launch.serve.secret import server_secret
+from launch.serve.secret import secret_path, server_secret
 from launch.serve.stored import stored_objects
 from launch.settings.default_budgets import weights_bytes
 from launch.settings.effective_settings import EffectiveSettings, require_installed
@@ -55,7 +57,7 @@ class BuiltServer:
     app: FastAPI
     engine: Engine
     model_name: str
-    needs_key: bool
+    tenants: Tenants
     blas: Blas | None  # None: the engine is not one that needs it
 
 
@@ -103,7 +105,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         )
         stored = stored_objects(settings.gateway, settings.store, effective.folders.data)
         app = create_app(settings.gateway, engine, sessions, tenants, metrics, stored)
-        yield BuiltServer(app, engine, model.name, not tenants.open_to_all, blas)
+        yield BuiltServer(app, engine, model.name, tenants, blas)
 
 
 def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
@@ -148,7 +150,8 @@ def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
     """
     config = effective.settings.store
     path = config.disk_path or str(effective.folders.data)
-    config = msgspec.structs.replace(config, disk_path=path)
+    secret = config.secret_file or str(secret_path(effective.folders.data))
+    config = msgspec.structs.replace(config, disk_path=path, secret_file=secret)
     reason = _exact_only(effective, model)
     names = [x for x in (config.codec, config.disk_codec, config.redis_codec) if x]
     lossy = [x for x in names if x == AUTO or not is_exact(x)]
@@ -171,14 +174,9 @@ def _exact_only(effective: EffectiveSettings, model: Model) -> str:
 
 
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
-    lines = list(settings.gateway.api_keys)
-    if file := settings.gateway.api_keys_file:
-        try:
-            lines += read_key_lines(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"the API keys {file} cannot be read: {error}") from error
+    file = settings.gateway.api_keys_file
     try:
-        tenants = Tenants(server_secret(data_dir), lines)
+        tenants = Tenants(_secret(settings, data_dir), key_lines(settings.gateway))
     except BadKeyLine as error:
         raise UsageError(str(error)) from error
     if file and tenants.open_to_all:
@@ -186,6 +184,16 @@ def _tenants(settings: Settings, data_dir: Path) -> Tenants:
             f"{file} holds no API key; add one: thermocline keys new TENANT --append {file}"
         )
     return tenants
+
+
+def _secret(settings: Settings, data_dir: Path) -> bytes:
+    """The secret that salts and seals come from: the server's own, or one that several share."""
+    if not settings.store.secret_file:
+        return server_secret(data_dir)
+    try:
+        return read_secret(Path(settings.store.secret_file))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_reach(settings: Settings, tenants: Tenants) -> None:

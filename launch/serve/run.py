@@ -6,14 +6,18 @@ import asyncio
 import json
 import logging
 import shlex
+import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from engines.wire import Welcome
 from gateway.server import DrainingServer, server_of
 from launch.calibrate.profile_watch import ProfileWatch
+from launch.machine.open_files import raise_open_files
 from launch.serve.build import BuiltServer, build
+from launch.serve.keys import reload_keys
 from launch.serve.logs import configure_logging
 from launch.serve.port import listen, take_port, url_of
 from launch.settings.effective_settings import EffectiveSettings
@@ -26,14 +30,22 @@ LOOK_EVERY_S = 0.1
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 
-def serve(effective: EffectiveSettings, environ: Mapping[str, str]) -> int:
+def serve(
+    effective: EffectiveSettings,
+    environ: Mapping[str, str],
+    reread: Callable[[], EffectiveSettings] | None = None,
+) -> int:
     """Serve until a signal; returns the exit code, which is 1 if anything else ended it.
+
+    Args:
+        reread: the settings as their sources say now, for SIGHUP; None = as they are.
 
     Raises:
         UsageError, LaunchError: it cannot be started; says what to do.
     """
     configure_logging(effective.settings.log_level)
     config = effective.settings.gateway
+    raise_open_files(effective.engine_kind)
     with take_port(config) as sock, build(effective, environ) as built:
         listen(sock, config)
         server = server_of(built.app, config)
@@ -41,7 +53,8 @@ def serve(effective: EffectiveSettings, environ: Mapping[str, str]) -> int:
         _say_settings(effective, built, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             watch = ProfileWatch(effective, built.engine)
-            runner.run(_run(server, sock, built, url, watch))
+            reload = partial(reload_keys, built.app.state.gateway, reread or (lambda: effective))
+            runner.run(_run(server, sock, built, url, watch, reload))
     log.info("stopped")
     return 0 if server.started and not built.engine.gave_up else 1
 
@@ -52,7 +65,9 @@ async def _run(
     built: BuiltServer,
     url: str,
     watch: ProfileWatch,
+    reload: Callable[[], None],
 ) -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     tasks = [
         asyncio.create_task(_wait_for(built, server, url), name="wait-for-engine"),
         asyncio.create_task(watch.run(), name="profile-watch"),
@@ -78,7 +93,7 @@ async def _wait_for(built: BuiltServer, server: DrainingServer, url: str) -> Non
             log.info("waiting: %s", trouble)
         await asyncio.sleep(LOOK_EVERY_S)
     _announce(welcome, time.monotonic() - began)
-    log.info("try: %s", example(welcome.model, url, needs_key=built.needs_key))
+    log.info("try: %s", example(welcome.model, url, needs_key=not built.tenants.open_to_all))
 
 
 def _announce(welcome: Welcome, took_s: float) -> None:

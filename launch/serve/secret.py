@@ -1,4 +1,4 @@
-"""The server's secret: 32 random bytes that every tenant's salt is derived from.
+"""The server's secret: 32 random bytes; tenants' salts and the seals of cold data come from it.
 
 Made once. Losing it makes every cold session unreadable, which costs a recompute; leaking it lets
 a tenant compute the cache keys of another, so nobody else may read the file.
@@ -19,6 +19,10 @@ from launch.errors import LaunchError
 NUM_BYTES = 32
 
 
+def secret_path(data_dir: Path) -> Path:
+    return data_dir / "secret"
+
+
 def server_secret(data_dir: Path, sync: Callable[[int], None] = os.fsync) -> bytes:
     """The 32 bytes of the secret; made if there is none yet.
 
@@ -28,7 +32,7 @@ def server_secret(data_dir: Path, sync: Callable[[int], None] = os.fsync) -> byt
     Raises:
         LaunchError: others can read it, it was cut short, or the folder cannot be written.
     """
-    path = data_dir / "secret"
+    path = secret_path(data_dir)
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _create(path, sync)

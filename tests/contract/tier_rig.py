@@ -15,9 +15,11 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
+from kvstore.tiers.seal import Seal
+from kvstore.tiers.sealed_tier import SealedTier
 from tests.redis_server import RedisServer
 
-KINDS = ("ram", "disk", "redis")
+KINDS = ("ram", "disk", "redis", "signed disk", "sealed redis")
 AMPLE = 1 << 30
 
 
@@ -32,18 +34,23 @@ class TierRig:
 
     def open(self, capacity_bytes: int = AMPLE) -> Tier:
         """An empty tier."""
-        if self.kind == "disk":
+        tier = self._open(capacity_bytes)
+        if self.kind in ("signed disk", "sealed redis"):
+            encrypt = self.kind == "sealed redis"
+            tier = SealedTier(tier, Seal(b"the rig's own secret", tier.name, encrypt=encrypt))
+        self._stack.callback(tier.close)
+        return tier
+
+    def _open(self, capacity_bytes: int) -> Tier:
+        if self.kind.endswith("disk"):
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tl-disk-"))
-            tier: Tier = DiskTier(Path(folder) / "cold", capacity_bytes)
-        elif self.kind == "redis":
+            return DiskTier(Path(folder) / "cold", capacity_bytes)
+        if self.kind.endswith("redis"):
             assert self._server is not None
             with redis.Redis.from_url(self._server.url) as client:
                 client.flushall()
-            tier = RedisTier(self._server.url, capacity_bytes, deadline_s=10.0)
-        else:
-            tier = RamTier(capacity_bytes)
-        self._stack.callback(tier.close)
-        return tier
+            return RedisTier(self._server.url, capacity_bytes, deadline_s=10.0)
+        return RamTier(capacity_bytes)
 
     def cost(self, length: int) -> int:
         """Measure how much of the budget a blob of this length under a ``key()`` takes."""

@@ -36,6 +36,7 @@ class CallGuard:
         self._inside = 0
         self._closed = False
         self._damaged = False
+        self._mending = False
         self._num_errors = 0
 
     @property
@@ -45,8 +46,29 @@ class CallGuard:
 
     @property
     def damaged(self) -> bool:
-        """Tell whether a call found the tree damaged; every later call is then refused."""
+        """Tell whether a call found the tree damaged; later ones are refused until it is mended."""
         return self._damaged
+
+    @contextmanager
+    def mend(self) -> Iterator[bool]:
+        """Keep all calls out for as long as a damaged file is replaced.
+
+        Yields False if there is nothing to mend. What the block raises leaves the damage.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._mending)
+            self._mending = self._damaged and not self._closed
+            if not self._mending:
+                yield False
+                return
+            self._changed.wait_for(lambda: self._inside == 0)
+        try:
+            yield True
+            self._damaged = False
+        finally:
+            with self._changed:
+                self._mending = False
+                self._changed.notify_all()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -69,7 +91,7 @@ class CallGuard:
             if self._closed:
                 raise TierUnavailable("disk tier: closed")
             if self._damaged:
-                raise TierUnavailable("disk tier: damaged; set aside at the next start")
+                raise TierUnavailable("disk tier: damaged; it starts empty at the next write")
             self._inside += 1
 
     def _leave(self) -> None:
@@ -93,5 +115,5 @@ class CallGuard:
             if self._closed:
                 return False
             self._closed = True
-            self._changed.wait_for(lambda: self._inside == 0)
+            self._changed.wait_for(lambda: self._inside == 0 and not self._mending)
             return True

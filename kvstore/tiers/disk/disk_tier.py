@@ -10,8 +10,8 @@ pages that are free but not reusable yet, and some gaps; it never exceeds ``file
 first, lets the pages come free, and tries again, evicting more each time.
 
 **Faults.** A full disk or map: the blobs are refused and the error is counted. Any other error of
-the file system is counted and raised as ``TierUnavailable``. Where a tree is found damaged while in
-use, the tier stays unavailable and the next start sets the file aside. A medium error
+the file system is counted and raised as ``TierUnavailable``. Where a tree is found damaged, at the
+start or while in use, the file is deleted and the tier goes on empty. A medium error
 *under* the map cannot be turned into a miss: it arrives as SIGBUS and ends the engine, whose next
 start verifies the file.
 
@@ -76,12 +76,29 @@ class DiskTier:
         try:
             try:
                 self._load(limit)
-            except lmdb.CorruptedError as error:
-                self._env = self._folder.start_over(self._env, limit, why=str(error))
+            except lmdb.Error as error:
+                self._env = self._folder.start_over_if_damaged(self._env, limit, error)
                 self._load(limit)
         except (lmdb.Error, OSError, TierUnavailable):
             self._env.close()
             raise
+
+    def _mend(self) -> None:
+        """Go on with an empty file where calls have found the one there damaged, if that opens."""
+        if not self._guard.damaged:
+            return
+        with self._writing, self._guard.mend() as damaged:
+            if not damaged:
+                return
+            limit = file_bytes_limit(self._index.capacity_bytes)
+            self._env = self._folder.start_over(self._env, limit, why="found damaged while in use")
+            self._blobs = LmdbBlobs(self._env)
+            self._env.set_mapsize(limit)
+            with self._lock:  # pins stay
+                for key in list(self._index):
+                    self._index.remove(key)
+                self._unsaved.clear()
+                self._num_erasures += 1
 
     def _load(self, limit: int) -> None:
         """Build the index, and bring the file inside the budget if that was lowered."""
@@ -143,6 +160,7 @@ class DiskTier:
 
     def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
         blobs = {key: memoryview(blob).cast("B") for key, blob in items}
+        self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
                 update = self._index.add(self._sizes(blobs))
@@ -153,6 +171,7 @@ class DiskTier:
 
     def replace(self, key: bytes, blob: Blob) -> bool:
         blobs = {key: memoryview(blob).cast("B")}
+        self._mend()
         with self._guard.call(), self._writing:
             remains = self._extents([key])
             with self._lock:

@@ -115,8 +115,8 @@ class DiskFolder:
             except lmdb.VersionMismatchError as error:
                 self._set_aside(str(error))
                 env = self._open(map_bytes)
-            except _DAMAGED as error:
-                self._discard(str(error))
+            except lmdb.Error as error:
+                self._discard(self._damage_behind(error))
                 env = self._open(map_bytes)
             self.data_fd = os.open(self.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (lmdb.Error, OSError) as error:
@@ -137,17 +137,35 @@ class DiskFolder:
             max_dbs=len(DATABASES),
             max_spare_txns=4,
         )
-        with env.begin() as txn:
-            strange = [name for name, _ in txn.cursor() if name not in DATABASES]
-        if strange:
+        try:
+            with env.begin() as txn:
+                strange = [name for name, _ in txn.cursor() if name not in DATABASES]
+            if strange:
+                raise lmdb.VersionMismatchError(f"it holds {strange[0]!r}, which is not ours")
+        except lmdb.Error:
             env.close()
-            raise lmdb.VersionMismatchError(f"it holds {strange[0]!r}, which is not ours")
+            raise
         return env
 
     def _damage(self) -> str:
         """Return why data.mdb must not be opened; empty if it may."""
         if not self.data.exists() or self._size_and_time_at_close() == self._size_and_time():
             return ""
+        return self._verify()
+
+    def _damage_behind(self, error: lmdb.Error) -> str:
+        """Return the damage that an error comes from, whatever the file's time says.
+
+        Raises:
+            lmdb.Error: the file is whole; the disk may be full, or the memory.
+        """
+        if isinstance(error, _DAMAGED):
+            return str(error)
+        if problem := self._verify():
+            return f"{error}: {problem}"
+        raise error
+
+    def _verify(self) -> str:
         started = time.monotonic()
         try:
             problems: list[str] = verify_pages(str(self.path))  # type: ignore[no-untyped-call]
@@ -162,6 +180,8 @@ class DiskFolder:
         return problems[0] if problems else ""
 
     def _discard(self, why: str) -> None:
+        if not self.data.exists():  # an earlier attempt went no further
+            return
         nbytes = self.data.stat().st_size
         log.warning("the disk tier starts empty: %s, %d bytes, deleted: %s", self.data, nbytes, why)
         self.data.unlink()
@@ -169,6 +189,17 @@ class DiskFolder:
     def _set_aside(self, why: str) -> None:
         log.warning("the disk tier starts empty: %s moved to data.foreign: %s", self.data, why)
         self.data.replace(self.path / "data.foreign")
+
+    def start_over_if_damaged(
+        self, env: lmdb.Environment, map_bytes: int, error: lmdb.Error
+    ) -> lmdb.Environment:
+        """Close ``env``, and open an empty file if ``error`` comes from damage to the one there.
+
+        Raises:
+            lmdb.Error: ``error``; the file is whole.
+        """
+        env.close()
+        return self.start_over(env, map_bytes, why=self._damage_behind(error))
 
     def start_over(self, env: lmdb.Environment, map_bytes: int, why: str) -> lmdb.Environment:
         """Close ``env``, delete its file, and open an empty one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,13 @@ async def test_a_second_signal_does_not_wait(tmp_path: Path, http: aiohttp.Clien
         await _until_draining(http, stack)
         assert engine.is_running()  # nothing has ended yet
         stack.terminate()
+        *_, error, done, end = (await answer.read()).split(b"\n\n")
+        assert "shutting down" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
+        assert (done, end) == (b"data: [DONE]", b"")
         assert await asyncio.to_thread(stack.wait, 60) == 0  # the drain would take 300 s
         async with asyncio.timeout(60):
             while not gone(engine):
                 await asyncio.sleep(0.02)
-        answer.close()
 
 
 def gone(process: psutil.Process) -> bool:
@@ -88,3 +91,19 @@ async def _until_draining(http: aiohttp.ClientSession, stack: FakeStack) -> None
                     assert (await ready.json())["error"]["code"] == "draining"
                     return
             await asyncio.sleep(0.02)
+
+
+async def test_figures_come_at_once_beside_an_engine_that_does_not_answer(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    with FakeStack(tmp_path) as stack:
+        engine = stack.engine
+        engine.suspend()
+        try:
+            for path in ("/metrics", "/readyz", "/livez"):
+                began = time.monotonic()
+                async with http.get(stack.url + path) as answer:
+                    assert answer.status == 200
+                assert time.monotonic() - began < 1.0, path
+        finally:
+            engine.resume()

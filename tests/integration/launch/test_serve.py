@@ -134,6 +134,19 @@ def test_with_keys_only_their_owners_see_their_sessions(tmp_path):
         refused = server.sessions("list")
         assert (refused.returncode, "401" in refused.stderr) == (1, True)
         assert server.sessions("list", "--api-key", key).stdout == "no sessions\n"
+        other = subprocess.run(
+            [*PROGRAM, "keys", "new", "bob"], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for text, said in [
+            ("nonsense", "stay as they were"),
+            (other[3], "were read again: 1 keys"),
+        ]:
+            keys.write_text(text + "\n")
+            server.process.send_signal(signal.SIGHUP)
+            server.wait_for(said)
+            found = server.sessions("list", "--api-key", key)
+            assert ("401" in found.stderr) == (text != "nonsense")
+        assert server.sessions("list", "--api-key", other[1]).stdout == "no sessions\n"
     finally:
         server.stop()
     assert key not in "".join(server.log)

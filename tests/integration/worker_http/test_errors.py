@@ -9,6 +9,7 @@ import aiohttp
 import openai
 import pytest
 
+from engines.headers import PATIENCE_HEADER
 from tests.integration.worker_http.stage import HELLO, TOKEN, Open, post
 
 pytestmark = pytest.mark.mlx
@@ -55,6 +56,15 @@ async def test_full_line(toy: Open) -> None:
         with pytest.raises(openai.RateLimitError) as refusal:
             await stage.chat()
     assert refusal.value.response.headers["retry-after"] == "1"
+
+
+async def test_its_own_line_is_left_when_the_patience_that_it_was_given_is_over(toy: Open) -> None:
+    body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    async with toy(wait_s=0.5) as stage:
+        for patience, status in [("0.100", 429), ("20.000", 200), ("soon", 400)]:
+            async with post(stage, body, **{PATIENCE_HEADER: patience}) as answer:
+                assert answer.status == status
+        assert stage.owner.streams[0].cancelled.is_set()  # its place in the line is free
 
 
 @pytest.mark.parametrize("depth", [450, 5000])

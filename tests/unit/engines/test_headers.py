@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.headers import (
+    PATIENCE_HEADER,
     SALT_HEADER,
     SESSION_HEADER,
     CacheOutcome,
+    patience_from,
+    patience_header,
     session_from,
     session_headers,
 )
@@ -73,3 +76,16 @@ def test_a_request_without_the_header_has_no_session() -> None:
 def test_a_salt_that_is_not_hexadecimal_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=SALT_HEADER):
         session_from({SESSION_HEADER: "s", SALT_HEADER: "xx"})
+
+
+@given(st.floats(0, 1e6))
+def test_patience_is_read_as_it_was_written(seconds: float) -> None:
+    assert patience_from(patience_header(seconds)) == pytest.approx(seconds, abs=1e-3)
+
+
+def test_patience_that_is_over_is_none_at_all_and_other_words_are_refused() -> None:
+    assert patience_from(patience_header(-5.0)) == 0.0
+    assert patience_from({}) is None
+    for word in ("", "-1", "nan", "inf", "1e9", "soon"):
+        with pytest.raises(InvalidRequest, match=PATIENCE_HEADER):
+            patience_from({PATIENCE_HEADER: word})

@@ -29,7 +29,8 @@ def test_a_key_opens_its_tenant_only() -> None:
 def test_two_keys_may_open_one_tenant() -> None:
     (old, line_old), (new, line_new) = generate_key("alice"), generate_key("alice")
     tenants = Tenants(SECRET, [line_old, line_new])
-    assert tenants.authenticate(f"Bearer {old}") == tenants.authenticate(f"Bearer {new}")
+    first, second = (tenants.authenticate(f"Bearer {x}") for x in (old, new))
+    assert first[:2] == second[:2] and first.key_id != second.key_id
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,18 @@ def test_a_bad_line_is_named_by_number_and_not_quoted(line: str) -> None:
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         Tenants(b"short")
+
+
+def test_other_keys_are_taken_all_at_once_or_not_at_all() -> None:
+    (old, line_old), (new, line_new) = generate_key("alice"), generate_key("alice")
+    tenants = Tenants(SECRET, [line_old])
+    for wrong in ([line_new, "nonsense"], []):
+        with pytest.raises(BadKeyLine):
+            tenants.replace(wrong)
+        assert tenants.authenticate(f"Bearer {old}").name == "alice"
+    tenants.replace([line_new])
+    assert tenants.authenticate(f"Bearer {new}").name == "alice"
+    with pytest.raises(InvalidRequest):
+        tenants.authenticate(f"Bearer {old}")
+    with pytest.raises(BadKeyLine):  # nobody is let in who would not have been at the start
+        Tenants(SECRET).replace([line_new])

@@ -214,3 +214,22 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError):
         file_of(tmp_path)
     assert [x.name for x in tmp_path.iterdir()] == ["profile"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"version": "\xff"}',
+        b'{"version": 1e999}',
+        b'{"version": NaN}',
+        b"\xff\xfe",
+        b'{"version": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["deep", "not utf-8", "infinite", "nan", "bytes", "digits"],
+)
+def test_a_header_whose_digest_was_made_to_fit_is_refused_by_one_error(tmp_path, header):
+    path = tmp_path / "profile"
+    path.write_bytes(with_digest(MAGIC + len(header).to_bytes(4, "little") + header + bytes(8)))
+    with pytest.raises((Corrupt, Mismatch)):
+        load_profile(path)

@@ -1,0 +1,141 @@
+"""Counts connections, in total and per address, and says which must go.
+
+A place is given to whoever comes. At the limit the connection that has been idle longest makes
+room; where none is idle, the newcomer is refused. One address may hold so many at once: of IPv6 a
+/64, since a client has all of it. Proxies that are trusted speak for many clients and are counted
+in the total only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+log = logging.getLogger("thermocline.gateway")
+
+LOG_EVERY_S = 10.0
+
+
+class Evictable(Protocol):
+    """A connection that can be asked to go."""
+
+    def evict(self) -> None:
+        """Close an idle connection now."""
+
+
+class ConnectionObserver(Protocol):
+    """Whoever counts connections for the operator."""
+
+    def connections_open(self, number: int) -> None:
+        """Note how many connections are open."""
+
+    def connection_ended(self, reason: str) -> None:
+        """Note a connection that was refused or cut; ``reason`` is one of few words."""
+
+
+class Connections:
+    """All open connections of one server. Runs on the event loop."""
+
+    def __init__(
+        self,
+        max_total: int,
+        max_per_address: int,
+        trusted: Sequence[str],
+        observer: ConnectionObserver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``trusted``: networks like ``127.0.0.0/8`` that ``max_per_address`` is not for."""
+        self._max_total = max_total
+        self._max_per_address = max_per_address
+        self._trusted = [ipaddress.ip_network(x) for x in trusted]
+        self._observer = observer
+        self._clock = clock
+        self._clients: dict[Evictable, str] = {}  # of each open connection; "" = not counted
+        self._per_client: Counter[str] = Counter()
+        self._idle: dict[Evictable, None] = {}  # longest idle first
+        self._unsaid: Counter[str] = Counter()  # ends since the last log line
+        self._said_at = -LOG_EVERY_S
+
+    @property
+    def num_open(self) -> int:
+        return len(self._clients)
+
+    def admit(self, connection: Evictable, address: str) -> str:
+        """Give a new connection a place; return why not in a word, "" if it has one.
+
+        Args:
+            address: the client's, "" where it has none (a unix socket).
+        """
+        client = self._client(address)
+        if client and self._per_client[client] >= self._max_per_address:
+            self.ended("address")
+            return "address"
+        if len(self._clients) >= self._max_total and not self._make_room():
+            self.ended("total")
+            return "total"
+        self._clients[connection] = client
+        if client:
+            self._per_client[client] += 1
+        self._idle[connection] = None
+        self._observer.connections_open(len(self._clients))
+        return ""
+
+    def _make_room(self) -> bool:
+        oldest = next(iter(self._idle), None)
+        if oldest is None:
+            return False
+        self.leave(oldest)
+        self.ended("idle")
+        oldest.evict()
+        return True
+
+    def busy(self, connection: Evictable) -> None:
+        """Note that a request has begun: the connection keeps its place."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Evictable) -> None:
+        """Note that a connection waits for its next request."""
+        if connection in self._clients:
+            self._idle[connection] = None
+
+    def leave(self, connection: Evictable) -> None:
+        """Take back the place of a connection that has ended; does nothing if it has none."""
+        client = self._clients.pop(connection, None)
+        self._idle.pop(connection, None)
+        if client is None:
+            return
+        if client:
+            self._per_client[client] -= 1
+            if not self._per_client[client]:
+                del self._per_client[client]
+        self._observer.connections_open(len(self._clients))
+
+    def ended(self, reason: str) -> None:
+        """Count a connection that was refused or cut, and log a line now and then."""
+        self._observer.connection_ended(reason)
+        self._unsaid[reason] += 1
+        now = self._clock()
+        if now - self._said_at < LOG_EVERY_S:
+            return
+        self._said_at = now
+        words = ", ".join(f"{number} {why}" for why, number in sorted(self._unsaid.items()))
+        log.warning("connections were ended: %s; %d are open", words, len(self._clients))
+        self._unsaid.clear()
+
+    def _client(self, address: str) -> str:
+        """Return the name that an address is counted under; "" if it is not."""
+        try:
+            found = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:
+            return ""
+        if isinstance(found, ipaddress.IPv6Address):
+            found = found.ipv4_mapped or found
+        if any(found in network for network in self._trusted):
+            return ""
+        if found.version == 6:
+            return str(ipaddress.ip_network((found, 64), strict=False))
+        return str(found)

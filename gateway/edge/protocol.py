@@ -1,0 +1,294 @@
+"""uvicorn's HTTP/1.1 protocol, with every part of a request bounded on every path.
+
+    idle -> head -> body -> framing and trailers -> idle       each with a clock and a count
+                     \\-> answered before it was whole -> rest dropped for a while -> closed
+
+uvicorn counts and times nothing behind a head, takes trailers for headers, and keeps a connection
+whose client never ends its request. Here a request that was answered before it was whole ends its
+connection, trailers are dropped unread, and whoever takes no answer is cut, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from gateway.config import GatewayConfig
+from gateway.edge.closing import AnswerTransport, HalfClosed, Lingering, close_soon
+from gateway.edge.connections import Connections
+from gateway.edge.request_bounds import RequestBounds
+from gateway.edge.target import objection
+from gateway.errors import Failure
+
+log = logging.getLogger("thermocline.gateway")
+
+MAX_PIPELINED = 32  # requests that wait behind one that is being answered
+APP_FIRST_S = 0.5  # the app began to count later, and has the better words
+
+
+class EdgeProtocol(HttpToolsProtocol):
+    """One connection. A subclass has the server's ``limits`` and ``places``."""
+
+    limits: GatewayConfig
+    places: Connections
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._bounds = RequestBounds(self.limits)
+        self._part_timer: asyncio.TimerHandle | None = None  # of the head or body that comes in
+        self._reader_timer: asyncio.TimerHandle | None = None  # while the client takes nothing
+        self._unsent_bytes = 0
+        self._begun = False  # some bytes of the request that comes next are here
+        self._whole = True  # no request is half received
+        self._failure: Failure | None = None
+        self._reusable = False  # the request allows another one behind it
+        self._ending = False
+        self._cycles: deque[RequestResponseCycle] = deque()  # not answered yet, oldest first
+        self._lingering: Lingering | None = None
+        self._half_closed: HalfClosed | None = None
+
+    # ---- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        refused = self.places.admit(self, self.client[0] if self.client else "")
+        if refused:  # it must not hold a file any longer
+            transport.write(_answer(_NO_PLACE))
+            close_soon(self.loop, transport)
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.places.leave(self)
+        self._stop_clock()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+        for watch in (self._lingering, self._half_closed):
+            if watch is not None:
+                watch.stop()
+        super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the newest only
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def evict(self) -> None:
+        """Close an idle connection: another needs its place."""
+        close_soon(self.loop, self.transport)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Let a client that has closed its sending side only have the answer it waits for."""
+        if self._half_closed is not None:
+            return True
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.response_started and self._whole
+        if not waits or self._lingering or self.scope["http_version"] != "1.1":
+            return False
+        cycle.keep_alive = False
+        self._half_closed = HalfClosed(self.loop, self.transport, lambda: cycle.response_started)
+        return True
+
+    def shutdown(self) -> None:
+        self._ending = True
+        super().shutdown()
+
+    def timeout_keep_alive_handler(self) -> None:
+        close_soon(self.loop, self.transport)
+
+    # ---- what comes in
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering is not None:
+            self._lingering.received(len(data))
+            return
+        if self.transport.is_closing():
+            return
+        if not self._begun:
+            self._begin()
+        self._bounds.received(len(data))
+        super().data_received(data)
+        if self._begun and self._bounds.exceeded and self._lingering is None:
+            self._cut(_HEAD_TOO_LARGE if self._bounds.in_head else _TOO_MUCH_AROUND)
+
+    def _begin(self) -> None:
+        """Start the head's clock with its first byte, on a connection that was kept alive."""
+        self._begun = True
+        self.places.busy(self)
+        if self._part_timer is None:
+            self._await_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self._begun:  # it came right behind the one before
+            self._begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._bounds.field():
+            self._object(_TOO_MANY_FIELDS)
+        if self._bounds.in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        nbytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if not self._bounds.head_ended(nbytes):
+            self._object(_HEAD_TOO_LARGE)
+        version = self.parser.get_http_version()
+        if words := objection(self.parser.get_method(), self.url, version, self.headers):
+            self._object(Failure(400, words, None, "bad_http"))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._object(Failure(400, "Too many requests wait for an answer.", None, "bad_http"))
+        self._whole = False
+        self._time(self.limits.body_timeout_s + APP_FIRST_S, self._body_late)
+        super().on_headers_complete()
+        cycle = self.cycle
+        cycle.transport = AnswerTransport(self.transport, self._answered_last)  # type: ignore[assignment]
+        # Until the request is whole: an answer that begins before that ends the connection.
+        self._reusable, cycle.keep_alive = cycle.keep_alive, False
+        self._cycles.append(cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._bounds.body()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stop_clock()
+        self._begun, self._whole = False, True
+        self._bounds.restart()
+        if not self.cycle.response_started and self._reusable and not self._ending:
+            self.cycle.keep_alive = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._cycles.popleft()
+        if self._lingering is not None:
+            return
+        super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()
+        if not self._begun and not self.pipeline:
+            self.places.idle(self)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Ignore an offer to speak WebSocket or HTTP/2, as RFC 9110 (7.8) allows.
+
+        uvicorn would advise the operator to install something.
+        """
+        log.debug("an offer to upgrade the protocol was ignored")
+
+    # ---- clocks
+
+    def _await_head(self) -> None:
+        self._time(self.limits.header_timeout_s, self._head_late)
+
+    def _time(self, seconds: float, late: Any) -> None:
+        self._stop_clock()
+        self._part_timer = self.loop.call_later(seconds, late)
+
+    def _stop_clock(self) -> None:
+        if self._part_timer is not None:
+            self._part_timer.cancel()
+            self._part_timer = None
+
+    def _head_late(self) -> None:
+        self._cut(_HEAD_LATE)
+
+    def _body_late(self) -> None:
+        if self.flow.read_paused:  # it is the app that has not read on
+            self._time(self.limits.body_timeout_s, self._body_late)
+        else:
+            self._cut(_BODY_LATE)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _await_reader(self) -> None:
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(self.limits.client_stall_s, self._reader_late)
+
+    def _reader_late(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent_bytes:
+            self._await_reader()
+            return
+        self.places.ended("reader_stalled")
+        self.transport.abort()
+
+    # ---- the end
+
+    def _answered_last(self) -> None:
+        """End a connection behind an answer; called when that has been written."""
+        if self._whole or self.transport.is_closing():
+            close_soon(self.loop, self.transport)
+        elif self._lingering is None:
+            self._stop_clock()
+            self.flow.resume_reading()
+            self._lingering = Lingering(self.loop, self.transport)
+
+    def _object(self, failure: Failure) -> None:
+        """End the parsing; the parser turns this into a call of ``send_400_response``."""
+        self._failure = failure
+        raise ValueError(failure.message)
+
+    def send_400_response(self, msg: str) -> None:
+        self._cut(self._failure or Failure(400, msg, None, "bad_http"))
+
+    def _cut(self, failure: Failure) -> None:
+        """End a connection whose client did what it may not, or took too long.
+
+        What follows on it cannot be parsed. The failure is told where no other answer is due first.
+        """
+        self._stop_clock()
+        if self.transport.is_closing() or self._lingering is not None:
+            return
+        self.places.ended(failure.code or "bad_http")
+        unanswered = [cycle for cycle in self._cycles if cycle is not self._receiving]
+        if unanswered or (self._receiving is not None and self._receiving.response_started):
+            self.transport.abort()
+            return
+        self.transport.write(_answer(failure))
+        self.flow.resume_reading()
+        self._lingering = Lingering(self.loop, self.transport)
+        if self._receiving is not None:  # its app must not write behind this
+            self._receiving.disconnected = True
+            self._receiving.message_event.set()
+
+    @property
+    def _receiving(self) -> RequestResponseCycle | None:
+        """The request of which not all is here, if its head is."""
+        return None if self._whole else self.cycle
+
+
+def _answer(failure: Failure) -> bytes:
+    body = failure.json()
+    retry = f"retry-after: {failure.retry_after_s:.0f}\r\n" if failure.retry_after_s else ""
+    head = (
+        f"HTTP/1.1 {failure.status} {_REASONS[failure.status]}\r\n"
+        f"content-type: application/json\r\n{retry}"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_HEAD_TOO_LARGE = Failure(431, "The request's head is too large.", None, "head_too_large")
+_TOO_MANY_FIELDS = Failure(431, "The request has too many header lines.", None, "head_too_large")
+_TOO_MUCH_AROUND = Failure(
+    400, "The request has too much beside its body.", None, "framing_too_large"
+)
+_HEAD_LATE = Failure(408, "The request's head took too long.", None, "head_timeout")
+_BODY_LATE = Failure(408, "The request's body took too long to arrive.", None, "body_timeout")
+_NO_PLACE = Failure(503, "This server has too many connections.", None, "too_many_connections", 2.0)
+_REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}

@@ -1,0 +1,132 @@
+"""Lets a key's requests in, within what that key may take; says so in each answer's head.
+
+The counts are of this process: several gateways each allow as much. Tokens are counted when an
+answer has ended, since nobody knows before, so a key may go over once and waits for it afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from starlette.types import Scope
+
+from gateway.config import GatewayConfig
+from gateway.errors import Failure, Refused
+from gateway.keys import Limits, Tenant
+from gateway.limits.bucket import Bucket
+
+KEY_SHARE = "key_share"  # where a request's share is in the scope's state
+AGAIN_S = 1.0  # after a refusal for too many at once
+Headers = tuple[tuple[str, str], ...]
+
+
+def usual_limits(config: GatewayConfig) -> Limits:
+    """Return what keys may take whose lines say nothing else."""
+    return Limits(
+        config.requests_per_minute,
+        config.tokens_per_minute,
+        config.concurrent_requests,
+        config.sessions_per_tenant,
+    )
+
+
+class KeyLimits:
+    """The counts of all keys of one app. Runs on the event loop."""
+
+    def __init__(self, usual: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        """``usual``: see ``usual_limits``."""
+        self.usual = usual  # may be replaced at any time
+        self._clock = clock
+        self._counts: dict[str, _Counts] = {}
+
+    def of(self, tenant: Tenant) -> Limits:
+        """Return what the caller's key may take."""
+        return tenant.limits or self.usual
+
+    def enter(self, tenant: Tenant, scope: Scope) -> None:
+        """Let a request in; ``leave`` of its share lets the next one in.
+
+        Raises:
+            Refused: 429, the key has used up what it may.
+        """
+        limits = self.of(tenant)
+        counts = self._counts.get(tenant.key_id)
+        if counts is None or counts.limits != limits:  # new, or its line was changed
+            running = counts.running if counts else 0
+            counts = self._counts[tenant.key_id] = _Counts(limits, self._clock, running)
+        counts.admit()
+        scope["state"][KEY_SHARE] = KeyShare(counts)
+
+
+class _Counts:
+    """The counts of what one key has used lately."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float], running: int) -> None:
+        self.limits = limits
+        self.running = running
+        self._buckets = {
+            what: Bucket(per_minute, clock)
+            for what, per_minute in (
+                ("requests", limits.requests_per_minute),
+                ("tokens", limits.tokens_per_minute),
+            )
+            if per_minute
+        }
+
+    def admit(self) -> None:
+        at_once = self.limits.concurrent_requests
+        if at_once and self.running >= at_once:
+            raise self._refusal(f"{self.running} requests of this key are running already", AGAIN_S)
+        for what, bucket in self._buckets.items():
+            if wait_s := bucket.wait_s():
+                raise self._refusal(f"this key may use {bucket.per_minute} {what} a minute", wait_s)
+        self.use("requests", 1)
+        self.running += 1
+
+    def use(self, what: str, number: int) -> None:
+        if what in self._buckets:
+            self._buckets[what].use(number)
+
+    def headers(self) -> Headers:
+        return tuple(
+            (f"x-ratelimit-{name}-{what}", value)
+            for what, bucket in self._buckets.items()
+            for name, value in (
+                ("limit", str(bucket.per_minute)),
+                ("remaining", str(bucket.remaining)),
+                ("reset", f"{bucket.reset_s:.3f}s"),
+            )
+        )
+
+    def _refusal(self, why: str, wait_s: float) -> Refused:
+        message = f"Too much at once: {why}. Try again later."
+        return Refused(Failure(429, message, None, "rate_limit_exceeded", wait_s, self.headers()))
+
+
+class KeyShare:
+    """The place that one request has among those of its key."""
+
+    def __init__(self, counts: _Counts) -> None:
+        self._counts = counts
+        self._inside = True
+
+    def headers(self) -> Headers:
+        """Return ``x-ratelimit-*``, in OpenAI's words."""
+        return self._counts.headers()
+
+    def used_tokens(self, number: int) -> None:
+        """Count the tokens of a prompt and its answer."""
+        self._counts.use("tokens", number)
+
+    def leave(self) -> None:
+        """Make room for another request; may be called twice."""
+        if self._inside:
+            self._inside = False
+            self._counts.running -= 1
+
+
+def key_share_of(scope: Scope) -> KeyShare | None:
+    """Return the share of a request; None if it was not let in by a key's limits."""
+    found: KeyShare | None = scope["state"].get(KEY_SHARE)
+    return found

@@ -1,0 +1,108 @@
+"""The seal of a blob: proof that somebody with the server's secret put it under this name, here.
+
+    ram          the blob
+    elsewhere    the blob, or what encrypts it | 16 bytes of tag | 12 bytes of nonce
+
+The tag is AES-256-GCM's, over the blob, the kind of tier, and the name that it lies under: a blob
+that was made up, changed, moved to another name or to another tier has a wrong one. An older blob
+of the same name has a right one and does no harm: all names but a record's say what is in them, and
+a record is compared with the tokens of the prompt.
+
+There is one key for all tenants. A tenant's salt is in every name already, and records are read
+before any tenant has called.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from kvstore.errors import Corrupt
+from kvstore.tiers.base import Blob
+
+NONCE_BYTES: Final = 12
+TAG_BYTES: Final = 16
+SEAL_BYTES: Final = NONCE_BYTES + TAG_BYTES
+KEY_NAME_BYTES: Final = 4
+LEAST_SECRET_BYTES: Final = 16
+
+
+class Seal:
+    """Seals and opens the blobs of one tier. Thread-safe.
+
+    Args:
+        secret: of the server; at least ``LEAST_SECRET_BYTES`` random bytes.
+        place: the kind of tier.
+        encrypt: hide the blob's content as well.
+    """
+
+    def __init__(self, secret: bytes, place: str, *, encrypt: bool) -> None:
+        if len(secret) < LEAST_SECRET_BYTES:
+            raise ValueError(f"the secret has {len(secret)} bytes, {LEAST_SECRET_BYTES} are needed")
+        purpose = f"thermocline {'sealed' if encrypt else 'signed'} {place}".encode()
+        self._key = _derived(secret, purpose, 32)
+        self._place = place.encode() + b"\0"
+        self._cipher = AESGCM(self._key) if encrypt else None
+        # Names this key without telling it, so that deployments of other secrets never meet.
+        self.key_name = _derived(secret, purpose + b" name", KEY_NAME_BYTES)
+
+    def close(self, name: bytes, blob: Blob) -> bytes:
+        """Return the blob sealed; it is copied once."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        if self._cipher is not None:
+            return self._cipher.encrypt(nonce, bytes(blob), self._place + name) + nonce
+        return b"".join((blob, self._tag(nonce, name, blob), nonce))
+
+    def open(self, name: bytes, sealed: Blob) -> Blob:
+        """Return the blob that ``close`` was given; a view where it was not encrypted.
+
+        Raises:
+            Corrupt: it was not sealed with this key, under this name, for this place.
+        """
+        view = memoryview(sealed).cast("B")
+        if len(view) < SEAL_BYTES:
+            raise Corrupt("shorter than a seal")
+        nonce = bytes(view[-NONCE_BYTES:])
+        if self._cipher is not None:
+            try:
+                return self._cipher.decrypt(nonce, bytes(view[:-NONCE_BYTES]), self._place + name)
+            except InvalidTag:
+                raise Corrupt("not sealed by this server") from None
+        blob, tag = view[:-SEAL_BYTES], bytes(view[-SEAL_BYTES:-NONCE_BYTES])
+        if not secrets.compare_digest(self._tag(nonce, name, blob), tag):
+            raise Corrupt("not sealed by this server")
+        return blob
+
+    def _tag(self, nonce: bytes, name: bytes, blob: Blob) -> bytes:
+        """Authenticate without copying the blob: GCM of no content, the blob beside it."""
+        gcm = Cipher(algorithms.AES(self._key), modes.GCM(nonce)).encryptor()
+        gcm.authenticate_additional_data(self._place + name)
+        gcm.authenticate_additional_data(blob)
+        gcm.finalize()
+        return gcm.tag
+
+
+def read_secret(path: Path) -> bytes:
+    """Read a secret from a file, as ``launch`` makes it in the data folder.
+
+    Raises:
+        ValueError: it cannot be read, or is too short.
+    """
+    try:
+        secret = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"store.secret_file {path} cannot be read: {error.strerror}") from error
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ValueError(f"store.secret_file {path} has less than {LEAST_SECRET_BYTES} bytes")
+    return secret
+
+
+def _derived(secret: bytes, purpose: bytes, nbytes: int) -> bytes:
+    return HKDF(algorithm=SHA256(), length=nbytes, salt=None, info=purpose).derive(secret)

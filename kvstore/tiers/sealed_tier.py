@@ -1,0 +1,117 @@
+"""A tier whose blobs are sealed: what others could have written is checked before it is offered."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from kvstore.errors import Corrupt
+from kvstore.tiers.base import Blob, Tier, TierStats
+from kvstore.tiers.seal import SEAL_BYTES, Seal
+
+log = logging.getLogger(__name__)
+
+NOT_OURS = b""  # no store accepts it: it is counted there as damaged, and removed
+
+
+class SealedTier:
+    """Implements ``base.Tier`` around another one. A blob with a wrong seal comes as ``NOT_OURS``.
+
+    Names get the key's own name behind them: after another secret there is nothing here, and two
+    servers of different secrets share a Redis without seeing each other's blobs.
+    """
+
+    def __init__(self, inner: Tier, seal: Seal) -> None:
+        self._inner = inner
+        self._seal = seal
+        self._behind = seal.key_name
+        self._counting = threading.Lock()
+        self._num_refused = 0
+
+    def __repr__(self) -> str:
+        return f"SealedTier({self._inner!r})"
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def persistent(self) -> bool:
+        return self._inner.persistent
+
+    @property
+    def overhead_bytes(self) -> int:
+        return self._inner.overhead_bytes + SEAL_BYTES + len(self._behind)
+
+    # Reading
+
+    def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
+        found = self._inner.get_many(self._names(keys))
+        return [
+            None if blob is None else self._opened(key, blob)
+            for key, blob in zip(keys, found, strict=True)
+        ]
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
+        for name, blob in self._inner.scan(prefix):
+            if name.endswith(self._behind):
+                key = name[: -len(self._behind)]
+                yield key, self._opened(key, blob)
+
+    def _opened(self, key: bytes, blob: Blob) -> Blob:
+        try:
+            return self._seal.open(key, blob)
+        except Corrupt as error:
+            with self._counting:
+                self._num_refused += 1
+                first = self._num_refused == 1
+            if first:
+                log.warning(
+                    "%s tier: a blob is %s (further ones are only counted)", self.name, error
+                )
+            return NOT_OURS
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._inner.contains_many(self._names(keys))
+
+    # Writing
+
+    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+        return self._inner.put_many(
+            [(key + self._behind, self._seal.close(key, blob)) for key, blob in items]
+        )
+
+    def replace(self, key: bytes, blob: Blob) -> bool:
+        return self._inner.replace(key + self._behind, self._seal.close(key, blob))
+
+    def delete_many(self, keys: Iterable[bytes]) -> int:
+        return self._inner.delete_many(self._names(keys))
+
+    # Recency
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._inner.touch(self._names(keys))
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        self._inner.pin(self._names(keys))
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        self._inner.unpin(self._names(keys))
+
+    def _names(self, keys: Iterable[bytes]) -> list[bytes]:
+        return [key + self._behind for key in keys]
+
+    # Life
+
+    def stats(self) -> TierStats:
+        inner = self._inner.stats()
+        return msgspec.structs.replace(inner, errors=inner.errors + self._num_refused)
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def close(self) -> None:
+        self._inner.close()
