@@ -16,7 +16,8 @@ LIGHT_CODECS = {
     f"kvstore.codecs{name}"
     for name in (
         "",
-        *(".base", ".floats", ".names", ".presets", ".profile", ".quality", ".rope"),
+        *(".base", ".floats", ".names", ".presets", ".profile", ".quality", ".reader", ".rope"),
+        *(".states", ".states.matrices", ".states.session_codec"),
         *(".rows", ".rows.packed_layout"),
     )
 }

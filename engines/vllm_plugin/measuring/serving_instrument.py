@@ -23,7 +23,7 @@ READ_S: Final = 60.0
 
 @dataclass(frozen=True)
 class EngineKV:
-    """What the engine keeps of a session.
+    """The parts that the engine keeps of a session.
 
     Attributes:
         layout: of the layers that keep all tokens.
@@ -163,7 +163,7 @@ class ServingInstrument:
         return self._scored(slice_tokens(run, 0, given), None, self._tokens[:num_tokens], tokens)
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """As ``log_probs``; the tokens behind the session's whole blocks are computed, too."""
+        """Score ``tokens`` behind a session; those behind its whole blocks are computed, too."""
         return self._scored(session.run, session.state, self._tokens, tokens)
 
     def _scored(

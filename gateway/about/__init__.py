@@ -1,0 +1,1 @@
+"""What the server tells of itself: that it lives, its figures, and the description of its API."""

@@ -1,0 +1,1 @@
+"""Requests find their sessions."""
