@@ -12,8 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
-from gateway import sessions
-from gateway.about import health, openapi
+from gateway import health, openapi, sessions
 from gateway.anthropic import messages, token_count
 from gateway.config import GatewayConfig
 from gateway.context import Gateway

@@ -197,7 +197,7 @@ class StateBlocks:
 
     @property
     def layout(self) -> StateLayout:
-        """The parts of a state that a codec may pack: windows if all are equally long, and matrices."""
+        """The parts of a state that a codec may pack: equally long windows, and matrices."""
         windows = [
             (group.num_blocks, x.layout)
             for group, x in zip(self._groups, self._layers, strict=True)
@@ -224,7 +224,7 @@ class StateBlocks:
         return [list(islice(ids, len(x.reach(boundary)))) for x in self._groups]
 
     def numbers(self, boundary: int) -> list[int]:
-        """The number that each of a state's blocks has in the session, in the order of their ids."""
+        """The number in the session of each of a state's blocks, in the order of their ids."""
         return [i for x in self._groups for i in x.reach(boundary)]
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:

@@ -1,1 +1,0 @@
-"""What the server tells of itself: that it lives, its figures, and the description of its API."""
