@@ -12,9 +12,10 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
-from gateway import health, openapi, sessions
+from gateway import health, sessions
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
+from gateway.description import openapi
 from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats

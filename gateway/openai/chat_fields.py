@@ -19,7 +19,7 @@ from gateway.openai.tools import custom_arguments, offer
 
 
 class ChatCalls(NamedTuple):
-    """How the client wants to see calls: as of one function, and which as of custom tools."""
+    """The form in which the client knows calls: of one function, or of custom tools."""
 
     legacy: bool = False
     customs: frozenset[str] = frozenset()
