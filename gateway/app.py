@@ -12,10 +12,11 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
-from gateway import health, openapi, sessions
+from gateway import health, sessions
 from gateway.anthropic import messages, token_count
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
+from gateway.description import openapi
 from gateway.edge.body_budget import BodyBudget
 from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware

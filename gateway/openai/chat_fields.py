@@ -19,7 +19,7 @@ from gateway.openai.tools import custom_arguments, offer
 
 
 class ChatCalls(NamedTuple):
-    """The form in which the client wants to see calls: of one function, or of custom tools."""
+    """The form in which the client knows calls: of one function, or of custom tools."""
 
     legacy: bool = False
     customs: frozenset[str] = frozenset()

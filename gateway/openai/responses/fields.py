@@ -51,7 +51,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class CacheOptions(msgspec.Struct, frozen=True):
-    """The time that a prompt is wanted again; our sessions are kept as budgets allow."""
+    """A wish how long a prompt is kept; our sessions are kept as budgets allow."""
 
     mode: str = "implicit"
     ttl: str = "30m"

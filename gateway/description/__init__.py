@@ -1,0 +1,1 @@
+"""Describes the HTTP API to its readers: programs and people."""
