@@ -17,7 +17,6 @@ class Interrupted(Exception):
     """The engine ends, or measuring was given up elsewhere."""
 
 
-@runtime_checkable
 class Instrument(Protocol):
     """A model whose cache can be taken out and put back.
 
@@ -80,7 +79,6 @@ class StatefulInstrument(Protocol):
     def states(self) -> StateLayout | None:
         """Layout of all that the model keeps besides rows of every token; None = nothing."""
 
-    @property
     def window_ropes(self) -> tuple[Rope | None, ...]:
         """The same as ``Instrument.ropes``, of the layers with windows."""
 

@@ -109,7 +109,7 @@ def _with_session_metrics(
 
 
 def window_samples_of(
-    instrument: StatefulInstrument,
+    instrument: Instrument,
     texts: Sequence[Text],
     num_windows: int,
     window_tokens: int,
@@ -120,8 +120,9 @@ def window_samples_of(
 
     There are as many tokens in all as ``samples_of`` would read, in more pieces.
     """
+    assert isinstance(instrument, StatefulInstrument)
     states = instrument.states
-    assert states is not None and states.windows is not None and isinstance(instrument, Instrument)
+    assert states is not None and states.windows is not None
     short = min(states.window_tokens, window_tokens)
     wanted = num_windows * window_tokens // short
     runs: list[KVRun] = []
@@ -135,7 +136,7 @@ def window_samples_of(
         layout = states.windows
         kept = [(k.copy(), v.copy()) for k, v in run]
         runs.append(scratch.keep_stored(kept, layout.dtype) if scratch is not None else kept)
-    samples = Samples(states.windows, instrument.window_ropes, runs)
+    samples = Samples(states.windows, instrument.window_ropes(), runs)
     return _with_session_metrics(instrument, samples, pieces, 1, tell)
 
 

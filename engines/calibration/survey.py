@@ -12,7 +12,7 @@ from pathlib import Path
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.profiles import make_folder, save
-from engines.calibration.instrument import Instrument, StatefulInstrument, states_of
+from engines.calibration.instrument import Instrument, states_of
 from engines.calibration.learn import learn, samples_of, window_samples_of, yardsticks
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
 from engines.calibration.measuring.chains import chain_cases
@@ -204,7 +204,6 @@ def _with_windows(
     missing = [x for x in presets if x + OF_WINDOWS not in profile.learned]
     if states is None or states.windows is None or not missing:
         return profile
-    assert isinstance(instrument, StatefulInstrument)
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
     windows = (order.num_windows, order.window_tokens)
     with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from engines.calibration.messages import CalibrationReport, WaterFilling
-from kvstore.codecs.names import FLOOR, OWN
+from kvstore.codecs.names import FLOOR, OWN, first_part
 from kvstore.codecs.quality import Quality
 from launch.calibrate.output_files import check_output, whole_file
 from launch.calibrate.plot_labels import place_labels
@@ -131,7 +131,7 @@ def _draw_points(
 
 
 def _group(preset: str) -> str:
-    return OURS if preset in OWN else USUAL if preset in FLOOR else PAPERS
+    return OURS if first_part(preset) in OWN else USUAL if preset in FLOOR else PAPERS
 
 
 def _draw_gaussian(axes: Axes, rows: Sequence[Quality]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engines.kv_budget import KVCost
-from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, StateLayout
+
+if TYPE_CHECKING:
+    from kvstore.codecs.states.session_codec import SessionCodec
 
 FLOAT32_BYTES = 4
 

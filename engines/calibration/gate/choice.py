@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from engines.calibration.gate.bound import Bound, refusal
 from engines.calibration.gate.preference import UNTIMED, preferred
@@ -26,11 +26,13 @@ from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
-from kvstore.codecs.states.session_codec import SessionCodec, open_session_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout, StateLayout
+
+if TYPE_CHECKING:
+    from kvstore.codecs.states.session_codec import SessionCodec
 
 FIRST: Final = UNTIMED  # without a row of it a model counts as not measured yet
 _OVERRULE: Final = "accept the loss with store.accept_loss = true"
@@ -288,6 +290,8 @@ def _opened(name: str, model: _Model) -> Choice | None:
     session = None
     try:
         if model.states is not None:
+            from kvstore.codecs.states.session_codec import open_session_codec
+
             session = open_session_codec(name, own, model.states)
             session.check(model.layout, model.states)
         codec = session.kv if session is not None else open_codec(name, own)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TextIO
 
+from kvstore.codecs.names import first_part
 from kvstore.codecs.profile import UNFINISHED, Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
 
@@ -94,7 +95,14 @@ def _with_older(profile: Profile, path: Path) -> Profile:
     kept = [
         row
         for row in older.rows
-        if row.preset not in profile.learned and (row.preset, row.context) not in fresh
+        if first_part(row.preset) not in profile.learned and (row.preset, row.context) not in fresh
     ]
     learned = {**older.learned, **profile.learned}
-    return replace(profile, ropes=ropes, learned=learned, rows=(*kept, *profile.rows))
+    return replace(
+        profile,
+        ropes=ropes,
+        learned=learned,
+        rows=(*kept, *profile.rows),
+        windows=profile.windows or older.windows,
+        window_ropes=profile.window_ropes or older.window_ropes,
+    )

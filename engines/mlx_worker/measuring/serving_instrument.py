@@ -69,7 +69,6 @@ class ServingInstrument:
     def ropes(self) -> tuple[Rope | None, ...]:
         return self._ropes(windows=False)
 
-    @property
     def window_ropes(self) -> tuple[Rope | None, ...]:
         return self._ropes(windows=True)
 

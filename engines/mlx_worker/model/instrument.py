@@ -65,7 +65,6 @@ class MlxInstrument:
     def states(self) -> StateLayout | None:
         return self._plan.states
 
-    @property
     def window_ropes(self) -> tuple[Rope | None, ...]:
         return ropes_of(self._loaded.model, self._plan, windows=True)
 

@@ -63,8 +63,8 @@ async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path
     async with engine(kind, tmp_path, codec="auto", gate={}) as it:
         beside = serving(it)
         assert beside.fingerprint == alone.fingerprint and beside.states == alone.states
-        ropes = await asyncio.to_thread(lambda: (beside.ropes, beside.window_ropes))
-        assert ropes == (alone.ropes, alone.window_ropes)
+        ropes = await asyncio.to_thread(lambda: (beside.ropes, beside.window_ropes()))
+        assert ropes == (alone.ropes, alone.window_ropes())
         session = await asyncio.to_thread(beside.prefill_whole, prompt)
         expected = alone.log_probs_whole(alone.prefill_whole(prompt), rest)
         scores = await asyncio.to_thread(beside.log_probs_whole, session, rest)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from engines.calibration.first_order import FIRST_PRESETS
+from kvstore.codecs.profile import load_profile
 from tests.integration.launch.test_serve import PROGRAM, Server
 from tests.integration.tiny_models import write_model
 
@@ -234,3 +235,24 @@ def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path) -> None:
         assert codec_of(server)["name"] == "raw"
     finally:
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize("kind, presets", [("mamba2", 5), ("gemma3_text", 4)])
+def test_models_with_states_are_measured_whole(
+    kind: str, presets: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Nothing is packed before, and afterwards what was measured has a row for each preset."""
+    folder = tmp_path_factory.mktemp(kind)
+    (folder / "tiny").mkdir()
+    write_model(kind, folder / "tiny")
+    server = start(folder, "--set", "store.max_kl=1e6")
+    try:
+        assert codec_of(server)["name"] == "raw" and codec_of(server)["unmeasured"]
+        until(lambda: (codec_of(server) or {}).get("unmeasured") is False, 600)
+        assert "the model is not measured" not in "".join(server.log)
+        (path,) = (folder / "data" / "profiles").glob("*.tcpf")
+        rows = load_profile(path).rows
+        assert len({x.preset for x in rows}) == presets
+        assert codec_of(server)["name"] in {x.preset for x in rows}
+    finally:
+        server.stop()

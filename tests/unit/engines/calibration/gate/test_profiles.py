@@ -55,6 +55,27 @@ def test_rows_of_what_was_learned_anew_are_dropped(tmp_path: Path) -> None:
     assert found.ids["dense3"] == model_profile().ids["dense3"]
 
 
+def test_what_windows_taught_is_kept_beside_another_measurement(tmp_path: Path) -> None:
+    known = model_profile()
+    windows = dataclasses.replace(known, learned={"dense3": known.learned["dense3"]})
+    before = dataclasses.replace(known, rows=(row("dense3"),)).with_windows(windows)
+    save(before, tmp_path)
+    path = save(measured(row("tq4")), tmp_path)
+    found = load_profile(path)
+    assert (found.windows, found.window_ropes) == (known.layout, known.ropes)
+    assert found.of_windows().ids == {"dense3": known.ids["dense3"]}
+    assert set(found.only("dense3+state8").learned) == {"dense3", "dense3@windows"}
+    assert found.rows == (row("dense3"), row("tq4"))
+
+
+def test_rows_of_whole_sessions_go_with_what_their_rows_had_learned(tmp_path: Path) -> None:
+    known = model_profile()
+    old = (row("max+state8"), row("max+state4"))
+    save(dataclasses.replace(known, rows=old), tmp_path)
+    anew = dataclasses.replace(known, learned={"max": known.learned["max"]}, rows=old[:1])
+    assert load_profile(save(anew, tmp_path)).rows == old[:1]
+
+
 def test_a_damaged_file_and_one_of_another_cache_are_replaced(tmp_path: Path) -> None:
     path = save(model_profile(), tmp_path)
     path.write_bytes(b"TCPF and no more")

@@ -23,7 +23,6 @@ class Adding:
     layout = KVLayout("float32", ())
     fingerprint = "f"
     ropes = ()
-    window_ropes = ()
     states = StateLayout(has_matrices=True)
 
     def __init__(self) -> None:
@@ -37,6 +36,9 @@ class Adding:
 
     def log_probs(self, run: object, tokens: Sequence[int]) -> np.ndarray:
         raise NotImplementedError
+
+    def window_ropes(self) -> tuple[()]:
+        return ()
 
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         first = np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 8)
