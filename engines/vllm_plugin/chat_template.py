@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm.tokenizers import cached_tokenizer_from_config
-
 from engines.host.template_rules import rules_of
 from engines.wire import TemplateRules
 
@@ -20,6 +18,8 @@ def template_rules(model_config: Any) -> TemplateRules:
     where there is no template, every order is taken to be fine.
     """
     try:
+        from vllm.tokenizers import cached_tokenizer_from_config  # the rest runs without vLLM
+
         tokenizer = cached_tokenizer_from_config(model_config)
         apply = getattr(tokenizer, "apply_chat_template", None)
         if apply is None or not getattr(tokenizer, "chat_template", None):

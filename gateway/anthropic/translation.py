@@ -67,7 +67,8 @@ def translated(raw: Json, strip_attribution: bool, request_id: str | None = None
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     answer = MessageFormat(_asked(request), bool(request.stream), request_id)
-    return Translated(chat, answer, None, left_out, seconds_of(answer.asked.ttl))
+    retain_s = seconds_of(answer.asked.ttl)
+    return Translated(chat, answer, left_out=left_out, retain_s=retain_s)
 
 
 def prompt_fields(request: CountRequest, strip_attribution: bool) -> tuple[Json, list[str]]:
