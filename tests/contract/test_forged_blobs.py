@@ -122,6 +122,7 @@ def by_another(bare: Tier, inner: list[bytes], keys: list[bytes]) -> list[tuple[
     return [(name, seal.close(key, key * 9)) for name, key in zip(inner, keys, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forge", [forged, changed, swapped, from_elsewhere, by_another])
 def test_ten_thousand_of_each_kind_are_refused(bare: Tier, forge: Forger) -> None:
     """The keys come in batches, each written by us, tampered with, and read by us."""

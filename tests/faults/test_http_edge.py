@@ -107,6 +107,7 @@ DRIPPING = {
 }
 
 
+@pytest.mark.slow
 def test_clients_that_drip_are_cut(stack: FakeStack) -> None:
     """Each sends a byte now and then, behind an answer or before it."""
     with ExitStack() as held:

@@ -48,6 +48,7 @@ def one_text(nbytes: int) -> bytes:
     return json.dumps({"model": MODEL, "messages": messages}).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "code"),
     [(tiny_objects, b"too_many_values"), (one_text, TOO_LONG)],

@@ -53,7 +53,7 @@ def model(tmp_path):
 
 
 def test_config_shows_values_and_where_they_come_from(run, monkeypatch):
-    monkeypatch.setenv("THERMOCLINE_STORE__REDIS_URL", "redis://:hunter2@host:6379/0")
+    monkeypatch.setenv("THERMOCLINE_STORE__REDIS_URL", "redis://:hush-hush@host:6379/0")
     code, out, _ = run("config", "--json", "--set", "engine.max_batch=3")
     shown = json.loads(out)
     assert code == 0
@@ -61,7 +61,7 @@ def test_config_shows_values_and_where_they_come_from(run, monkeypatch):
     assert shown["engine.hot_bytes"]["from"].startswith("derived: 35%")
     assert shown["store.redis_url"]["value"] == "redis://:***@host:6379/0"
     code, table, _ = run("config")
-    assert "hunter2" not in out + table
+    assert "hush-hush" not in out + table
     assert "environment THERMOCLINE_STORE__REDIS_URL" in table
 
 

@@ -39,7 +39,8 @@ def limits(soft: int, hard: int, kind: str) -> str:
 
 
 def test_the_soft_limit_becomes_the_hard_one() -> None:
-    assert limits(200, 5000, "mlx") == "5000 5000 5000"
+    # Not above what mlx_lm leaves of this process's own limit, where a test has imported it.
+    assert limits(200, 4096, "mlx") == "4096 4096 4096"
 
 
 @pytest.mark.parametrize(("hard", "kind"), [(1024, "mlx"), (200, "fake")])
