@@ -82,8 +82,12 @@ class StatefulInstrument(Protocol):
     def window_ropes(self) -> tuple[Rope | None, ...]:
         """The same as ``Instrument.ropes``, of the layers with windows."""
 
+    @property
+    def state_step(self) -> int:
+        """The number of tokens from one possible state to the next: states are at multiples."""
+
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
-        """Compute a whole session of ``tokens``; the caller owns the arrays.
+        """Compute a whole session of ``tokens``, up to the last state; the caller owns the arrays.
 
         Args:
             past: a session of the first tokens, but not of all, to go on from; it is not changed.

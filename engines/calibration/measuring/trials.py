@@ -137,13 +137,24 @@ class _WholeSessions:
     def session(self, tokens: Sequence[int]) -> HeldSession:
         if self._tokens != tuple(tokens):
             self._session = self._first = HeldSession((), 0)  # two would be one too many
-            asleep = max(1, len(tokens) - (SLEEPS - 1) * TURN_TOKENS)
+            asleep = self._first_sleep(len(tokens))
             began = self._how.clock()
             self._first = self._instrument.prefill_whole(tokens[:asleep])
             self.prefill_s = 1000 * (self._how.clock() - began) / asleep
             self._session = self._instrument.prefill_whole(tokens, self._first)
             self._tokens = tuple(tokens)
         return self._session
+
+    @property
+    def _turn_tokens(self) -> int:
+        """``TURN_TOKENS``, or as many more as there are between two states."""
+        step = self._instrument.state_step
+        return -(-TURN_TOKENS // step) * step
+
+    def _first_sleep(self, num_tokens: int) -> int:
+        """The position of the first sleep of a prompt, where there can be a state."""
+        step = self._instrument.state_step
+        return max(step, (num_tokens - (SLEEPS - 1) * self._turn_tokens) // step * step)
 
     def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         return self._instrument.log_probs_whole(session, tokens)
@@ -186,6 +197,6 @@ class _WholeSessions:
         while came.num_tokens < session.num_tokens:
             packed = packer.pack(states_alone, came.state, came.num_tokens)
             woken = replace(came, state=packer.unpack(packed))
-            awake = min(came.num_tokens + TURN_TOKENS, session.num_tokens)
+            awake = min(came.num_tokens + self._turn_tokens, session.num_tokens)
             came = self._instrument.prefill_whole(self._tokens[:awake], woken)
         return came

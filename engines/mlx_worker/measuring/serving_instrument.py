@@ -92,6 +92,10 @@ class ServingInstrument:
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         return self._until_done(lambda: self._scored(session, tokens))
 
+    @property
+    def state_step(self) -> int:
+        return 1
+
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         return self._until_done(lambda: self._whole(tokens, past or HeldSession((), 0)))
 

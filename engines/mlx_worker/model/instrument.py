@@ -76,6 +76,10 @@ class MlxInstrument:
         caches = self._prefilled(self._caches(HeldSession(past, num_past)), tokens, num_past)
         return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]
 
+    @property
+    def state_step(self) -> int:
+        return 1
+
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         past = past or HeldSession((), 0)
         caches = self._prefilled(self._caches(past), tokens, past.num_tokens)

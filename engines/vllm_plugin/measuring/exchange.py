@@ -57,12 +57,16 @@ class Exchange:
             self._found, self._scores = None, []
 
     def found(self, within_s: float) -> Found:
-        """The KV of the blocks that the order wanted. Raises ``TimeoutError``."""
+        """The KV of the blocks that the order wanted.
+
+        Raises ``TimeoutError``, and ``RuntimeError`` as ``scores``.
+        """
         with self._lock:
             if not self._lock.wait_for(lambda: self._found is not None, within_s):
                 raise TimeoutError("the KV that a measurement wanted was not read")
             found, self._found = self._found, None
             assert found is not None
+            self._check_given()
             return found
 
     def scores(self) -> np.ndarray:
@@ -71,11 +75,14 @@ class Exchange:
         Raises ``RuntimeError``: the blocks did not get the KV that was given.
         """
         with self._lock:
-            if self._given and not self._was_given:
-                raise RuntimeError("vLLM did not take the KV that it was given")
+            self._check_given()
             scores, self._scores = self._scores, []
             self._given, self._given_state = (), None
         return np.stack(scores)
+
+    def _check_given(self) -> None:
+        if self._given and not self._was_given:
+            raise RuntimeError("vLLM did not take the KV that it was given")
 
     # ---- on vLLM's thread
 

@@ -83,7 +83,6 @@ class ServingInstrument:
     def states(self) -> StateLayout | None:
         return self._kv.states
 
-    @property
     def window_ropes(self) -> tuple[Rope | None, ...]:
         windows = self._kv.states.windows if self._kv.states is not None else None
         return self._ropes_of(self._kv.window_names, windows) if windows is not None else ()
@@ -122,30 +121,44 @@ class ServingInstrument:
         skipped = first % self._kv.block_tokens
         return slice_tokens(rows, skipped, skipped + len(tokens) - first)
 
-    def _found(self, tokens: Sequence[int], first: int) -> Found:
+    def _found(self, tokens: Sequence[int], first: int, past: HeldSession | None = None) -> Found:
+        """The KV of ``tokens`` from number ``first`` on, and the state behind them."""
         number = self._client.next_number()
-        self._exchange.open(number)
-        self._client.order(number, tokens, self._salt, wanted_from=first)
+        if past is None:
+            self._exchange.open(number)
+            self._client.order(number, tokens, self._salt, wanted_from=first)
+        else:
+            self._exchange.open(number, _as_copied(past.run), past.state)
+            salt, given = f"{self._salt}.{number}", past.num_tokens
+            self._client.order(number, tokens, salt, given=given, wanted_from=first)
         return self._exchange.found(READ_S)
 
-    def prefill_whole(self, tokens: Sequence[int]) -> HeldSession:
+    @property
+    def state_step(self) -> int:
+        return self._kv.block_tokens
+
+    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         """Compute the session of the whole blocks of ``tokens``: only behind such there are states.
 
-        What vLLM still has of them in its own cache is not computed again.
+        Without ``past``, what vLLM has of them in its own cache is not computed again.
         """
         whole = len(tokens) // self._kv.block_tokens * self._kv.block_tokens
-        run = self._kv.layout.empty(whole)
-        found, done = Found([], None), 0
-        while done < whole:
+        # A turn of the prompt that is measured does not replace it.
+        if past is None or tuple(tokens) != self._tokens[: len(tokens)]:
+            self._tokens = tuple(tokens)
+        run, session = self._kv.layout.empty(whole), past or HeldSession((), 0)
+        _copy(session.run, run, 0)
+        while session.num_tokens < whole:
+            done = session.num_tokens
             end = min(done + self._step_tokens, whole)
             # One token more: vLLM keeps a state only where the same prompt could go on from it.
-            found = self._found([*tokens[:end], (*tokens, tokens[-1])[end]], done)
+            prompt = [*tokens[:end], (*tokens, tokens[-1])[end]]
+            found = self._found(prompt, done, session if past is not None else None)
+            if found.state is None:
+                raise RuntimeError(f"vLLM did not keep its state after {end} tokens")
             _copy(slice_tokens(found.rows, 0, end - done), run, done)
-            done = end
-        if found.state is None:
-            raise RuntimeError(f"vLLM did not keep its state after {whole} tokens")
-        self._tokens = tuple(tokens)
-        return HeldSession(run, whole, found.state)
+            session = HeldSession(slice_tokens(run, 0, end), end, found.state)
+        return session
 
     @property
     def _step_tokens(self) -> int:

@@ -25,7 +25,8 @@ class Adding:
     ropes = ()
     states = StateLayout(has_matrices=True)
 
-    def __init__(self) -> None:
+    def __init__(self, state_step: int = 1) -> None:
+        self.state_step = state_step
         self.went_on_from: list[int] = []
 
     def encode(self, text: str) -> list[int]:
@@ -46,9 +47,10 @@ class Adding:
         if past is not None:
             assert isinstance(past.state, StateArray)
             first = past.state.array
-        behind = tokens[past.num_tokens if past else 0 :]
+        end = len(tokens) // self.state_step * self.state_step
+        behind = tokens[past.num_tokens if past else 0 : end]
         state = MatrixArray("float32", first + np.float32(sum(behind)))
-        return HeldSession((), len(tokens), state)
+        return HeldSession((), end, state)
 
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         raise NotImplementedError
@@ -75,6 +77,18 @@ def test_errors_of_all_sleeps_are_in_what_is_judged() -> None:
             array = array + np.float32(TURN_TOKENS)
     np.testing.assert_array_equal(trip.session.state.array, array)
     assert trip.rows.nbytes < 400 and trip.rows.num_elements == 16
+
+
+def test_states_that_are_only_behind_blocks_sleep_as_often_as_there_is_room() -> None:
+    for num_tokens, sleeps in [(300, [160, 192, 224]), (70, [32])]:
+        instrument = Adding(state_step=32)
+        how = trials(instrument, 128, 1, None)
+        whole = num_tokens // 32 * 32
+        first = whole - len(sleeps) * 32
+        session = how.session([1] * num_tokens)
+        assert session.num_tokens == whole and instrument.went_on_from == [0, first]
+        how.trip(SessionCodec(RAW, None, matrix_codec("state4")), session)
+        assert instrument.went_on_from[2:] == list(range(first, whole, 32))
 
 
 def test_an_exact_codec_changes_nothing() -> None:
