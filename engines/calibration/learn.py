@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 LAYER: Final = Scope("layer")
 PROBED_FROM: Final = 0.75  # of a window: the gradients of its end say which errors before it matter
+MOST_PIECES: Final = 8  # of a window, where sliding windows are shorter
 LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is cut there
 
 
@@ -118,13 +119,14 @@ def window_samples_of(
 ) -> Samples:
     """Prefill short texts that sliding windows hold from the first token on; see ``samples_of``.
 
-    There are as many tokens in all as ``samples_of`` would read, in more pieces.
+    There are as many tokens in all as ``samples_of`` would read, in at most ``MOST_PIECES`` pieces
+    for each of its windows.
     """
     assert isinstance(instrument, StatefulInstrument)
     states = instrument.states
     assert states is not None and states.windows is not None
     short = min(states.window_tokens, window_tokens)
-    wanted = num_windows * window_tokens // short
+    wanted = num_windows * min(window_tokens // short, MOST_PIECES)
     runs: list[KVRun] = []
     pieces = list(deal(texts, instrument, wanted, short, min(short, LEAST_WINDOW)))
     for number, piece in enumerate(pieces):

@@ -82,7 +82,8 @@ class MatrixCodec:
             values = widen(reader.take("<u2", num_rows, width), "bfloat16")
         else:
             scales = widen(reader.take("<u2", num_rows), "bfloat16")
-            values = self._read_codes(reader, num_rows, width) * scales[:, None]
+            with np.errstate(over="ignore"):  # of a damaged scale; what comes of it is refused
+                values = self._read_codes(reader, num_rows, width) * scales[:, None]
         if not np.isfinite(values).all():
             raise Corrupt("a packed state has infinite values")
         exact = values if dtype == "float32" else narrow(values, kind)

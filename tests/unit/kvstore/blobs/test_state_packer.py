@@ -154,6 +154,7 @@ def test_codecs_that_are_not_known_are_refused() -> None:
         StatePacker(None, {ROWS.id: ROWS}, [CODEC.matrices.id]).unpack(packed)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_damage_is_never_more_than_an_error(data: st.DataObject) -> None:
     payload = bytearray(encode_state(PACKER.pack(CODEC, tree(rows(10, 60)), 60)))
