@@ -77,7 +77,7 @@ class ChatEvents:
 
     def ending(self, failure: Failure | None) -> bytes:
         self.failed = self.failed or failure is not None
-        return failure.event() if failure else b""
+        return failure.event() if failure else b"data: [DONE]\n\n"
 
     def usage(self) -> Usage | None:
         return self._usage
@@ -86,8 +86,8 @@ class ChatEvents:
         if data == KEEPALIVE:
             return data
         if data == DONE:
-            self.complete = True
-            return b"data: [DONE]\n\n"
+            self.complete = True  # told with the ending: clients look for what is stored then
+            return b""
         chunk = _parsed(data)
         if "error" in chunk:
             self.failed = True

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from engines.mlx_worker.model.instrument import ropes_of
+from engines.mlx_worker.model.instrument import rope_of
 
 pytestmark = pytest.mark.mlx
 
@@ -21,8 +21,8 @@ LLAMA3 = {
 }
 
 
-def model_with(rope) -> SimpleNamespace:
-    return SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(rope=rope))])
+def layer_with(rope) -> SimpleNamespace:
+    return SimpleNamespace(self_attn=SimpleNamespace(rope=rope))
 
 
 def frequencies(base: float, dims: int) -> list[float]:
@@ -30,31 +30,31 @@ def frequencies(base: float, dims: int) -> list[float]:
 
 
 def test_halves() -> None:
-    (rope,) = ropes_of(model_with(nn.RoPE(64, traditional=False, base=1e4)), [64])
+    rope = rope_of(layer_with(nn.RoPE(64, traditional=False, base=1e4)), 64)
     assert rope is not None and not rope.interleaved
     assert rope.frequencies == pytest.approx(frequencies(1e4, 64), rel=1e-4)
 
 
 def test_interleaved() -> None:
-    (rope,) = ropes_of(model_with(nn.RoPE(64, traditional=True, base=5e5)), [64])
+    rope = rope_of(layer_with(nn.RoPE(64, traditional=True, base=5e5)), 64)
     assert rope is not None and rope.interleaved
     assert rope.frequencies == pytest.approx(frequencies(5e5, 64), rel=1e-3)
 
 
 def test_a_part_of_the_channels() -> None:
-    (rope,) = ropes_of(model_with(nn.RoPE(32, traditional=False, base=1e4)), [128])
+    rope = rope_of(layer_with(nn.RoPE(32, traditional=False, base=1e4)), 128)
     assert rope is not None and rope.num_channels == 32
 
 
 def test_linear_scaling() -> None:
-    (rope,) = ropes_of(model_with(nn.RoPE(64, traditional=False, base=1e4, scale=0.25)), [64])
+    rope = rope_of(layer_with(nn.RoPE(64, traditional=False, base=1e4, scale=0.25)), 64)
     assert rope is not None
     assert rope.frequencies == pytest.approx([x / 4 for x in frequencies(1e4, 64)], rel=1e-3)
 
 
 def test_llama_3_slows_only_what_is_slow() -> None:
     module = initialize_rope(64, 5e5, False, LLAMA3, 131072)
-    (rope,) = ropes_of(model_with(module), [64])
+    rope = rope_of(layer_with(module), 64)
     assert rope is not None
     plain = frequencies(5e5, 64)
     assert rope.frequencies[0] == pytest.approx(plain[0], rel=1e-3)
@@ -64,13 +64,13 @@ def test_llama_3_slows_only_what_is_slow() -> None:
 def test_yarn_also_stretches() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     module = initialize_rope(64, 1e4, False, scaling, 16384)
-    (rope,) = ropes_of(model_with(module), [64])
+    rope = rope_of(layer_with(module), 64)
     assert rope is not None
     plain = frequencies(1e4, 64)
     assert rope.frequencies[0] == pytest.approx(plain[0], rel=1e-3)
     assert rope.frequencies[-1] == pytest.approx(plain[-1] / 4, rel=1e-2)
 
 
-def test_a_model_whose_rotary_cannot_be_found() -> None:
+def test_a_layer_whose_rotary_cannot_be_found() -> None:
     with pytest.raises(ValueError, match="not to be found"):
-        ropes_of(model_with(None), [64])
+        rope_of(layer_with(None), 64)
