@@ -152,8 +152,8 @@ async def test_a_request_waits_for_one_step_at_most(tmp_path: Path) -> None:
             for number in range(6):
                 while steps.num_done < 3 * (number + 1):
                     await asyncio.sleep(0.001)
-                before = steps.num_done
                 stream = it.submit(text(10 + number, 200), max_tokens=20)
+                before = steps.num_done  # from here on the owner thread knows of the request
                 seen = []
                 async for _ in stream.events():
                     seen.append(steps.num_done)
