@@ -33,7 +33,4 @@ def expected_choices(effective: EffectiveSettings) -> Mapping[TierName, Choice]:
         layout = profile.layout  # of one rank
     if num_bits := HOT_CODECS.get(engine.hot_codec):
         layout = PackedLayout(dtype=layout.dtype, layers=layout.layers, num_bits=num_bits)
-    if effective.engine_kind == "mlx":
-        return choose_tiers(store, layout, profile, "", shape.states(layout.dtype))
-    unmeasurable = "windows and recurrent state" if shape.needs_state else ""
-    return choose_tiers(store, layout, profile, unmeasurable)
+    return choose_tiers(store, layout, profile, "", shape.states(layout.dtype))
