@@ -88,7 +88,20 @@ class ServingInstrument:
         return self._ropes_of(self._kv.window_names, windows) if windows is not None else ()
 
     def _ropes_of(self, names: Sequence[str], layout: KVLayout) -> tuple[Rope | None, ...]:
-        return ropes_of(self._model, names, [x.head_dim for x in layout.layers])
+        dims = [x.head_dim for x in layout.layers]
+        if self._kv.states is None:
+            return ropes_of(self._model, names, dims)
+        return tuple(map(self._rope_if_found, names, dims))
+
+    def _rope_if_found(self, name: str, dim: int) -> Rope | None:
+        """Of a model with states a layer whose turning is not found counts as one without.
+
+        That costs bits, not truth: the gate measures what comes of it.
+        """
+        try:
+            return ropes_of(self._model, [name], [dim])[0]
+        except ValueError:
+            return None
 
     @property
     def _model(self) -> nn.Module:
