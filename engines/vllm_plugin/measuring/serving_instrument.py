@@ -94,7 +94,7 @@ class ServingInstrument:
         return tuple(map(self._rope_if_found, names, dims))
 
     def _rope_if_found(self, name: str, dim: int) -> Rope | None:
-        """Of a model with states a layer whose turning is not found counts as one without.
+        """Read off one layer; one whose turning is not found counts as one without.
 
         That costs bits, not truth: the gate measures what comes of it.
         """
