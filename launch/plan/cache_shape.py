@@ -50,7 +50,12 @@ class CacheShape:
 
     @property
     def needs_state(self) -> bool:
-        return bool(self.windows or self.state_elements or self.state_float32)
+        return bool(self.windows) or self.is_recurrent
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if some layers keep a recurrent state, if only the last inputs of a convolution."""
+        return bool(self.state_elements or self.state_float32)
 
     @property
     def elements_per_token(self) -> int:

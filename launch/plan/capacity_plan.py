@@ -21,7 +21,6 @@ from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import TierName
 from kvstore.shapes import DType, StateLayout
 from launch.calibrate.profile_notes import find_profile
-from launch.calibrate.program import MEASURABLE
 from launch.errors import LaunchError, UsageError
 from launch.model import find_model
 from launch.plan.cache_shape import NotUnderstood
@@ -122,7 +121,7 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         _as_saved(effective),
         find_profile(effective),
         choices,
-        packs_states=effective.engine_kind in MEASURABLE,
+        packs_states=not (effective.engine_kind == "vllm" and shape.is_recurrent),
     )
     return msgspec.structs.replace(plan, engine=effective.engine_kind, notes=[*plan.notes, *note])
 
