@@ -35,7 +35,7 @@ PACKED = "dense3+state8"
 
 def kept(shape: CacheShape) -> str:
     """How the layers keep their KV, in words."""
-    what = "latents" if "latent" in shape.exact_only else "K and V"
+    what = "latents" if shape.has_latents else "K and V"
     words = [f"{len(shape.growing)} {what}"] if shape.growing else []
     if shape.windows:
         longest = sorted({w.longest for w in shape.windows})

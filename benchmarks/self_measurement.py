@@ -188,7 +188,8 @@ async def beside_users(args: argparse.Namespace) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     alone = {} if args.skip_idle else idle(args)
     print(alone, flush=True)
-    return {"engine": args.engine, **alone, **asyncio.run(beside_users(args))}
+    users = {} if args.skip_users else asyncio.run(beside_users(args))
+    return {"engine": args.engine, **alone, **users}
 
 
 def main() -> None:
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=16)
     parser.add_argument("--most-s", type=float, default=3600.0, help="for the verdict")
     parser.add_argument("--skip-idle", action="store_true", help="only the waiting of users")
+    parser.add_argument("--skip-users", action="store_true", help="only the idle server")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     write_json(args.json, measure(args))

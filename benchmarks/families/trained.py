@@ -108,7 +108,7 @@ CONFIGS: Final[dict[str, dict[str, object]]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 32,
         "rope_scaling": {"factor": 1.0, "original_max_position_embeddings": 2048},
-        "n_routed_experts": None,
+        "n_routed_experts": 2,  # in layers that there are none of
         "first_k_dense_replace": 2,
     },
 }

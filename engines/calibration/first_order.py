@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from engines.calibration.corpus import held_out_texts
 from engines.calibration.messages import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.config import AUTO, StoreConfig
@@ -22,17 +23,20 @@ class TooShort(ValueError):
     """The engine takes no prompt that is worth packing. The message is one sentence."""
 
 
-def first_order(store: StoreConfig, longest: int, data_path: str) -> CalibrationOrder:
+def first_order(
+    store: StoreConfig, longest: int, data_path: str, least_context: int = 0
+) -> CalibrationOrder:
     """Make a quick order: few texts, one context length.
 
     Args:
         longest: tokens that the engine can hold of one request, prompt and answer.
         data_path: the folder of profiles.
+        least_context: so many tokens, if the engine can hold them, are needed to judge by.
 
     Raises:
         TooShort: see there.
     """
-    context = min(FIRST_CONTEXT, (longest - 2 * FIRST_SCORED) // 128 * 128)
+    context = min(max(FIRST_CONTEXT, least_context), (longest - 2 * FIRST_SCORED) // 128 * 128)
     if context < LEAST_CONTEXT:
         raise TooShort(f"the engine takes no more than {longest} tokens")
     named = [x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)]
@@ -41,7 +45,7 @@ def first_order(store: StoreConfig, longest: int, data_path: str) -> Calibration
         presets=tuple(dict.fromkeys([*FIRST_PRESETS, *named])),
         contexts=(context,),
         num_windows=FIRST_WINDOWS,
-        window_tokens=context,
+        window_tokens=min(context, FIRST_CONTEXT),
         num_scored=FIRST_SCORED,
         depths=(0.5,),
         with_bounds=False,  # nobody looks at them, and they cost as much as learning
@@ -50,3 +54,14 @@ def first_order(store: StoreConfig, longest: int, data_path: str) -> Calibration
         chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
         data_path=data_path,
     )
+
+
+def tokens_to_compute(order: CalibrationOrder) -> int:
+    """Reckon how many tokens a measurement has the model compute, to learn from and to judge by.
+
+    Gradients, where the engine has them, take about twice as long as the texts to learn from.
+    """
+    num_cases = len(held_out_texts()) + len(order.depths) + order.num_chains
+    learned = order.num_windows * order.window_tokens
+    scored = order.num_scored * (len(order.presets) + 1)
+    return learned + sum(num_cases * (x + scored) for x in order.contexts)

@@ -35,7 +35,7 @@ class CacheShape:
     """The cache of one session, layer by layer.
 
     Growing layers are packed by a codec. Windows and recurrent state cannot be cut back to an
-    earlier token; they are kept in snapshots, on mlx packed as well where that was measured.
+    earlier token; they are kept in snapshots, packed as well where that was measured.
     """
 
     growing: tuple[KVLayer, ...] = ()
@@ -45,6 +45,7 @@ class CacheShape:
     num_states: int = 0  # layers that it belongs to
     # Values of a row of the matrices that ``state_float32`` counts; 0 = they are none.
     state_width: int = 0
+    has_latents: bool = False  # one for all heads, and its turned part in the place of values
     exact_only: str = ""  # why a lossy codec must not touch it; "" = it may
     notes: tuple[str, ...] = field(default=())
 

@@ -121,7 +121,6 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         _as_saved(effective),
         find_profile(effective),
         choices,
-        packs_states=not (effective.engine_kind == "vllm" and shape.is_recurrent),
     )
     return msgspec.structs.replace(plan, engine=effective.engine_kind, notes=[*plan.notes, *note])
 
@@ -181,8 +180,6 @@ def make_plan(
     store: StoreConfig,
     profile: Profile | None = None,
     choices: Mapping[TierName, Choice] | None = None,
-    *,
-    packs_states: bool = False,
 ) -> Plan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
@@ -194,12 +191,10 @@ def make_plan(
         store: the budgets of the tiers.
         profile: what was measured of the model; None = nothing.
         choices: the codec that will serve, for each tier.
-        packs_states: the engine packs windows and recurrent states, too, where that was measured.
     """
     shape, itemsize = hot.shape, hot.itemsize
     longest = max((w.longest for w in shape.windows), default=0)
-    states = shape.states(dtype) if packs_states else None
-    planner = _Planner(hot, dtype, store, profile, choices or {}, states)
+    planner = _Planner(hot, dtype, store, profile, choices or {}, shape.states(dtype))
     return Plan(
         model=name,
         model_type=str(content.get("model_type")),
@@ -216,11 +211,11 @@ def make_plan(
         wanted_hot_bytes=hot.running_bytes(hot.wanted_context),
         budgets={"hot": hot.hot_bytes} | {str(x): n for x, n in planner.cold_budgets.items()},
         contexts=[planner.context(n) for n in contexts],
-        notes=_notes(hot, store, packs_states),
+        notes=_notes(hot, store),
     )
 
 
-def _notes(hot: HotBudget, store: StoreConfig, packs_states: bool) -> list[str]:
+def _notes(hot: HotBudget, store: StoreConfig) -> list[str]:
     shape = hot.shape
     notes = list(shape.notes)
     if refusal := hot.refusal():
@@ -228,9 +223,8 @@ def _notes(hot: HotBudget, store: StoreConfig, packs_states: bool) -> list[str]:
     if shape.exact_only:
         notes.append(f"only the codec raw: {shape.exact_only}")
     if shape.needs_state:
-        how = "packed where that was measured" if packs_states else "kept exact, not packed"
         notes.append(
-            f"windows and recurrent state are {how}: a cold session has"
+            "windows and recurrent state are packed where that was measured: a cold session has"
             f" {store.max_snapshots} of them, and resumes at those"
         )
     return notes

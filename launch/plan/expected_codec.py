@@ -33,6 +33,4 @@ def expected_choices(effective: EffectiveSettings) -> Mapping[TierName, Choice]:
         layout = profile.layout  # of one rank
     if num_bits := HOT_CODECS.get(engine.hot_codec):
         layout = PackedLayout(dtype=layout.dtype, layers=layout.layers, num_bits=num_bits)
-    recurrent = effective.engine_kind == "vllm" and shape.is_recurrent
-    unmeasurable = "a recurrent state" if recurrent else ""
-    return choose_tiers(store, layout, profile, unmeasurable, shape.states(layout.dtype))
+    return choose_tiers(store, layout, profile, states=shape.states(layout.dtype))

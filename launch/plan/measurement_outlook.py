@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engines.calibration.first_order import TooShort, first_order
+from engines.calibration.first_order import TooShort, first_order, tokens_to_compute
 from engines.calibration.gate.choice import Choice
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from launch.model import find_model
@@ -39,5 +39,9 @@ def first_measurement(effective: EffectiveSettings) -> Outlook:
         )
     except TooShort as error:
         return Outlook(False, f"it will not be measured: {error}; {BY_HAND}")
-    presets = ", ".join(order.presets)
-    return Outlook(True, f"the engine measures it in idle moments of its first start ({presets})")
+    presets, thousands = ", ".join(order.presets), round(tokens_to_compute(order) / 1000)
+    return Outlook(
+        True,
+        f"the engine measures it in idle moments of its first start ({presets}), about as long as"
+        f" it takes to prefill {thousands} prompts of 1,000 tokens",
+    )

@@ -68,6 +68,8 @@ def _unfit(shape: CacheShape, hot_codec: str) -> str:
 
     if shape.needs_state:
         return "only plain KV caches can be kept packed, and this model has windows or states"
+    if shape.has_latents:
+        return "only plain KV caches can be kept packed, and this model keeps latents"
     rows = RotatedRows(HOT_CODECS[hot_codec])
     dims = {dim for x in shape.growing for dim in (x.head_dim, x.value_dim)}
     if strange := sorted(x for x in dims if not rows.supports(x)):

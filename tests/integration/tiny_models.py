@@ -80,6 +80,29 @@ _CONFIGS: dict[str, dict[str, object]] = {
         "time_step_rank": "auto",
     },
 }
+_LATENT: dict[str, object] = {
+    **_COMMON,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 32,
+    "rope_theta": 1e4,
+    "rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 8192},
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+}
+# The first is unfolded into K and V, the second is kept.
+LATENTS: dict[str, dict[str, object]] = {"deepseek_v2": _LATENT, "deepseek_v3": _LATENT}
 KINDS = tuple(_CONFIGS)
 UNTRIMMABLE = ("gemma3_text", "qwen3_next", "mamba2")
 
@@ -87,7 +110,7 @@ UNTRIMMABLE = ("gemma3_text", "qwen3_next", "mamba2")
 def tiny_model(kind: str, seed: int = 0) -> LoadedModel:
     """A float32 model with the same weights every time. Call it on the thread that runs it."""
     mx.random.seed(seed)
-    config = {"model_type": kind, **_CONFIGS[kind]}
+    config = {"model_type": kind, **(_CONFIGS | LATENTS)[kind]}
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.float32)

@@ -18,6 +18,7 @@ from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import Profile, load_profile
+from kvstore.codecs.quality import Quality
 from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, UnknownCodec
@@ -25,6 +26,9 @@ from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout, StateLayout
 
 logger = logging.getLogger(__name__)
+
+
+MAX_OTHERS = 24  # rows of codecs that are not in use; a report goes out every second
 
 
 class AdoptCodecs(Protocol):
@@ -36,6 +40,7 @@ class AdoptCodecs(Protocol):
 @dataclass(frozen=True)
 class _Chosen:
     choices: Mapping[TierName, Choice]
+    measured: tuple[Quality, ...] = ()  # all rows of the model's profile
 
     @functools.cached_property
     def codecs(self) -> CodecSet:
@@ -63,6 +68,10 @@ class _Chosen:
             if choice not in found:
                 found.append(choice)
         return found
+
+
+def _short(row: Quality) -> Quality:
+    return msgspec.structs.replace(row, texts=(), chains=())
 
 
 def _all_exact(codecs: CodecSet) -> bool:
@@ -122,18 +131,17 @@ class ServedCodecs:
         """The codecs and the reasons for them, as the gateway is told."""
         chosen = self._chosen
         first = chosen.choices["ram"]
+        rows = [row for choice in chosen.different for row in choice.rows]
         return CodecReport(
             name=first.name,
             id=first.id,
             tiers={tier: choice.id for tier, choice in chosen.choices.items()},
             why=reason(chosen.choices, tiers_in_use(self._config)),
-            rows=tuple(
-                msgspec.structs.replace(row, texts=(), chains=())
-                for choice in chosen.different
-                for row in choice.rows
-            ),
+            rows=tuple(_short(row) for row in rows),
+            others=tuple(_short(row) for row in chosen.measured if row not in rows)[:MAX_OTHERS],
             unmeasured=any(x.unmeasured for x in chosen.choices.values()),
             fingerprint=self._fingerprint,
+            max_kl=self._config.max_kl,
         )
 
     def renew(self, adopt: AdoptCodecs) -> None:
@@ -158,8 +166,9 @@ class ServedCodecs:
             return _Chosen(dict.fromkeys(TIER_NAMES, refused))
 
     def _choose(self) -> _Chosen:
-        known = (self._config, self._layout, self._load(), self._unmeasurable, self._states)
-        chosen = _Chosen(choose_tiers(*known))
+        profile = self._load()
+        known = (self._config, self._layout, profile, self._unmeasurable, self._states)
+        chosen = _Chosen(choose_tiers(*known), profile.rows if profile else ())
         for choice in chosen.different:
             if choice.session is not None and self._states is not None:
                 choice.session.warm(self._layout, self._states)

@@ -7,6 +7,7 @@ when nothing runs, waits or is being saved. So a request that arrives waits for 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -19,9 +20,13 @@ T = TypeVar("T")
 class IdleSteps:
     """A line of one: the next step, and the thread that waits for it."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, wake: Callable[[], None], monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         """Make an empty line; ``wake`` has the owner thread look again. Called on any thread."""
         self._wake = wake
+        self._monotonic = monotonic
+        self._others_at = float("-inf")  # when others last used the model
         self._lock = threading.Lock()
         self._next: Callable[[], None] | None = None
         self._refuse: Callable[[], None] | None = None
@@ -54,7 +59,16 @@ class IdleSteps:
         self._wake()
         return done.result()
 
+    @property
+    def alone_s(self) -> float:
+        """Seconds since anybody else used the model."""
+        return self._monotonic() - self._others_at
+
     # ---- the owner thread
+
+    def note_others(self) -> None:
+        """Note that somebody else uses the model."""
+        self._others_at = self._monotonic()
 
     @property
     def is_waiting(self) -> bool:

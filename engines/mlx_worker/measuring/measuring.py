@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -33,17 +34,34 @@ class Measuring:
         """One sentence on how far it is; "" when nothing is being measured. Any thread."""
         return self._running.progress if self._running is not None else ""
 
+    @property
+    def possible(self) -> bool:
+        """True if this model can be measured here, whether it has to be or not."""
+        return (
+            self._owner.codecs is not None and self._owner.held is not None and bool(self._folder)
+        )
+
     def begin(self) -> None:
         """Begin to measure, if this model is to be measured and was not; says why if it cannot."""
-        data_path = self._config.data_path or self._config.store.disk_path
-        if not self._is_needed() or not self._config.store.calibrate or not data_path:
-            return
+        if self._is_needed() and self._config.store.calibrate and self._folder:
+            self._begin(self._is_needed)
+
+    def begin_again(self) -> None:
+        """Begin to measure, also if that was done before, unless it is being done already."""
+        if self.possible and not (self._running is not None and self._running.is_running):
+            self._begin(lambda: self._owner.codecs is not None)
+
+    @property
+    def _folder(self) -> str:
+        return self._config.data_path or self._config.store.disk_path
+
+    def _begin(self, is_needed: Callable[[], bool]) -> None:
         # Arithmetic of calibration, which a measured model's engine never needs.
         from engines.calibration.one_thread import one_thread
         from engines.calibration.self_measurement import SelfMeasurement
 
         try:
-            order = first_order(self._config.store, self._owner.facts.max_context, data_path)
+            order = first_order(self._config.store, self._owner.facts.max_context, self._folder)
         except TooShort as error:
             logger.warning("the model is not measured: %s", error)
             return
@@ -53,7 +71,7 @@ class Measuring:
             self._adopt,
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
             resumes=True,
-            is_needed=self._is_needed,
+            is_needed=is_needed,
             work=one_thread,
         )
 

@@ -136,7 +136,7 @@ class ServingInstrument:
         self._steps.run(lambda: self._held.begin_whole(past))
         at = 0
         while at < len(tokens):
-            part = tokens[at : at + self._size.tokens]
+            part = tokens[at : at + self._step_tokens]
             self._timed(self._size, len(part), partial(self._held.feed, part))
             at += len(part)
 
@@ -154,7 +154,7 @@ class ServingInstrument:
         self._steps.run(lambda: self._held.begin_whole(session))
         found, at = np.empty((0, 0), np.float32), 0
         while at < len(tokens):
-            part = tokens[at : at + self._size.tokens]
+            part = tokens[at : at + self._step_tokens]
             is_last = at + len(part) == len(tokens)
             scores = self._timed(self._size, len(part), partial(self._score, part, is_last))
             if not at:
@@ -169,6 +169,12 @@ class ServingInstrument:
         if is_last:
             self._held.drop()
         return found
+
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens of the next step forward. Those back keep short: they take much memory."""
+        self._size.expect(self._steps.alone_s)
+        return self._size.tokens
 
     def _timed(self, size: StepSize, num_tokens: int, step: Callable[[], T]) -> T:
         """Run a step, and have ``size`` learn from how long it took on the owner thread."""

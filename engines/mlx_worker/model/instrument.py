@@ -26,7 +26,7 @@ from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.model.scoring import gradients, log_probs, session_gradients
 from kvstore.blobs.snapshot import copied_state
 from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
+from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, StateLayout
 
 CHUNK_TOKENS = 512  # of a prefill at a time
 
@@ -175,10 +175,13 @@ def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable
     layers = _layers_of(model, plan, windows)
     if len(layers) != len(kept.layers):
         if plan.needs_state:
-            return [_not_found for _ in kept.layers]
+            return [_not_turned for _ in kept.layers]
         raise ValueError("the model's layers are not those of its cache")
     read = _rope_if_found if plan.needs_state else rope_of
-    return [partial(read, x, y.head_dim) for x, y in zip(layers, kept.layers, strict=True)]
+    return [
+        _not_turned if _keeps_latent(x, y) else partial(read, x, y.head_dim)
+        for x, y in zip(layers, kept.layers, strict=True)
+    ]
 
 
 def _layers_of(model: Any, plan: CachePlan, windows: bool) -> list[Any]:
@@ -192,8 +195,19 @@ def _layers_of(model: Any, plan: CachePlan, windows: bool) -> list[Any]:
     ]
 
 
-def _not_found() -> None:
+def _not_turned() -> None:
     return None
+
+
+def _keeps_latent(layer: Any, kept: KVLayer) -> bool:
+    """True if a latent lies where others keep keys, and its turned part in the place of values."""
+    attention = _attention_of(layer)
+    found = [getattr(attention, x, 0) for x in ("kv_lora_rank", "qk_rope_head_dim")]
+    return kept.num_kv_heads == 1 and found == [kept.head_dim, kept.value_dim]
+
+
+def _attention_of(layer: Any) -> Any:
+    return getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
 
 
 def _rope_if_found(layer: Any, head_dim: int) -> Rope | None:
@@ -205,11 +219,19 @@ def _rope_if_found(layer: Any, head_dim: int) -> Rope | None:
 
 def rope_of(layer: Any, head_dim: int) -> Rope | None:
     """Read off how one layer turns its keys. Raises ``ValueError`` as ``ropes_of`` does."""
-    attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
+    attention = _attention_of(layer)
     module = getattr(attention, "rope", None)
     if attention is None or module is None:
         raise ValueError("how this model turns its keys is not to be found")
-    return read_rope(lambda position: _turned(module, head_dim, position))
+    # Keys that are unfolded out of latents have their turned channels behind the others.
+    turned = min(getattr(attention, "qk_rope_head_dim", head_dim), head_dim)
+
+    def matrix(position: int) -> np.ndarray:
+        whole = np.eye(head_dim, dtype=np.float32)
+        whole[-turned:, -turned:] = _turned(module, turned, position)
+        return whole
+
+    return read_rope(matrix)
 
 
 def _turned(module: Any, dim: int, position: int) -> np.ndarray:

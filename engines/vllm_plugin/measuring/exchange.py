@@ -45,16 +45,27 @@ class Exchange:
         self._was_given = False
         self._found: Found | None = None
         self._scores: list[np.ndarray] = []
+        self._num_rows = 0  # of the prompt's logits that are still to come
+        self._expects_rows = False  # the next logits are the prompt's
         self.model: nn.Module | None = None
+        self.sees_rows = False  # the logits of prompts are noted
 
     # ---- on the measuring thread
 
-    def open(self, number: int, given: KVRun = (), state: StateTree = None) -> None:
-        """Begin an order; ``given``: KV in whole blocks, which its blocks get, with the state."""
+    def open(
+        self, number: int, given: KVRun = (), state: StateTree = None, num_rows: int = 0
+    ) -> None:
+        """Begin an order.
+
+        Args:
+            given: KV in whole blocks, which its blocks get, with the state.
+            num_rows: so many tokens of its prompt have their scores noted.
+        """
         with self._lock:
             self._number, self._given, self._given_state = number, given, state
             self._was_given = False
             self._found, self._scores = None, []
+            self._num_rows, self._expects_rows = num_rows, False
 
     def found(self, within_s: float) -> Found:
         """The KV of the blocks that the order wanted.
@@ -70,15 +81,18 @@ class Exchange:
             return found
 
     def scores(self) -> np.ndarray:
-        """Log-probabilities of the answer's tokens, fp32 (num_tokens, vocabulary).
+        """Log-probabilities behind the tokens that were scored, fp32 (num_tokens, vocabulary).
 
-        Raises ``RuntimeError``: the blocks did not get the KV that was given.
+        Raises ``RuntimeError``: the blocks did not get the KV that was given, or somebody else's
+        logits came between.
         """
         with self._lock:
             self._check_given()
             scores, self._scores = self._scores, []
             self._given, self._given_state = (), None
-        return np.stack(scores)
+            if self._num_rows or not scores:
+                raise RuntimeError("the scores of a measurement did not come one after the other")
+        return np.concatenate(scores)
 
     def _check_given(self) -> None:
         if self._given and not self._was_given:
@@ -126,7 +140,24 @@ class Exchange:
         """Note the log-probabilities behind the next token of the answer, fp32 (vocabulary,)."""
         with self._lock:
             if number == self._number:
-                self._scores.append(row)
+                self._scores.append(row[None])
+
+    def expect_rows(self, number: int) -> None:
+        """Note that the next logits are of this order's prompt: see ``forced_tokens``."""
+        with self._lock:
+            self._expects_rows = number == self._number
+
+    def wants_rows(self) -> bool:
+        """True if the logits that were just computed are a prompt's whose scores are wanted."""
+        with self._lock:
+            return self._expects_rows and self._num_rows > 0
+
+    def note_rows(self, rows: np.ndarray) -> None:
+        """Note the log-probabilities behind the next tokens of the prompt, fp32 (tokens, ...)."""
+        with self._lock:
+            self._expects_rows = False
+            self._num_rows -= len(rows)
+            self._scores.append(rows)
 
 
 EXCHANGE = Exchange()

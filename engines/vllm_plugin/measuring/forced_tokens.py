@@ -1,5 +1,8 @@
 """A logits processor that forces the answers of measuring requests and notes their scores.
 
+Of a request whose prompt is scored it only says that the request is in the step: the logits of its
+prompt are what vLLM computes next, and ``worker_extension`` notes them.
+
     --logits-processors engines.vllm_plugin.measuring.forced_tokens:ForcedTokens
 
 All others pass through it untouched. vLLM runs it behind the model, outside its graphs, on every
@@ -21,11 +24,15 @@ from engines.vllm_plugin.measuring.request_runner import FORCED_FIELD
 
 @dataclass(frozen=True)
 class ForcedRow:
-    """A row of the batch whose answer is known. ``sampled``: vLLM's own list, which grows."""
+    """A row of the batch whose answer is known.
+
+    ``sampled``: vLLM's own list, which grows. ``scored``: the prompt is scored, not the answer.
+    """
 
     number: int
     tokens: list[int]
     sampled: list[int]
+    scored: bool
 
 
 class ForcedTokens(LogitsProcessor):
@@ -47,7 +54,8 @@ class ForcedTokens(LogitsProcessor):
             self._rows.pop(index, None)
             forced = (params.extra_args or {}).get(FORCED_FIELD)
             if forced is not None:
-                self._rows[index] = ForcedRow(forced["number"], forced["tokens"], sampled)
+                number, tokens = forced["number"], forced["tokens"]
+                self._rows[index] = ForcedRow(number, tokens, sampled, forced["scored"])
         for a, b, direction in batch_update.moved:
             x, y = self._rows.pop(a, None), self._rows.pop(b, None)
             if x is not None:
@@ -58,6 +66,9 @@ class ForcedTokens(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Note the scores of forced rows, then leave them one token; fp32 (rows, vocabulary)."""
         for index, row in self._rows.items():
+            if row.scored:
+                EXCHANGE.expect_rows(row.number)
+                continue
             scores = torch.log_softmax(logits[index].float(), -1)
             EXCHANGE.note_scores(row.number, scores.cpu().numpy())
             if (step := len(row.sampled)) < len(row.tokens):

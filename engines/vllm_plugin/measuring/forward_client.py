@@ -41,6 +41,7 @@ class ForwardClient:
         forced: Sequence[int] = (),
         given: int = 0,
         wanted_from: int = -1,
+        scored: bool = False,
     ) -> None:
         """Order a request (see ``Forward``) and wait for its end, as long as others are served.
 
@@ -48,7 +49,9 @@ class ForwardClient:
             Interrupted: the engine ends.
             RuntimeError: vLLM could not do it.
         """
-        order = Forward(self._rank, number, tuple(tokens), salt, tuple(forced), given, wanted_from)
+        order = Forward(
+            self._rank, number, tuple(tokens), salt, tuple(forced), given, wanted_from, scored
+        )
         with self._lock:
             self._done = None
             while (done := self._over()) is None:

@@ -39,7 +39,7 @@ class MeasuredRequests:
     def num_given(self, request: Any, num_computed_tokens: int) -> int:
         """The number of tokens behind the computed ones whose KV is put ready.
 
-        Their blocks are filled within the step, before the model runs: nobody else waits for it.
+        They are loaded like those of a session that comes back, a step before the request's first.
         """
         return max(0, self._orders[request.request_id].given - num_computed_tokens)
 
@@ -52,7 +52,7 @@ class MeasuredRequests:
             groups, boundary = self._blocks.groups, order.given // self._blocks.block_tokens
             state_ids = groups.state_blocks(tables, boundary, 0)
             ids = list(tables[groups.full][:boundary])
-            self._given.append(Given(order.number, ids, state_ids))
+            self._given.append(Given(request.request_id, order.number, ids, state_ids))
 
     def take_given(self) -> list[Given]:
         """The blocks to fill in the next step."""

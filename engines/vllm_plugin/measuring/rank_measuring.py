@@ -23,8 +23,6 @@ from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSI
 from engines.vllm_plugin.worker.paging import PagedCache
 from engines.vllm_plugin.worker.state_layers import StateBlocks
 
-# vLLM copies such a state within a step, before a connector may fill the block that it copies from.
-RECURRENT: Final = "a recurrent state cannot be given to vLLM within a step"
 NO_SEAM: Final = (
     "vLLM was started without our logits processor and worker extension; add"
     f" --logits-processors {LOGITS_PROCESSOR} --worker-extension-cls {WORKER_EXTENSION}"
@@ -34,8 +32,6 @@ NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
 
 def unmeasurable(vllm_config: Any, groups: Groups) -> str:
     """Say why the engine cannot measure what codecs cost its model; "" if it can."""
-    if any(x.recurrent for x in groups.states):
-        return RECURRENT
     if vllm_config.model_config.skip_tokenizer_init:
         return NO_TOKENIZER
     processors = vllm_config.model_config.logits_processors or ()

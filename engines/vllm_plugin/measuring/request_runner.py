@@ -49,9 +49,16 @@ class RequestRunner:
             temperature=0,
             ignore_eos=True,
             detokenize=False,
+            # Behind a cached prefix, too, where vLLM gives none unless it is told to.
+            prompt_logprobs=0 if order.scored else None,
+            skip_reading_prefix_cache=False,
             extra_args={
                 "kv_transfer_params": ours,
-                FORCED_FIELD: {"number": order.number, "tokens": list(order.forced)},
+                FORCED_FIELD: {
+                    "number": order.number,
+                    "tokens": list(order.forced),
+                    "scored": order.scored,
+                },
             },
         )
         prompt: Any = {"prompt_token_ids": list(order.tokens), "cache_salt": order.salt}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,8 +18,11 @@ from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens
 
+logger = logging.getLogger("thermocline.vllm")
+
 STEP_TOKENS: Final = 256  # of a prefill at a time: a user's request waits for so many at most
 READ_S: Final = 60.0
+MOST_MISSES: Final = 3  # prompts in a row that could not be scored, until none is tried any more
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class ServingInstrument:
         self._tokenizer = tokenizer
         self._salt = salt
         self._tokens: tuple[int, ...] = ()  # of the last prefill
+        self._num_misses = 0
         self.prefill([0])
 
     @property
@@ -142,7 +147,7 @@ class ServingInstrument:
             self._client.order(number, tokens, self._salt, wanted_from=first)
         else:
             self._exchange.open(number, _as_copied(past.run), past.state)
-            salt, given = f"{self._salt}.{number}", past.num_tokens
+            salt, given = self._new_salt(number), past.num_tokens
             self._client.order(number, tokens, salt, given=given, wanted_from=first)
         return self._exchange.found(READ_S)
 
@@ -195,16 +200,44 @@ class ServingInstrument:
     def _scored(
         self, run: KVRun, state: StateTree, prompt: Sequence[int], tokens: Sequence[int]
     ) -> np.ndarray:
+        """Score the tokens as a prompt, in one step; where that cannot be, one by one.
+
+        With others' requests in the same step it cannot be told whose logits come.
+        """
+        if self._exchange.sees_rows and self._num_misses < MOST_MISSES:
+            try:
+                scores = self._scored_as_prompt(run, state, prompt, tokens)
+            except RuntimeError as error:
+                self._num_misses += 1
+                logger.info("tokens are scored one by one: %s", error)
+            else:
+                self._num_misses = 0
+                return scores
         number = self._client.next_number()
         self._exchange.open(number, _as_copied(run), state)
-        # A salt for each: nobody may find blocks that were filled with packed KV.
-        salt = f"{self._salt}.{number}"
         given = run[0][0].shape[1]
+        salt = self._new_salt(number)
         self._client.order(number, [*prompt, tokens[0]], salt, forced=tokens[1:], given=given)
         scores = self._exchange.scores()
         if len(scores) != len(tokens):
             raise RuntimeError(f"{len(scores)} of {len(tokens)} tokens were scored")
         return scores
+
+    def _scored_as_prompt(
+        self, run: KVRun, state: StateTree, prompt: Sequence[int], tokens: Sequence[int]
+    ) -> np.ndarray:
+        number = self._client.next_number()
+        given = run[0][0].shape[1]
+        num_rows = len(prompt) + len(tokens) - given
+        self._exchange.open(number, _as_copied(run), state, num_rows)
+        # One token more: behind a prompt's last token vLLM samples, and gives no scores.
+        whole = [*prompt, *tokens, tokens[-1]]
+        self._client.order(number, whole, self._new_salt(number), given=given, scored=True)
+        return self._exchange.scores()[-len(tokens) :]
+
+    def _new_salt(self, number: int) -> str:
+        """A salt for each: nobody may find blocks that were filled with packed KV."""
+        return f"{self._salt}.{number}"
 
 
 def _as_copied(run: KVRun) -> list[KVPair]:

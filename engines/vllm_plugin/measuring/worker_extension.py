@@ -1,14 +1,18 @@
-"""Shows the rank its model.
+"""Shows the rank its model, and the logits of prompts.
 
     --worker-extension-cls engines.vllm_plugin.measuring.worker_extension.ModelView
 
 vLLM mixes the class into its worker and calls the method by ``collective_rpc``. A connector does
-not get to see the model, and how it turns its keys can only be read off it.
+not get to see the model, and how it turns its keys can only be read off it. Of a prompt's scores
+vLLM hands out a few for each token; all of them pass through the model's last module.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 
@@ -20,8 +24,20 @@ class ModelView:
     """One method for vLLM's worker."""
 
     get_model: Any  # the worker's own
+    vllm_config: Any
 
     def thermocline_show_model(self) -> None:
         """Put the model where the rank's measuring thread finds it."""
         model: nn.Module = self.get_model()
         EXCHANGE.model = model
+        last = [x for x in model.modules() if isinstance(x, LogitsProcessor)]
+        # With more than one it is not clear which of them vLLM asks; the option forbids to ask.
+        forbidden = self.vllm_config.cache_config.kv_sharing_fast_prefill
+        EXCHANGE.sees_rows = len(last) == 1 and not forbidden
+        if EXCHANGE.sees_rows:
+            last[0].register_forward_hook(_note)
+
+
+def _note(module: nn.Module, args: object, logits: torch.Tensor | None) -> None:
+    if logits is not None and EXCHANGE.wants_rows():
+        EXCHANGE.note_rows(torch.log_softmax(logits.float(), -1).cpu().numpy())

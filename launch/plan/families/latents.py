@@ -9,10 +9,6 @@ from launch.plan.cache_shape import CacheShape
 from launch.plan.families.attention import kv_layer
 from launch.plan.families.config import Config, Family
 
-MLA_REASON = (
-    "multi-head latent attention keeps one shared latent per token; what a lossy codec does to it"
-    " has not been measured"
-)
 INDEX_REASON = (
     "a sparse index is kept beside keys and values; what a lossy codec does to it has not been"
     " measured"
@@ -29,7 +25,7 @@ def latent(layers: str = "num_hidden_layers", per_layer: int = 1) -> Family:
 
     def family(config: Config) -> CacheShape:
         kept = (latent_layer(config),) * (config.integer(layers) * per_layer)
-        return CacheShape(kept, exact_only=MLA_REASON)
+        return CacheShape(kept, has_latents=True)
 
     return family
 
@@ -37,8 +33,8 @@ def latent(layers: str = "num_hidden_layers", per_layer: int = 1) -> Family:
 def sparse_latent(config: Config) -> CacheShape:
     """DeepSeek V3.2, GLM 5: beside the latent the keys of an index that picks tokens to read."""
     dim = config.integer("index_head_dim")
-    layers = (latent_layer(config), KVLayer(1, dim, dim))
-    return CacheShape(layers * config.integer("num_hidden_layers"), exact_only=MLA_REASON)
+    kept = (latent_layer(config), KVLayer(1, dim, dim)) * config.integer("num_hidden_layers")
+    return CacheShape(kept, has_latents=True, exact_only=INDEX_REASON)
 
 
 def longcat_ngram(config: Config) -> CacheShape:

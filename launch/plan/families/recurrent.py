@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.shapes import KVLayer
 from launch.plan.cache_shape import CacheShape, NotUnderstood, Window
 from launch.plan.families.attention import MHA, SHARED_WIDTH, STATED, USUAL, kv_layer
 from launch.plan.families.config import Config
-from launch.plan.families.latents import MLA_REASON, latent_layer
+from launch.plan.families.latents import latent_layer
 from launch.plan.families.windows import FULL, SLIDING, repeated
 
 
@@ -200,16 +200,10 @@ def latent_and_delta(
     config: Config, heads: int, dim: int, kernel: int, num_states: int
 ) -> CacheShape:
     """Three convolutions and a matrix for each head, between latents."""
-    state = State(3 * heads * dim * (kernel - 1), heads * dim * dim)
+    state = State(3 * heads * dim * (kernel - 1), heads * dim * dim, dim)
     num_full = config.integer("num_hidden_layers") - num_states
     shape = between((latent_layer(config),) * num_full, state, num_states)
-    return CacheShape(
-        shape.growing,
-        state_elements=shape.state_elements,
-        state_float32=shape.state_float32,
-        num_states=num_states,
-        exact_only=MLA_REASON,
-    )
+    return replace(shape, has_latents=True)
 
 
 def _num_global(config: Config) -> int:
@@ -233,12 +227,8 @@ def bailing_hybrid(config: Config) -> CacheShape:
     heads, dim = config.integer("num_attention_heads"), config.integer("head_dim")
     num_full = _num_global(config)
     num_states = config.integer("num_hidden_layers") - num_full
-    return CacheShape(
-        (latent_layer(config),) * num_full,
-        state_float32=heads * dim * dim * num_states,
-        num_states=num_states,
-        exact_only=MLA_REASON,
-    )
+    state = State(0, heads * dim * dim, dim)
+    return replace(between((latent_layer(config),) * num_full, state, num_states), has_latents=True)
 
 
 def bailing_v3(config: Config) -> CacheShape:

@@ -55,8 +55,10 @@ def cache_shape(content: Mapping[str, Any], engine: EngineName = "mlx") -> Cache
 
 def _not_on_vllm(shape: CacheShape) -> str:
     """The reason why vLLM's sessions cannot be kept cold; "" if they can."""
+    if shape.has_latents:
+        return LATENT_ON_VLLM
     if shape.exact_only:
-        return LATENT_ON_VLLM if shape.exact_only == latents.MLA_REASON else shape.exact_only
+        return shape.exact_only
     return "" if shape.growing else NOTHING_GROWS_ON_VLLM
 
 

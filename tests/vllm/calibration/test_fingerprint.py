@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 import huggingface_hub
+import vllm
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig
 from vllm.transformers_utils.repo_utils import resolve_revision
 
@@ -130,3 +131,10 @@ def test_the_whole_of_it_on_vllms_own_objects(model, tmp_path):
     ]
     assert found[0] == found[1]
     assert len(set(found)) == 3
+
+
+def test_another_release_of_vllm_is_another_model(model, tmp_path, monkeypatch):
+    """It may compute KV, or lay it out, in another way."""
+    before = fingerprint(engine(model), 0, tmp_path / "remembered")
+    monkeypatch.setattr(vllm, "__version__", f"{vllm.__version__}.post1")
+    assert fingerprint(engine(model), 0, tmp_path / "remembered") != before

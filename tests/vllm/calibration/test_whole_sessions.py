@@ -1,9 +1,10 @@
-"""A vLLM measures models with sliding windows: sessions as a whole."""
+"""A vLLM measures models with windows or recurrent states: sessions as a whole."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,19 +13,26 @@ from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSI
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
-from tests.vllm.rig.engine import RealEngine
+from tests.vllm.rig.engine import BLOCK, RealEngine
 from tests.vllm.rig.measuring_front import MeasuringFront
-from tests.vllm.rig.tiny_hybrids import write_windowed
+from tests.vllm.rig.tiny_hybrids import write_recurrent, write_windowed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[RealEngine]:
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "windowed": (write_windowed, {}),
+    "convolutions": (write_recurrent, {"mamba_block_size": BLOCK}),
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngine]:
     model, folder = tmp_path / "model", tmp_path / "vllm"
     model.mkdir()
     folder.mkdir()
-    write_tokenizer(write_windowed(model))
+    write, options = MODELS[request.param]
+    write_tokenizer(write(model))
     # raw is measured too, since it is named: its rows tell how exact the way itself is.
     store = StoreConfig(
         codec="auto",
@@ -39,13 +47,14 @@ def engine(tmp_path: Path) -> Iterator[RealEngine]:
         store,
         logits_processors=[LOGITS_PROCESSOR],
         worker_extension_cls=WORKER_EXTENSION,
-        max_model_len=400,  # a quick measurement: of 256 tokens
+        max_model_len=340,  # a quick measurement: of 128 tokens
+        **options,
     )
     yield engine
     engine.close()
 
 
-def test_a_session_with_windows_is_measured_whole(engine, sessions):
+def test_a_session_is_measured_whole(engine, sessions):
     report = engine.report().codec
     assert report is not None and report.unmeasured
     front = MeasuringFront(engine)

@@ -87,5 +87,6 @@ def test_packed_windows_and_matrices_are_counted_as_they_are_stored():
 
 
 def test_a_codec_that_must_not_pack_a_cache_is_refused():
-    with pytest.raises(UnknownCodec, match="latent attention"):
-        cold_size(cache_shape(DEEPSEEK_V3), codec_by_name("tq3"), "bfloat16", 10, STORE)
+    with pytest.raises(UnknownCodec, match="a sparse index"):
+        sparse = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128}
+        cold_size(cache_shape(sparse), codec_by_name("tq3"), "bfloat16", 10, STORE)

@@ -61,9 +61,12 @@ def test_recurrent_state_does_not_grow():
     assert pure.hot_bytes(10, 2) == pure.hot_bytes(10**6, 2) > 0
 
 
-def test_latent_attention_is_kept_exact():
-    assert "latent" in cache_shape(DEEPSEEK_V3).exact_only
-    assert cache_shape(LLAMA_8B).exact_only == ""
+def test_only_latents_with_an_index_are_kept_exact():
+    assert cache_shape(DEEPSEEK_V3).has_latents
+    assert not cache_shape(DEEPSEEK_V3).exact_only
+    sparse = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128}
+    assert "index" in cache_shape(sparse).exact_only
+    assert not cache_shape(LLAMA_8B).has_latents
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,7 @@ def test_latents_between_states():
     shape = cache_shape(KIMI_LINEAR_48B)
     assert (len(shape.growing), shape.num_states) == (7, 20)
     assert shape.elements_per_token == 7 * 576
-    assert "latent" in shape.exact_only
+    assert shape.has_latents
 
 
 def test_windows_that_mlx_lm_lacks_are_kept_whole():

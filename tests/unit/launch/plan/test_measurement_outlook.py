@@ -38,6 +38,7 @@ def test_it_names_the_presets_of_the_engines_own_order(effective):
     outlook = first_measurement(effective)
     order = first_order(effective.settings.store, LLAMA_8B["max_position_embeddings"], "")
     assert outlook.will_be and ", ".join(order.presets) in outlook.text
+    assert "23 prompts of 1,000 tokens" in outlook.text
 
 
 def test_a_context_too_short_to_pack_is_not_measured(tmp_path):

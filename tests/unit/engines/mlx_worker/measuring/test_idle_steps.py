@@ -56,3 +56,12 @@ def test_the_end_interrupts_who_waits_and_who_comes_later() -> None:
         owner.steps.run(lambda: 1)
     owner.steps.do_one()
     assert owner.steps.num_done == 0
+
+
+def test_it_knows_how_long_nobody_else_has_used_the_model() -> None:
+    now = 5.0
+    steps = IdleSteps(lambda: None, lambda: now)
+    assert steps.alone_s > 1e9
+    steps.note_others()
+    now = 8.0
+    assert steps.alone_s == 3.0

@@ -36,3 +36,14 @@ def test_the_rest_of_a_text_says_nothing() -> None:
     size = StepSize(target_s=0.25)
     size.took(3, 0.001)
     assert size.tokens == FIRST
+
+
+def test_steps_are_longer_while_nobody_asks_for_anything() -> None:
+    size = settled(0.004)
+    assert size.tokens == 32
+    size.expect(alone_s=60.0)
+    for _ in range(4):
+        size.took(size.tokens, size.tokens * 0.004)
+    assert size.tokens == 128
+    size.expect(alone_s=1.0)
+    assert size.tokens == 32, "the very next step is short again"

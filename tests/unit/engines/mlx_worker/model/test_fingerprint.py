@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import pytest
 
 from engines.kv_budget import KVCost
 from engines.mlx_worker.cache.layout import CachePlan
+from engines.mlx_worker.model import fingerprint as of_models
 from engines.mlx_worker.model.fingerprint import fingerprint
 from engines.mlx_worker.model.loading import LoadedModel, chosen_dtype
 from kvstore.shapes import KVLayer, KVLayout
@@ -81,3 +83,14 @@ def test_the_context_is_what_the_config_says() -> None:
     assert context({"max_position_embeddings": 77}) == 77
     assert context({"text_config": {"max_position_embeddings": 78}}) == 78
     assert context({}) == 32_768
+
+
+@pytest.mark.parametrize("library", ["mlx", "mlx-lm"])
+def test_kv_of_another_mlx_version_is_another_models(
+    library: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(loaded(folder), PLAN)
+    monkeypatch.setattr(
+        of_models, "version", lambda name: "9.9" if name == library else version(name)
+    )
+    assert fingerprint(loaded(folder), PLAN) != before

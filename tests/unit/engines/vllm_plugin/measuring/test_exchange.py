@@ -33,7 +33,7 @@ RUN: KVRun = [(np.array([[[8.0], [9.0]]], np.float32),) * 2]
 def test_blocks_get_what_is_given():
     exchange, cache = Exchange(), Cache()
     exchange.open(1, RUN)
-    exchange.fill(StepWork(given=[Given(1, [4, 3])]), cache, None)
+    exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), cache, None)
     assert cache.blocks == {4: 8.0, 3: 9.0}
     exchange.note_scores(1, np.zeros(5, np.float32))
     assert exchange.scores().shape == (1, 5)
@@ -42,7 +42,8 @@ def test_blocks_get_what_is_given():
 def test_scores_behind_other_kv_are_none():
     exchange, cache = Exchange(), Cache()
     exchange.open(2, RUN)
-    exchange.fill(StepWork(given=[Given(1, [4, 3])]), cache, None)  # of an order that was given up
+    # Of an order that was given up.
+    exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), cache, None)
     assert cache.blocks == {3: 3.0, 4: 4.0}
     exchange.note_scores(2, np.zeros(5, np.float32))
     with pytest.raises(RuntimeError, match="did not take"):
@@ -77,9 +78,36 @@ def test_a_failure_ends_the_measurement_and_nothing_else():
 
     exchange = Exchange()
     exchange.open(1, RUN)
-    exchange.fill(StepWork(given=[Given(1, [4, 3])]), Broken(), None)
+    exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), Broken(), None)
     assert exchange.read(StepWork(wanted=[Wanted(10, 1, [3])]), Broken(), None) == [10]
     with pytest.raises(TimeoutError):
         exchange.found(0.0)
     with pytest.raises(RuntimeError, match="did not take"):
+        exchange.scores()
+
+
+def test_only_the_logits_of_the_prompt_itself_are_noted():
+    exchange = Exchange()
+    exchange.open(4, num_rows=3)
+    assert not exchange.wants_rows(), "others' logits before the request is in a step"
+    for row in (np.zeros((2, 5), np.float32), np.ones((1, 5), np.float32)):  # prefilled in two
+        exchange.expect_rows(4)
+        assert exchange.wants_rows()
+        exchange.note_rows(row)
+        assert not exchange.wants_rows(), "the logits to sample from in the next step"
+    exchange.expect_rows(4)
+    assert not exchange.wants_rows(), "all have come"
+    assert exchange.scores()[:, 0].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("num_rows", [0, 2, 4])
+def test_scores_of_too_many_or_too_few_tokens_are_none(num_rows):
+    exchange = Exchange()
+    exchange.open(5, num_rows=3)
+    exchange.expect_rows(4)  # an order that was given up
+    assert not exchange.wants_rows()
+    exchange.expect_rows(5)
+    if num_rows:
+        exchange.note_rows(np.zeros((num_rows, 5), np.float32))
+    with pytest.raises(RuntimeError, match="one after the other"):
         exchange.scores()

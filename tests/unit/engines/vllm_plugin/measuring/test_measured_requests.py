@@ -32,12 +32,12 @@ def measuring(bench: Bench, ticket: str = TICKET, **fields: Any) -> Request:
     return request
 
 
-def test_the_kv_that_is_ready_is_given_in_the_step_itself(bench):
+def test_the_kv_that_is_ready_is_given_a_step_before_the_model_runs(bench):
     request = measuring(bench, given=8 * BLOCK)
-    assert bench.tracker.match(request, 0) == (8 * BLOCK, False)
+    assert bench.tracker.match(request, 0) == (8 * BLOCK, True)
     bench.tracker.allocated(request, [TABLE], 8 * BLOCK)
     (given,) = bench.tracker.take_step([("r1", 8 * BLOCK)]).given
-    assert (given.number, given.block_ids) == (7, TABLE[:8])
+    assert (given.request_id, given.number, given.block_ids) == ("r1", 7, TABLE[:8])
     assert not bench.tracker.take_step([]).given
     assert not bench.ranks.sent, "no store was asked"
 

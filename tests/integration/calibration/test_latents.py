@@ -1,0 +1,68 @@
+"""A whole calibration of models with latents: kept as they are, and unfolded into K and V."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.calibration.messages import CalibrationOrder
+from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.calibrate import calibrate
+from engines.mlx_worker.model.instrument import MlxInstrument
+from kvstore.codecs.profile import load_profile
+from kvstore.config import StoreConfig
+from kvstore.shapes import KVLayer
+from tests.integration.tiny_models import LATENTS, tiny_model, write_model
+
+pytestmark = pytest.mark.mlx
+
+KEPT = {"deepseek_v2": KVLayer(4, 64, 32), "deepseek_v3": KVLayer(1, 64, 16)}
+
+
+@pytest.mark.parametrize("kind", LATENTS)
+def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_model(kind, folder)
+    order = CalibrationOrder(
+        model_path=str(folder),
+        dtype="float32",
+        presets=("dense3", "raw"),
+        contexts=(128,),
+        num_windows=2,
+        window_tokens=128,
+        num_scored=16,
+        depths=(),
+        num_chains=0,
+        with_bounds=False,
+        data_path=str(tmp_path),
+    )
+    report = calibrate(order)
+    dense3, raw = report.rows
+    assert (raw.kl, raw.top1) == (0, 1)
+    assert dense3.kl > 0 and dense3.bits_per_element < 6
+    layout = load_profile(Path(report.profile)).layout
+    assert set(layout.layers) == {KEPT[kind]}
+    config = StoreConfig(codec="dense3", max_kl=1e9, accept_loss=True)
+    codec = ServedCodecs(config, layout, report.fingerprint, tmp_path).codecs.ram
+    loaded = tiny_model(kind)
+    run = MlxInstrument(loaded, probe(loaded.model), tmp_path).prefill([*range(64)])
+    back = layout.empty(64)
+    codec.decode(memoryview(codec.encode(run, layout, 0)), layout, 0, back)
+    for pair, other in zip(run, back, strict=True):
+        for array, found in zip(pair, other, strict=True):
+            assert 0 < np.linalg.norm(array - found) < 0.6 * np.linalg.norm(array)
+
+
+def test_turned_channels_may_be_the_last_ones(tmp_path: Path) -> None:
+    loaded = tiny_model("deepseek_v2")
+    ropes = MlxInstrument(loaded, probe(loaded.model), tmp_path).ropes
+    assert [x is not None and x.interleaved for x in ropes] == [True] * 3
+    for rope in ropes:
+        assert rope is not None
+        assert rope.frequencies[:24] == (0.0,) * 24  # pairs of 48 channels that are not turned
+        assert rope.frequencies[24] == pytest.approx(1.0)
+        assert len(rope.frequencies) == 32

@@ -1,0 +1,32 @@
+"""What the tour shows of other machines is what ``plan`` says of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.launch.plan.published import PUBLISHED
+
+TOUR = (Path(__file__).parents[4] / "docs" / "tour.md").read_text("utf-8")
+COMMAND = "$ .venv/bin/thermocline plan Qwen3-32B --machines --weights 62GiB --context 8192\n"
+
+
+def test_the_tour_shows_what_plan_says_of_other_machines(tmp_path):
+    (tmp_path / "Qwen3-32B").mkdir()
+    config = json.dumps(PUBLISHED["Qwen3-32B"])
+    (tmp_path / "Qwen3-32B" / "config.json").write_text(config)
+    before, command, after = TOUR.partition(COMMAND)
+    shown = after.partition("...\n```")[0].splitlines()
+    assert command and len(shown) == 7
+
+    asked = COMMAND.split()[2:]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *asked],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"COLUMNS": "160", "PATH": "", "HOME": str(tmp_path)},
+    )
+    assert [line.rstrip() for line in done.stdout.splitlines()[: len(shown)]] == shown, done.stderr
