@@ -154,5 +154,8 @@ class Engine(Protocol):
     async def adopt(self) -> CodecReport:
         """Have it choose its codec again by what was measured; see ``engines.wire.Adopt``."""
 
+    async def measure(self) -> CodecReport:
+        """Have it measure its codecs on this model; only if ``Welcome.can_measure``."""
+
     def notices(self) -> AsyncIterator[Notice | None]:
         """Yield changes as they happen; None = the engine (re)connected, ask ``sessions`` again."""

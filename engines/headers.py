@@ -1,8 +1,8 @@
 """The HTTP headers between the gateway and an engine: each is written and read here.
 
-Three request headers tell an engine whose turn it is, and one how long it may wait; only the
-gateway may set them. One response header tells where the prompt's KV came from; the client gets it
-as well.
+Three request headers tell an engine whose turn it is, one how long it may wait, and one how large
+its tenant's share of the engine is; only the gateway may set them. Two response headers tell of the
+prompt: where its KV came from, which the client gets as well, and how long it is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ TENANT_HEADER: Final = "x-thermocline-tenant"
 SESSION_HEADER: Final = "x-thermocline-session"  # percent-encoded UTF-8
 SALT_HEADER: Final = "x-thermocline-salt"  # hex
 PATIENCE_HEADER: Final = "x-thermocline-patience"  # seconds, see ``patience_from``
+WEIGHT_HEADER: Final = "x-thermocline-weight"  # see ``weight_from``
 CACHE_HEADER: Final = "x-thermocline-cache"  # see ``CacheOutcome``
+PROMPT_HEADER: Final = "x-thermocline-prompt"  # tokens of the prompt; for the gateway only
 
+MAX_WEIGHT: Final = 1_000_000
 CacheSource: TypeAlias = Literal["hot", "cold-ram", "cold-disk", "cold-redis", "miss"]
 # The source that each tier is.
 COLD_SOURCES: Final[Mapping[TierName, CacheSource]] = {
@@ -106,3 +109,20 @@ def patience_from(headers: Mapping[str, str]) -> float | None:
     if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", said):
         raise InvalidRequest(f"The header {PATIENCE_HEADER} is no number of seconds.")
     return float(said)
+
+
+def weight_header(weight: int) -> dict[str, str]:
+    """The request header that tells an engine the weight of a tenant's share."""
+    return {WEIGHT_HEADER: str(weight)}
+
+
+def weight_from(headers: Mapping[str, str]) -> int:
+    """Read what ``weight_header`` wrote; 1 if there is no such header.
+
+    Raises:
+        InvalidRequest: it is no whole number from 1 to a million.
+    """
+    said = headers.get(WEIGHT_HEADER, "1")
+    if not re.fullmatch(r"[0-9]{1,7}", said) or not 1 <= int(said) <= MAX_WEIGHT:
+        raise InvalidRequest(f"The header {WEIGHT_HEADER} is no weight from 1 to {MAX_WEIGHT}.")
+    return int(said)

@@ -4,7 +4,8 @@ A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRA
 gateway sends ``ControlRequest``; the engine answers each with one ``ControlReply`` of the same
 number, and may send ``Notice`` at any time. KV bytes never travel here.
 
-The same verbs serve every engine: demote, prefetch, pin, unpin, forget, sessions, stats, adopt.
+The same verbs serve every engine: demote, prefetch, pin, unpin, forget, sessions, stats, adopt;
+measure where the engine says that it can.
 """
 
 from __future__ import annotations
@@ -77,11 +78,25 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""  # the reason in words, with the figures
     # The measured cost on this model, a row per context length; none if exact or not measured.
     rows: tuple[Quality, ...] = ()
+    others: tuple[Quality, ...] = ()  # the same of codecs that are not in use: refused ones, floors
     # True if what the settings ask for was never measured; a calibration would do that.
     unmeasured: bool = False
     fingerprint: str = ""  # the model's; its profile is named by it
     # One sentence on how far a measurement is, such as "measuring: 3 of 12 cases"; "" = none runs.
     progress: str = ""
+    # The bound that lossy codecs have to keep here (see engines.calibration.gate.bound); None: not
+    # said.
+    max_kl: float | None = None
+
+
+class RequestProgress(msgspec.Struct, frozen=True):
+    """One request inside the engine: how much of its prompt is there, how much of its answer."""
+
+    tenant: str
+    session: str
+    prompt_tokens: int
+    prefilled_tokens: int  # reused ones included
+    answered_tokens: int
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +105,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     The counters of the store are those of ``kvstore.stats.StoreStats``, but misses are counted per
     turn. The engine's own are ``prompts``, ``prompt_tokens``, ``cached_tokens``,
     ``source.<where the KV came from>``, ``misses.<reason>``, ``turns``, ``failed_turns``,
-    ``generated_tokens``; ``sent_back``: rows that had to make room and wait again;
+    ``generated_tokens``; ``parked``: rows that gave up their place to another tenant's and wait
+    with their KV (mlx); ``sent_back``: rows that had to make room, and wait without (mlx);
     ``keep_failures``: sessions whose KV could not be kept after a turn, or not be given to the
     store; ``rebuild_failures`` (mlx) and ``loads_failed`` (vLLM): restored KV that could not be
     used and was computed again.
@@ -106,6 +122,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierReport]
     counters: dict[str, int]
     codec: CodecReport | None = None  # None: it did not say
+    requests: list[RequestProgress] = []  # those inside the engine, as far as it can tell
 
 
 # ---- gateway -> engine
@@ -166,17 +183,26 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
     """
 
 
-Verb: TypeAlias = Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats | Adopt
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Begin to measure the model now, also if it was measured; see ``Welcome.can_measure``."""
+
+
+Verb: TypeAlias = (
+    Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats | Adopt | Measure
+)
 
 
 # ---- engine -> gateway
 
 
 class TemplateRules(msgspec.Struct, frozen=True):
-    """The order of messages that the model's chat template takes; found out by trying."""
+    """The rules of the model's chat template; found out by trying."""
 
     inline_system: bool = True  # system messages behind the first
     repeated_users: bool = True  # two messages of the user in a row
+    # The switch with which it writes the reasoning of earlier turns, too; {}: it has none, or does
+    # so anyway.
+    reasoning_switch: dict[str, bool] = {}
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
@@ -190,6 +216,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     hibernation: bool
     hibernation_reason: str = ""  # why not, in one sentence
     template: TemplateRules = TemplateRules()
+    can_measure: bool = False  # it obeys ``Measure``
+    kv_bytes_per_token: int = 0  # of a token's live KV, unpacked; 0: not said
     version: int = WIRE_VERSION
 
 
@@ -217,7 +245,7 @@ class Stats(msgspec.Struct, frozen=True, tag="engine_stats"):
 
 
 class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
-    """The answer to ``Adopt``: the codec that follows."""
+    """The answer to ``Adopt`` and ``Measure``: the codec that follows."""
 
     codec: CodecReport
 

@@ -1,13 +1,18 @@
 """Admits turns to the engine: at most so many at once, a bounded queue, fair between tenants.
 
-Every tenant has its own first-in-first-out queue; free slots go round the tenants. One tenant with
-a thousand requests therefore delays another's single request by one slot, not by a thousand.
+Every tenant has its own first-in-first-out queue, and a free slot goes to the tenant that holds
+fewest by its weight. One tenant with a thousand requests therefore delays another's single request
+by one slot, not by a thousand.
+
+Turns may last for hours, so one tenant's could hold all slots and free none. A tenant that holds
+less than its share is then let in beyond them, up to twice as many in all: inside the engine
+shares are kept by taking places away again, which cannot be done here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -32,9 +37,15 @@ class AdmissionQueue:
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._running: Counter[str] = Counter()
+        self._weights: dict[str, int] = {}  # of the tenants that run or wait
         self._closed = False
-        self.num_running = 0
         self.num_waiting = 0
+
+    @property
+    def num_running(self) -> int:
+        """Turns that hold a slot."""
+        return self._running.total()
 
     def close(self) -> None:
         """Refuse new turns and those that wait; turns that run may finish."""
@@ -45,53 +56,68 @@ class AdmissionQueue:
                     slot.set_exception(Draining("the gateway is shutting down"))
 
     @asynccontextmanager
-    async def slot(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it.
+    async def slot(self, tenant: str, weight: int = 1) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it; ``weight``: of the tenant's share of them, from now on.
 
         Raises (on entering):
             Overloaded: the queue is full, or no slot was free in time.
             Draining: the gateway is shutting down.
         """
-        await self._enter(tenant)
-        try:
-            yield
-        finally:
-            self.num_running -= 1
-            self._call_next()
-
-    async def _enter(self, tenant: str) -> None:
         if self._closed:
             raise Draining("the gateway is shutting down")
-        if self.num_running < self._max_running and self.num_waiting == 0:
-            self.num_running += 1
+        self._weights[tenant] = max(1, weight)
+        try:
+            await self._enter(tenant)
+            try:
+                yield
+            finally:
+                self._leave(tenant)
+        finally:
+            if not self._running[tenant] and tenant not in self._lines:
+                self._running.pop(tenant, None)
+                self._weights.pop(tenant, None)
+
+    async def _enter(self, tenant: str) -> None:
+        free = self.num_running < self._max_running and self.num_waiting == 0
+        if free or (tenant not in self._lines and self._may_exceed(tenant)):
+            self._running[tenant] += 1
             return
+        mine = len(self._lines.get(tenant, ()))
+        # A quarter of the line is for others than the tenant that waits most.
+        if mine >= self._max_waiting - self._max_waiting // 4:
+            raise self._full()
         if self.num_waiting >= self._max_waiting:
-            raise Overloaded(
-                f"{self.num_waiting} requests are waiting already", self._retry_after_s()
-            )
+            raise self._full()
         await self._wait(tenant)
+
+    def _may_exceed(self, tenant: str) -> bool:
+        """True if a tenant's next turn is within its share, whoever holds the slots."""
+        share = self._max_running * self._weights[tenant] / sum(self._weights.values())
+        is_below = self._running[tenant] < max(1, int(share))
+        return is_below and self.num_running < 2 * self._max_running
+
+    def _full(self) -> Overloaded:
+        return Overloaded(f"{self.num_waiting} requests are waiting already", self._retry_after_s())
 
     async def _wait(self, tenant: str) -> None:
         slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line = self._lines.setdefault(tenant, deque())
-        line.append(slot)
+        self._lines.setdefault(tenant, deque()).append(slot)
         self.num_waiting += 1
         try:
             async with asyncio.timeout(self._max_wait_s):
                 await slot
         except BaseException as error:
-            self._leave(tenant, slot)
+            self._withdraw(tenant, slot)
             if isinstance(error, TimeoutError):
                 raise Overloaded(
                     f"no place was free within {self._max_wait_s:g} s", self._retry_after_s()
                 ) from None
             raise
 
-    def _leave(self, tenant: str, slot: asyncio.Future[None]) -> None:
+    def _withdraw(self, tenant: str, slot: asyncio.Future[None]) -> None:
         granted = slot.done() and not slot.cancelled() and slot.exception() is None
         if granted:  # in the same instant as the cancellation: pass the slot on
-            self.num_running -= 1
-            self._call_next()
+            self._leave(tenant)
             return
         self.num_waiting -= 1
         line = self._lines.get(tenant)
@@ -100,18 +126,23 @@ class AdmissionQueue:
             if not line:
                 del self._lines[tenant]
 
+    def _leave(self, tenant: str) -> None:
+        self._running[tenant] -= 1
+        self._call_next()
+
     def _call_next(self) -> None:
         while self._lines and self.num_running < self._max_running:
-            tenant, line = next(iter(self._lines.items()))
+            tenant = min(self._lines, key=lambda x: self._running[x] / self._weights[x])
+            line = self._lines[tenant]
             slot = line.popleft()
             if line:
                 self._lines.move_to_end(tenant)
             else:
                 del self._lines[tenant]
-            if slot.done():  # cancelled: its own _leave counts it
+            if slot.done():  # cancelled: its own _withdraw counts it
                 continue
             self.num_waiting -= 1
-            self.num_running += 1
+            self._running[tenant] += 1
             slot.set_result(None)
 
     def _retry_after_s(self) -> float:

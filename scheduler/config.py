@@ -24,7 +24,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     sweep_every_s: PositiveSeconds = 1.0
     max_hibernations: Positive = 4  # at once, and as many more when memory is short
     max_prefetches: Positive = 2  # at once
-    max_running: Positive = 64  # turns inside the engine, batched or in its own waiting line
+    # Turns inside the engine, batched or in its own waiting line; where one tenant holds them all,
+    # others get their share beyond them.
+    max_running: Positive = 64
     max_waiting: NonNegative = 256
     max_wait_s: PositiveSeconds = 120.0
     max_sessions: Positive = 100_000  # rows of the table; the longest idle is dropped from it first

@@ -1,15 +1,23 @@
-"""The protocol by which the scheduler reports to logs and metrics."""
+"""The protocol by which the scheduler reports to logs, metrics and whoever watches."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from engines.base import EngineReport, SessionRef
+
 
 class Observer(Protocol):
     """Hears of everything that the scheduler does. Called on the event loop; must not block."""
 
-    def transition(self, session_id: str, before: str, event: str, after: str) -> None:
+    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
         """A session changed state; called once for every transition."""
+
+    def row_changed(self, ref: SessionRef) -> None:
+        """A row of the table is new, gone, or not as it was; also called when nothing differs."""
+
+    def engine_told(self, report: EngineReport) -> None:
+        """The engine told its figures, as it does at every look of the sweeps."""
 
     def turn_waited(self, seconds: float) -> None:
         """A turn was admitted after this long in the waiting line."""
@@ -24,7 +32,13 @@ class Observer(Protocol):
 class NullObserver:
     """Ignores everything."""
 
-    def transition(self, session_id: str, before: str, event: str, after: str) -> None:
+    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
+        pass
+
+    def row_changed(self, ref: SessionRef) -> None:
+        pass
+
+    def engine_told(self, report: EngineReport) -> None:
         pass
 
     def turn_waited(self, seconds: float) -> None:
@@ -35,3 +49,37 @@ class NullObserver:
 
     def memory(self, level: str, available_bytes: int) -> None:
         pass
+
+
+class Observers:
+    """Passes everything on to several observers, in the order in which they were added."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._all = list(observers)
+
+    def add(self, observer: Observer) -> None:
+        self._all.append(observer)
+
+    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
+        for each in self._all:
+            each.transition(ref, before, event, after)
+
+    def row_changed(self, ref: SessionRef) -> None:
+        for each in self._all:
+            each.row_changed(ref)
+
+    def engine_told(self, report: EngineReport) -> None:
+        for each in self._all:
+            each.engine_told(report)
+
+    def turn_waited(self, seconds: float) -> None:
+        for each in self._all:
+            each.turn_waited(seconds)
+
+    def decision(self, name: str) -> None:
+        for each in self._all:
+            each.decision(name)
+
+    def memory(self, level: str, available_bytes: int) -> None:
+        for each in self._all:
+            each.memory(level, available_bytes)

@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from engines.base import CacheOutcome, Engine, SessionRef, TierName
 from scheduler.admission import AdmissionQueue
 from scheduler.admission import Draining as Draining
@@ -22,11 +24,14 @@ from scheduler.follower import Follower
 from scheduler.headroom import Headroom
 from scheduler.headroom import MemoryScarce as MemoryScarce
 from scheduler.moves import Moves
-from scheduler.observer import NullObserver, Observer
+from scheduler.observer import Observer, Observers
 from scheduler.session import Event, Session, State, TurnHints
 from scheduler.sweeps import Sweeps
 from scheduler.table import SessionTable
 from scheduler.view import SessionView, view_of
+
+# What can change while sessions are served.
+RELOADABLE = ("idle_after_s", "high_water", "low_water", "value_half_life_s")
 
 
 class SessionKept(Exception):
@@ -86,11 +91,10 @@ class SessionManager:
             clock: in seconds; only differences count.
             memory: gives the bytes that the machine has left, or None where that is unknown.
         """
-        observer = observer or NullObserver()
+        observer = self._observers = Observers(*([observer] if observer else []))
         self._engine = engine
         self._config = config
         self._clock = clock
-        self._observer = observer
         self._admission = AdmissionQueue(config.max_running, config.max_waiting, config.max_wait_s)
         self.headroom = Headroom(memory, config, clock=clock, observer=observer)
         self.table = SessionTable(config.max_sessions, clock, observer)
@@ -101,6 +105,16 @@ class SessionManager:
         self.follower = Follower(
             engine, self.table, salt_of=salt_of, clock=clock, on_turn=self.sweeps.hurry
         )
+
+    def observe(self, observer: Observer) -> None:
+        """Let one more observer hear of everything from now on."""
+        self._observers.add(observer)
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Take over when sessions sleep; what bounds numbers and memory stays as it was."""
+        changed = {name: getattr(config, name) for name in RELOADABLE}
+        self._config = msgspec.structs.replace(self._config, **changed)
+        self.sweeps.reconfigure(self._config)
 
     async def run(self) -> None:
         """Follow the engine and sweep, until cancelled."""
@@ -113,8 +127,14 @@ class SessionManager:
     # ---- turns
 
     @asynccontextmanager
-    async def turn(self, ref: SessionRef, hints: TurnHints | None = None) -> AsyncIterator[Turn]:
-        """Serve one request of a session; ``hints`` are what its client wishes for it.
+    async def turn(
+        self, ref: SessionRef, hints: TurnHints | None = None, weight: int = 1
+    ) -> AsyncIterator[Turn]:
+        """Serve one request of a session.
+
+        Args:
+            hints: what its client wishes for it.
+            weight: of its tenant's share of the places.
 
         Raises (on entering):
             Overloaded: the waiting line is full, or (MemoryScarce) the machine's memory is.
@@ -123,10 +143,10 @@ class SessionManager:
         came = self._clock()
         try:
             self.headroom.admit()
-            async with self._admission.slot(ref.tenant):
+            async with self._admission.slot(ref.tenant, weight):
                 self.headroom.admit()
                 waited_s = self._clock() - came
-                self._observer.turn_waited(waited_s)
+                self._observers.turn_waited(waited_s)
                 session = self.table.begin(ref, hints)
                 try:
                     yield Turn(session, self._config.max_wait_s - waited_s)
@@ -135,12 +155,17 @@ class SessionManager:
                     self.sweeps.hurry()
         except Overloaded as error:
             scarce = isinstance(error, MemoryScarce)
-            self._observer.decision("refused-memory" if scarce else "refused-full")
+            self._observers.decision("refused-memory" if scarce else "refused-full")
             raise
 
     def stop_admitting(self) -> None:
         """Refuse new turns from now on; running ones go on."""
         self._admission.close()
+
+    @property
+    def water_marks(self) -> tuple[float, float]:
+        """The shares of the engine's hot bytes between which sessions are put to sleep."""
+        return self._config.high_water, self._config.low_water
 
     @property
     def settled(self) -> bool:

@@ -52,6 +52,10 @@ class Sweeps:
         """Have the next look happen at once."""
         self._wanted.set()
 
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Decide by other marks and times from the next look on."""
+        self._config = config
+
     async def run(self) -> None:
         """Sweep until cancelled."""
         async with asyncio.TaskGroup() as jobs:
@@ -82,7 +86,9 @@ class Sweeps:
             return
         self._relieve_machine(jobs)
         with suppress(EngineError):  # it is restarting; when it is back it says what it holds
-            self._relieve_engine(jobs, await self._engine.stats())
+            report = await self._engine.stats()
+            self._observer.engine_told(report)
+            self._relieve_engine(jobs, report)
             self._let_sleep(jobs)
 
     def _remove_forgotten(self, jobs: asyncio.TaskGroup) -> None:

@@ -126,6 +126,7 @@ class SessionTable:
         session.last_used = self._clock()  # it stands in no queue now
         if hints is not None:
             session.take_hints(hints, session.last_used)
+            self._observer.row_changed(session.ref)
         if session.num_turns == 1:
             self._count_child(session, 1)
         return session
@@ -206,7 +207,7 @@ class SessionTable:
 
     def _changed(self, session: Session, before: State, event: Event) -> None:
         after = session.state
-        self._observer.transition(session.ref.id, before.value, event.value, after.value)
+        self._observer.transition(session.ref, before.value, event.value, after.value)
         if after is State.GONE:
             self._drop(session)
         self._file(session)
@@ -232,7 +233,8 @@ class SessionTable:
         return self.row(session.ref.tenant, session.ref.id) is session
 
     def _file(self, session: Session) -> None:
-        """Put the row into the queue where it belongs now, if any."""
+        """Put the row into the queue where it belongs now, if any; called after every change."""
+        self._observer.row_changed(session.ref)
         old = self._queue_of.get(session.number)
         new = _queue_for(session) if self._holds(session) else None
         if new is old:

@@ -27,6 +27,7 @@ from engines.wire import (
     Forget,
     GetStats,
     ListSessions,
+    Measure,
     Notice,
     Pin,
     Prefetch,
@@ -185,6 +186,12 @@ class EngineClient:
         answer = await self._link.ask(Adopt(), MOVE_S)
         if not isinstance(answer, Adopted):
             raise _odd_answer(Adopt(), answer)
+        return answer.codec
+
+    async def measure(self) -> CodecReport:
+        answer = await self._link.ask(Measure(), ANSWER_S)
+        if not isinstance(answer, Adopted):
+            raise _odd_answer(Measure(), answer)
         return answer.codec
 
     def notices(self) -> AsyncIterator[Notice | None]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from engines.config import WorkerConfig
-from engines.fake_worker.fake_sessions import CODEC, FakeSessions
+from engines.fake_worker.fake_sessions import CODEC, HOT_BYTES_PER_TOKEN, FakeSessions
 from engines.fake_worker.server import DataServer
 from engines.host.control_server import ControlServer
 from engines.host.lifeline import read_settings, runtime_folder, stop_event
@@ -32,6 +32,8 @@ async def serve(config: WorkerConfig) -> None:
         max_context=max_context,
         codec=CODEC,
         hibernation=True,
+        can_measure=True,
+        kv_bytes_per_token=HOT_BYTES_PER_TOKEN,
     )
 
     async def welcomed() -> Welcome:

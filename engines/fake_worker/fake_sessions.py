@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.wire import (
     CodecReport,
@@ -23,6 +25,7 @@ from engines.wire import (
 
 HOT_BYTES_PER_TOKEN = 1000
 COLD_BYTES_PER_TOKEN = 200
+CASES = 5  # of a measurement
 CODEC = CodecReport(name="words", id="words.1", why="words are kept as they are")
 
 Key = tuple[str, str]
@@ -60,6 +63,7 @@ class FakeSessions:
         self._notify: Callable[[Notice], None] = lambda notice: None
         self._clock = clock
         self._sessions: dict[Key, FakeSession] = {}
+        self._cases_left = 0
         self._counters = {"turns": 0, "saves": 0, "restores": 0, "misses": 0, "evictions": 0}
 
     def listen(self, notify: Callable[[Notice], None]) -> None:
@@ -150,6 +154,7 @@ class FakeSessions:
 
     async def stats(self) -> EngineReport:
         cold_bytes = sum(x.cold_bytes for x in self._sessions.values())
+        self._cases_left = max(0, self._cases_left - 1)
         return EngineReport(
             hot_bytes=self._hot_bytes(),
             idle_hot_bytes=sum(x.hot_bytes for x in self._sessions.values() if not x.num_turns),
@@ -160,11 +165,21 @@ class FakeSessions:
             save_queue_bytes=0,
             tiers=[TierReport("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
             counters=dict(self._counters),
-            codec=self.codec,
+            codec=self._with_progress(),
         )
 
     async def adopt(self) -> CodecReport:
         return self.codec
+
+    async def measure(self) -> CodecReport:
+        """Pretend to measure: each look at the figures is one case more."""
+        self._cases_left = CASES
+        return self._with_progress()
+
+    def _with_progress(self) -> CodecReport:
+        done = CASES - self._cases_left
+        words = f"measuring: {done} of {CASES} cases" if self._cases_left else ""
+        return msgspec.structs.replace(self.codec, progress=words)
 
     @property
     def num_running(self) -> int:

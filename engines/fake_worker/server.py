@@ -15,7 +15,7 @@ from aiohttp import web
 from engines.fake_worker.echo_answer import EchoAnswer, prompt_words
 from engines.fake_worker.fake_sessions import FakeSessions
 from engines.fake_worker.script import Script, read_script
-from engines.headers import CACHE_HEADER, CacheOutcome, session_from
+from engines.headers import CACHE_HEADER, PROMPT_HEADER, CacheOutcome, session_from
 from engines.openai.errors import context_too_long
 from engines.openai.requests import (
     ChatRequest,
@@ -104,14 +104,14 @@ class DataServer:
             if script.fault:
                 await _misbehave(script, request)
             await asyncio.sleep(script.delay_s * len(answer.answer_words()))
-            return _json(answer.whole(cache.cached_tokens), 200, {CACHE_HEADER: cache.header()})
+            return _json(answer.whole(cache.cached_tokens), 200, _head(answer, cache))
         finally:
             self._sessions.end(ref, answer.all_words())
 
     async def _stream(
         self, request: web.Request, answer: EchoAnswer, script: Script, cache: CacheOutcome
     ) -> web.StreamResponse:
-        headers = {"content-type": "text/event-stream", CACHE_HEADER: cache.header()}
+        headers = {"content-type": "text/event-stream", **_head(answer, cache)}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         events = answer.events(cache.cached_tokens)
@@ -126,6 +126,10 @@ class DataServer:
             await response.write(event)
         await response.write_eof()
         return response
+
+
+def _head(answer: EchoAnswer, cache: CacheOutcome) -> dict[str, str]:
+    return {CACHE_HEADER: cache.header(), PROMPT_HEADER: str(len(answer.prompt))}
 
 
 async def _misbehave(

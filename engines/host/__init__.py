@@ -1,1 +1,1 @@
-"""The parts of every engine process of ours: control server, lifeline, hashes of weights."""
+"""The parts of every engine process of ours: control server, lifeline, weights, fair shares."""

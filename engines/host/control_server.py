@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from engines.host.sockets import private_socket, send_bounded
 from engines.wire import (
@@ -29,6 +29,7 @@ from engines.wire import (
     GetStats,
     Hello,
     ListSessions,
+    Measure,
     Notice,
     Pin,
     Prefetch,
@@ -73,6 +74,13 @@ class SessionVerbs(Protocol):
     async def stats(self) -> EngineReport: ...
 
     async def adopt(self) -> CodecReport: ...
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """The verb that only some engines have; their welcome says so."""
+
+    async def measure(self) -> CodecReport: ...
 
 
 class ControlServer:
@@ -164,6 +172,8 @@ class ControlServer:
                 return Stats(await self._verbs.stats())
             case Adopt():
                 return Adopted(await self._verbs.adopt())
+            case Measure() if isinstance(self._verbs, Measures):
+                return Adopted(await self._verbs.measure())
             case _:
                 return Refused(f"{type(verb).__name__} is not known here")
 

@@ -1,9 +1,9 @@
-"""Finds out which orders of messages a model's chat template takes, by rendering three chats."""
+"""Finds out what a model's chat template takes and does, by rendering a few short chats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final, Protocol, TypeAlias
 
 from jinja2 import TemplateError
 
@@ -25,22 +25,53 @@ _PLAIN: Final = _chat("user", "assistant", "user")
 # Behind a question, as agents append them to tool results.
 _INLINE: Final = _chat("system", "user", "system", "assistant", "user", "system")
 _REPEATED: Final = _chat("user", "assistant", "user", "user")
+# Reasoning of a turn before the last question, which many templates leave out.
+_THOUGHT: Final = f"{_SAID}thought"
+_REASONED: Final = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT},
+    {"role": "user", "content": "c"},
+]
+# By which templates let themselves be told to keep it.
+_SWITCHES: Final = (
+    {"preserve_thinking": True},
+    {"clear_thinking": False},
+    {"truncate_history_thinking": False},
+    {"drop_thinking": False},
+)
 
 
-def rules_of(render: Callable[[Sequence[dict[str, str]]], object]) -> TemplateRules:
-    """Return the rules of a template; a template that refuses even a plain chat has none.
+class Render(Protocol):
+    """Writes a chat as the model reads it, or raises what templates raise."""
 
-    Args:
-        render: writes a chat as the model reads it, or raises what templates raise.
-    """
+    def __call__(self, chat: Sequence[dict[str, str]], /, **switches: bool) -> object: ...
+
+
+def rules_of(render: Render) -> TemplateRules:
+    """Return the rules of a template; a template that refuses even a plain chat has none."""
     if not _takes(render, _PLAIN):
         return TemplateRules()  # there is nothing to be learned from it
     return TemplateRules(
-        inline_system=_takes(render, _INLINE), repeated_users=_takes(render, _REPEATED)
+        inline_system=_takes(render, _INLINE),
+        repeated_users=_takes(render, _REPEATED),
+        reasoning_switch=_reasoning_switch(render),
     )
 
 
-def _takes(render: Callable[[Sequence[dict[str, str]]], object], chat: Chat) -> bool:
+def _reasoning_switch(render: Render) -> dict[str, bool]:
+    if _reasons(render, {}):
+        return {}  # it needs none
+    return next((x for x in _SWITCHES if _reasons(render, x)), {})
+
+
+def _reasons(render: Render, switches: dict[str, bool]) -> bool:
+    try:
+        return _THOUGHT in str(render(_REASONED, **switches))
+    except _REFUSALS:
+        return False
+
+
+def _takes(render: Render, chat: Chat) -> bool:
     try:
         text = render(chat)
     except _REFUSALS:

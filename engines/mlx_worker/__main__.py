@@ -138,9 +138,10 @@ async def _serve_until(
 ) -> None:
     measuring = Measuring(owner, config)
     reports = SessionReports(owner, progress=lambda: measuring.progress)
-    verbs = MlxVerbs(owner, reports)
+    verbs = MlxVerbs(owner, reports, measuring.begin_again)
     rules = _template_rules(owner)
-    control = ControlServer(config.token, partial(_welcome, owner, reports, config, rules), verbs)
+    welcome = partial(_welcome, owner, reports, config, rules, measuring.possible)
+    control = ControlServer(config.token, welcome, verbs)
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
     owner.listen(notifier.hear)
     if store := owner.store:
@@ -212,7 +213,11 @@ def _template_rules(owner: Owner) -> TemplateRules:
 
 
 async def _welcome(
-    owner: Owner, reports: SessionReports, config: WorkerConfig, rules: TemplateRules
+    owner: Owner,
+    reports: SessionReports,
+    config: WorkerConfig,
+    rules: TemplateRules,
+    can_measure: bool,
 ) -> Welcome:
     facts = owner.facts
     return Welcome(
@@ -224,7 +229,16 @@ async def _welcome(
         hibernation=facts.hibernation,
         hibernation_reason=facts.hibernation_reason,
         template=rules,
+        can_measure=can_measure,
+        kv_bytes_per_token=_kv_bytes_per_token(owner, config),
     )
+
+
+def _kv_bytes_per_token(owner: Owner, config: WorkerConfig) -> int:
+    """Bytes of a token's KV, far from the beginning; 0 where live KV is packed itself."""
+    if config.engine.hot_codec:
+        return 0
+    return (owner.sequence_bytes(8192) - owner.sequence_bytes(4096)) // 4096
 
 
 def _log_ready(owner: Owner) -> None:

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.config import EngineConfig
+from engines.host.fair_shares import FairShares
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.batches import Batches
-from engines.mlx_worker.batch.fair_queue import QueueLimit
+from engines.mlx_worker.batch.fair_queue import FairQueue, Line, QueueLimit
 from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.prefetch import Prefetches
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Post, PrefixReuse
+from engines.mlx_worker.batch.request import PrefillTask
 from engines.mlx_worker.batch.running_requests import RunningRequests
+from engines.mlx_worker.batch.time_slices import TimeSlices
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.event_queue import EventBuffer
 from engines.mlx_worker.sessions.cold_sessions import ColdSessions
@@ -39,6 +42,8 @@ class EngineParts:
     """The parts that others than the owner thread's loop ask for something."""
 
     loop: BatchLoop
+    slices: TimeSlices
+    budget: MemoryBudget
     admission: Admission
     requests: RunningRequests
     prefiller: Prefiller
@@ -55,6 +60,7 @@ class EngineParts:
             **cold,
             **dict(self.requests.counters),
             **dict(self.loop.counters),
+            **dict(self.slices.counters),
             **dict(self.hot_cache.counters),
         }
 
@@ -71,17 +77,24 @@ def assemble(
     hot_cache = HotCache(hot, cold, thread.tell, nudge=lambda: thread.post(lambda: None))
     prefiller = Prefiller(model, config.prefill_step, takes_snapshots=plan.needs_state)
     batches = Batches(model, config.max_batch)
-    budget = MemoryBudget(config.hot_bytes, config.max_batch, plan.cost, batches, prefiller, hot)
+    shares = FairShares()
+    queue: FairQueue[PrefillTask] = FairQueue(lambda x: shares.first(x, budget.places))
+    budget = MemoryBudget(
+        config.hot_bytes, config.max_batch, plan.cost, batches, prefiller, hot, queue
+    )
     admission = Admission(
         prefixes=PrefixReuse(hot_cache, cold, thread.post),
         prefetches=Prefetches(hot_cache, cold, budget, thread.post),
         prefiller=prefiller,
         budget=budget,
         hot_cache=hot_cache,
-        limit=thread.limit,
+        line=Line(queue, thread.limit),
         events=thread.events,
         clock=thread.clock,
     )
-    requests = RunningRequests(hot_cache, thread.events, thread.tell)
-    loop = BatchLoop(admission, prefiller, batches, budget, hot_cache, requests)
-    return EngineParts(loop, admission, requests, prefiller, batches, hot_cache, cold)
+    requests = RunningRequests(hot_cache, thread.events, thread.tell, shares)
+    slices = TimeSlices(shares, admission, prefiller, batches, budget, hot_cache, requests)
+    loop = BatchLoop(admission, prefiller, batches, budget, hot_cache, requests, slices, shares)
+    return EngineParts(
+        loop, slices, budget, admission, requests, prefiller, batches, hot_cache, cold
+    )

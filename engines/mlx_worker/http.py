@@ -31,7 +31,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engines.asgi import ClientGone, read_body, while_client_stays
 from engines.config import WorkerConfig
-from engines.headers import CACHE_HEADER, CacheOutcome, patience_from, session_from
+from engines.headers import (
+    CACHE_HEADER,
+    PROMPT_HEADER,
+    TENANT_HEADER,
+    CacheOutcome,
+    patience_from,
+    session_from,
+    weight_from,
+)
 from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream
 from engines.mlx_worker.answer.reply_format import (
     ChatFormat,
@@ -205,10 +213,14 @@ class Endpoints:
     async def _answer(
         self, request: Request, asked: Body, plan: RequestPlan, form: ReplyFormat
     ) -> Response:
+        plan.serve_to(request.headers.get(TENANT_HEADER, ""), weight_from(request.headers))
         async with AsyncExitStack() as stack:
             reply = await stack.enter_async_context(ReplyStream(self._owner, plan))
             outcome = await _in_time(request, reply)
-            headers = {CACHE_HEADER: outcome.header()}
+            headers = {
+                CACHE_HEADER: outcome.header(),
+                PROMPT_HEADER: str(plan.prompt_tokens),
+            }
             if asked.stream:
                 return SseResponse(
                     chunks(form, reply), headers, stack.pop_all(), _error_event, self._keepalive_s

@@ -156,7 +156,7 @@ class Owner:
                 f"the prompt has {len(generation.prompt)} tokens, which leaves no room for an "
                 f"answer in a context of {self._facts.max_context} tokens"
             )
-        self._limit.enter(generation.session.tenant if generation.session else "")
+        self._limit.enter(generation.payer)
         events = EventQueue(
             len(generation.sampling),
             lambda index: self.post(lambda: self.parts.loop.stop(request, index)),
@@ -235,6 +235,8 @@ class Owner:
         try:
             self._run_commands()
             self.parts.loop.step()
+            if not self.parts.loop.is_idle:
+                self.idle_steps.note_others()
             if self.held and self.held.nbytes and self.parts.loop.lacks(self.held.nbytes):
                 self.held.drop()
             if self._is_free:

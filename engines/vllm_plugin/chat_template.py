@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from engines.host.template_rules import rules_of
@@ -24,7 +25,7 @@ def template_rules(model_config: Any) -> TemplateRules:
         apply = getattr(tokenizer, "apply_chat_template", None)
         if apply is None or not getattr(tokenizer, "chat_template", None):
             return TemplateRules()
-        return rules_of(lambda chat: apply(chat, tokenize=False, add_generation_prompt=False))
+        return rules_of(partial(apply, tokenize=False, add_generation_prompt=False))
     except Exception as error:  # a tokenizer of somebody else's making must not end the engine
         logger.warning("the chat template could not be tried: %s", error)
         return TemplateRules()

@@ -19,6 +19,8 @@ from kvstore.session import SessionRef
 ANSWER_ID_PREFIX: Final = "tcm"
 TICKET_FIELD: Final = "ticket"
 _MARK: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}")
+# The weight of the tenant's share stands behind the answer id.
+_WEIGHT: Final = re.compile(ANSWER_ID_PREFIX + r"[0-9a-f]{24}w([0-9]{1,7})")
 
 
 class IncomingRequest(Protocol):
@@ -59,3 +61,14 @@ def answer_id_of(request_id: str) -> str | None:
     """The answer id that the middleware has put into the request's id; None if it has not."""
     found = _MARK.search(request_id)
     return found.group() if found else None
+
+
+def marked_id(answer_id: str, weight: int) -> str:
+    """Make the request id that carries an answer id and a weight."""
+    return f"{answer_id}w{weight}"
+
+
+def weight_of(request_id: str) -> int:
+    """The weight of the share that a request takes; 1 if its id does not say."""
+    found = _WEIGHT.search(request_id)
+    return max(1, int(found[1])) if found else 1

@@ -92,7 +92,7 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     ``tokens``: the prompt. ``forced``: tokens that the answer has; one more is sampled. ``salt``:
     of vLLM's prefix cache. ``given``: so many of the prompt's tokens get the KV that each rank has
     put ready, whole blocks. ``wanted_from``: the KV of the prompt's tokens from here on is wanted;
-    -1: of none.
+    -1: of none. ``scored``: the prompt's own tokens are scored while it is prefilled.
     """
 
     rank: int
@@ -102,6 +102,7 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     forced: tuple[int, ...] = ()
     given: int = 0
     wanted_from: int = -1
+    scored: bool = False
 
 
 class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
@@ -199,6 +200,7 @@ class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
 
     answer_id: str
     cache: str
+    prompt_tokens: int = 0
 
 
 ToRank: TypeAlias = Stage | Probe | Release | Ask | ForwardDone | JointFindings

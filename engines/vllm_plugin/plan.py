@@ -67,8 +67,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Given:
-    """The blocks to fill, before the model runs, with the KV that a measurement has put ready."""
+    """The load of blocks with the KV that a measurement has put ready for one of its requests."""
 
+    request_id: str
     number: int  # of the order
     block_ids: list[int]
     state_ids: list[int] = field(default_factory=list)  # of the state behind them (``groups``)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from engines.headers import CacheOutcome
-from engines.mlx_worker.batch.fair_queue import FairQueue, QueueLimit
+from engines.mlx_worker.batch.fair_queue import Line
 from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.prefetch import Prefetches
 from engines.mlx_worker.batch.prefill import Prefiller
@@ -37,7 +37,7 @@ class Admission:
         prefiller: Prefiller,
         budget: MemoryBudget,
         hot_cache: HotCache,
-        limit: QueueLimit,
+        line: Line[PrefillTask],
         events: EventBuffer,
         clock: Callable[[], float],
     ) -> None:
@@ -46,10 +46,9 @@ class Admission:
         self._prefiller = prefiller
         self._budget = budget
         self._hot_cache = hot_cache
-        self._limit = limit
+        self._queue, self._limit = line
         self._events = events
         self._clock = clock
-        self._queue: FairQueue[PrefillTask] = FairQueue()
         self._blocked_since_s: float | None = None
         self.counters: Counter[str] = Counter()
 
@@ -68,12 +67,22 @@ class Admission:
     def enqueue(self, task: PrefillTask) -> None:
         """Let a task wait for its turn, or for the prefetch of its session."""
         if not self._prefetches.join(task):
-            tenant, session = task.request.key or ("", "")
-            self._queue.push(task, tenant, session)
+            _, session = task.request.key or ("", "")
+            self._queue.push(task, task.request.tenant, session)
 
     def requeue(self, task: PrefillTask) -> None:
-        """Put a preempted sequence back; it is the next to enter a batch."""
-        self._queue.push_first(task)
+        """Put back what ran already; it is the next of its tenant, not of all."""
+        self._queue.push_back(task, task.request.tenant)
+
+    @property
+    def head(self) -> PrefillTask | None:
+        """The task that is next."""
+        return self._queue.head()
+
+    @property
+    def parked(self) -> list[PrefillTask]:
+        """All that wait with their KV, those that made way last behind."""
+        return [x for x in self._queue.items() if x.parked_bytes]
 
     def remove(self, task: PrefillTask) -> None:
         """Forget a task, wherever it is: its sequences are all gone."""
@@ -92,16 +101,27 @@ class Admission:
 
     def admit(self) -> None:
         """Let in as many tasks from the head of the queue as there is room for."""
-        while (task := self._queue.head()) is not None and self._may_enter(task):
-            self._blocked_since_s = None
-            self._queue.pop()
-            self._stop_waiting(task.request)
-            self._prefiller.admit(task)
+        while (task := self._queue.head()) is not None and self.enter(task):
+            pass
+
+    def enter(self, task: PrefillTask) -> bool:
+        """Let a waiting task in; False if there is no room for it."""
+        if not self._may_enter(task):
+            return False
+        self._blocked_since_s = None
+        self._queue.take(task)
+        self._stop_waiting(task.request)
+        self._prefiller.admit(task)
+        if task.parked_bytes:  # goes on where it was
+            task.parked_bytes = 0
+            self._prefiller.start(task)
+        else:
             self._prefixes.find(task, partial(self._start, task))
+        return True
 
     def _may_enter(self, task: PrefillTask) -> bool:
         own = task.request.key
-        if not self._budget.has_slots(len(task.sequences)):
+        if self._budget.missing_slots(len(task.sequences)) > 0:
             return False
         missing = self._budget.missing_for(task, own)
         if missing <= 0 or self._hot_cache.make_room(missing, own):

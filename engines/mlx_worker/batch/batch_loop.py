@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import Counter
 from copy import deepcopy
 
-import numpy as np
-
+from engines.host.fair_shares import PROMPT_TOKEN, FairShares
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batches import Batches, LengthBucket, StepOutput
 from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.request import PrefillTask, Request, Sequence
 from engines.mlx_worker.batch.running_requests import RunningRequests
+from engines.mlx_worker.batch.time_slices import TimeSlices
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.generation import PrefillProgress
 from engines.mlx_worker.sessions.hot_cache import HotCache
@@ -35,6 +36,8 @@ class BatchLoop:
         budget: MemoryBudget,
         hot_cache: HotCache,
         requests: RunningRequests,
+        slices: TimeSlices,
+        shares: FairShares,
     ) -> None:
         self._admission = admission
         self._prefiller = prefiller
@@ -42,6 +45,8 @@ class BatchLoop:
         self._budget = budget
         self._hot_cache = hot_cache
         self._requests = requests
+        self._slices = slices
+        self._shares = shares
         self._entries = itertools.count()
         self.counters: Counter[str] = Counter()
 
@@ -83,7 +88,7 @@ class BatchLoop:
 
     def step(self) -> None:
         """Do one round: at most one token per running sequence and one chunk of one prompt."""
-        self._admission.admit()
+        self._slices.make_way(self._take)
         self._preempt()
         self._decode()
         self._rebucket()
@@ -92,21 +97,25 @@ class BatchLoop:
     def _preempt(self) -> None:
         """Make room if running sequences have outgrown the budget.
 
-        Idle sessions go first, then the youngest sequence: one per round at most, and none while a
-        save is about to release memory.
+        Idle sessions go first, then the KV of parked rows, then the youngest sequence: one per
+        round at most, and none while a save is about to release memory.
         """
         missing = self._budget.missing()
         if missing <= 0 or self._hot_cache.make_room(missing, None) or self._hot_cache.is_saving:
             return
-        running = self._batches.sequences
-        if running and len(running) + self._prefiller.num_ready > 1:
-            self._send_back(max(running, key=lambda x: x.entered))
+        if self._slices.release_parked():
+            return
+        num_running = len(self._batches)
+        if num_running and num_running + self._prefiller.num_ready > 1:
+            self._slices.send_back(self._slices.youngest(), self._take)
 
     def _decode(self) -> None:
         """Decode one token for every running sequence."""
+        began = time.perf_counter()
         for bucket in self._batches.buckets:
             if bucket.sequences:
                 self._step_bucket(bucket)
+        self._prefiller.step_s = time.perf_counter() - began
 
     def _rebucket(self) -> None:
         """Move sequences that became too long for their bucket into the next one."""
@@ -118,12 +127,11 @@ class BatchLoop:
 
     def _prefill(self) -> None:
         """Feed one chunk of one prompt; its sequences join the batch after the last chunk."""
-        if not self._prefiller.num_ready:
-            return
-        task = self._prefiller.next()
-        if task.num_cached < task.target and not self._feed_chunk(task):
-            return
-        if task.num_cached >= task.target:
+        ready = [x for x in self._prefiller.ready if x.num_cached < x.target]
+        if ready:
+            first = self._shares.first(x.request.tenant for x in ready)
+            self._feed_chunk(self._prefiller.next([x for x in ready if x.request.tenant == first]))
+        for task in [x for x in self._prefiller.ready if x.num_cached >= x.target]:
             self._prefiller.remove(task)
             self._join_batch(task)
 
@@ -149,40 +157,33 @@ class BatchLoop:
             self.fail(request, sequence.guard.fault)
             return
         self.counters["generated_tokens"] += 1
+        sequence.run += 1
+        self._shares.serve(request.tenant, 1)
         self._requests.send(request, output.event())
         if output.finish is not None:
             self._requests.finish(sequence, output.finish, output.caches, output.num_cached)
 
-    def _feed_chunk(self, task: PrefillTask) -> bool:
-        """Feed one chunk; False if that failed the request."""
+    def _feed_chunk(self, task: PrefillTask) -> None:
+        """Feed one chunk; whatever fails there fails the request."""
+        before = task.num_cached
         try:
             self._prefiller.feed(task, busy=len(self._batches) > 0)
         except Exception as error:  # the model, mlx: anything. Only this prompt is lost.
             logger.exception("a prefill failed")
             self.fail(task.request, error)
-            return False
+            return
+        task.run += task.num_cached - before
+        self._shares.serve(task.request.tenant, (task.num_cached - before) * PROMPT_TOKEN)
         if task.num_cached in task.snapshot_positions:
             state = kv_arrays.state_tree(task.caches)
             task.request.snapshots.append(Snapshot(task.num_cached, state))
         self._requests.send(task.request, PrefillProgress(task.num_cached, len(task.tokens)))
-        return True
 
     def _join_batch(self, task: PrefillTask) -> None:
         copies = [deepcopy(task.caches) for _ in task.sequences[1:]]
         for sequence, caches in zip(task.sequences, [task.caches, *copies], strict=True):
-            sequence.entered = next(self._entries)
+            sequence.entered, sequence.run = next(self._entries), 0
             self._batches.insert(sequence, caches)
-
-    def _send_back(self, sequence: Sequence) -> None:
-        """Take a sequence out of its batch and into the queue; its KV becomes an idle session."""
-        self.counters["sent_back"] += 1
-        (detached,) = self._batches.detach([sequence])
-        if (output := detached.step()) is not None:
-            self._take(output)
-        if sequence in sequence.request.sequences:
-            self._requests.keep(sequence, detached.caches, detached.num_cached)
-            tokens = np.array(sequence.tokens, np.int32)
-            self._admission.requeue(PrefillTask(sequence.request, [sequence], tokens))
 
     # ---- ends that come from outside
 

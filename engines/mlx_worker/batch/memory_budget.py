@@ -2,17 +2,19 @@
 
 Everything that was admitted is charged as if it decoded already, in the bucket it will be in:
 sequences x longest. On top comes what a sequence that joins or leaves a batch takes for a moment,
-and what idle sessions hold. If that is over the budget, idle sessions go; if that is not enough,
-the newcomer waits; if running sequences outgrow the budget, the youngest is preempted: it goes back
-into the queue, and its KV becomes an idle session like any other.
+what idle sessions hold, and what waits with its KV. If that is over the budget, idle sessions go;
+if that is not enough, the newcomer waits; if running sequences outgrow the budget, one is sent
+back: it goes into the queue, and its KV becomes an idle session like any other.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from engines.kv_budget import KVCost, batch_bytes, passing_bytes
 from engines.mlx_worker.batch.batches import Batches
+from engines.mlx_worker.batch.fair_queue import FairQueue
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.request import PrefillTask
 from engines.mlx_worker.sessions.hot_sessions import HotSessions, SessionKey
@@ -30,6 +32,7 @@ class MemoryBudget:
         batches: Batches,
         prefiller: Prefiller,
         hot: HotSessions,
+        queue: FairQueue[PrefillTask],
     ) -> None:
         self._hot_bytes = hot_bytes
         self._max_sequences = max_sequences
@@ -37,6 +40,7 @@ class MemoryBudget:
         self._batches = batches
         self._prefiller = prefiller
         self._hot = hot
+        self._queue = queue
 
     @property
     def num_running(self) -> int:
@@ -47,19 +51,27 @@ class MemoryBudget:
         """The bytes that a running sequence of ``num_tokens`` tokens may take."""
         return self._cost.row_bytes(num_tokens)
 
-    def has_slots(self, num_sequences: int) -> bool:
-        """True if so many more sequences may be in the batches."""
-        taken = len(self._batches) + sum(len(x.sequences) for x in self._prefiller.admitted)
-        return taken + num_sequences <= self._max_sequences
+    def missing_slots(self, num_sequences: int) -> int:
+        """The number of places that so many more sequences lack; 0 or less = there is room."""
+        return self.places.total() + num_sequences - self._max_sequences
+
+    @property
+    def places(self) -> Counter[str]:
+        """Sequences that decode, or are on their way to it, by tenant."""
+        places = Counter(x.request.tenant for x in self._batches.sequences)
+        for task in self._prefiller.admitted:
+            places[task.request.tenant] += len(task.sequences)
+        return places
 
     def missing_for(self, task: PrefillTask, own: SessionKey | None) -> int:
         """Bytes that must be freed before the task may enter.
 
-        The hot KV of its own session, ``own``, is no obstacle: the task starts from it.
+        The hot KV of its own session, ``own``, and what it was parked with are no obstacles: the
+        task starts from them.
         """
         shapes = self._shapes([*self._prefiller.admitted, task])
         hot = self._hot.get(own) if own else None
-        reused = hot.nbytes if hot else 0
+        reused = (hot.nbytes if hot else 0) + task.parked_bytes
         return self._used(shapes) - reused - self._hot_bytes
 
     def missing(self) -> int:
@@ -68,11 +80,17 @@ class MemoryBudget:
 
     def _used(self, shapes: list[tuple[int, int]]) -> int:
         running = batch_bytes(self._cost, shapes) + passing_bytes(self._cost, shapes)
-        return running + self._hot.nbytes + self._snapshot_bytes()
+        return running + self._hot.nbytes + self.parked_bytes + self._snapshot_bytes()
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of those that wait with their KV."""
+        return sum(x.parked_bytes for x in self._queue.items())
 
     def _snapshot_bytes(self) -> int:
         requests = {x.request for x in self._batches.sequences}
         requests |= {task.request for task in self._prefiller.admitted}
+        requests |= {x.request for x in self._queue.items() if x.parked_bytes}
         return sum(state_nbytes(x.state) for request in requests for x in request.snapshots)
 
     def _shapes(self, tasks: Iterable[PrefillTask]) -> list[tuple[int, int]]:

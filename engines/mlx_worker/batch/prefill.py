@@ -8,6 +8,7 @@ sequences go between two chunks, so a chunk must not take long.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -36,10 +37,16 @@ class ChunkSizer:
         self._largest = largest
         self._seconds_per_token = 0.0
 
-    def chunk(self, busy: bool) -> int:
-        """The number of tokens to feed next; ``busy`` = sequences are waiting to decode."""
+    def chunk(self, busy: bool, step_s: float = 0.0) -> int:
+        """The number of tokens to feed next.
+
+        Args:
+            busy: sequences are waiting to decode.
+            step_s: how long a step of theirs takes; a chunk may take as long, or a prompt would
+                wait for one slow step after another.
+        """
         chunk = SMALLEST_BUSY_CHUNK if busy else SMALLEST_QUIET_CHUNK
-        limit_s = BUSY_CHUNK_S if busy else QUIET_CHUNK_S
+        limit_s = min(max(BUSY_CHUNK_S, step_s), QUIET_CHUNK_S) if busy else QUIET_CHUNK_S
         while self._seconds_per_token and 2 * chunk * self._seconds_per_token <= limit_s:
             chunk *= 2
         return min(chunk, self._largest)
@@ -66,6 +73,7 @@ class Prefiller:
         self._admitted: dict[PrefillTask, None] = {}  # oldest first
         self._ready: list[PrefillTask] = []  # oldest first
         self._num_chunks = 0
+        self.step_s = 0.0  # of the last decode step
 
     @property
     def admitted(self) -> list[PrefillTask]:
@@ -100,16 +108,25 @@ class Prefiller:
         if task in self._ready:
             self._ready.remove(task)
 
-    def next(self) -> PrefillTask:
-        """The ready task to feed now: the one with the fewest tokens left, or the oldest.
+    @property
+    def ready(self) -> list[PrefillTask]:
+        """The tasks that can be fed right now, oldest first."""
+        return list(self._ready)
+
+    def next(self, ready: Sequence[PrefillTask] | None = None) -> PrefillTask:
+        """The task to feed now: the one with the fewest tokens left, or the oldest.
 
         The shortest goes first, so that a restored session need not wait for a new long one; but
         every few chunks the oldest does, so that the long one is not starved.
+
+        Args:
+            ready: those to choose among, oldest first; None = all that are ready.
         """
         self._num_chunks += 1
+        ready = self._ready if ready is None else ready
         if self._num_chunks % OLDEST_EVERY == 0:
-            return self._ready[0]
-        return min(self._ready, key=lambda x: x.target - x.num_cached)
+            return ready[0]
+        return min(ready, key=lambda x: x.target - x.num_cached)
 
     def feed(self, task: PrefillTask, busy: bool) -> None:
         """Feed one chunk of it, up to its next stop at most; ``busy`` = sequences wait to decode.
@@ -117,7 +134,7 @@ class Prefiller:
         Raises whatever the model raises; the task's caches are then of no use.
         """
         started = time.perf_counter()
-        size = self._chunks.chunk(busy)
+        size = self._chunks.chunk(busy, self.step_s)
         chunk = task.tokens[task.num_cached : min(task.num_cached + size, task.next_stop)]
         self._model(mx.array(chunk)[None], cache=task.caches)
         # Only the caches: what the head would say of these positions is never computed.

@@ -2,7 +2,8 @@
 
 A ``Request`` has ``n`` answers, and each of them is a ``Sequence``. A ``PrefillTask`` is a run of
 tokens on its way into a cache, with the sequences that decode once it is there: those of a new
-request at first, and a single one again if it had to leave its batch for want of memory.
+request at first, and a single one again if it had to leave its batch, with its KV (parked) or
+without.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Request:
 
     @property
     def tenant(self) -> str:
-        return self.generation.session.tenant if self.generation.session else ""
+        return self.generation.payer
 
     def note_lossy(self, num_tokens: int, state: int) -> None:
         """Remember that its KV may come from a lossy copy.
@@ -67,6 +68,7 @@ class Sequence:
     tokens: list[int]  # the prompt and every token delivered so far
     remaining: int  # tokens it may still deliver
     entered: int = 0  # when it came into its batch: the youngest is preempted first
+    run: int = 0  # tokens since then
 
     @property
     def emitted(self) -> list[int]:
@@ -87,6 +89,9 @@ class PrefillTask:
     # Whether what was reused also rests in the cold store.
     saved: Future[bool] | None = None
     snapshot_positions: list[int] = field(default_factory=list)  # ascending
+    parked_bytes: int = 0  # of ``caches``, while it waits with them
+    parked_at: float = 0.0  # what its tenant had been served by then, in tokens
+    run: int = 0  # tokens fed since it was let in
 
     @property
     def target(self) -> int:
@@ -102,6 +107,11 @@ class PrefillTask:
         """Start from ``caches``, which hold the first ``num_tokens`` tokens."""
         self.caches, self.saved = caches, saved
         self.num_cached = self.num_reused = num_tokens
+
+    def let_go(self) -> None:
+        """Begin from nothing the next time: the caches are somebody else's, or nobody's."""
+        self.caches, self.saved = [], None
+        self.num_cached = self.num_reused = self.parked_bytes = 0
 
     def drop(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Take these out of the task, as far as they are in it; returns the ones taken."""

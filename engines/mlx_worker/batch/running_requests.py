@@ -12,6 +12,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from engines.host.fair_shares import FairShares
 from engines.mlx_worker.batch.request import Request, Sequence
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.event_queue import EventBuffer
@@ -29,10 +30,13 @@ class RunningRequests:
     whoever must miss nobody asks here.
     """
 
-    def __init__(self, hot_cache: HotCache, events: EventBuffer, tell: Tell) -> None:
+    def __init__(
+        self, hot_cache: HotCache, events: EventBuffer, tell: Tell, shares: FairShares
+    ) -> None:
         self._hot_cache = hot_cache
         self._events = events
         self._tell = tell
+        self._shares = shares
         self._requests: dict[Request, None] = {}
         self.counters: Counter[str] = Counter()
 
@@ -43,6 +47,7 @@ class RunningRequests:
         """Take a request in; its session is busy from now on."""
         self.counters["turns"] += 1
         self._requests[request] = None
+        self._shares.come(request.tenant, request.generation.weight)
         if key := request.key:
             self._hot_cache.sessions.begin_turn(key, len(request.generation.prompt))
 
@@ -106,6 +111,7 @@ class RunningRequests:
 
     def _end(self, request: Request) -> None:
         del self._requests[request]
+        self._shares.leave(request.tenant)
         request.snapshots = []
         if (key := request.key) and (session := request.generation.session):
             self._hot_cache.sessions.end_turn(key, len(request.generation.prompt))

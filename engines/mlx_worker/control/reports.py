@@ -10,7 +10,13 @@ import msgspec
 
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
-from engines.wire import CodecReport, EngineReport, SessionReport, TierReport
+from engines.wire import (
+    CodecReport,
+    EngineReport,
+    RequestProgress,
+    SessionReport,
+    TierReport,
+)
 from kvstore.by_tokens.records import SessionRecord
 from kvstore.session import SessionRef, TierName
 from kvstore.stats import StoreStats
@@ -89,7 +95,22 @@ class SessionReports:
             tiers=[_tier_report(x) for x in store.tiers] if store else [],
             counters=self._counters(store),
             codec=self.codec(),
+            requests=self._requests(),
         )
+
+    def _requests(self) -> list[RequestProgress]:
+        """The progress of all requests of sessions, as far as it can be seen from this thread."""
+        parts = self._owner.parts
+        fed = {x.request: x.num_cached for x in parts.prefiller.admitted}
+        found = []
+        for request in parts.requests.all():
+            if request.key is None or request.is_waiting:
+                continue
+            prompt = len(request.generation.prompt)
+            answered = sum(len(x.tokens) - prompt for x in list(request.sequences))
+            prefilled = min(prompt, fed.get(request, prompt))
+            found.append(RequestProgress(*request.key, prompt, prefilled, max(0, answered)))
+        return found
 
     def codec(self) -> CodecReport:
         """The report on the codecs that pack cold KV."""

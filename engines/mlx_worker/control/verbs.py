@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
+
+import msgspec
 
 from engines.mlx_worker.control.reports import SessionReports
 from engines.mlx_worker.owner import Owner
@@ -28,8 +31,14 @@ WAKE_WAIT_S: Final = 60.0
 class MlxVerbs:
     """The verbs of ``engines.host.control_server``. Belongs to the event loop."""
 
-    def __init__(self, owner: Owner, reports: SessionReports) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        reports: SessionReports,
+        begin_to_measure: Callable[[], None] = lambda: None,
+    ) -> None:
         self._owner = owner
+        self._begin_to_measure = begin_to_measure
         self._reports = reports
         self._hot_cache = owner.parts.hot_cache
         self._hot = owner.parts.hot_cache.sessions
@@ -52,6 +61,12 @@ class MlxVerbs:
         if codecs and store:
             await asyncio.to_thread(codecs.renew, store.adopt)
         return self._reports.codec()
+
+    async def measure(self) -> CodecReport:
+        """Begin to measure what the codecs cost this model, in idle moments."""
+        self._begin_to_measure()
+        codec = self._reports.codec()
+        return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         """Drop the hot copy once there is a cold one; ``tier`` also moves the cold copy down."""

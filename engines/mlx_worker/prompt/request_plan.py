@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.mlx_worker.answer.output_processor import (
     AnswerText,
@@ -40,6 +40,10 @@ class RequestPlan:
     @property
     def prompt_tokens(self) -> int:
         return sum(len(generation.prompt) for generation in self.generations)
+
+    def serve_to(self, tenant: str, weight: int) -> None:
+        """Note whose share of the engine it takes, and the weight of that share."""
+        self.generations = [replace(x, tenant=tenant, weight=weight) for x in self.generations]
 
 
 class RequestPlanner:

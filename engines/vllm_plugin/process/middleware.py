@@ -4,7 +4,8 @@
 
 The middleware puts an answer id into every request's id. When vLLM's scheduler begins to run the
 request, the scheduler side of the plug-in reports that answer id together with what was restored;
-until then the head of the answer is held back. While a long prompt is prefilled, a stream shows
+until then the head of the answer is held back; a request that has not begun after the time that the
+gateway gave it is refused. While a long prompt is prefilled, a stream shows
 comments as signs of life, as our other engines do.
 """
 
@@ -13,23 +14,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from engines.headers import CACHE_HEADER
+from engines.headers import CACHE_HEADER, PROMPT_HEADER, patience_from, weight_from
+from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
-from engines.vllm_plugin.identity import ANSWER_ID_PREFIX
+from engines.vllm_plugin.identity import ANSWER_ID_PREFIX, marked_id
 from engines.vllm_plugin.measuring.request_runner import RequestRunner
-from engines.vllm_plugin.messages import FrontHello, RunForward, decode_to_front, frame
+from engines.vllm_plugin.messages import (
+    FrontHello,
+    RequestAdmitted,
+    RunForward,
+    decode_to_front,
+    frame,
+)
+from engines.vllm_plugin.process.line_patience import Departure, is_over, refuse, waited_too_long
 
 logger = logging.getLogger("thermocline.vllm")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
 
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 KEEP_ALIVE_S: Final = 10.0
@@ -44,10 +53,11 @@ class AdmissionReports:
     """Hears from the hub which requests begin to run, and wakes the answers that wait for it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[str]] = {}
+        self._waiting: dict[str, asyncio.Future[RequestAdmitted]] = {}
         self._listening: asyncio.Task[None] | None = None
         self._measuring: asyncio.Task[None] | None = None
         self._runner: RequestRunner | None = None
+        self.connected = False  # else nothing is known of who runs
 
     def start(self, hub_path: str, client: object, delay_s: float = 0.0) -> None:
         """Connect to the hub, which also tells it that this server runs. Later calls do nothing.
@@ -59,9 +69,9 @@ class AdmissionReports:
             listening = self._listen(hub_path, delay_s)
             self._listening = asyncio.create_task(listening, name="cold-reports")
 
-    def expect(self, answer_id: str) -> asyncio.Future[str]:
-        """A future with the value of the cache header, set when the request begins to run."""
-        report: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    def expect(self, answer_id: str) -> asyncio.Future[RequestAdmitted]:
+        """A future with the news of the request, set when it begins to run."""
+        report: asyncio.Future[RequestAdmitted] = asyncio.get_running_loop().create_future()
         self._waiting[answer_id] = report
         return report
 
@@ -82,10 +92,12 @@ class AdmissionReports:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             writer.write(frame(FrontHello()))
+            self.connected = True
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "big")
                 self._hear(await reader.readexactly(length), writer)
         finally:
+            self.connected = False
             writer.close()
 
     def _hear(self, body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -95,7 +107,7 @@ class AdmissionReports:
             return
         report = self._waiting.get(message.answer_id)
         if report is not None and not report.done():
-            report.set_result(message.cache)
+            report.set_result(message)
 
     async def _run(self, message: RunForward, writer: asyncio.StreamWriter) -> None:
         assert self._runner is not None, "it was made before anything could be heard"
@@ -125,14 +137,39 @@ class CacheHeaderMiddleware:
             return
         self._reports.start(hub_path, _client(scope))
         answer_id = ANSWER_ID_PREFIX + secrets.token_hex(12)
+        said = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        try:
+            request_id, patience_s = marked_id(answer_id, weight_from(said)), patience_from(said)
+        except InvalidRequest as error:
+            await refuse(send, error)
+            return
         others = [(k, v) for k, v in scope["headers"] if k != b"x-request-id"]
-        marked = {**scope, "headers": [*others, (b"x-request-id", answer_id.encode())]}
+        marked = {**scope, "headers": [*others, (b"x-request-id", request_id.encode())]}
         answer = _HeldAnswer(send, self._reports.expect(answer_id))
         try:
-            await self._app(marked, receive, answer.send)
+            await self._serve(marked, receive, answer, patience_s)
         finally:
             self._reports.forget(answer_id)
             await answer.end()
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, answer: _HeldAnswer, patience_s: float | None
+    ) -> None:
+        """Have vLLM answer, or refuse the request if it does not begin to run in time."""
+        if patience_s is None:
+            await self._app(scope, receive, answer.send)
+            return
+        client = Departure(receive)
+        serving = asyncio.create_task(self._app(scope, client.receive, answer.send))
+        try:
+            late = await is_over(serving, answer.report, patience_s)
+            if late and self._reports.connected and await answer.withhold():
+                await client.end(serving)
+                await refuse(answer.send_past, waited_too_long())
+            else:
+                await serving
+        finally:
+            serving.cancel()
 
     async def _send_started(
         self, scope: Scope, send: Send, message: MutableMapping[str, Any]
@@ -145,37 +182,50 @@ class CacheHeaderMiddleware:
 class _HeldAnswer:
     """An answer on its way out, whose head waits for the report or for the body's beginning."""
 
-    def __init__(self, send: Send, report: asyncio.Future[str]) -> None:
-        self._send = send
-        self._report = report
+    def __init__(self, send: Send, report: asyncio.Future[RequestAdmitted]) -> None:
+        self.send_past = send  # nothing is held back
+        self.report = report
+        self._withheld = False
+        self._begun = False  # some of its body has come
         self._head: MutableMapping[str, Any] | None = None
         self._waiting: asyncio.Task[None] | None = None
         self._order = asyncio.Lock()  # the head goes first, and one message at a time
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
+        if self._withheld:
+            return
         if message["type"] == "http.response.start":
             self._head = message
             if _is_stream(message):
                 self._waiting = asyncio.create_task(self._show_life())
             return
+        self._begun = True
         await self._stop_waiting()
         if self._head is not None and self._head["status"] == 200:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LATE_S):  # not wait_for: it can lose a cancellation
-                    await asyncio.shield(self._report)
+                    await asyncio.shield(self.report)
         await self._send_head()
-        await self._send(message)
+        await self.send_past(message)
 
     async def end(self) -> None:
         await self._stop_waiting()
 
+    async def withhold(self) -> bool:
+        """Let nothing of it out; False if something is out, or on its way."""
+        if self._begun:
+            return False
+        self._withheld = True
+        await self._stop_waiting()
+        return True
+
     async def _show_life(self) -> None:
-        await asyncio.wait([self._report])
+        await asyncio.wait([self.report])
         await self._send_head()
         while True:
             await asyncio.sleep(KEEP_ALIVE_S)
             async with self._order:
-                await self._send(
+                await self.send_past(
                     {"type": "http.response.body", "body": b": prefill\n\n", "more_body": True}
                 )
 
@@ -185,9 +235,11 @@ class _HeldAnswer:
             if head is None:
                 return
             headers = list(head.get("headers", ()))
-            if self._report.done() and not self._report.cancelled():
-                headers.append((CACHE_HEADER.encode(), self._report.result().encode()))
-            await self._send({**head, "headers": headers})
+            if self.report.done() and not self.report.cancelled():
+                news = self.report.result()
+                headers.append((CACHE_HEADER.encode(), news.cache.encode()))
+                headers.append((PROMPT_HEADER.encode(), b"%d" % news.prompt_tokens))
+            await self.send_past({**head, "headers": headers})
 
     async def _stop_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None

@@ -24,6 +24,7 @@ from typing import Any
 
 from engines.vllm_plugin.identity import answer_id_of, session_of
 from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
+from engines.vllm_plugin.messages import RequestAdmitted
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import PATIENCE_S, Restores
@@ -43,12 +44,11 @@ class RequestTracker:
         resident: ResidentSessions,
         measured: MeasuredRequests,
         *,
-        on_admitted: Callable[[str, str], None],
+        on_admitted: Callable[[RequestAdmitted], None],
         on_turn_end: Callable[[SessionRef], None],
         counters: Counters,
     ) -> None:
-        """``on_admitted`` gets the answer id of a request that begins to run, and the value of its
-        cache header."""
+        """``on_admitted`` gets the news of each request that begins to run."""
         self._restores = restores
         self._saves = saves
         self._resident = resident
@@ -76,7 +76,8 @@ class RequestTracker:
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM's ``get_num_new_matched_tokens``: see ``Restores.match``."""
         if request.request_id in self._measured:
-            return self._measured.num_given(request, num_computed_tokens), False
+            given = self._measured.num_given(request, num_computed_tokens)
+            return given, given > 0
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0, False
@@ -115,7 +116,9 @@ class RequestTracker:
         self._count(tracked, num_computed_tokens)
         answer_id = answer_id_of(request_id)
         if answer_id is not None:
-            self._on_admitted(answer_id, tracked.cache_header(num_computed_tokens))
+            cache = tracked.cache_header(num_computed_tokens)
+            news = RequestAdmitted(answer_id, cache, tracked.request.num_tokens)
+            self._on_admitted(news)
 
     def _count(self, tracked: TrackedRequest, num_computed_tokens: int) -> None:
         """Count the prompt under the names that the mlx engine uses, too."""

@@ -1,7 +1,8 @@
 """Names the model that computed the KV, because vLLM's block hashes do not.
 
 Two engines may exchange KV only if everything but the tokens is equal: weights, dtype, the way
-blocks are hashed, how the heads are spread over ranks. Every byte of the weights counts: see
+blocks are hashed, how the heads are spread over ranks, and vLLM's version, since another one may
+compute KV, or lay it out, in another way. Every byte of the weights counts: see
 ``engines.host.weights``. A model of the hub is named by its commit, which also stands for every
 byte; a branch or a tag does not, since it moves when the model is updated.
 """
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
+
+import vllm
 
 from engines.host.weights import weight_digests
 from engines.vllm_plugin.groups import DENSE, Groups
@@ -47,6 +50,7 @@ def fingerprint(
     states = [str(vllm_config.cache_config.mamba_ssm_cache_dtype), str(groups)]
     for part in (
         LAYOUT_VERSION,
+        f"vllm {vllm.__version__}",
         model_digest(model, str(vllm_config.load_config.load_format), remembered),
         str(vllm_config.load_config.load_format),
         str(model.dtype),

@@ -263,6 +263,12 @@ class Transfer:
             self._under_way += 1
         self._loaders.submit(self._load, load, self._blocks.mark())
 
+    def filled(self, request_ids: Iterable[str]) -> None:
+        """Note that the blocks of these requests were filled by others. On the worker's thread."""
+        with self._settled:
+            self._loaded.update(request_ids)
+            self._settled.notify_all()
+
     def _load(self, load: Load, ready: object) -> None:
         bad = {*load.block_ids, *load.state_ids}
         try:

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.calibration.measuring.trials import SLEEPS
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.device_check import blocks_for
@@ -78,6 +79,7 @@ class WorkerSide:
         self._patience_s = step.patience_s
         if self._measuring is not None:
             self._measuring.fill(step)
+            self._transfer.filled(x.request_id for x in step.given)
         for load in step.loads:
             self._transfer.load(load)
 
@@ -170,7 +172,10 @@ def open_worker_side(
         measuring,
     )
     if config.calibrate and codecs.report.unmeasured:
-        order = first_order(settings.store, longest_prompt(vllm_config), str(data))
+        # A state can only sleep behind whole blocks, which may be hundreds of tokens long.
+        sleeps = SLEEPS if layout is not None and layout.has_matrices else 0
+        least = (sleeps + 1) * cache.block_tokens
+        order = first_order(settings.store, longest_prompt(vllm_config), str(data), least)
         measuring.begin(
             order,
             groups,

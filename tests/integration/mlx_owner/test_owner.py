@@ -119,7 +119,7 @@ async def test_a_stopped_row_leaves_its_slot_and_the_others_go_on() -> None:
             max_tokens=2000,
             sampling=(SequenceSampling(), SequenceSampling()),
         )
-        waiting = asyncio.create_task(it.turn(text(2, 20)))
+        waiting = asyncio.create_task(it.turn(text(2, 20), session("two")))
         reading = await begun(stream)
         assert not waiting.done()
         stream.stop(0)

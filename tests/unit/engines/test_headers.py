@@ -7,14 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.headers import (
+    MAX_WEIGHT,
     PATIENCE_HEADER,
     SALT_HEADER,
     SESSION_HEADER,
+    WEIGHT_HEADER,
     CacheOutcome,
     patience_from,
     patience_header,
     session_from,
     session_headers,
+    weight_from,
+    weight_header,
 )
 from engines.openai.errors import InvalidRequest
 from kvstore.session import SessionRef
@@ -89,3 +93,11 @@ def test_patience_that_is_over_is_none_at_all_and_other_words_are_refused() -> N
     for word in ("", "-1", "nan", "inf", "1e9", "soon"):
         with pytest.raises(InvalidRequest, match=PATIENCE_HEADER):
             patience_from({PATIENCE_HEADER: word})
+
+
+def test_a_weight_is_read_as_it_was_written_and_other_words_are_refused() -> None:
+    assert weight_from({}) == 1
+    assert [weight_from(weight_header(x)) for x in (1, 7, MAX_WEIGHT)] == [1, 7, MAX_WEIGHT]
+    for word in ("", "0", "-1", "1.5", "9999999", "\u0663"):
+        with pytest.raises(InvalidRequest, match=WEIGHT_HEADER):
+            weight_from({WEIGHT_HEADER: word})

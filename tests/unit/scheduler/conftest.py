@@ -38,8 +38,14 @@ class Log:
         self.waits: list[float] = []
         self.levels: list[tuple[str, int]] = []
 
-    def transition(self, session_id: str, before: str, event: str, after: str) -> None:
-        self.transitions.append((session_id, before, event, after))
+    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
+        self.transitions.append((ref.id, before, event, after))
+
+    def row_changed(self, ref: SessionRef) -> None:
+        pass
+
+    def engine_told(self, report: EngineReport) -> None:
+        pass
 
     def turn_waited(self, seconds: float) -> None:
         self.waits.append(seconds)

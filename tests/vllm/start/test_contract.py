@@ -32,11 +32,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import attention
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -147,6 +152,37 @@ def test_requests_and_outputs_have_what_we_read():
     assert "scheduled_new_reqs" in SchedulerOutput.__annotations__
     fields = set(KVConnectorOutput.__annotations__)
     assert {"invalid_block_ids", "finished_recving", "kv_connector_worker_meta"} <= fields
+
+
+def hashes_of(**fields: Any) -> list[bytes]:
+    """Names of the blocks of one prompt of ids, with an image or an adapter or without."""
+    init_none_hash(sha256_cbor)
+    hasher = get_request_block_hasher(16, sha256_cbor)
+    params = SamplingParams(max_tokens=1)
+    request = Request("r", [7] * 64, params, None, block_hasher=hasher, **fields)
+    return [bytes(x) for x in request.block_hashes]
+
+
+def image(name: str) -> list[MultiModalFeatureSpec]:
+    return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=20, length=16))]
+
+
+def test_two_images_never_share_blocks():
+    """They have the same ids in a prompt, and our keys are made of these hashes."""
+    plain, cat, dog = (
+        hashes_of(),
+        hashes_of(mm_features=image("a")),
+        hashes_of(mm_features=image("b")),
+    )
+    assert cat == hashes_of(mm_features=image("a"))
+    assert plain[0] == cat[0] == dog[0], "before the image"
+    assert not {*cat[1:]} & {*dog[1:]} and not {*cat[1:], *dog[1:]} & {*plain}
+
+
+def test_an_adapter_never_shares_blocks():
+    adapters = [LoRARequest(x, 1, f"/{x}") for x in ("a", "b")]
+    one, other = (hashes_of(lora_request=x) for x in adapters)
+    assert not {*one} & {*other} and not {*one, *other} & {*hashes_of()}
 
 
 def options() -> FlexibleArgumentParser:

@@ -164,9 +164,9 @@ class Hub:
         part = shortest.part if same else ()
         return Staged(ticket, shortest.end_block, tier, shortest.reason, part)
 
-    def admitted(self, answer_id: str, cache: str) -> None:
-        """Tell the HTTP servers that a request begins to run, and its cache header's value."""
-        self.call_soon(self._tell_fronts, RequestAdmitted(answer_id, cache))
+    def admitted(self, news: RequestAdmitted) -> None:
+        """Tell the HTTP servers that a request begins to run."""
+        self.call_soon(self._tell_fronts, news)
 
     def tell_ranks(self, news: ForwardDone | JointFindings) -> None:
         """Tell every rank how a measurement goes on."""

@@ -30,6 +30,11 @@ HOISTING = (
     "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
 )
 BROKEN = "{{ raise_exception('no') }}"
+# Leaves out reasoning before the last question, and may be told not to.
+FORGETFUL = (
+    "{% for m in messages %}{% if m.reasoning_content and (loop.last or KEPT) %}"
+    "({{ m.reasoning_content }}){% endif %}{{ m.content }}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,18 @@ def test_rules(template: str, rules: TemplateRules) -> None:
 
     compiled = jinja2.Environment().from_string(template)
     assert rules_of(lambda chat: compiled.render(messages=chat, raise_exception=refuse)) == rules
+
+
+@pytest.mark.parametrize(
+    ("kept", "switch"),
+    [
+        ("true", {}),
+        ("false", {}),
+        ("preserve_thinking", {"preserve_thinking": True}),
+        ("(clear_thinking is defined and not clear_thinking)", {"clear_thinking": False}),
+    ],
+)
+def test_the_switch_that_keeps_reasoning_is_found(kept: str, switch: dict[str, bool]) -> None:
+    compiled = jinja2.Environment().from_string(FORGETFUL.replace("KEPT", kept))
+    found = rules_of(lambda chat, **given: compiled.render(messages=chat, **given))
+    assert found == TemplateRules(reasoning_switch=switch)

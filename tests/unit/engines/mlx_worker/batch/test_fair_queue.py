@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.host.fair_shares import FairShares
 from engines.mlx_worker.batch.fair_queue import FairQueue, QueueLimit
 from engines.mlx_worker.generation import QueueFull
 
@@ -36,12 +37,25 @@ def test_the_head_stays_the_head_whoever_comes() -> None:
     assert queue.head() == "a1"
 
 
-def test_who_had_to_step_back_is_first() -> None:
+def test_who_had_to_step_back_goes_before_its_own_tenant_only() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("a1", "a", "one")
-    queue.push_first("old")
-    queue.push_first("older")
-    assert drained(queue) == ["older", "old", "a1"]
+    queue.push("b1", "b", "one")
+    queue.push_back("b2", "b")
+    queue.push_back("b3", "b")
+    assert drained(queue) == ["a1", "b2", "b3", "b1"]
+
+
+def test_the_tenant_that_was_served_least_is_next() -> None:
+    shares = FairShares()
+    queue: FairQueue[str] = FairQueue(shares.first)
+    for name in ("a1", "a2", "b1", "b2"):
+        queue.push(name, name[0], "one")
+        shares.come(name[0])
+    shares.serve("a", 10)
+    assert queue.pop() == "b1"
+    shares.serve("b", 20)
+    assert drained(queue) == ["a1", "a2", "b2"]
 
 
 @given(st.lists(st.tuples(NAMES, NAMES)), st.data())

@@ -59,6 +59,14 @@ def test_the_shortest_goes_first_and_the_oldest_is_not_starved() -> None:
     assert prefiller.num_ready == 2 and prefiller.admitted == [old, long]
 
 
+def test_a_chunk_may_take_as_long_as_a_slow_step_does() -> None:
+    chunks = ChunkSizer(512)
+    chunks.took(64, 0.64)
+    assert chunks.chunk(busy=True) == 32
+    assert chunks.chunk(busy=True, step_s=0.7) == 64
+    assert chunks.chunk(busy=True, step_s=9.0) == 64  # within a second at most
+
+
 def test_a_snapshot_is_due_behind_the_system_prompt_and_before_the_answer() -> None:
     assert snapshot_positions(task(100, 0, (30, 95))) == [30, 95]
     assert snapshot_positions(task(100, 30, (30, 95))) == [95]

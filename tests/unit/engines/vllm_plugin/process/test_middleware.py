@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from engines.headers import CACHE_HEADER
+from engines.headers import CACHE_HEADER, PATIENCE_HEADER, WEIGHT_HEADER
 from engines.vllm_plugin.config import PluginSettings, write_settings
-from engines.vllm_plugin.identity import answer_id_of
+from engines.vllm_plugin.identity import answer_id_of, weight_of
 from engines.vllm_plugin.messages import RequestAdmitted, frame
 from engines.vllm_plugin.process import middleware as middleware
 from engines.vllm_plugin.process.middleware import CacheHeaderMiddleware
@@ -36,7 +36,7 @@ class FakeHub:
     async def report(self, answer_id: str, cache: str) -> None:
         await self.connected.wait()
         for writer in self.writers:
-            writer.write(frame(RequestAdmitted(answer_id, cache)))
+            writer.write(frame(RequestAdmitted(answer_id, cache, 70)))
 
 
 @asynccontextmanager
@@ -103,6 +103,7 @@ async def test_a_whole_answer_says_where_its_kv_came_from(tmp_path):
 
         start, rest = await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
     assert (HEADER, b"cold-disk; tokens=64") in start["headers"]
+    assert (b"x-thermocline-prompt", b"70") in start["headers"]
     assert rest == body(b"{}")
 
 
@@ -227,3 +228,80 @@ async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
         async with asyncio.timeout(10):
             await hub.connected.wait()
         await stop_listening()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_who_waits_too_long_in_the_line_is_told_to_come_back(tmp_path, streamed):
+    """vLLM hears that the client is gone, so that the request does not run for nobody."""
+    gone = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if streamed:
+            await send(head(kind=b"text/event-stream"))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+        await send(body(b"too late"))
+
+    async with hub_at(tmp_path) as hub:
+        sent = await with_patience(CacheHeaderMiddleware(app), scope_for(tmp_path), hub, 0.05)
+    start, rest = sent
+    assert start["status"] == 429 and (b"retry-after", b"1") in start["headers"]
+    assert b"engine_overloaded" in rest["body"] and gone.is_set()
+
+
+async def test_who_runs_in_time_is_not_hurried(tmp_path):
+    async with hub_at(tmp_path) as hub:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
+            await hub.report(answer_id, "hot; tokens=1")
+            await asyncio.sleep(0.5)  # longer than it may wait in line
+            await send(head())
+            await send(body(b"{}"))
+
+        sent = await with_patience(CacheHeaderMiddleware(app), scope_for(tmp_path), hub, 0.3)
+    assert [x.get("status") for x in sent] == [200, None]
+
+
+async def test_a_weight_reaches_the_scheduler_in_the_requests_id(tmp_path):
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(weight_of(dict(scope["headers"])[b"x-request-id"].decode()))
+        await send(head())
+        await send(body(b"{}"))
+
+    async with hub_at(tmp_path):
+        scope = scope_for(tmp_path)
+        scope["headers"].append((WEIGHT_HEADER.encode(), b"7"))
+        await through(CacheHeaderMiddleware(app), scope)
+        scope["headers"][-1] = (WEIGHT_HEADER.encode(), b"none")
+        refused = await through(CacheHeaderMiddleware(app), scope)
+    assert seen == [7] and refused[0]["status"] == 400
+
+
+async def with_patience(
+    front: CacheHeaderMiddleware, scope: dict[str, Any], hub: FakeHub, patience_s: float
+) -> list[Any]:
+    front._reports.start(str(Path(hub_folder(scope)) / "hub.sock"), None)
+    while not front._reports.connected:
+        await asyncio.sleep(0.01)
+    scope["headers"].append((PATIENCE_HEADER.encode(), str(patience_s).encode()))
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await front(scope, receive, send)
+    await stop_listening()
+    return sent
+
+
+def hub_folder(scope: dict[str, Any]) -> str:
+    extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
+    return str(Path(extra["settings"]).parent)

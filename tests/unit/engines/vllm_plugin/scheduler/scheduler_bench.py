@@ -142,7 +142,7 @@ def new_bench(
         saves,
         hot,
         MeasuredRequests(orders.get, saves, blocks),
-        on_admitted=lambda answer_id, cache: admitted.append((answer_id, cache)),
+        on_admitted=lambda news: admitted.append((news.answer_id, news.cache)),
         on_turn_end=ended.append,
         counters=counters,
     )

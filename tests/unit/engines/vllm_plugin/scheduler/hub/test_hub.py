@@ -16,6 +16,7 @@ from engines.vllm_plugin.messages import (
     FrontHello,
     RankHello,
     Release,
+    RequestAdmitted,
     Stage,
 )
 from engines.vllm_plugin.messages import frame as message_frame
@@ -154,7 +155,7 @@ def test_an_http_server_that_does_not_read_is_cut_off(hub, tmp_path):
     with peer(tmp_path, FrontHello()):
         wait(lambda: hub.num_fronts == 1)
         for _ in range(MANY):
-            hub.admitted("x" * MEGABYTE, "hot")
+            hub.admitted(RequestAdmitted("x" * MEGABYTE, "hot"))
         wait(lambda: not hub.num_fronts)
 
 

@@ -1,0 +1,119 @@
+"""Shares an engine's places between tenants, by what each was served.
+
+Every tenant has a count of the tokens that it was served, divided by its weight. A place that
+somebody waits for is taken from whoever holds more than its share of them; where places cannot be
+divided, tenants take turns: who is behind another by a quantum goes first. A tenant that comes back
+after a pause begins at the smallest count of those that are there: what it did not use meanwhile is
+no credit, and what it used before is no debt to newcomers.
+
+Pure arithmetic, without an engine: both of ours choose by it. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+# So many tokens, by weight 1, may one tenant be ahead of another that waits.
+QUANTUM: Final = 64.0
+# A token of a prompt costs less than one of an answer, which takes a step of its own.
+PROMPT_TOKEN: Final = 0.25
+# Tenants whose counts are remembered while they have nothing here.
+MAX_ABSENT: Final = 4096
+NO_PLACES: Final[Mapping[str, int]] = {}
+
+
+class FairShares:
+    """Counts what each tenant was served, and says whose turn it is."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}  # tokens by weight, most recently come last
+        self._weights: dict[str, int] = {}
+        self._present: Counter[str] = Counter()  # requests of each tenant
+
+    def come(self, tenant: str, weight: int = 1) -> None:
+        """Count one more request of a tenant; ``weight``: of its share, from now on."""
+        if not self._present:
+            self._served.clear()
+        if not self._present[tenant]:
+            least = min((self._served[x] for x in self._present if x != tenant), default=0.0)
+            self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
+            self._forget_absent()
+        self._present[tenant] += 1
+        self._weights[tenant] = max(1, weight)
+
+    def leave(self, tenant: str) -> None:
+        """Count one request of a tenant less."""
+        self._present[tenant] -= 1
+        if not self._present[tenant]:
+            del self._present[tenant], self._weights[tenant]
+
+    def _forget_absent(self) -> None:
+        surplus = len(self._served) - len(self._present) - MAX_ABSENT
+        absent = [x for x in self._served if x not in self._present]
+        for tenant in absent[: max(0, surplus)]:
+            del self._served[tenant]
+
+    def serve(self, tenant: str, num_tokens: float) -> None:
+        """Count what a tenant was served."""
+        if tenant in self._served:
+            self._served[tenant] += num_tokens / self._weight(tenant)
+
+    def tokens(self, tenant: str) -> float:
+        """Return the count of a tenant that is here, not by weight; only differences count."""
+        return self._count(tenant) * self._weight(tenant)
+
+    def first(self, tenants: Iterable[str], places: Mapping[str, int] = NO_PLACES) -> str:
+        """Return the tenant that is next.
+
+        That is who is behind one that holds places by a quantum, else who holds fewest by weight;
+        of equals the one that was served least.
+        """
+        ahead = max((self._count(x) for x, number in places.items() if number), default=0.0)
+
+        def rank(tenant: str) -> tuple[float, float]:
+            count = self._count(tenant)
+            is_behind = ahead - count >= QUANTUM
+            return (0 if is_behind else self.held(tenant, places.get(tenant, 0) + 1)), count
+
+        return min(tenants, key=rank)
+
+    def held(self, tenant: str, num_places: int) -> float:
+        """Return how many places a tenant holds by weight."""
+        return num_places / self._weight(tenant)
+
+    def holder_to_yield(
+        self,
+        claimant: str,
+        wanted: int,
+        missing: int,
+        places: Mapping[str, int],
+        quantum: float = QUANTUM,
+    ) -> str | None:
+        """Name the tenant that is to give up a place for another's request; None: nobody is.
+
+        That is who holds so many that it still has no fewer than the claimant afterwards, or who is
+        ahead by more than a quantum.
+
+        Args:
+            wanted: the places that the request needs; ``missing`` of them are not free.
+            places: the number that each tenant holds.
+        """
+        others = [x for x, number in places.items() if number and x != claimant]
+        if not others:
+            return None
+        most = max(others, key=lambda x: (self.held(x, places[x]), self._count(x)))
+        after = self.held(claimant, places.get(claimant, 0) + wanted)
+        # Without the second condition places would go to and fro with every step.
+        keeps_as_many = self.held(most, places[most] - missing) >= after
+        if keeps_as_many and self._count(claimant) - self._count(most) < quantum:
+            return most
+        ahead = max(others, key=self._count)
+        return ahead if self._count(ahead) - self._count(claimant) >= quantum else None
+
+    def _count(self, tenant: str) -> float:
+        return self._served.get(tenant, 0.0)
+
+    def _weight(self, tenant: str) -> int:
+        return self._weights.get(tenant, 1)

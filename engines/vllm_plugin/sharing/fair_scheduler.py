@@ -1,0 +1,82 @@
+"""vLLM's scheduler with fair shares: a tenant's requests make way while another tenant waits.
+
+    --scheduler-cls engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler
+
+vLLM's own policies choose who waits first; they take a running request's place only when blocks are
+short. Here, before each step, one that holds more than its tenant's share is preempted as vLLM
+itself preempts: its blocks are freed and stay in the prefix cache, so it goes on where it was,
+unless others needed them; then they are computed again. What vLLM calls is ``schedule``; the names
+that are used beside it are few, and pinned with vLLM's version.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from engines.vllm_plugin.sharing.time_slices import TimeSlices
+
+
+class FairShareMixin(Scheduler):
+    """Asks ``TimeSlices`` before each step, and tells it what the step computes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._slices = TimeSlices()
+        self._left_out: str | None = None  # who could not begin in the step before
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Make way for those beyond whose share nobody is, then schedule a step as vLLM does."""
+        self._slices.follow(self.requests)
+        if isinstance(self.waiting, FCFSRequestQueue) and self.waiting:
+            self._make_way()
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        self._slices.count(output.num_scheduled_tokens)
+        head = next((x for x in self.waiting if x not in self.deferred_waiting), None)
+        self._left_out = head.request_id if head else None
+        return output
+
+    def _make_way(self) -> None:
+        order = self._slices.ordered(self.waiting, self.running)
+        # Also one that was passed over while its stored blocks were looked for: vLLM looks at it
+        # again only where there is a place.
+        head = order[0]
+        if (request := self._to_yield(head)) is not None:
+            self._preempt_request(request, time.monotonic(), self.requires_kv_delivery)
+            self._slices.made_way(request)
+            order.remove(head)
+            order = [head, *self._slices.ordered([request, *order], self.running)]
+        self.waiting.clear()
+        self.waiting.extend(order)
+
+    def _to_yield(self, head: Request) -> Request | None:
+        """Take a request out of those that run, if one is to make way for ``head``."""
+        num_running = len(self.running) + self.num_waiting_for_streaming_input
+        for_blocks = num_running < self.max_num_active_reqs
+        if for_blocks and head.request_id != self._left_out:
+            return None
+        request: Request | None = self._slices.to_yield(head, self.running, for_blocks=for_blocks)
+        if request is None or not self._request_blocks_can_be_freed(request):
+            return None
+        self.running.remove(request)
+        return request
+
+
+class FairScheduler(FairShareMixin):
+    """Schedules a step when the one before is done."""
+
+
+class FairAsyncScheduler(FairShareMixin, AsyncScheduler):
+    """Schedules one step ahead."""
+
+
+def fair_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
+    """Make the scheduler that fits vLLM's settings; vLLM calls this as the class it asks for."""
+    is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
+    return (FairAsyncScheduler if is_async else FairScheduler)(*args, **kwargs)

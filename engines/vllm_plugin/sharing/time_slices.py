@@ -1,0 +1,123 @@
+"""Decides which request of vLLM's is next, and which makes way for it. Without vLLM: pure logic."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from engines.about_vllm.fields import PARAMS_FIELD
+from engines.host.fair_shares import PROMPT_TOKEN, QUANTUM, FairShares
+from engines.vllm_plugin.identity import IncomingRequest, ticket_of, weight_of
+
+NEVER: Final = sys.maxsize
+# Who makes way for want of blocks may lose them, and computes or restores them again.
+BLOCKS_QUANTUM: Final = 4 * QUANTUM
+
+
+def tenant_of(request: IncomingRequest) -> str:
+    """Return whose share a request takes; "" for one that did not come through the gateway."""
+    ours = (request.kv_transfer_params or {}).get(PARAMS_FIELD)
+    tenant = ours.get("tenant") if isinstance(ours, Mapping) else None
+    return tenant if isinstance(tenant, str) else ""
+
+
+class TimeSlices:
+    """Counts what each request was served. Belongs to the thread of vLLM's scheduler."""
+
+    def __init__(self) -> None:
+        self._shares = FairShares()
+        self._tenants: dict[str, str] = {}  # of all requests that vLLM has
+        self._runs: dict[str, int] = {}  # steps since the request came in, or came back
+        self._made_way: dict[str, int] = {}  # when it did last; in the order of a count
+        self._left_at: dict[str, float] = {}  # what its tenant had been served by then
+        self._turns = itertools.count(1)
+
+    def follow(self, requests: Mapping[str, Any]) -> None:
+        """Take note of the requests that have come and gone; ``requests``: all there are, by id."""
+        for request_id in self._tenants.keys() - requests.keys():
+            self._shares.leave(self._tenants.pop(request_id))
+            self._runs.pop(request_id, None)
+            self._made_way.pop(request_id, None)
+            self._left_at.pop(request_id, None)
+        for request_id in requests.keys() - self._tenants.keys():
+            request = requests[request_id]
+            tenant = self._tenants[request_id] = tenant_of(request)
+            self._shares.come(tenant, weight_of(request_id))
+
+    def count(self, num_tokens: Mapping[str, int]) -> None:
+        """Count what a step computes; ``num_tokens``: of each request."""
+        for request_id, number in num_tokens.items():
+            if (tenant := self._tenants.get(request_id)) is not None:
+                self._shares.serve(tenant, 1 if number == 1 else number * PROMPT_TOKEN)
+                self._runs[request_id] = self._runs.get(request_id, 0) + 1
+
+    def ordered(self, waiting: Iterable[Any], running: Collection[Any]) -> list[Any]:
+        """Put waiting requests in the order in which they are to run.
+
+        Within a tenant those that ran already are first, who made way first before the others;
+        the rest keep their order.
+        """
+        lines: dict[str, list[Any]] = {}
+        for request in waiting:
+            lines.setdefault(self._tenant(request), []).append(request)
+        for line in lines.values():
+            line.sort(key=lambda x: self._made_way.get(x.request_id, NEVER))
+        if len(lines) < 2:
+            return [x for line in lines.values() for x in line]
+        places, order = self._places(running), []
+        while lines:
+            tenant = self._shares.first(lines, places)
+            order.append(lines[tenant].pop(0))
+            places[tenant] += 1
+            if not lines[tenant]:
+                del lines[tenant]
+        return order
+
+    def to_yield(
+        self, head: Any, running: Sequence[Any], *, for_blocks: bool = False
+    ) -> Any | None:
+        """Choose the running request that makes way for ``head``; None if nobody is to.
+
+        ``for_blocks``: there are places, but no blocks.
+        """
+        if ticket_of(head):  # it measures, and can wait
+            return None
+        claimant = self._tenant(head)
+        quantum = BLOCKS_QUANTUM if for_blocks else QUANTUM
+        holder = self._shares.holder_to_yield(claimant, 1, 1, self._places(running), quantum)
+        if holder is not None:
+            return self._longest_run(holder, running)
+        if for_blocks or not self._is_its_turn(head, running):
+            return None
+        return self._longest_run(claimant, running)
+
+    def _is_its_turn(self, head: Any, running: Sequence[Any]) -> bool:
+        """True if one that made way has waited while each of its tenant's ran for a quantum."""
+        left_at, tenant = self._left_at.get(head.request_id), self._tenant(head)
+        if left_at is None:
+            return False
+        waited = self._shares.tokens(tenant) - left_at
+        return waited >= QUANTUM * self._places(running)[tenant]
+
+    def made_way(self, request: Any) -> None:
+        """Note that a request has left its place."""
+        self._runs[request.request_id] = 0
+        self._made_way[request.request_id] = next(self._turns)
+        self._left_at[request.request_id] = self._shares.tokens(self._tenant(request))
+
+    def _longest_run(self, tenant: str, running: Iterable[Any]) -> Any | None:
+        # A request that measures has promised to read its own blocks at its end.
+        mine = [x for x in running if self._tenant(x) == tenant and not ticket_of(x)]
+        return max(mine, key=self._run, default=None)
+
+    def _run(self, request: Any) -> int:
+        return self._runs.get(request.request_id, 0)
+
+    def _places(self, running: Iterable[Any]) -> Counter[str]:
+        return Counter(map(self._tenant, running))
+
+    def _tenant(self, request: Any) -> str:
+        return self._tenants.get(request.request_id, "")

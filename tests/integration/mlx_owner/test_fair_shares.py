@@ -1,0 +1,166 @@
+"""One tenant's long answers keep no other out, and end with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from engines.mlx_worker.generation import SequenceSampling, Token
+from tests.integration.mlx_owner.harness import begun, engine, read, session, text
+
+pytestmark = pytest.mark.mlx
+
+LONG = 400
+TOKEN_BYTES = 3072  # of the tiny llama, as in test_budget
+
+
+async def test_a_tenant_with_every_place_makes_way_and_ends_with_the_same_tokens() -> None:
+    prompts = [text(i, 30) for i in range(4)]
+    async with engine("llama", max_batch=4) as it:
+        alone = [await it.turn(x, max_tokens=LONG) for x in prompts]
+        streams = [
+            it.submit(x, session(f"s{i}", "greedy"), max_tokens=LONG) for i, x in enumerate(prompts)
+        ]
+        reading = [await begun(x) for x in streams]
+        for number in range(3):
+            other = await it.turn(text(9 + number, 20), session(f"o{number}", "modest"))
+            assert other.finished == {0: "length"}
+        assert not any(x.done() for x in reading)  # it did not wait for one of them to end
+        answers = await asyncio.gather(*reading)
+        assert 1 <= it.reports.engine().counters["parked"] <= 5  # one for each chat or so
+    assert [x.tokens for x in answers] == [x.tokens for x in alone]
+
+
+async def test_rows_that_wait_take_turns_with_those_of_their_own_tenant() -> None:
+    """While another keeps a place, nobody of the greedy tenant waits until somebody ends."""
+    async with engine("llama", max_batch=2) as it:
+        greedy = [
+            await begun(it.submit(text(i, 30), session(f"s{i}", "greedy"), max_tokens=LONG))
+            for i in range(2)
+        ]
+        modest = await begun(it.submit(text(7, 30), session("m", "modest"), max_tokens=LONG))
+        await asyncio.gather(*greedy, modest)
+        parked = it.reports.engine().counters["parked"]
+    assert parked >= 2 * LONG // 64 // 2  # the one place goes to and fro
+
+
+async def test_a_parked_row_samples_every_position_once() -> None:
+    async with engine("llama", max_batch=2) as it:
+        samplers = [Counting() for _ in range(2)]
+        reading = [
+            await begun(
+                it.submit(
+                    text(i, 30),
+                    session(f"s{i}", "greedy"),
+                    max_tokens=200,
+                    sampling=(SequenceSampling(x),),
+                )
+            )
+            for i, x in enumerate(samplers)
+        ]
+        for number in range(3):
+            await it.turn(text(9 + number, 20), session("o", "modest"))
+        answers = await asyncio.gather(*reading)
+        assert it.reports.engine().counters["parked"] >= 1
+    assert [x.tokens for x in answers] == [list(range(200))] * 2
+
+
+class Counting:
+    """Token number i is i."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        self._next += 1
+        return mx.array([(self._next - 1) % 400])
+
+
+async def test_a_long_prompt_that_is_being_fed_makes_way_too() -> None:
+    async with engine("llama", max_batch=1, prefill_step=32) as it:
+        expected = await it.turn(text(1, 700))
+        long = it.submit(text(1, 700), session("long", "greedy"))
+        reading = asyncio.create_task(read(long))
+        shorts = [it.submit(text(5 + i, 20), session(f"o{i}", "modest")) for i in range(2)]
+        for short in await asyncio.gather(*(read(x) for x in shorts)):
+            assert short.finished == {0: "length"}
+        answer = await reading
+    assert answer.tokens == expected.tokens
+
+
+async def test_who_is_cancelled_while_parked_leaves_nothing() -> None:
+    async with engine("llama", max_batch=1) as it:
+        greedy = it.submit(text(1, 30), session("g", "greedy"), max_tokens=LONG)
+        reading = await begun(greedy)
+        modest = await begun(it.submit(text(2, 30), session("m", "modest"), max_tokens=LONG))
+        for _ in range(2000):
+            if it.owner.parts.budget.parked_bytes:
+                break
+            await asyncio.sleep(0.005)
+        greedy.cancel()
+        assert (await reading).finished == {0: "cancelled"}
+        assert (await modest).finished == {0: "length"}
+        assert it.owner.num_waiting == 0 and it.owner.parts.budget.parked_bytes == 0
+        assert it.reports.engine().num_running == 0
+
+
+async def test_short_of_memory_parked_rows_sleep_and_end_with_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    """Places for four, memory for two: who makes way cannot keep its KV hot."""
+    prompts = [text(i, 200) for i in range(3)]
+    budget = 3 * (300 + 256) * TOKEN_BYTES
+    async with engine("llama", tmp_path / "roomy") as roomy:
+        expected = [await roomy.turn(x, max_tokens=240) for x in prompts]
+        other = [await roomy.turn(text(9 + i, 300)) for i in range(3)]
+    async with engine("llama", tmp_path / "small", hot_bytes=budget, max_batch=4) as it:
+        streams = [
+            it.submit(x, session(f"s{i}", "greedy"), max_tokens=240) for i, x in enumerate(prompts)
+        ]
+        reading = [asyncio.create_task(read(x)) for x in streams]
+        await asyncio.sleep(0)
+        others = [await it.turn(text(9 + i, 300), session(f"o{i}", "modest")) for i in range(3)]
+        answers = await asyncio.gather(*reading)
+        await it.settled()
+        report = it.reports.engine()
+    assert report.hot_bytes <= budget and report.counters["sent_back"] >= 1
+    assert [x.tokens for x in others] == [x.tokens for x in other]
+    assert [x.tokens for x in answers] == [x.tokens for x in expected]
+
+
+async def test_tenants_that_all_wait_get_equal_tokens_whatever_they_ask_for() -> None:
+    """Forty, twelve and eight requests at once: Jain's index while the last of the eight waits."""
+    asked = {"large": 40, "middle": 12, "small": 8}
+    served: Counter[str] = Counter()
+    left = dict(asked)
+
+    async def follow(tenant: str, number: int) -> None:
+        stream = it.submit(text(number, 20), session(f"s{number}", tenant), max_tokens=24)
+        async for event in stream.events():
+            if isinstance(event, Token) and all(left.values()):
+                served[tenant] += 1
+        left[tenant] -= 1
+
+    async with engine("llama", max_batch=4) as it:
+        await asyncio.gather(*(follow(x, i) for x, most in asked.items() for i in range(most)))
+    tokens = list(served.values())
+    assert sum(tokens) ** 2 / (3 * sum(x * x for x in tokens)) > 0.95
+
+
+async def test_a_newcomer_waits_for_steps_not_for_answers() -> None:
+    """Between its arrival and its first token, each row of the busy tenant gets a few tokens."""
+    async with engine("llama", max_batch=4) as it:
+        streams = [
+            it.submit(text(i, 30), session(f"s{i}", "greedy"), max_tokens=LONG) for i in range(4)
+        ]
+        reading = [await begun(x) for x in streams]
+        for number in range(3):
+            before = it.reports.engine().counters["generated_tokens"]
+            modest = await begun(it.submit(text(9 + number, 20), session("m", "modest")))
+            assert it.reports.engine().counters["generated_tokens"] - before < 4 * 16
+            await modest
+        await asyncio.gather(*reading)

@@ -1,0 +1,130 @@
+"""Shares by what was served: who is next, and who is to give up a place."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.host.fair_shares import MAX_ABSENT, QUANTUM, FairShares
+
+
+def of(**weights: int) -> FairShares:
+    shares = FairShares()
+    for tenant, weight in weights.items():
+        shares.come(tenant, weight)
+    return shares
+
+
+def test_who_was_served_least_by_weight_is_first() -> None:
+    shares = of(a=2, b=2)
+    assert shares.first("ab") == "a"
+    shares.serve("a", 10)
+    assert shares.first("ab") == "b"
+    shares.serve("b", 11)
+    assert shares.first("ab") == "a"
+
+
+def test_who_is_behind_by_a_quantum_is_first_whatever_it_holds() -> None:
+    shares = of(a=1, b=3)
+    assert shares.first("ab", {"b": 1}) == "b"  # 2 / 3 of a place by weight
+    shares.serve("b", 3 * QUANTUM)
+    assert shares.first("ab", {"b": 1}) == "a"
+
+
+def test_a_pause_is_no_credit_and_old_use_no_debt_to_newcomers() -> None:
+    shares = of(a=1, b=1)
+    shares.serve("a", 100)
+    shares.serve("b", 100)
+    shares.leave("b")
+    shares.serve("a", 1000)
+    shares.come("b")
+    assert shares.first("ba") == "b"
+    shares.serve("b", 1)
+    assert shares.first("ba") == "a"  # begins where the others are
+    shares.come("new")
+    shares.serve("new", 2)
+    assert shares.first(["new", "a"]) == "a"
+
+
+def test_a_tenant_that_leaves_for_a_moment_keeps_its_count() -> None:
+    shares = of(a=1, b=1)
+    shares.serve("a", 500)
+    shares.leave("a")
+    shares.come("a")
+    assert shares.first("ab") == "b"
+
+
+def test_who_holds_fewest_places_by_weight_is_first() -> None:
+    shares = of(a=1, b=1, c=10)
+    shares.serve("b", 5)
+    assert shares.first("ab", {"a": 1}) == "b"
+    assert shares.first("ab", {"a": 1, "b": 1}) == "a"
+    assert shares.first("abc", {"a": 0, "b": 0, "c": 5}) == "c"
+
+
+def test_a_place_is_taken_from_whoever_keeps_as_many() -> None:
+    shares = of(a=1, b=1)
+    assert shares.holder_to_yield("b", 1, 1, {"a": 8}) == "a"
+    assert shares.holder_to_yield("b", 1, 1, {"a": 5, "b": 3}) == "a"
+    assert shares.holder_to_yield("b", 1, 1, {"a": 4, "b": 4}) is None
+    assert shares.holder_to_yield("b", 4, 4, {"a": 8}) == "a"
+    assert shares.holder_to_yield("b", 5, 5, {"a": 8}) is None
+    assert shares.holder_to_yield("b", 1, 1, {"b": 8}) is None
+
+
+def test_weights_count() -> None:
+    shares = of(a=3, b=1)
+    assert shares.holder_to_yield("b", 1, 1, {"a": 7, "b": 1}) == "a"
+    assert shares.holder_to_yield("b", 1, 1, {"a": 6, "b": 2}) is None
+
+
+def test_more_tenants_than_places_take_turns() -> None:
+    shares = of(a=1, b=1, c=1)
+    places = {"a": 1, "b": 1}
+    assert shares.holder_to_yield("c", 1, 1, places) is None
+    shares.serve("a", QUANTUM - 1)
+    assert shares.holder_to_yield("c", 1, 1, places) is None
+    shares.serve("b", QUANTUM)
+    assert shares.holder_to_yield("c", 1, 1, places) == "b"
+
+
+def test_an_exchange_is_never_taken_back_at_once() -> None:
+    """Or rows would change places in every step."""
+    for places in itertools.product(range(9), repeat=2):
+        shares, held = of(a=1, b=1), dict(zip("ab", places, strict=True))
+        if shares.holder_to_yield("b", 1, 1, held) == "a":
+            held = {"a": held["a"] - 1, "b": held["b"] + 1}
+            assert shares.holder_to_yield("a", 1, 1, held) is None
+
+
+def test_absent_tenants_are_forgotten_in_the_end() -> None:
+    shares = of(here=1)
+    for i in range(2 * MAX_ABSENT):
+        shares.come(f"t{i}")
+        shares.leave(f"t{i}")
+    assert len(shares._served) <= MAX_ABSENT + 2
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6), st.integers(1, 8))
+def test_tokens_follow_weights_while_all_wait(weights: list[int], num_places: int) -> None:
+    """Tenants with more requests than there are places get tokens by their weights."""
+    shares, names = FairShares(), [f"t{i}" for i in range(len(weights))]
+    for name, weight in zip(names, weights, strict=True):
+        shares.come(name, weight)
+    places, served = Counter[str](), Counter[str]()
+    for _ in range(3000):
+        for _ in range(num_places):
+            first = shares.first(names, places)
+            if places.total() < num_places:
+                places[first] += 1
+            elif (holder := shares.holder_to_yield(first, 1, 1, places)) is not None:
+                places[holder] -= 1
+                places[first] += 1
+        for name, number in places.items():
+            shares.serve(name, number)
+            served[name] += number
+    by_weight = [served[x] / weight for x, weight in zip(names, weights, strict=True)]
+    assert max(by_weight) - min(by_weight) <= 2 * QUANTUM + num_places

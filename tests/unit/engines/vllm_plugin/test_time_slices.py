@@ -1,0 +1,91 @@
+"""Shares of vLLM's places, by requests that look like vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engines.about_vllm.fields import PARAMS_FIELD, with_session
+from engines.host.fair_shares import QUANTUM
+from engines.vllm_plugin.identity import TICKET_FIELD, answer_id_of, marked_id, weight_of
+from engines.vllm_plugin.sharing.time_slices import TimeSlices, tenant_of
+from kvstore.session import SessionRef
+
+
+@dataclass(eq=False)
+class Asked:
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None
+    session_id: str | None = None
+    cache_salt: str | None = None
+    lora_request: Any = None
+
+
+def asked(tenant: str, number: int, weight: int = 1) -> Asked:
+    fields = with_session({}, SessionRef(tenant, f"s{number}", b"salt"))
+    answer_id = f"tcm{tenant.encode().hex():0>20}{number:04x}"
+    return Asked(f"chatcmpl-{marked_id(answer_id, weight)}", fields["kv_transfer_params"])  # type: ignore[arg-type]
+
+
+def slices_of(*requests: Asked) -> TimeSlices:
+    slices = TimeSlices()
+    slices.follow({x.request_id: x for x in requests})
+    return slices
+
+
+def test_tenant_and_weight_are_read_from_the_request() -> None:
+    request = asked("alice", 3, weight=12)
+    assert (tenant_of(request), weight_of(request.request_id)) == ("alice", 12)
+    assert answer_id_of(request.request_id) is not None
+    assert weight_of("chatcmpl-somebody's") == 1
+    assert tenant_of(Asked("x", None)) == ""
+
+
+def test_tenants_go_in_turns_and_each_keeps_its_order() -> None:
+    many, few = [asked("many", i) for i in range(4)], [asked("few", i) for i in range(2)]
+    slices = slices_of(*many, *few)
+    order = slices.ordered([*many, *few], [])
+    assert order == [many[0], few[0], many[1], few[1], many[2], many[3]]
+    assert slices.ordered([*many[2:], *few], many[:2])[:2] == few
+
+
+def test_who_was_served_longest_makes_way_for_another_tenant() -> None:
+    running, head = [asked("many", i) for i in range(4)], asked("few", 0)
+    own = asked("many", 9)
+    slices = slices_of(*running, head, own)
+    slices.count({x.request_id: 1 for x in running})
+    slices.count({running[2].request_id: 1})
+    assert slices.to_yield(head, running) is running[2]
+    assert slices.to_yield(own, running) is None
+    running.remove(running[2])
+    assert slices.to_yield(head, running[:1]) is None
+
+
+def test_those_that_made_way_take_turns_with_their_own() -> None:
+    running, back = [asked("many", i) for i in range(2)], asked("many", 2)
+    slices = slices_of(*running, back)
+    slices.count({x.request_id: 1 for x in (*running, back)})
+    slices.made_way(back)
+    assert slices.to_yield(back, running) is None
+    slices.count({running[1].request_id: 1})
+    for _ in range(int(QUANTUM)):
+        slices.count({x.request_id: 1 for x in running})
+    assert slices.to_yield(back, running) is running[1]
+    slices.made_way(running[1])
+    assert slices.to_yield(running[1], [running[0], back]) is None
+
+
+def test_what_measures_is_never_interrupted_and_interrupts_nobody() -> None:
+    measuring = Asked("m", {PARAMS_FIELD: {TICKET_FIELD: "t"}})
+    users = [asked("a", i) for i in range(2)]
+    slices = slices_of(measuring, *users)
+    assert slices.to_yield(users[0], [measuring]) is None
+    assert slices.to_yield(measuring, users) is None
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    request = asked("a", 0)
+    slices = slices_of(request)
+    slices.count({request.request_id: 1})
+    slices.follow({})
+    assert not slices._tenants and not slices._runs
