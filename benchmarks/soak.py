@@ -1,12 +1,16 @@
 """Thirty-two users at once, several turns each, for minutes: errors, memory, fairness.
 
-    python benchmarks/soak.py [--users 32] [--minutes 5] [--json OUT]
+    python benchmarks/soak.py [--users 32] [--minutes 5] [--tenants 4 --kill-every 60] [--json OUT]
 
 Users chat, pause and come back; conversations that grow long are replaced by new sessions. Memory
 is what the engine and the gateway hold of their own: the second quarter of the run against the
 last, the slope of a line through the last half, and the series itself. Of the engine also what is
 neither tensors nor the RAM tier, which come and go with the conversations: a leak would be there.
 Fairness is Jain's index of the turns that each user got.
+
+With ``--kill-every`` the engine and a Redis of its own are killed in turns, kill -9, and come back;
+the codec is then ``raw``, and some of the answers are asked for again, by a tenant that has no
+cache: other text would be wrong tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +22,13 @@ import statistics
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
+
+import psutil
 
 from benchmarks.stacks.product_stack import (
     MIB,
@@ -33,10 +41,18 @@ from benchmarks.stacks.product_stack import (
     rss_mib,
     write_json,
 )
+from gateway.keys import generate_key
+from tests.redis_server import RedisServer
 
 SAMPLE_S = 2.0
 SERIES_EVERY = 3  # samples
+DOWN_S = 5.0  # Redis, each time
+ASKED_AGAIN = 40
 ACCOUNTED = ("thermocline_engine_active_bytes ", 'thermocline_tier_bytes{tier="ram"} ')
+
+
+# Messages, the most tokens of the answer, its text.
+Said: TypeAlias = tuple[list[dict[str, str]], int, str]
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,7 @@ class Habits:
     answer_tokens: tuple[int, int] = (4, 12)
     most_turns: int = 4
     fields: Mapping[str, Any] = field(default_factory=dict)  # of each request
+    said: list[Said] | None = None  # all that was asked and answered, if anybody wants it
 
     def message(self, rng: random.Random, seed: str, *, is_first: bool) -> dict[str, str]:
         words = self.first_words if is_first and self.first_words else self.words
@@ -65,13 +82,16 @@ async def user(
         if len(history) >= longest:
             conversation, history, longest = conversation + 1, [], 2 * most
         history.append(habits.message(rng, f"{number}-{turns}", is_first=not history))
+        max_tokens = rng.randint(*habits.answer_tokens)
         reply = await client.chat(
             history,
             session=f"u{number}-{conversation}",
-            max_tokens=rng.randint(*habits.answer_tokens),
+            max_tokens=max_tokens,
             **habits.fields,
         )
         replies.append(reply)
+        if habits.said is not None and reply.ok:
+            habits.said.append((list(history), max_tokens, reply.text))
         turns += reply.ok
         history.append({"role": "assistant", "content": reply.text})
         await asyncio.sleep(rng.random() * 2)
@@ -121,14 +141,16 @@ async def soak(
     minutes: float,
     habits: Habits,
     sample: Callable[[], dict[str, float]],
+    keys: Sequence[str] = ("",),
 ) -> tuple[list[Reply], dict[str, Any]]:
-    """All users for so long. Returns their replies, and what is to say of them."""
+    """All users for so long, taking ``keys`` in turns. Returns their replies, and a summary."""
     replies: list[Reply] = []
-    async with client_of(server) as client:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client_of(server, x)) for x in keys]
         until = time.monotonic() + minutes * 60
         watcher = asyncio.create_task(watch(sample, until))
         turns = await asyncio.gather(
-            *(user(client, i, until, replies, habits) for i in range(users))
+            *(user(clients[i % len(clients)], i, until, replies, habits) for i in range(users))
         )
         samples = await watcher
     result = {"users": users, "minutes": minutes, **summary(replies, turns)}
@@ -141,7 +163,9 @@ def summary(replies: list[Reply], turns: list[int]) -> dict[str, Any]:
         "turns": len(replies),
         "errors": len(replies) - len(good),
         "error_samples": [str(x.error) for x in replies if x.error][:3],
+        "error_codes": Counter(str((x.error or {}).get("code")) for x in replies if not x.ok),
         "sources": Counter(x.cache.split(";")[0] for x in good),
+        "reasons": Counter(x.cache.partition("reason=")[2] for x in good if "reason=" in x.cache),
         "cached_token_share": round(
             sum(x.cached_tokens for x in good) / sum(x.prompt_tokens for x in good), 4
         ),
@@ -152,15 +176,70 @@ def summary(replies: list[Reply], turns: list[int]) -> dict[str, Any]:
     }
 
 
+async def kill_in_turns(stack: Stack, redis: RedisServer, every_s: float) -> None:
+    """Kill the engine, then Redis, and so on, until cancelled. The gateway starts the engine."""
+    while True:
+        await asyncio.sleep(every_s)
+        await asyncio.to_thread(stack.kill_engine)
+        await asyncio.sleep(every_s)
+        redis.kill()
+        await asyncio.sleep(DOWN_S)
+        redis.start()
+
+
+async def asked_again(stack: Stack, key: str, said: list[Said]) -> dict[str, int]:
+    """Ask for some of the answers as a tenant that has nothing here yet."""
+    chosen = random.Random(0).sample(said, min(ASKED_AGAIN, len(said)))
+    same = 0
+    async with client_of(stack, key) as client:
+        for i, (messages, max_tokens, text) in enumerate(chosen):
+            reply = await client.chat(messages, session=f"again-{i}", max_tokens=max_tokens)
+            same += reply.text == text
+    return {"asked_again": len(chosen), "same_text": same}
+
+
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "engine": {"hot_bytes": args.hot_mib * MIB},
         "store": {"ram_bytes": args.ram_mib * MIB},
         "scheduler": {"idle_after_s": 5.0},
+        "gateway": {},
     }
-    with Stack(settings) as stack:
-        _, result = await soak(stack, args.users, args.minutes, Habits(), lambda: memory_mib(stack))
+    pairs = [generate_key(f"tenant{i}") for i in range(args.tenants)] if args.tenants > 1 else []
+    reference = generate_key("reference")
+    if pairs:
+        settings["gateway"] |= {
+            "api_keys": [line for _, line in (*pairs, reference)],
+            "metrics_access": "open",
+        }
+    keys = [key for key, _ in pairs] or [""]
+    said: list[Said] = []
+    habits = Habits(said=said if args.kill_every and pairs else None)
+    async with AsyncExitStack() as around:
+        if args.kill_every:
+            redis = around.enter_context(RedisServer())
+            settings["store"] |= {"codec": "raw", "redis_url": redis.url}
+        stack = around.enter_context(Stack(settings))
+        killing = None
+        if args.kill_every:
+            killing = asyncio.create_task(kill_in_turns(stack, redis, args.kill_every))
+        watched = partial(memory_of, stack)
+        _, result = await soak(stack, args.users, args.minutes, habits, watched, keys)
+        if killing is not None:
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
+            stack.wait_ready()
+        if habits.said is not None:
+            result |= await asked_again(stack, reference[0], said)
     return result
+
+
+def memory_of(stack: Stack) -> dict[str, float]:
+    """As ``memory_mib``; nothing while there is no engine."""
+    try:
+        return memory_mib(stack)
+    except (RuntimeError, OSError, psutil.Error):
+        return {}
 
 
 def main() -> None:
@@ -169,6 +248,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--hot-mib", type=int, default=512)
     parser.add_argument("--ram-mib", type=int, default=128)
+    parser.add_argument("--tenants", type=int, default=1)
+    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds; 0 = never")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     write_json(args.json, asyncio.run(measure(args)))

@@ -18,7 +18,8 @@
 
 A blob says of itself what it is, so a blob under the wrong name, of another model, or of a later
 version is refused, and so is one with a single bit changed. The key says nothing of the codec: it
-is the header that names the one to read the payload with. All integers are little-endian.
+is the header that names the one to read the payload with. Behind a seal (``kvstore.tiers.seal``)
+the checksum was proved with the rest, and is not computed again. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import numpy as np
 from kvstore.blobs.chain import FORMAT_VERSION, KEY_BYTES, KINDS
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout
+from kvstore.tiers.authentic import is_authentic
 
 MAGIC: Final = b"TCKV"
 MAX_PAYLOAD_BYTES: Final = 1 << 31
@@ -142,7 +144,7 @@ def parse(blob: bytes | bytearray | memoryview | VerifiedBlob) -> tuple[Header, 
     if length != len(view) - HEADER_BYTES:
         raise Corrupt(f"{len(view) - HEADER_BYTES} payload bytes where {length} were written")
     payload = view[HEADER_BYTES:]
-    if _checksum(head, payload) != _CRC.unpack_from(view, _HEADER.size)[0]:
+    if not is_authentic(view) and _checksum(head, payload) != _stated(view):
         raise Corrupt("checksum differs")
     if kind not in KINDS:
         raise Mismatch(f"blob of unknown kind {kind!r}")
@@ -154,6 +156,10 @@ def expect(found: Header, wanted: Header) -> None:
     for name in ("key", "codec", "fingerprint", "layout", "first_token", "num_tokens"):
         if getattr(found, name) != getattr(wanted, name):
             raise Mismatch(f"the blob's {name} is not the one asked for")
+
+
+def _stated(view: memoryview) -> int:
+    return int(_CRC.unpack_from(view, _HEADER.size)[0])
 
 
 def _checksum(head: bytes | memoryview, payload: bytes | memoryview) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
-HOUSEKEEPING_S: Final = 15.0
+LOOK_S: Final = 3.0  # a session that was evicted is told of after the second look
+HOUSEKEEPING_EVERY: Final = 5  # looks
 
 
 def _nobody_waits(record_key: bytes) -> bool:
@@ -100,7 +102,14 @@ class Ledger(Generic[R]):
             self._notices,
             is_awaited,
         )
-        self._housekeeping = Periodic(self._upkeep.expire, HOUSEKEEPING_S, "kvstore-upkeep")
+        self._rounds = itertools.count(1)
+        self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
+
+    def _keep_house(self) -> None:
+        if next(self._rounds) % HOUSEKEEPING_EVERY:
+            self._notices.look()
+        else:
+            self._upkeep.expire()
 
     # ---- sessions between their turns
 

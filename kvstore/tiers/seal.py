@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvstore.errors import Corrupt
+from kvstore.tiers.authentic import marked
 from kvstore.tiers.base import Blob
 
 NONCE_BYTES: Final = 12
@@ -60,8 +61,8 @@ class Seal:
             return self._cipher.encrypt(nonce, bytes(blob), self._place + name) + nonce
         return b"".join((blob, self._tag(nonce, name, blob), nonce))
 
-    def open(self, name: bytes, sealed: Blob) -> Blob:
-        """Return the blob that ``close`` was given; a view where it was not encrypted.
+    def open(self, name: bytes, sealed: Blob) -> memoryview:
+        """Return the blob that ``close`` was given, as a view that ``is_authentic``.
 
         Raises:
             Corrupt: it was not sealed with this key, under this name, for this place.
@@ -72,13 +73,15 @@ class Seal:
         nonce = bytes(view[-NONCE_BYTES:])
         if self._cipher is not None:
             try:
-                return self._cipher.decrypt(nonce, bytes(view[:-NONCE_BYTES]), self._place + name)
+                return marked(
+                    self._cipher.decrypt(nonce, bytes(view[:-NONCE_BYTES]), self._place + name)
+                )
             except InvalidTag:
                 raise Corrupt("not sealed by this server") from None
         blob, tag = view[:-SEAL_BYTES], bytes(view[-SEAL_BYTES:-NONCE_BYTES])
         if not secrets.compare_digest(self._tag(nonce, name, blob), tag):
             raise Corrupt("not sealed by this server")
-        return blob
+        return marked(blob)
 
     def _tag(self, nonce: bytes, name: bytes, blob: Blob) -> bytes:
         """Authenticate without copying the blob: GCM of no content, the blob beside it."""

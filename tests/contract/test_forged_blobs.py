@@ -17,7 +17,7 @@ from kvstore.tiers.redis_server.redis_tier import RedisTier
 from kvstore.tiers.registry import open_tiers
 from kvstore.tiers.seal import SEAL_BYTES, Seal
 from kvstore.tiers.sealed_tier import NOT_OURS, SealedTier
-from tests.contract.store_rig import LONG, MIB, Rig, ref
+from tests.contract.store_rig import FORK, LONG, LONGER, MIB, Rig, ref
 from tests.redis_server import RedisServer, find_binary
 
 SECRET = b"sixteen bytes or more"
@@ -183,3 +183,23 @@ def test_the_registry_seals_what_leaves_the_process(tmp_path: Path) -> None:
             open_tiers(config, tmp_path)
     with pytest.raises(ValueError, match="encrypt"):
         open_tiers(StoreConfig(encrypt=True), tmp_path)
+
+
+def test_an_older_blob_put_back_costs_at_most_a_longer_prefill(rig: Rig, bare: Tier) -> None:
+    """Its seal is right. What holds rows is named by its tokens, so only a record can be older."""
+    store = rig.open([sealed(bare)])
+    rig.save(store, ref(), LONG)
+    older = {name: bytes(blob) for name, blob in bare.scan(b"")}
+    rig.save(store, ref(), LONGER)
+    newer = {name: bytes(blob) for name, blob in bare.scan(b"")}
+    changed = [name for name, blob in older.items() if newer.get(name, blob) != blob]
+    assert changed and all(name.startswith(b"r") for name in changed)
+    for name, blob in older.items():
+        bare.delete_many([name])
+        assert bare.replace(name, blob)
+    again = rig.open([sealed(bare)])  # as after a restart: it knows what it finds there
+    back = rig.back(again, ref(), LONGER)  # compares every row
+    assert 0 < back.num_tokens <= len(LONGER)
+    fork = rig.back(again, ref(), FORK)
+    assert fork.num_tokens <= 48
+    again.close()

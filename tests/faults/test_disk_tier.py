@@ -17,6 +17,7 @@ import pytest
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.disk.budget import file_bytes_limit
 from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk.folder import KEEP_DAMAGED_S
 from tests.faults.disk_writer import BATCH, batch_keys, content, record
 
 MB = 1 << 20
@@ -38,8 +39,11 @@ def fill(folder: Path, count: int = 12, length: int = 150_000) -> dict[bytes, by
 
 
 def nothing_left(folder: Path) -> bool:
-    """No damaged file stays behind: it would be disk that no limit knows of."""
-    return {x.name for x in folder.iterdir()} <= {"data.mdb", "lock.mdb", "owner.lock", "closed"}
+    """Of damaged files one is put aside at most, and is nobody else's to read."""
+    aside = folder / "data.damaged"
+    assert not aside.exists() or aside.stat().st_mode & 0o777 == 0o600
+    usual = {"data.mdb", "lock.mdb", "owner.lock", "closed", "data.damaged"}
+    return {x.name for x in folder.iterdir()} <= usual
 
 
 def check_usable(folder: Path, blobs: dict[bytes, bytes]) -> int:
@@ -152,6 +156,7 @@ def test_closing_waits_for_those_inside(folder: Path) -> None:
 FULL_DISK = """
 import pathlib, resource, sys
 from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk.folder import KEEP_DAMAGED_S
 tier = DiskTier(pathlib.Path(sys.argv[1]), 64 << 20)
 blobs = [(b"c%032d" % i, bytes([i]) * 200_000) for i in range(60)]
 assert tier.put_many(blobs[:4]) == 4
@@ -262,6 +267,7 @@ def test_a_damaged_reader_table_or_mark_does_not_matter(folder: Path) -> None:
 FLIPS = """
 import pathlib, random, shutil, sys
 from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk.folder import KEEP_DAMAGED_S
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = (source / "data.mdb").read_bytes()
 tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
@@ -305,6 +311,7 @@ ROT = """
 import contextlib, pathlib, random, shutil, sys
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.disk.folder import KEEP_DAMAGED_S
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = (source / "data.mdb").read_bytes()
 tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
@@ -362,3 +369,18 @@ def test_damage_under_an_open_tier_costs_its_blobs_and_not_the_tier(folder: Path
     tier.close()
     assert check_usable(folder, blobs) == 0
     assert nothing_left(folder)
+
+
+def test_a_damaged_file_is_kept_aside_for_a_week(folder: Path) -> None:
+    blobs = fill(folder)
+    flip_in_file(folder, b"c%032d" % 5, offset=33 + 8)
+    rotten = (folder / "data.mdb").read_bytes()
+    assert check_usable(folder, blobs) == 0
+    aside = folder / "data.damaged"
+    assert aside.read_bytes() == rotten
+    check_usable(folder, blobs)
+    assert aside.exists()
+    old = aside.stat().st_mtime - KEEP_DAMAGED_S - 60
+    os.utime(aside, (old, old))
+    check_usable(folder, blobs)
+    assert not aside.exists()

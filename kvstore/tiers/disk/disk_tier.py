@@ -11,7 +11,7 @@ first, lets the pages come free, and tries again, evicting more each time.
 
 **Faults.** A full disk or map: the blobs are refused and the error is counted. Any other error of
 the file system is counted and raised as ``TierUnavailable``. Where a tree is found damaged, at the
-start or while in use, the file is deleted and the tier goes on empty. A medium error
+start or while in use, the file is put aside and the tier goes on empty. A medium error
 *under* the map cannot be turned into a miss: it arrives as SIGBUS and ends the engine, whose next
 start verifies the file.
 
@@ -91,7 +91,7 @@ class DiskTier:
             if not damaged:
                 return
             limit = file_bytes_limit(self._index.capacity_bytes)
-            self._env = self._folder.start_over(self._env, limit, why="found damaged while in use")
+            self._env = self._folder.start_over_damaged(self._env, limit, why="found while in use")
             self._blobs = LmdbBlobs(self._env)
             self._env.set_mapsize(limit)
             with self._lock:  # pins stay

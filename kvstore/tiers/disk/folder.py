@@ -4,12 +4,14 @@
     data.mdb      the LMDB file; lock.mdb is its reader table
     closed        written at a clean close: size and time of data.mdb then
     data.foreign  a data.mdb that was not ours, moved aside; at most one, under no limit
+    data.damaged  the last data.mdb that was damaged, for whoever wants to know why; for a week
 
 LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
 an error there but an abort or a SIGBUS of the whole engine. So a file that was not closed by us in
 exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
-and trusts nothing (about 0.5 s per GB); one that fails is deleted and the tier starts empty: kept,
-it would be disk that no limit knows of, and prompts that no ``forget`` reaches.
+and trusts nothing (about 0.5 s per GB). One that fails is put aside, and the tier starts empty.
+That is one file at most, never longer than the tier's own may be, and it goes with the first start
+after a week; no ``forget`` reaches what is in it, so whoever cannot have that removes it.
 The verifier cannot check the blobs; the store verifies their checksums on every read.
 """
 
@@ -39,12 +41,13 @@ _DAMAGED = (
     lmdb.PageNotFoundError,
 )
 SPARE_MAP_BYTES = 64 << 20  # deleting needs new pages, too
+KEEP_DAMAGED_S = 7 * 24 * 3600.0
 
 
 def left_behind(folder: Path) -> list[Path]:
     """The paths in a tier's folder where files may lie that the tier neither uses nor counts.
 
-    The first is another program's; earlier releases kept a damaged file under the second name.
+    The first is another program's; the second was found damaged.
     """
     return [folder / "data.foreign", folder / "data.damaged"]
 
@@ -105,9 +108,10 @@ class DiskFolder:
         shutil.rmtree(self.path / "compact", ignore_errors=True)
         # A reader table of a dead process; ours is the only one that may be alive.
         (self.path / "lock.mdb").unlink(missing_ok=True)
+        self._drop_old_quarantine()
         damage = self._damage()
         if damage:
-            self._discard(damage)
+            self._quarantine(damage)
         (self.path / "closed").unlink(missing_ok=True)
         try:
             try:
@@ -116,7 +120,7 @@ class DiskFolder:
                 self._set_aside(str(error))
                 env = self._open(map_bytes)
             except lmdb.Error as error:
-                self._discard(self._damage_behind(error))
+                self._quarantine(self._damage_behind(error))
                 env = self._open(map_bytes)
             self.data_fd = os.open(self.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (lmdb.Error, OSError) as error:
@@ -186,6 +190,24 @@ class DiskFolder:
         log.warning("the disk tier starts empty: %s, %d bytes, deleted: %s", self.data, nbytes, why)
         self.data.unlink()
 
+    def _quarantine(self, why: str) -> None:
+        """Put a damaged file where nothing is read from it, in place of an older one."""
+        if not self.data.exists():  # an earlier attempt went no further
+            return
+        aside = self.path / "data.damaged"
+        log.warning(
+            "the disk tier starts empty: %s is damaged, moved to data.damaged: %s", self.data, why
+        )
+        self.data.replace(aside)
+        aside.chmod(0o600)
+        os.utime(aside)  # kept from now on
+
+    def _drop_old_quarantine(self) -> None:
+        aside = self.path / "data.damaged"
+        with contextlib.suppress(OSError):  # most often: there is none
+            if time.time() - aside.lstat().st_mtime > KEEP_DAMAGED_S:
+                aside.unlink()
+
     def _set_aside(self, why: str) -> None:
         log.warning("the disk tier starts empty: %s moved to data.foreign: %s", self.data, why)
         self.data.replace(self.path / "data.foreign")
@@ -199,13 +221,22 @@ class DiskFolder:
             lmdb.Error: ``error``; the file is whole.
         """
         env.close()
-        return self.start_over(env, map_bytes, why=self._damage_behind(error))
+        return self.start_over_damaged(env, map_bytes, why=self._damage_behind(error))
 
     def start_over(self, env: lmdb.Environment, map_bytes: int, why: str) -> lmdb.Environment:
         """Close ``env``, delete its file, and open an empty one."""
         env.close()
         self._close_data()
         self._discard(why)
+        return self.open(map_bytes)
+
+    def start_over_damaged(
+        self, env: lmdb.Environment, map_bytes: int, why: str
+    ) -> lmdb.Environment:
+        """Close ``env``, put its damaged file aside, and open an empty one."""
+        env.close()
+        self._close_data()
+        self._quarantine(why)
         return self.open(map_bytes)
 
     def compact(self, env: lmdb.Environment, map_bytes: int) -> lmdb.Environment:

@@ -1,0 +1,283 @@
+"""A million mutations of everything that is read from outside: only typed errors, or an answer.
+
+    python benchmarks/fuzz.py [--count N] [--seconds 480] [--seed 0] [--only NAME] [--json OUT]
+
+Blobs (as they are, and with checksums made right again, so that headers and payloads are reached),
+states, session records, profiles, and the control messages of both sides. Each reader may give an
+answer or raise what it says that it raises; anything else is printed with what was read, and the
+exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.stacks.product_stack import write_json
+from engines.vllm_plugin import messages as vllm_messages
+from engines.wire import (
+    ControlReply,
+    ControlRequest,
+    Demote,
+    Done,
+    Hello,
+    Prefetch,
+    WireError,
+    absent,
+    frame,
+    read_from_engine,
+    read_request,
+)
+from kvstore.blobs import format as blobs
+from kvstore.blobs.packer import Packer
+from kvstore.blobs.snapshot import StateArray, decode_state, encode_state
+from kvstore.by_blocks.records import BlockRecord, decode_block_record, encode_block_record
+from kvstore.by_tokens.records import SessionRecord, decode_record, encode_record
+from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.profile import Profile, load_profile
+from kvstore.errors import Unusable
+from kvstore.session import SessionRef
+from kvstore.shapes import KVLayer, KVLayout
+
+LAYOUT = KVLayout("bfloat16", (KVLayer(1, 32, 32),) * 2)
+CHUNK = 16
+KEY = b"c" + bytes(range(32))
+SESSION = SessionRef("tenant", "session", b"salt")
+PER_TURN = 50  # mutations of one target before the next
+SHOWN = 10
+EXTREMES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader, good inputs, and what it may raise."""
+
+    name: str
+    seeds: tuple[bytes, ...]
+    read: Callable[[bytes], object]
+    allowed: tuple[type[Exception], ...]
+
+
+def mutated(chance: random.Random, seed: bytes, other: bytes) -> bytes:
+    """Change a good input in one to four ways."""
+    data = bytearray(seed)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(data) + 1)
+        match chance.randrange(8):
+            case 0 | 1 if data:
+                data[at % len(data)] ^= 1 << chance.randrange(8)
+            case 2 if data:
+                data[at % len(data)] = chance.randrange(256)
+            case 3:
+                del data[at:]
+            case 4:
+                del data[at : at + chance.randint(1, 16)]
+            case 5:
+                data[at:at] = chance.randbytes(chance.randint(1, 16))
+            case 6:
+                size = chance.choice((1, 2, 4, 8))
+                number = chance.choice(EXTREMES) & ((1 << 8 * size) - 1)
+                data[at : at + size] = number.to_bytes(size, chance.choice(("little", "big")))
+            case 7 if other:
+                start = chance.randrange(len(other))
+                data[at : at + 32] = other[start : start + 32]
+    return bytes(data)
+
+
+# ---- what is read
+
+
+def rows() -> list[tuple[np.ndarray, np.ndarray]]:
+    chance, run = np.random.default_rng(0), LAYOUT.empty(CHUNK)
+    for array in (x for pair in run for x in pair):
+        values = chance.standard_normal(array.shape, np.float32)
+        array[...] = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return run
+
+
+def blob_targets() -> Iterator[Target]:
+    for name in ("raw", "tq3", "lm3"):
+        packer, out = Packer(codec_by_name(name), LAYOUT, "model"), LAYOUT.empty(CHUNK)
+        blob = packer.pack_chunk(KEY, rows(), 4)
+
+        def unpack(data: bytes, packer: Packer = packer, out: Any = out) -> None:
+            packer.unpack_chunk(data, KEY, 4, CHUNK, out)
+
+        def mended(data: bytes, unpack: Callable[[bytes], None] = unpack) -> None:
+            unpack(with_right_checksum(data))
+
+        yield Target(f"blob {name}", (blob,), unpack, (Unusable,))
+        yield Target(f"blob {name}, checksum mended", (blob,), mended, (Unusable,))
+
+
+def with_right_checksum(data: bytes) -> bytes:
+    """Make the checksum and the stated length right, so that a reader goes on behind them."""
+    head, tail = bytearray(data[: blobs.HEADER_BYTES]), data[blobs.HEADER_BYTES :]
+    if len(head) < blobs.HEADER_BYTES:
+        return data
+    head[120:128] = len(tail).to_bytes(8, "little")
+    crc = blobs._checksum(bytes(head[:128]), tail)
+    return bytes(head[:128]) + crc.to_bytes(4, "little") + tail
+
+
+def state_target() -> Target:
+    tree = [
+        ("ArraysCache", (StateArray("float32", np.arange(6, dtype=np.float32)), 3)),
+        {"offset": 7, "keys": StateArray("bfloat16", np.ones((2, 4), np.uint16)), "none": None},
+    ]
+    return Target(
+        "state", (encode_state(tree),), lambda x: decode_state(memoryview(x)), (Unusable,)
+    )
+
+
+def record_targets() -> Iterator[Target]:
+    ids = np.arange(40, dtype="<i4").tobytes()
+    common: dict[str, Any] = {"tenant": "t", "id": "a session", "last_used_s": 1.5}
+    by_tokens = SessionRecord(
+        **common,
+        codecs=("tq3.2",),
+        fingerprint="f",
+        root=bytes(32),
+        token_ids=ids,
+        tail_tokens=4,
+        snapshots=(3, 20),
+        left_behind=bytes(64),
+    )
+    by_blocks = BlockRecord(**common, hashes=bytes(96), block_tokens=16, states=(1, 2), part=(5, 6))
+    yield Target(
+        "record by tokens",
+        (encode_record(by_tokens),),
+        lambda x: decode_record(memoryview(x)),
+        (Unusable,),
+    )
+    yield Target(
+        "record by blocks",
+        (encode_block_record(by_blocks),),
+        lambda x: decode_block_record(memoryview(x)),
+        (Unusable,),
+    )
+
+
+def profile_target(folder: Path) -> Target:
+    path = folder / "profile"
+    learned = {"dense3": {"scale": np.ones(4, np.float32), "codes": np.arange(9, dtype=np.int16)}}
+    Profile("model", LAYOUT, (None, None), learned).save(path)
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        load_profile(path)
+
+    return Target("profile", (path.read_bytes(),), read, (Unusable,))
+
+
+def wire_targets(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
+    requests = (Hello("token"), Prefetch(SESSION), Demote(SESSION, "disk"))
+    seeds = tuple(frame(ControlRequest(i, x)) for i, x in enumerate(requests))
+    answers = (frame(ControlReply(1, Done(absent(SESSION)))), frame(ControlReply(2, Done(None))))
+
+    def reader(function: Callable[[asyncio.StreamReader], Any]) -> Callable[[bytes], object]:
+        async def feed(data: bytes) -> object:
+            stream = asyncio.StreamReader(limit=1 << 20)
+            stream.feed_data(data)
+            stream.feed_eof()
+            return await function(stream)
+
+        return lambda data: loop.run_until_complete(feed(data))
+
+    allowed = (WireError, asyncio.IncompleteReadError)
+    yield Target("control message", seeds, reader(read_request), allowed)
+    yield Target("control answer", answers, reader(read_from_engine), allowed)
+    stage = vllm_messages.Stage(3, SESSION, 1, bytes(64))
+    hub = (vllm_messages.frame(stage)[4:], vllm_messages.frame(vllm_messages.FrontHello())[4:])
+    decoders = (
+        vllm_messages.decode_to_rank,
+        vllm_messages.decode_from_peer,
+        vllm_messages.decode_to_front,
+    )
+    for decode in decoders:
+        # The hub and the ranks take a ``ValueError`` for a broken peer.
+        yield Target(decode.__name__, hub, decode, (ValueError,))
+
+
+def targets(folder: Path, loop: asyncio.AbstractEventLoop) -> list[Target]:
+    return [
+        *blob_targets(),
+        state_target(),
+        *record_targets(),
+        profile_target(folder),
+        *wire_targets(loop),
+    ]
+
+
+# ---- the run
+
+
+def fuzz(
+    chosen: list[Target], count: int, seconds: float, seed: int
+) -> tuple[dict[str, Counter[str]], list[str]]:
+    """Mutate and read until one of the bounds is met. Returns outcomes by target, and defects."""
+    chance, until = random.Random(seed), time.monotonic() + seconds
+    outcomes: dict[str, Counter[str]] = {x.name: Counter() for x in chosen}
+    defects: list[str] = []
+    done = 0
+    while done < count and time.monotonic() < until:
+        for target in chosen:
+            for _ in range(min(PER_TURN, count - done)):
+                first, other = chance.choice(target.seeds), chance.choice(target.seeds)
+                data = mutated(chance, first, other)
+                outcomes[target.name][outcome(target, data, defects)] += 1
+                done += 1
+    return outcomes, defects
+
+
+def outcome(target: Target, data: bytes, defects: list[str]) -> str:
+    try:
+        target.read(data)
+        return "read"
+    except target.allowed:
+        return "refused"
+    except BaseException as error:  # whatever it is, that is what is looked for
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if len(defects) < SHOWN:
+            defects.append(f"{target.name}: {type(error).__name__}: {error}: {data.hex()[:2000]}")
+        return type(error).__name__
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="targets whose names hold this")
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    began, loop = time.monotonic(), asyncio.new_event_loop()
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [x for x in targets(Path(folder), loop) if args.only in x.name]
+        found, defects = fuzz(chosen, args.count, args.seconds, args.seed)
+    loop.close()
+    for line in defects:
+        print(line, file=sys.stderr)
+    total = sum(x.total() for x in found.values())
+    result = {"mutations": total, "seconds": round(time.monotonic() - began, 1)}
+    write_json(args.json, {**result, "outcomes": found, "defects": len(defects)})
+    sys.exit(bool(defects))
+
+
+assert issubclass(msgspec.DecodeError, ValueError)
+
+if __name__ == "__main__":
+    main()
