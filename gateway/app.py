@@ -13,16 +13,22 @@ from fastapi.middleware.cors import CORSMiddleware
 from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway import health, sessions
+from gateway.access.key_list import KeyList
+from gateway.admin import findings, keys, log_tail, measuring
 from gateway.anthropic import messages, token_count
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
+from gateway.dashboard import routes as dashboard
 from gateway.description import openapi
 from gateway.edge.body_budget import BodyBudget
 from gateway.errors import FORESEEN, respond
+from gateway.events import routes as events
 from gateway.front import FrontMiddleware
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.limits.key_limits import KeyLimits, usual_limits
+from gateway.live.live import Live
+from gateway.live.places import StreamPlaces
 from gateway.metrics import Metrics
 from gateway.openai import chat, conversations, models, stored_chats, tokenizing
 from gateway.openai.responses import counting
@@ -35,7 +41,9 @@ log = logging.getLogger("thermocline.gateway")
 RESTART_LOOP_S = 1.0
 ROUTES = (
     *(chat, stored_chats, counting, responses, conversations, tokenizing),
-    *(messages, token_count, models, sessions, health, openapi),
+    *(messages, token_count, models, sessions, events, health, openapi),
+    *(keys, findings, log_tail, measuring),
+    *(dashboard,),
 )
 
 
@@ -61,6 +69,9 @@ def create_app(
         stored=stored or Stored(),
         bodies=BodyBudget(config.max_bodies_bytes),
         limits=KeyLimits(usual_limits(config)),
+        live=Live(engine, session_manager, on_saved=metrics.saved),
+        keys=KeyList(tenants, config),
+        event_places=StreamPlaces(config.max_event_streams),
     )
     # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
     app = FastAPI(
@@ -109,7 +120,9 @@ def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManag
             with suppress(asyncio.CancelledError):
                 await housekeeping
             await gateway.engine.stop(0)
+            await gateway.live.close()
             await gateway.stored.close()
+            await asyncio.to_thread(gateway.tracing.close)
 
     return lifespan
 

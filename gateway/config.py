@@ -24,6 +24,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # no key is needed, and every caller is the one tenant "local".
     api_keys: tuple[str, ...] = ()
     api_keys_file: str = ""
+    # Keys of the same form that see and manage all tenants; they are no callers of /v1 otherwise
+    # than as the tenant that their line names.
+    admin_keys: tuple[str, ...] = ()
+    admin_keys_file: str = ""
+    # 0 = admins use the same address as everybody. Else they have this port, on ``admin_host``, and
+    # nobody is an admin anywhere else.
+    admin_port: Port = 0
+    admin_host: str = "127.0.0.1"
     # Names that the Host header may have. (): on loopback the loopback names; elsewhere any name if
     # keys are needed, else addresses and names without a dot. Otherwise a page in a browser could
     # reach this server under a name of the page's own (DNS rebinding).
@@ -34,12 +42,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metrics_access: Literal["auto", "open", "key"] = "auto"
     # Further names for the served model, for clients whose model name cannot be changed; "*" = any.
     model_aliases: tuple[str, ...] = ()
+    # The length of a chat's answer, in tokens, where its request names none; 0 = as the context has
+    # room. Small models may never come to an end by themselves.
+    default_max_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     # What each key may take, unless its line says ``requests_per_minute=60`` and so on; 0 = any
     # number. Sessions are those of the key's tenant.
     requests_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 0
     tokens_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 0
     concurrent_requests: Annotated[int, msgspec.Meta(ge=0)] = 0
     sessions_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_event_streams: Positive = 8  # of ``GET /v1/events`` at once, for each tenant
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
     # Bytes of all bodies together, from their first byte until the engine has them; beyond it 503.
     max_bodies_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 128 << 20
@@ -58,6 +70,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sign_of_life_s: Annotated[float, msgspec.Meta(gt=0, le=15)] = 8.0
     # Take the line with a nonce, "x-anthropic-billing-header: ...", out of agents' system text.
     strip_attribution: bool = True
+    # Where spans of turns are sent, such as http://localhost:4318/v1/traces; "" = nowhere. It needs
+    # the extra ``otlp``.
+    otlp_endpoint: str = ""
+    # Write the reasoning of earlier turns into prompts, if the template has a switch for that.
+    keep_reasoning: bool = False
     # How long a request waits for an engine that died and is being started again; 0 = 503 at once.
     engine_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
+from engines.openai.requests import InvalidRequest
 from engines.wire import Welcome
-from gateway.config import GatewayConfig
+from gateway.access.key_list import KeyList
+from gateway.access.log_ring import LogRing
+from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.body_budget import BodyBudget
 from gateway.errors import Failure, Refused
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
 from gateway.limits.key_limits import KeyLimits
+from gateway.live.live import Live
+from gateway.live.places import StreamPlaces
 from gateway.metrics import Gauges, Metrics
 from gateway.prefixes.prefix_watch import PrefixWatch
+from gateway.prefixes.twins import Twins
 from gateway.stored.stored import Stored
+from gateway.telemetry.tracing import PassOn, Tracing
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
@@ -39,8 +47,14 @@ class Gateway:
     chats: KnownChats
     bodies: BodyBudget
     limits: KeyLimits
+    live: Live
+    event_places: StreamPlaces
+    keys: KeyList
     stored: Stored = field(default_factory=Stored)
     prefixes: PrefixWatch = field(default_factory=PrefixWatch)
+    twins: Twins = field(default_factory=Twins)
+    tracing: Tracing = field(default_factory=PassOn)
+    log_ring: LogRing = field(default_factory=LogRing)
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     has_served: bool = False  # the engine was ready for some request
@@ -83,6 +97,11 @@ class Gateway:
         """Tell whether the tenant has a session of that id."""
         return self.sessions.get(self.session(tenant, session_id)) is not None
 
+    def is_quiet(self, tenant: Tenant, session_id: str) -> bool:
+        """Tell whether the tenant has a session of that id, and nothing of it is being served."""
+        seen = self.sessions.get(self.session(tenant, session_id))
+        return seen is not None and seen.state not in ("active", "waking")
+
     def check_new_session(self, tenant: Tenant, session_id: str) -> None:
         """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one."""
         most = self.limits.of(tenant).sessions
@@ -109,6 +128,7 @@ class Gateway:
             num_waiting=self.sessions.num_waiting,
             engine=report,
             memory_available_bytes=self.sessions.headroom.available_bytes,
+            sessions=Counter((x.state.value, x.tier or "") for x in self.sessions.table),
         )
 
     async def cut(self) -> None:
@@ -126,6 +146,7 @@ class Gateway:
         Streams that are cut off then end with an error event, as they do when an engine dies.
         """
         self.draining = True
+        self.live.end()
         self.sessions.stop_admitting()
         await self.engine.stop(self.config.drain_s)
 
@@ -135,6 +156,46 @@ def gateway_of(request: Request) -> Gateway:
     gateway = request.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway
+
+
+def sees_all(request: Request, caller: Tenant) -> bool:
+    """Tell whether the caller is an admin: by its key, or as the one user of this very machine.
+
+    Where admins have a port of their own (``gateway.admin_port``), nobody is one elsewhere.
+
+    An open server on loopback has one user, who owns its process anyway. Pages of other sites are
+    kept out by the checks of ``Host`` and ``Origin``, as they are from that user's chats. Once an
+    admin key is set, it is needed here, too.
+    """
+    gateway = gateway_of(request)
+    if gateway.config.admin_port and _port_of(request) != gateway.config.admin_port:
+        return False
+    if caller.admin:
+        return True
+    tenants = gateway.tenants
+    config = gateway.config
+    local = config.admin_host in LOOPBACK if config.admin_port else config.on_loopback
+    return tenants.open_to_all and not tenants.num_admin_keys and local
+
+
+def _port_of(request: Request) -> int:
+    server = request.scope.get("server")
+    return int(server[1] or 0) if server else 0
+
+
+def admin_of(request: Request) -> Tenant:
+    """Authenticate a request that only an admin may make.
+
+    Raises:
+        InvalidRequest: 401, no key or an unknown one; 403, not an admin's.
+    """
+    caller = caller_of(request)
+    if sees_all(request, caller):
+        return caller
+    port = gateway_of(request).config.admin_port
+    where = f" on port {port}" if port else ""
+    message = f"This needs an admin key{where}; see gateway.admin_keys."
+    raise InvalidRequest(message, None, "admin_only", 403)
 
 
 def caller_of(request: Request) -> Tenant:

@@ -29,7 +29,7 @@ log = logging.getLogger("thermocline.gateway")
 CLIENT_CLOSED_REQUEST = 499  # nginx' word for it; never sent, only counted
 MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
-_OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics")
+_OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics", "dashboard_file")
 _NAMING = ("/v1/sessions/", "/v1/models/")  # a name that follows may hold slashes
 
 
@@ -105,7 +105,9 @@ class FrontMiddleware:
             message = "This server does not go by that name. Allow it in gateway.allowed_hosts."
             return Failure(403, message, None, "host_not_allowed")
         origin = headers.get("origin")
-        if origin and method not in ("GET", "HEAD", "OPTIONS") and not self._known(origin, host):
+        asks_first = "access-control-request-method" in headers  # a browser's preflight
+        harmless = method in ("GET", "HEAD") or (method == "OPTIONS" and not asks_first)
+        if origin and not harmless and not self._known(origin, host):
             message = "Pages of that origin may not call. Allow it in gateway.allowed_origins."
             return Failure(403, message, None, "origin_not_allowed")
         return None
@@ -138,6 +140,7 @@ class FrontMiddleware:
             response.status,
             response.age_ms,
             response.request_id,
+            extra={"request_id": response.request_id, "session": scope["state"].get("session")},
         )
 
 

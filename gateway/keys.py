@@ -15,10 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from engines.headers import MAX_WEIGHT
 from engines.openai.requests import InvalidRequest
 
 KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
+WEIGHT = "weight"  # a word of a key's line, beside its limits
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,12})*)")
 
 
@@ -42,19 +44,52 @@ class Tenant(NamedTuple):
     salt: bytes
     key_id: str = ""  # tells keys of one tenant apart; no secret
     limits: Limits | None = None  # None: the usual ones
+    admin: bool = False  # may see and manage all tenants' sessions
+    weight: int = 1  # of its share of the engine, while others want theirs
 
 
 class _Key(NamedTuple):
     digest: bytes
     tenant: str
     limits: Limits | None
+    weight: int
+    admin: bool = False
+
+
+class KeyFacts(NamedTuple):
+    """A key as it may be shown: nobody can make a key of it."""
+
+    id: str
+    tenant: str
+    limits: Limits | None  # None: the usual ones
+    admin: bool
+
+
+def key_facts(line: str) -> KeyFacts:
+    """Show the key of a line. Raises ``BadKeyLine``."""
+    (key,) = _parse([line])
+    return _facts(key)
+
+
+def facts_of(lines: Iterable[str], *, admin: bool = False) -> list[KeyFacts]:
+    """Show the keys of lines. Raises ``BadKeyLine``."""
+    return [_facts(key) for key in _parse(lines, admin=admin)]
+
+
+def _facts(key: _Key) -> KeyFacts:
+    return KeyFacts(_id_of(key), key.tenant, key.limits, key.admin)
 
 
 class Tenants:
     """All tenants that may call. Without any key there is one, ``ANONYMOUS``."""
 
-    def __init__(self, secret: bytes, key_lines: Iterable[str] = ()) -> None:
-        """``secret``: at least 16 random bytes that stay the same over restarts.
+    def __init__(
+        self, secret: bytes, key_lines: Iterable[str] = (), admin_lines: Iterable[str] = ()
+    ) -> None:
+        """
+        Args:
+            secret: at least 16 random bytes that stay the same over restarts.
+            admin_lines: keys of the same form that see and manage all tenants.
 
         Raises:
             BadKeyLine: with the number of the line.
@@ -63,29 +98,40 @@ class Tenants:
             raise ValueError("the server's secret needs at least 16 bytes")
         self._secret = secret
         self._keys = _parse(key_lines)
+        self._admin_keys = _parse(admin_lines, admin=True)
 
-    def replace(self, key_lines: Iterable[str]) -> None:
+    def replace(self, key_lines: Iterable[str], admin_lines: Iterable[str] = ()) -> None:
         """Take other keys from now on, all at once; turns that run go on.
 
         Raises:
             BadKeyLine: one cannot be read, or the last key would go, so that none were needed any
                 more, or the first would come. The keys are as before.
         """
-        keys = _parse(key_lines)
+        keys, admin_keys = _parse(key_lines), _parse(admin_lines, admin=True)
         if bool(keys) != bool(self._keys):
             raise BadKeyLine(
                 "whether API keys are needed cannot change while the server runs: start it again"
             )
-        self._keys = keys
+        self._keys, self._admin_keys = keys, admin_keys
 
     @property
     def open_to_all(self) -> bool:
-        """True if no key is needed."""
+        """True if no key is needed, except for what admins do."""
         return not self._keys
 
     @property
     def num_keys(self) -> int:
         return len(self._keys)
+
+    @property
+    def num_admin_keys(self) -> int:
+        return len(self._admin_keys)
+
+    def holds(self, caller: Tenant) -> bool:
+        """Tell whether the key by which a caller was known is still valid."""
+        if not caller.key_id:
+            return self.open_to_all
+        return any(_id_of(x) == caller.key_id for x in (*self._keys, *self._admin_keys))
 
     def authenticate(self, authorization: str | None, x_api_key: str | None = None) -> Tenant:
         """Find the tenant whose key an ``Authorization`` header or an ``X-API-Key`` header holds.
@@ -94,24 +140,32 @@ class Tenants:
             InvalidRequest: 401, no key, an unknown one, or two that differ: whose request it is
                 must not be guessed.
         """
-        if self.open_to_all:
-            return Tenant(ANONYMOUS, self.salt_of(ANONYMOUS))
+        anonymous = Tenant(ANONYMOUS, self.salt_of(ANONYMOUS))
+        if self.open_to_all and not self._admin_keys:
+            return anonymous
         scheme, _, bearer = (authorization or "").partition(" ")
         bearer = bearer.strip() if scheme.lower() == "bearer" else ""
         key = bearer or (x_api_key or "").strip()
+        if not key and self.open_to_all:
+            return anonymous
         if not key:
             raise _unauthorised("No API key was sent. Send it as: Authorization: Bearer KEY.")
         if x_api_key and x_api_key.strip() != key:
             raise _unauthorised("Authorization and X-API-Key hold different keys: send one.")
         shown = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found: _Key | None = None
-        for key_line in self._keys:  # always all of them, so that the time tells nothing
+        # Always all of them, so that the time tells nothing.
+        for key_line in (*self._keys, *self._admin_keys):
             if hmac.compare_digest(key_line.digest, shown):
                 found = key_line
+        if found is None and self.open_to_all:  # clients often send some word where none is needed
+            return anonymous
         if found is None:
             raise _unauthorised("The API key is not valid here.")
-        key_id = found.digest[:8].hex()
-        return Tenant(found.tenant, self.salt_of(found.tenant), key_id, found.limits)
+        salt = self.salt_of(found.tenant)
+        return Tenant(
+            found.tenant, salt, _id_of(found), found.limits, found.admin, weight=found.weight
+        )
 
     def salt_of(self, name: str) -> bytes:
         """Derive a tenant's salt, 32 bytes, from the server's secret."""
@@ -135,7 +189,11 @@ def read_key_lines(path: str) -> list[str]:
     return Path(path).read_text(encoding="utf-8").splitlines()
 
 
-def _parse(lines: Iterable[str]) -> list[_Key]:
+def _id_of(key: _Key) -> str:
+    return key.digest[:8].hex()
+
+
+def _parse(lines: Iterable[str], *, admin: bool = False) -> list[_Key]:
     keys = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -148,21 +206,27 @@ def _parse(lines: Iterable[str]) -> list[_Key]:
                 " letters, digits, '.', '_' and '-', the hash is 64 lower-case hex digits;"
                 " a new line is made by: thermocline keys new TENANT"
             )
-        keys.append(_Key(bytes.fromhex(found[2]), found[1], _limits(found[3], number)))
+        words = _words(found[3], number)
+        weight = words.pop(WEIGHT, 1)
+        if not 1 <= weight <= MAX_WEIGHT:
+            raise BadKeyLine(
+                f"line {number} of the API keys has weight={weight}; it is from 1 to {MAX_WEIGHT}"
+            )
+        limits = Limits(**words) if words else None
+        keys.append(_Key(bytes.fromhex(found[2]), found[1], limits, weight, admin))
     return keys
 
 
-def _limits(words: str, number: int) -> Limits | None:
-    """Read ``name=number`` words, which may follow a key."""
-    if not words.strip():
-        return None
-    given = {name: int(value) for name, _, value in (x.partition("=") for x in words.split())}
-    if unknown := given.keys() - set(Limits._fields):
+def _words(text: str, number: int) -> dict[str, int]:
+    """Read ``name=number`` words, which may follow a key: limits and a weight."""
+    given = {name: int(value) for name, _, value in (x.partition("=") for x in text.split())}
+    known = (*Limits._fields, WEIGHT)
+    if unknown := given.keys() - set(known):
         raise BadKeyLine(
             f"line {number} of the API keys has a limit {min(unknown)!r}; there are"
-            f" {', '.join(Limits._fields)}"
+            f" {', '.join(known)}"
         )
-    return Limits(**given)
+    return given
 
 
 def _unauthorised(message: str) -> InvalidRequest:

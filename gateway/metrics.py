@@ -8,19 +8,30 @@ chooses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engines.headers import CacheOutcome
-from engines.wire import CodecReport, EngineReport
+from engines.wire import EngineReport, SessionRef
+from gateway.telemetry.gauges import GaugeCollector
+from gateway.telemetry.gauges import Gauges as Gauges
 
 log = logging.getLogger("thermocline.sessions")
 
-_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.5, 41, 82)
+# The buckets that OpenTelemetry asks for.
+_DURATION_S = tuple(0.01 * 2**i for i in range(14))
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKENS = tuple(4**i for i in range(14))
+_WAIT_S = _DURATION_S
+PROVIDER = "thermocline"
+_GEN_AI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 # A label is never what a client chose.
 _LEFT_OUT_KINDS = frozenset(
     {"attribution", "beta", "tool", "container"}
@@ -74,14 +85,13 @@ class Usage(msgspec.Struct, frozen=True):
 _NO_DETAILS = PromptDetails()
 
 
-class Gauges(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one moment, gathered when they are asked for."""
+class Defined(NamedTuple):
+    """A metric as ``docs/metrics.md`` describes it."""
 
-    ready: bool
-    num_running: int
-    num_waiting: int
-    engine: EngineReport | None
-    memory_available_bytes: int | None = None  # of the whole machine; None: not watched
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    words: str
 
 
 class Metrics:
@@ -89,18 +99,38 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self.defined: list[Defined] = []
         self._duration = self._histogram(
             "gen_ai_server_request_duration_seconds",
             "From the request's arrival to the end of the answer.",
-            ("gen_ai_operation_name", "error_type"),
+            (*_GEN_AI, "error_type"),
+            _DURATION_S,
         )
         self._first_token = self._histogram(
             "gen_ai_server_time_to_first_token_seconds",
-            "From the request's arrival to the first event of a stream.",
-            ("gen_ai_operation_name", "cache"),
+            "From the request's arrival to the first token of a stream.",
+            (*_GEN_AI, "cache"),
+            _FIRST_TOKEN_S,
+        )
+        self._per_token = self._histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Of a stream, from its first token to its end, for each token behind the first.",
+            _GEN_AI,
+            _TOKEN_S,
+        )
+        self._usage = self._histogram(
+            "gen_ai_client_token_usage",
+            "Tokens of a turn; of its prompt those read from KV, newly stored, and neither.",
+            (*_GEN_AI, "gen_ai_token_type", "gen_ai_token_cache"),
+            _TOKENS,
         )
         self._waited = self._histogram(
-            "thermocline_turn_wait_seconds", "Time in the gateway's waiting line.", ()
+            "thermocline_turn_wait_seconds", "Time in the gateway's waiting line.", (), _WAIT_S
+        )
+        self._saved = self._counter(
+            "thermocline_saved_prefill_seconds",
+            "Seconds of prefill that reused KV spared, at the engine's measured speed (estimated).",
+            ("source",),
         )
         self._http = self._counter("thermocline_http_requests", "Answers.", ("route", "status"))
         self._transitions = self._counter(
@@ -137,6 +167,7 @@ class Metrics:
         self._connections = Gauge(
             "thermocline_connections", "Open connections.", registry=self._registry
         )
+        self.defined.append(Defined("thermocline_connections", "gauge", (), "Open connections."))
         self._connection_ends = self._counter(
             "thermocline_connections_ended", "Connections refused or cut.", ("reason",)
         )
@@ -151,10 +182,17 @@ class Metrics:
 
     # ---- scheduler.observer.Observer
 
-    def transition(self, session_id: str, before: str, event: str, after: str) -> None:
+    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
         level = logging.DEBUG if event in _EVERY_TURN else logging.INFO
-        log.log(level, "session %s: %s -> %s (%s)", session_id, before, after, event)
+        words = "session %s: %s -> %s (%s)"
+        log.log(level, words, ref.id, before, after, event, extra={"session": ref.id})
         self._transitions(before, event, after).inc()
+
+    def row_changed(self, ref: SessionRef) -> None:
+        pass
+
+    def engine_told(self, report: EngineReport) -> None:
+        pass
 
     def turn_waited(self, seconds: float) -> None:
         self._waited().observe(seconds)
@@ -178,17 +216,31 @@ class Metrics:
         """Count an answer. ``route`` is the handler's name, never a path."""
         self._http(route, str(status)).inc()
 
-    def turn_ended(self, operation: str, seconds: float, error: str) -> None:
-        """Count a turn and its duration. ``error`` is one of few words, "" for a good end."""
-        self._duration(operation, error).observe(seconds)
+    def turn_ended(self, operation: str, model: str, seconds: float, error: str) -> None:
+        """Count a turn and its duration. ``error`` is one of few words, "" for a good end.
 
-    def first_token(self, operation: str, seconds: float, cache: CacheOutcome | None) -> None:
+        ``model`` is the served one's name here and below, whatever the client called it.
+        """
+        self._duration(operation, PROVIDER, model, error).observe(seconds)
+
+    def first_token(
+        self, operation: str, model: str, seconds: float, cache: CacheOutcome | None
+    ) -> None:
         """Count the time to a stream's first event.
 
         Args:
             cache: None if the engine's header was missing or of no known form.
         """
-        self._first_token(operation, _source_and_reason(cache)[0]).observe(seconds)
+        source = _source_and_reason(cache)[0]
+        self._first_token(operation, PROVIDER, model, source).observe(seconds)
+
+    def per_token(self, operation: str, model: str, seconds: float) -> None:
+        """Count the time that each token behind the first took, of one stream."""
+        self._per_token(operation, PROVIDER, model).observe(seconds)
+
+    def saved(self, source: str, seconds: float) -> None:
+        """Count the prefill that a turn was spared."""
+        self._saved(source).inc(seconds)
 
     def cache_outcome(self, cache: CacheOutcome | None) -> None:
         """Count where a turn's KV came from; None if the engine's header had no known form."""
@@ -204,8 +256,20 @@ class Metrics:
         """Count a prompt that left its session's; ``part`` is model, system, tools or messages."""
         self._divergences(part).inc()
 
-    def used(self, usage: Usage) -> None:
+    def used(self, operation: str, model: str, usage: Usage) -> None:
         """Count the tokens of one answer."""
+        cached = min(usage.cached, usage.prompt_tokens)
+        stored = min(usage.cache_written, usage.prompt_tokens - cached)
+        rest = usage.prompt_tokens - cached - stored
+        whose = (operation, PROVIDER, model)
+        for kind, cache_use, number in (
+            ("input", "read", cached),
+            ("input", "creation", stored),
+            ("input", "none", rest),
+            ("output", "none", usage.completion_tokens),
+        ):
+            if number:
+                self._usage(*whose, kind, cache_use).observe(number)
         self._tokens("cached").inc(usage.cached)
         self._tokens("prefilled").inc(max(0, usage.prompt_tokens - usage.cached))
         self._tokens("answered").inc(usage.completion_tokens)
@@ -213,13 +277,14 @@ class Metrics:
     def render(self, gauges: Gauges) -> bytes:
         """Write all metrics in Prometheus' text format."""
         now = CollectorRegistry()
-        now.register(_GaugeCollector(gauges))
+        now.register(GaugeCollector(gauges))
         return generate_latest(self._registry) + generate_latest(now)
 
     def _histogram(
-        self, name: str, words: str, labels: tuple[str, ...]
+        self, name: str, words: str, labels: tuple[str, ...], buckets: tuple[float, ...]
     ) -> Callable[..., Histogram]:
-        histogram = Histogram(name, words, labels, registry=self._registry, buckets=_SECONDS)
+        self.defined.append(Defined(name, "histogram", labels, words))
+        histogram = Histogram(name, words, labels, registry=self._registry, buckets=buckets)
         return cache(histogram.labels) if labels else lambda: histogram
 
     def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Callable[..., Counter]:
@@ -227,91 +292,8 @@ class Metrics:
 
         The lookup is cached: the library's own takes a lock every time.
         """
+        self.defined.append(Defined(f"{name}_total", "counter", labels, words))
         return cache(Counter(name, words, labels, registry=self._registry).labels)
-
-
-class _GaugeCollector:
-    """Shows ``Gauges`` to prometheus_client as a collector."""
-
-    def __init__(self, gauges: Gauges) -> None:
-        self._gauges = gauges
-
-    def collect(self) -> Iterator[Metric]:
-        gauges = self._gauges
-        yield _gauge("engine_ready", "1 while the engine serves.", gauges.ready)
-        yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
-        yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
-        if gauges.memory_available_bytes is not None:
-            words = "Memory that the whole machine has left."
-            yield _gauge("memory_available_bytes", words, gauges.memory_available_bytes)
-        if gauges.engine is not None:
-            yield from _engine_metrics(gauges.engine)
-
-
-def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
-    yield _gauge("engine_hot_bytes", "Live KV.", report.hot_bytes)
-    yield _gauge("engine_hot_capacity_bytes", "Budget of live KV.", report.hot_capacity_bytes)
-    yield _gauge("engine_idle_hot_bytes", "Live KV of idle sessions.", report.idle_hot_bytes)
-    if report.active_bytes:  # vLLM's is in processes that are not asked
-        yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
-    yield _gauge("engine_running", "Requests being served.", report.num_running)
-    yield _gauge("engine_waiting", "Requests in the engine's own line.", report.num_waiting)
-    yield _gauge(
-        "engine_save_queue_bytes", "Hot KV that waits to be saved.", report.save_queue_bytes
-    )
-    events = CounterMetricFamily(
-        "thermocline_engine_events", "The engine's counters.", labels=["event"]
-    )
-    for name, count in report.counters.items():
-        events.add_metric([name], count)
-    yield events
-    yield from _tier_metrics(report)
-    if report.codec is not None:
-        yield from _codec_metrics(report.codec)
-
-
-def _codec_metrics(codec: CodecReport) -> Iterator[Metric]:
-    info = GaugeMetricFamily(
-        "thermocline_codec_info", "1 for the codec of each tier.", labels=["tier", "codec"]
-    )
-    for tier, id in codec.tiers.items():
-        info.add_metric([tier, id], 1)
-    yield info
-    yield _gauge("codec_unmeasured", "1 while nothing was measured to choose by.", codec.unmeasured)
-    yield _gauge("codec_measuring", "1 while the model is being measured.", bool(codec.progress))
-    for field, words in (
-        ("kl", "Measured on this model: KL of the next token, nats."),
-        ("top1", "Measured: share of positions with the same most likely token."),
-        ("bits_per_element", "Measured: bits for each value, everything counted."),
-        ("chain_kl", "Measured: KL at the answers to reasoning chains, nats."),
-        ("restore_share", "Measured: time to unpack, as a share of a prefill."),
-    ):
-        gauge = GaugeMetricFamily(f"thermocline_codec_{field}", words, labels=["codec", "context"])
-        for row in codec.rows:
-            figure: float | None = getattr(row, field)
-            if figure is not None:  # None: an earlier release measured, or nothing was timed
-                gauge.add_metric([row.codec_id, str(row.context)], float(figure))
-        yield gauge
-
-
-def _tier_metrics(report: EngineReport) -> Iterator[Metric]:
-    for field, words in (
-        ("nbytes", "Bytes held."),
-        ("capacity_bytes", "Bytes that may be held."),
-        ("num_blobs", "Blobs held."),
-        ("evictions", "Blobs evicted."),
-        ("errors", "Failed operations."),
-        ("available", "1 while the tier answers."),
-    ):
-        name = f"thermocline_tier_{field.replace('nbytes', 'bytes')}"
-        gauge = GaugeMetricFamily(name, words, labels=["tier"])
-        for tier in report.tiers:
-            gauge.add_metric([tier.name], float(getattr(tier, field)))
-        yield gauge
-
-
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"thermocline_{name}", words, value=float(value))
 
 
 def _source_and_reason(cache: CacheOutcome | None) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """The sessions API: lists a caller's sessions, hot and cold, and moves, pins or forgets them.
 
 Every route looks at the caller's own sessions only, so another tenant's session and one that never
-existed get the same 404.
+existed get the same 404. An admin names another tenant by ``?tenant=NAME``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from starlette.responses import Response
 from engines.base import SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
-from gateway.context import Gateway, caller_of, gateway_of
+from gateway.context import Gateway, admin_of, caller_of, gateway_of
 from gateway.identity.names import checked_id
+from gateway.keys import Tenant
 from gateway.stored.shelf import Shelf
 from scheduler.view import SessionView
 
@@ -35,7 +36,7 @@ class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @router.get("/v1/sessions")
 async def list_sessions(request: Request) -> Response:
     """List the caller's sessions, the codec in use and its measured cost on this model."""
-    tenant, gateway = caller_of(request), gateway_of(request)
+    tenant, gateway = _owner(request), gateway_of(request)
     sessions = gateway.sessions.list(tenant.name)
     return _json({"object": "list", "data": sessions, "codec": gateway.engine.codec})
 
@@ -74,13 +75,22 @@ async def unpin(request: Request) -> Response:
 
 @router.get(_ONE)
 async def show_session(request: Request) -> Response:
-    """Show one session, and how its latest prompt compares with the one before."""
+    """Show one session, its past, and how its latest prompt compares with the one before."""
     gateway, session = _addressed(request)
     view = gateway.sessions.get(session)
     if view is None:
         raise _unknown_session()
     prefix = gateway.prefixes.report(session.tenant, session.id)
-    return _json({**msgspec.to_builtins(view), "prefix": prefix})
+    past = gateway.live.detail(session, admin=False)
+    return _json(
+        {
+            **(msgspec.to_builtins(past.row) if past else {}),
+            **msgspec.to_builtins(view),
+            "prefix": prefix,
+            "timeline": past.timeline if past else [],
+            "last_turns": past.last_turns if past else [],
+        }
+    )
 
 
 @router.delete(_ONE)
@@ -99,8 +109,25 @@ def _forget_stored(shelf: Shelf, *, tenant: str, id: str) -> int:
     return shelf.forget(tenant, id)
 
 
+def _owner(request: Request) -> Tenant:
+    """Return whose sessions are meant: the caller's, or for an admin those of ``?tenant=``.
+
+    Raises:
+        InvalidRequest: 403, somebody else names a tenant that is not its own.
+    """
+    named = request.query_params.get("tenant")
+    if named is None:
+        return caller_of(request)
+    caller = caller_of(request)
+    if named == caller.name:
+        return caller
+    admin_of(request)
+    name = checked_id(named, "tenant")
+    return Tenant(name, gateway_of(request).tenants.salt_of(name))
+
+
 def _addressed(request: Request) -> tuple[Gateway, SessionRef]:
-    tenant = caller_of(request)
+    tenant = _owner(request)
     gateway = gateway_of(request)
     session_id = checked_id(request.path_params["session_id"], "the session's id")
     return gateway, gateway.session(tenant, session_id)

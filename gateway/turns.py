@@ -28,6 +28,7 @@ from gateway.context import Gateway, caller_of, gateway_of
 from gateway.edge.body_budget import LARGE_BODY_BYTES, check_weight
 from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id
+from gateway.identity.client_names import client_name
 from gateway.identity.known_chats import message_chain
 from gateway.identity.names import group_of, named_in_body
 from gateway.identity.retention import asked_seconds
@@ -47,6 +48,9 @@ _PRIVATE_FIELDS = frozenset(
     | {"priority", "prompt_cache_key", "request_id", "session_id", "vllm_xargs"}
     | {"prompt_cache_options", "prompt_cache_retention"}
 )
+
+
+_RETRIES = "x-stainless-retry-count"  # of the official SDKs
 
 
 class Translated(NamedTuple):
@@ -117,18 +121,31 @@ async def accept(request: Request, operation: Operation) -> Response:
         asked = await beside(body, check)
         raw, answer = asked.translated.raw, asked.translated.answer
         raw["model"] = served_name(gateway, asked.model)
-        _even_out(raw, gateway.served.max_context)
+        if gateway.config.keep_reasoning and "messages" in raw:
+            _keep_reasoning(raw, rules)
+        _even_out(raw, gateway.served.max_context, gateway.config.default_max_tokens)
         gateway.metrics.left_out(asked.translated.left_out)
         named = asked.session or _found(gateway, tenant, asked.chain)
         gateway.check_new_session(tenant, named.id)
         session = gateway.session(tenant, named.id)
+        request.scope["state"]["session"] = named.id
         compared = None
         if asked.outline is not None:
             compared = gateway.prefixes.compare(tenant.name, named.id, asked.outline)
             operation.compared(gateway, tenant, answer, compared)
         for_engine = await beside(body, partial(_encode, gateway.engine, raw, session))
     hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
-    turn = TurnRequest(operation.name, operation.path, session, for_engine, hints, compared)
+    turn = TurnRequest(
+        operation.name,
+        operation.path,
+        session,
+        for_engine,
+        hints,
+        compared,
+        client_name(request.headers),
+        _is_shared(asked.session, raw, request.headers),
+        tenant.weight,
+    )
     request_id = request_id_of(request.scope)
     return TurnResponse(gateway, turn, request_id, answer, asked.translated.keep)
 
@@ -178,22 +195,49 @@ def _named(
     return NamedSession(session_id) if session_id else None
 
 
+def _is_shared(named: NamedSession | None, raw: Json, headers: Mapping[str, str]) -> bool:
+    """Tell whether the same request, sent again while this one runs, is meant to be this one.
+
+    It is if its client names the session, or says that it tries again, or if both answers would be
+    the same. Otherwise several answers may be wanted, each sampled by itself.
+    """
+    if named is not None or headers.get(_RETRIES, "0") not in ("", "0"):
+        return True
+    return raw.get("temperature") == 0 or raw.get("seed") is not None
+
+
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
     return msgspec.json.encode(engine.prepare_body(raw, session))
 
 
-def _even_out(raw: Json, max_context: int) -> None:
-    """Take out what engines answer differently to, where OpenAI's meaning is plain.
+def _keep_reasoning(raw: Json, rules: TemplateRules) -> None:
+    """Have the template write earlier reasoning, unless the client says what it is to do."""
+    if rules.reasoning_switch:
+        said = raw.get("chat_template_kwargs") or {}
+        raw["chat_template_kwargs"] = {**rules.reasoning_switch, **said}
+
+
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
+    """Change what engines answer differently to, where OpenAI's meaning is plain.
 
     Options of a stream mean nothing without one. A chat's answer that may be as long as the context
-    may be as long as there is room.
+    may be as long as there is room; one that has no limit gets the default, if there is one. A
+    text's answer has 16 tokens if nobody says more, so its limit is cut down, not left out.
     """
     if not raw.get("stream"):
         raw.pop("stream_options", None)
-    if "messages" in raw:
-        for name in ("max_tokens", "max_completion_tokens"):
-            if (raw.get(name) or 0) >= max_context:
-                del raw[name]
+    if "messages" not in raw:
+        if (raw.get("max_tokens") or 0) > max_context:
+            raw["max_tokens"] = max_context
+        return
+    if default_max_tokens and all(raw.get(name) is None for name in _LIMITS):
+        raw["max_tokens"] = default_max_tokens
+    for name in _LIMITS:
+        if (raw.get(name) or 0) >= max_context:
+            del raw[name]
 
 
 def served_name(gateway: Gateway, asked: str) -> str:
@@ -210,4 +254,7 @@ def served_name(gateway: Gateway, asked: str) -> str:
 
 def _found(gateway: Gateway, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:
     """Find the chat that a request goes on with, or begin a new one."""
-    return NamedSession(gateway.chats.identify(tenant, chain, partial(gateway.knows, tenant)))
+    found = gateway.chats.identify(
+        tenant, chain, partial(gateway.knows, tenant), partial(gateway.is_quiet, tenant)
+    )
+    return NamedSession(found)

@@ -4,7 +4,8 @@
     then message_delta (why it ended, and the counts of all tokens), message_stop
 
 One delta of the engine becomes one event, however its bytes come, so nothing waits here. The counts
-in ``message_start`` are those that are known by then; the ones in ``message_delta`` are complete.
+in ``message_start`` are the prompt's, if they are known by then; those in ``message_delta`` are
+complete.
 """
 
 from __future__ import annotations
@@ -49,8 +50,15 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 class MessageEvents:
     """One streamed message: the engine's bytes in, Anthropic's events out."""
 
-    def __init__(self, asked: Asked, diagnostics: Json | None = None) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        diagnostics: Json | None = None,
+        prompt: EngineUsage | None = None,
+    ) -> None:
+        """``prompt``: the counts of the prompt, where they are known when the message begins."""
         self._asked = asked
+        self._prompt = prompt or EngineUsage()
         self._diagnostics = diagnostics
         self._held = b""
         self._index = -1  # of the newest block
@@ -65,7 +73,7 @@ class MessageEvents:
 
     def opening(self) -> bytes:
         """Return ``message_start``."""
-        usage = message_usage(EngineUsage(), self._asked.ttl)
+        usage = message_usage(self._prompt, self._asked.ttl)
         message = empty_message(self._asked, usage, self._diagnostics)
         return _event("message_start", {"message": message})
 
@@ -193,7 +201,7 @@ def _delta(body: bytes) -> bytes:
     return head + body + b"}\n\n"
 
 
-_TEXT_BLOCK: Final = b'{"type":"text","text":"","citations":null}'
+_TEXT_BLOCK: Final = b'{"type":"text","text":""}'
 _THINKING_BLOCK: Final = b'{"type":"thinking","thinking":"","signature":""}'
 _TEXT: Final = _delta(b'{"type":"text_delta","text":%s}')
 _THOUGHT: Final = _delta(b'{"type":"thinking_delta","thinking":%s}')

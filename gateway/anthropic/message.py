@@ -150,7 +150,7 @@ def _blocks(asked: Asked, said: Said) -> list[Json]:
         signed = {"thinking": shown, "signature": signature(asked.message_id)}
         blocks.append({"type": "thinking", **signed})
     if said.content:
-        blocks.append({"type": "text", "text": said.content, "citations": None})
+        blocks.append({"type": "text", "text": said.content})
     for call in said.tool_calls or ():
         name, given = call.function.name or "", tool_input(call.function.arguments or "")
         blocks.append({"type": "tool_use", "id": call.id or "", "name": name, "input": given})

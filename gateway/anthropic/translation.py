@@ -16,7 +16,7 @@ from gateway.anthropic.events import PING, MessageEvents
 from gateway.anthropic.message import Asked, whole_message
 from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.anthropic.tools import chat_tool_choice, chat_tools
-from gateway.anthropic.usage import Ttl
+from gateway.anthropic.usage import EngineUsage, PromptDetails, Ttl
 from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.identity.retention import seconds_of
 from gateway.turns import Translated
@@ -34,9 +34,14 @@ class MessageFormat:
         # Says what changed since an earlier request; asked when the answer begins.
         self.diagnose: Callable[[], Json | None] = lambda: None
         self._streamed = streamed
+        self._prompt: EngineUsage | None = None
+
+    def prompt_taken(self, prompt_tokens: int, cached_tokens: int) -> None:
+        details = PromptDetails(cached_tokens=cached_tokens)
+        self._prompt = EngineUsage(prompt_tokens=prompt_tokens, prompt_tokens_details=details)
 
     def events(self) -> MessageEvents:
-        return MessageEvents(self.asked, self.diagnose())
+        return MessageEvents(self.asked, self.diagnose(), self._prompt)
 
     def whole(self, body: bytes) -> bytes:
         try:

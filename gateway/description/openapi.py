@@ -20,6 +20,9 @@ from starlette.routing import Route
 
 from engines.openai.messages import Json
 from engines.openai.requests import ChatRequest, CompletionRequest
+from engines.openai.tokenizing import Detokenize
+from gateway.admin.keys import NewKey
+from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.openai.conversations import AddedItems, ConversationChange, NewConversation
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.stored_chats import CompletionChange
@@ -32,15 +35,21 @@ _BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponseFields,
     "/v1/responses/input_tokens": ResponseFields,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/detokenize": Detokenize,
     "/v1/conversations": NewConversation,
     "/v1/conversations/{conversation_id}": ConversationChange,
     "/v1/conversations/{conversation_id}/items": AddedItems,
     "/v1/chat/completions/{completion_id}": CompletionChange,
     "/v1/sessions/{session_id}/demote": DemoteTo,
+    "/admin/keys": NewKey,
 }
-_STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_OTHER_GOOD = {("POST", "/admin/keys"): 201, ("POST", "/admin/measure"): 202}
+_STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _LISTS = re.compile(r"/(items|input_items|messages)$|^/v1/chat/completions$")
-_OPEN = frozenset({"/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs"})
+_PAGES = frozenset({"/", "/docs", "/ui", "/ui/{version}/{name}"})
+_OPEN = _PAGES | {"/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json"}
 _REFS = "#/components/schemas/{name}"
 _PATH_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 _ERROR: Json = {
@@ -143,21 +152,27 @@ def _parameters(path: str, method: str) -> Iterable[Json]:
         yield {"name": "limit", "in": "query", "schema": {"type": "integer", "maximum": 100}}
         yield {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
         yield {"name": "after", "in": "query", "schema": {"type": "string"}}
+    if path.startswith("/v1/sessions"):  # another tenant's, for admins
+        yield {"name": "tenant", "in": "query", "schema": {"type": "string"}}
 
 
 def _answers(path: str, method: str) -> Json:
     content: Json = {"application/json": {"schema": {}}}
     if path == "/metrics":
         content = {"text/plain": {"schema": {"type": "string"}}}
-    if path == "/docs":
+    if path in _PAGES:
         content = {"text/html": {"schema": {"type": "string"}}}
+    if path == "/v1/events":
+        content = {"text/event-stream": {"schema": {"type": "string"}}}
     if method == "POST" and path in _STREAMS:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": {"$ref": _REFS.format(name="Error")}}}
     statuses = [400, 408, 413, 415, 429, 502, 503, 504] if method == "POST" else [400, 503]
     statuses += [] if path in _OPEN else [401]
-    statuses += [404] if path.startswith("/v1/") else []
-    answers: Json = {"200": {"description": "OK", "content": content}}
+    statuses += [404] if path == "/" or path.startswith("/v1/") or "{" in path else []
+    statuses += [403, 409] if path.startswith("/admin/") else []
+    good = _OTHER_GOOD.get((method, path), 200)
+    answers: Json = {str(good): {"description": HTTPStatus(good).phrase, "content": content}}
     for status in sorted(statuses):
         answers[str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return answers

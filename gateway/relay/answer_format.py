@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from starlette.responses import Response
 
@@ -56,6 +56,14 @@ class AnswerFormat(Protocol):
 
     def refusal(self, failure: Failure) -> Response:
         """Return the answer to a request that the engine refused."""
+
+
+@runtime_checkable
+class HearsOfPrompt(Protocol):
+    """An ``AnswerFormat`` whose first event tells how long the prompt is."""
+
+    def prompt_taken(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Hear it from the head of the engine's answer, before any event is made."""
 
 
 class AsItIs:

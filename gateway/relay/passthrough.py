@@ -51,7 +51,7 @@ async def relay_events(
     *,
     deadline: float,
     client_stall_s: float,
-    on_first: Callable[[], None],
+    on_chunk: Callable[[bytes], None],
 ) -> Failure | None:
     """Pass a stream's events on until it ends; the caller sends the head before and the end after.
 
@@ -60,14 +60,14 @@ async def relay_events(
     Args:
         deadline: a time of the event loop's clock, in seconds.
         client_stall_s: how long the client may take nothing.
-        on_first: called after the first event has gone out.
+        on_chunk: called with the engine's bytes as they come.
 
     Raises:
         ClientGone: the client took nothing for ``client_stall_s`` seconds.
     """
     try:
         async with asyncio.timeout_at(deadline):
-            await _pump(upstream, events, send, client_stall_s, on_first)
+            await _pump(upstream, events, send, client_stall_s, on_chunk)
     except (EngineUnavailable, TimeoutError) as error:
         return failure_of(error)
     if not events.complete:
@@ -80,23 +80,20 @@ async def _pump(
     events: EventStream,
     send: Send,
     client_stall_s: float,
-    on_first: Callable[[], None],
+    on_chunk: Callable[[bytes], None],
 ) -> None:
     reader = asyncio.timeout(None)
     watchdog = StallWatchdog(client_stall_s, lambda: reader.reschedule(0.0))
-    waiting_for_first = True
     try:
         async with reader:
             async for chunk in upstream.chunks():
+                on_chunk(chunk)
                 body = events.feed(chunk)
                 if not body:
                     continue
                 watchdog.edges += 1
                 await send(body_part(body))
                 watchdog.edges += 1
-                if waiting_for_first and events.begun:
-                    waiting_for_first = False
-                    on_first()
     except TimeoutError:
         if reader.expired():
             raise ClientGone from None

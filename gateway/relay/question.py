@@ -29,4 +29,6 @@ async def answer_to(engine: Engine, path: str, question: Mapping[str, object]) -
         if upstream.status < 400:
             return answer
         failure = engine_failure(upstream.status, answer)
+        if upstream.status in (404, 405) and failure.code == "engine":  # not in our shape: no path
+            raise InvalidRequest(f"This engine has no {path}.", code="not_supported", status=404)
         raise InvalidRequest(failure.message, failure.param, failure.code, failure.status)

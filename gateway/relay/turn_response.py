@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from engines.asgi import ClientGone, while_client_stays
 from engines.base import CacheOutcome, SessionRef, Upstream
-from engines.headers import CACHE_HEADER, SESSION_HEADER, patience_header
+from engines.headers import (
+    CACHE_HEADER,
+    PROMPT_HEADER,
+    SESSION_HEADER,
+    patience_header,
+    weight_header,
+)
 from gateway.body import body_share_of
 from gateway.context import Gateway
 from gateway.errors import FORESEEN, Failure, failure_of
@@ -25,7 +32,8 @@ from gateway.limits.key_limits import key_share_of
 from gateway.metrics import Usage
 from gateway.prefixes.outline import Change
 from gateway.prefixes.prefix_watch import Compared
-from gateway.relay.answer_format import AnswerFormat, Keep
+from gateway.prefixes.twins import FirstLeft, Key, SharedTurn
+from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep
 from gateway.relay.passthrough import (
     engine_failure,
     is_event_stream,
@@ -37,6 +45,7 @@ from gateway.relay.passthrough import (
 )
 from gateway.relay.sse_framer import parse_usage
 from gateway.relay.stream_out import StreamOut
+from gateway.telemetry.tracing import context_of
 from scheduler.session import TurnHints
 from scheduler.sessions import Turn
 
@@ -55,6 +64,9 @@ class TurnRequest(NamedTuple):
     body: bytes
     hints: TurnHints = TurnHints()
     compared: Compared | None = None  # with the request before it in its session
+    client: str = ""  # a word for the program that asks
+    shared: bool = False  # the same request again, while this one runs, gets its answer
+    weight: int = 1  # of its tenant's share
 
 
 class TurnResponse(Response):
@@ -75,7 +87,14 @@ class TurnResponse(Response):
         super().__init__()
         self._gateway = gateway
         self._metrics = gateway.metrics
-        self._operation, self._path, self._session, self._body, self._hints, self._compared = turn
+        self._operation, self._path, self._session = turn.operation, turn.path, turn.session
+        self._body, self._hints, self._compared = turn.body, turn.hints, turn.compared
+        self._client = turn.client
+        self._key = _key(turn) if turn.shared else None
+        self._told: SharedTurn | None = None  # set while twins may join this turn
+        self._weight = turn.weight
+        welcome = gateway.engine.welcome
+        self._named = self._operation, welcome.model if welcome else ""  # for metrics
         self._request_id = request_id
         self._answer = answer
         self._keep = keep
@@ -84,10 +103,18 @@ class TurnResponse(Response):
         self._cache: CacheOutcome | None = None  # what the engine's head said, if it did
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        live, asked = self._gateway.live, (self._request_id, self._operation, self._client)
+        name = " ".join(self._named).strip()
+        self._trace = self._gateway.tracing.begin(name, context_of(scope["headers"]))
+        with live.request(self._session, *asked) as self._live:
+            await self._answered(scope, receive, send)
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._share, self._place = body_share_of(scope), key_share_of(scope)
             send_body = body_send_of(scope, send)
-            end = await while_client_stays(receive, partial(self._serve, send, send_body))
+            serve = partial(self._serve, send, send_body)
+            end = await while_client_stays(receive, serve, self._twins_left)
             await end(send)
         except ClientGone:
             self._error = "client_gone"
@@ -96,7 +123,9 @@ class TurnResponse(Response):
             self._error = _word(failure_of(error))
             raise
         finally:
-            self._metrics.turn_ended(self._operation, self._seconds(), self._error)
+            self._live.error = self._error
+            self._trace.end(self._live.attributes(self._named[1]), self._error)
+            self._metrics.turn_ended(*self._named, self._seconds(), self._error)
 
     async def _serve(self, send: Send, send_body: Send) -> Ending:
         config = self._gateway.config
@@ -119,38 +148,77 @@ class TurnResponse(Response):
             limit.reschedule(None)  # a stream keeps the deadline itself, and ends with an event
             return await self._stream(turn, upstream, out, deadline)
 
+    async def _twins_left(self) -> None:
+        if self._told is not None:
+            await self._told.nobody_reads()
+
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
+    async def _turn(self) -> AsyncIterator[tuple[Turn | None, Upstream]]:
+        """Take a turn, or join the one that serves the same request: then there is no ``Turn``."""
+        twins = self._gateway.twins
+        while self._key is not None and (running := twins.find(self._key)):
+            with running.joined() as twin, suppress(FirstLeft):
+                await twin.begin()
+                log.info("request %s shares a running turn", self._request_id)
+                self._taken(twin)
+                yield None, twin
+                return
+        with twins.serving(self._key) as self._told:
+            async with self._own_turn() as (turn, upstream):
+                if self._told is not None:
+                    self._told.begun(upstream.status, upstream.headers)
+                yield turn, upstream
+
+    @asynccontextmanager
+    async def _own_turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
         engine = self._gateway.engine
         headers = {
             **engine.session_headers(self._session),
             "content-type": "application/json",
             "x-request-id": self._request_id,
         }
-        async with self._gateway.sessions.turn(self._session, self._hints) as turn:
-            headers |= patience_header(turn.patience_s)
+        sessions = self._gateway.sessions
+        async with sessions.turn(self._session, self._hints, self._weight) as turn:
+            self._live.admitted()
+            headers |= patience_header(turn.patience_s) | weight_header(self._weight)
+            headers |= self._trace.headers()
             async with engine.open(self._path, self._body, headers) as upstream:
-                self._body = b""  # the engine has it
-                self._share.give_back()
-                said = upstream.headers.get(CACHE_HEADER, "")
-                self._cache = CacheOutcome.parse(said)
+                self._taken(upstream)
                 if upstream.status < 400:
                     turn.engine_answered(self._cache)
-                if said:
+                if CACHE_HEADER in upstream.headers:
                     self._metrics.cache_outcome(self._cache)
-                if self._compared is not None and self._cache is not None:
-                    self._compared.cached_tokens = self._cache.cached_tokens
                 yield turn, upstream
 
+    def _taken(self, upstream: Upstream) -> None:
+        """Let go of the body, which the engine has, and read what it says of its cache."""
+        self._body = b""
+        self._share.give_back()
+        said = upstream.headers.get(CACHE_HEADER, "")
+        self._cache = self._live.cache = CacheOutcome.parse(said)
+        if self._cache is None:
+            return
+        if self._compared is not None:
+            self._compared.cached_tokens = self._cache.cached_tokens
+        prompt_tokens = upstream.headers.get(PROMPT_HEADER, "")
+        if isinstance(self._answer, HearsOfPrompt) and prompt_tokens.isdecimal():
+            self._answer.prompt_taken(int(prompt_tokens), self._cache.cached_tokens)
+
+    async def _read(self, upstream: Upstream) -> bytes:
+        body = await upstream.read()
+        if self._told is not None:
+            self._told.tell(body)
+        return body
+
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
-        failure = engine_failure(upstream.status, await upstream.read())
+        failure = engine_failure(upstream.status, await self._read(upstream))
         if out.begun:
             return self._broken_off(out, failure)
         self._error = _word(failure)
         return partial(send_response, response=self._answer.refusal(failure))
 
-    async def _whole(self, turn: Turn, upstream: Upstream) -> Ending:
-        body = await upstream.read()
+    async def _whole(self, turn: Turn | None, upstream: Upstream) -> Ending:
+        body = await self._read(upstream)
         self._used(turn, parse_usage(body))
         shown = self._answer.whole(body)
         await self._kept()
@@ -168,19 +236,27 @@ class TurnResponse(Response):
         return partial(send_end, body=out.events.ending(failure))
 
     async def _stream(
-        self, turn: Turn, upstream: Upstream, out: StreamOut, deadline: float
+        self, turn: Turn | None, upstream: Upstream, out: StreamOut, deadline: float
     ) -> Ending:
         await out.begin(self._head(upstream))
         events = out.events
-        failure = await relay_events(
+        relay = partial(
+            relay_events,
             upstream,
             events,
-            out.send,
             deadline=deadline,
             client_stall_s=self._gateway.config.client_stall_s,
-            on_first=self._first_event,
+            on_chunk=self._heard,
         )
+        try:
+            failure = await relay(out.send)
+        except ClientGone:
+            if self._told is None or not self._told.num_twins:
+                raise
+            failure = await relay(_nowhere)  # its client takes nothing, but another does
         self._used(turn, events.usage())
+        if (pace := self._live.token_s) is not None:
+            self._metrics.per_token(*self._named, pace)
         self._error = _word(failure) if failure else "engine" if events.failed else ""
         if failure is not None:
             log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
@@ -188,17 +264,25 @@ class TurnResponse(Response):
         await self._kept()
         return partial(send_end, body=ending)
 
+    def _heard(self, chunk: bytes) -> None:
+        if self._live.took(chunk):  # the first tokens
+            self._metrics.first_token(*self._named, self._seconds(), self._cache)
+        if self._told is not None:
+            self._told.tell(chunk)
+
     async def _kept(self) -> None:
         if self._keep is not None:
             await self._keep(self._session)
 
-    def _used(self, turn: Turn, usage: Usage | None) -> None:
+    def _used(self, turn: Turn | None, usage: Usage | None) -> None:
         if usage is not None:
-            self._metrics.used(usage)
-            num_tokens = usage.prompt_tokens + usage.completion_tokens
-            turn.used(num_tokens)
-            if self._place is not None:
-                self._place.used_tokens(num_tokens)
+            self._live.usage = usage
+            if turn is not None:  # else they are the other request's
+                self._metrics.used(*self._named, usage)
+                num_tokens = usage.prompt_tokens + usage.completion_tokens
+                turn.used(num_tokens)
+                if self._place is not None:
+                    self._place.used_tokens(num_tokens)
             if self._compared is not None:
                 self._compared.prompt_tokens = usage.prompt_tokens
         if self._compared is not None and self._compared.change is not None:
@@ -206,6 +290,7 @@ class TurnResponse(Response):
 
     def _diverged(self, compared: Compared, change: Change) -> None:
         """Count and log that the prompt left the one before it; numbers only, no content."""
+        self._live.change = change
         self._metrics.diverged(change.part)
         log.info(
             "session %s: the %s changed (message %d of %d): %d of %d tokens were reused",
@@ -215,10 +300,8 @@ class TurnResponse(Response):
             compared.outline.num_messages,
             compared.cached_tokens,
             compared.prompt_tokens,
+            extra={"request_id": self._request_id, "session": self._session.id},
         )
-
-    def _first_event(self) -> None:
-        self._metrics.first_token(self._operation, self._seconds(), self._cache)
 
     def _head(self, upstream: Upstream) -> list[tuple[bytes, bytes]]:
         return [*passed_on(upstream), self._session_header()]
@@ -228,6 +311,16 @@ class TurnResponse(Response):
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._began
+
+
+async def _nowhere(message: Message) -> None:
+    """Take the place of a client's ``send``."""
+
+
+def _key(turn: TurnRequest) -> Key:
+    digest = hashlib.blake2b(turn.body, digest_size=16, person=b"the same request")
+    digest.update(turn.path.encode())
+    return turn.session.tenant, turn.session.id, digest.digest()
 
 
 def _word(failure: Failure) -> str:

@@ -54,6 +54,20 @@ def test_a_stream_carries_the_same(client: anthropic.Anthropic) -> None:
     assert usage.output_tokens == 5
 
 
+def test_a_message_starts_with_the_counts_of_its_prompt(client: anthropic.Anthropic) -> None:
+    asked: Any = {"model": MODEL, "max_tokens": 5, "messages": HELLO}
+    asked["extra_headers"] = {"x-session-id": "counted"}
+    counts = []
+    for _ in range(2):
+        with client.messages.stream(**asked) as stream:
+            first = next(iter(stream))
+            assert first.type == "message_start"
+            usage = first.message.usage
+            counts.append((usage.input_tokens, usage.cache_read_input_tokens))
+    assert counts[0] == (4, 0)
+    assert sum(x or 0 for x in counts[1]) == 4 and counts[1][1]
+
+
 async def test_the_async_client(stack: FakeStack) -> None:
     async with (
         anthropic.AsyncAnthropic(base_url=stack.url, auth_token="any") as sdk,

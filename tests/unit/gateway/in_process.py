@@ -13,8 +13,10 @@ from starlette.types import ASGIApp, Message
 
 from engines.base import Demoted, EngineUnavailable, SessionRef, TierName, Upstream
 from engines.wire import CodecReport, EngineReport, Notice, SessionReport, Welcome
+from gateway.access.key_list import lines_of
 from gateway.app import create_app
 from gateway.config import GatewayConfig
+from gateway.context import Gateway
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
 from gateway.stored.stored import Stored
@@ -150,7 +152,7 @@ class App:
         self.engine = engine or RecordingEngine()
         self.memory: int | None = None  # what the machine has left
         config = GatewayConfig(**settings)
-        tenants = Tenants(b"a secret of the tests", config.api_keys)
+        tenants = Tenants(b"a secret of the tests", *lines_of(config))
         metrics = Metrics()
         self.sessions = SessionManager(
             self.engine,
@@ -159,7 +161,9 @@ class App:
             observer=metrics,
             memory=lambda: self.memory,
         )
-        self.app: ASGIApp = create_app(config, self.engine, self.sessions, tenants, metrics, stored)
+        made = create_app(config, self.engine, self.sessions, tenants, metrics, stored)
+        self.gateway: Gateway = made.state.gateway
+        self.app: ASGIApp = made
 
     async def get(self, path: str, **headers: str) -> Reply:
         return await self.call("GET", path, b"", headers)
@@ -172,8 +176,15 @@ class App:
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
         return await self.post("/v1/chat/completions", body)
 
-    async def call(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """``_`` in the names of headers stands for ``-``."""
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        leaves: asyncio.Event | None = None,
+    ) -> Reply:
+        """``_`` in headers' names stands for ``-``. The client goes when ``leaves`` is set."""
         given = {"host": "localhost", **{k.replace("_", "-"): v for k, v in headers.items()}}
         if body:
             given.setdefault("content-length", str(len(body)))
@@ -191,16 +202,19 @@ class App:
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 8080),
         }
-        return await _collect(self.app, scope, body)
+        return await _collect(self.app, scope, body, leaves or asyncio.Event())
 
 
-async def _collect(app: ASGIApp, scope: dict[str, Any], body: bytes) -> Reply:
+async def _collect(
+    app: ASGIApp, scope: dict[str, Any], body: bytes, leaves: asyncio.Event
+) -> Reply:
     pieces = [body[i : i + 65536] for i in range(0, len(body), 65536)] or [b""]
     reply = Reply(0, {}, b"")
 
     async def receive() -> Message:
         if not pieces:
-            await asyncio.Event().wait()  # the client stays
+            await leaves.wait()
+            return {"type": "http.disconnect"}
         return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
     async def send(message: Message) -> None:

@@ -98,6 +98,17 @@ async def test_without_keys_a_foreign_name_is_refused_everywhere(host: str, stat
     assert (await App(host="0.0.0.0").get("/livez", host=host)).status == status
 
 
+async def test_a_browser_that_asks_for_a_foreign_page_is_told_why_not() -> None:
+    ask = {"origin": "https://ui.example", "access_control_request_method": "POST"}
+    for app in (App(), App(allowed_origins=("https://other.example",))):
+        reply = await app.call("OPTIONS", CHAT, b"", ask)
+        assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
+        assert "gateway.allowed_origins" in reply.error["message"]
+    reply = await App(allowed_origins=("https://ui.example",)).call("OPTIONS", CHAT, b"", ask)
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-origin"] == "https://ui.example"
+
+
 async def test_pages_of_other_origins_cannot_post() -> None:
     app = App()
     for origin in ("https://evil.example", "null", "http://localhost:9"):

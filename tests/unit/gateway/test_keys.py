@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.openai.requests import InvalidRequest
-from gateway.keys import ANONYMOUS, BadKeyLine, Tenants, generate_key, read_key_lines
+from gateway.keys import ANONYMOUS, BadKeyLine, Limits, Tenants, generate_key, read_key_lines
 
 SECRET = b"sixteen bytes or more"
 
@@ -100,3 +100,17 @@ def test_other_keys_are_taken_all_at_once_or_not_at_all() -> None:
         tenants.authenticate(f"Bearer {old}")
     with pytest.raises(BadKeyLine):  # nobody is let in who would not have been at the start
         Tenants(SECRET).replace([line_new])
+
+
+def test_a_weight_stands_beside_limits_and_changes_none() -> None:
+    key, line = generate_key("alice")
+    for words, weight, limits in (
+        ("", 1, None),
+        (" weight=7", 7, None),
+        (" sessions=3 weight=2", 2, Limits(sessions=3)),
+    ):
+        tenant = Tenants(SECRET, [line + words]).authenticate(f"Bearer {key}")
+        assert (tenant.weight, tenant.limits) == (weight, limits)
+    for wrong in ("weight=0", "weight=1000001"):
+        with pytest.raises(BadKeyLine, match="from 1 to"):
+            Tenants(SECRET, [f"{line} {wrong}"])

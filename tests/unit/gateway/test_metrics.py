@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engines.headers import CacheOutcome
-from engines.wire import CodecReport, EngineReport, TierReport
+from engines.wire import CodecReport, EngineReport, SessionRef, TierReport
 from gateway.metrics import Gauges, Metrics, PromptDetails, Usage
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
@@ -37,8 +37,8 @@ def samples(metrics: Metrics, report: EngineReport | None = None) -> dict[str, f
 
 def test_usage_is_split_into_cached_and_prefilled() -> None:
     metrics = Metrics()
-    metrics.used(Usage(100, 7, PromptDetails(90)))
-    metrics.used(Usage(10, 1))
+    metrics.used("chat", "m", Usage(100, 7, PromptDetails(90)))
+    metrics.used("chat", "m", Usage(10, 1))
     found = samples(metrics)
     assert found["thermocline_tokens_total{cached}"] == 90
     assert found["thermocline_tokens_total{prefilled}"] == 20
@@ -101,7 +101,7 @@ def test_without_an_engine_its_figures_are_absent() -> None:
 
 def test_the_scheduler_is_observed() -> None:
     metrics = Metrics()
-    metrics.transition("s", "idle", "hibernate", "hibernating")
+    metrics.transition(SessionRef("t", "s", b""), "idle", "hibernate", "hibernating")
     metrics.decision("hibernate-idle")
     metrics.turn_waited(0.5)
     found = samples(metrics)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.headers import CACHE_HEADER
+from engines.wire import TemplateRules
 from gateway.keys import generate_key
 from gateway.turns import LARGE_BODY_BYTES
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 PRIVATE: dict[str, Any] = {
     "cache_salt": "of my victim",
@@ -92,7 +94,32 @@ async def test_what_engines_answer_differently_to_is_evened_out() -> None:
     assert app.engine.asked[0].body.keys() == {"model", "messages", "max_completion_tokens"}
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1000}
     assert (await app.post("/v1/completions", body)).status == 200
-    assert app.engine.asked[1].body["max_tokens"] == 1000  # left out it would mean 16
+    assert app.engine.asked[1].body["max_tokens"] == 100  # left out it would mean 16
+
+
+async def test_a_chat_without_a_limit_gets_the_default_one() -> None:
+    app = App(default_max_tokens=7)
+    for fields in ({}, {"max_tokens": None}, {"max_tokens": 9}, {"max_completion_tokens": 100}):
+        assert (await app.chat(**fields)).status == 200
+    bodies = [asked.body for asked in app.engine.asked]
+    assert [body.get("max_tokens") for body in bodies] == [7, 7, 9, None]
+    answered = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    for path, asked in (("messages", answered), ("responses", {"model": MODEL, "input": "x"})):
+        await app.post(f"/v1/{path}", asked)
+    assert [asked.body["max_tokens"] for asked in app.engine.asked[4:]] == [8, 7]
+
+
+async def test_reasoning_of_earlier_turns_is_kept_where_the_template_can() -> None:
+    switch = {"preserve_thinking": True}
+    welcome = msgspec.structs.replace(WELCOME, template=TemplateRules(reasoning_switch=switch))
+    app = App(RecordingEngine(welcome=welcome), keep_reasoning=True)
+    await app.chat()
+    await app.chat(chat_template_kwargs={"preserve_thinking": False, "x": 1})
+    kept = [asked.body["chat_template_kwargs"] for asked in app.engine.asked]
+    assert kept == [switch, {"preserve_thinking": False, "x": 1}]
+    for quiet in (App(RecordingEngine(welcome=welcome)), App(keep_reasoning=True)):
+        await quiet.chat()
+        assert "chat_template_kwargs" not in quiet.engine.asked[0].body
 
 
 async def test_an_alias_may_be_any_name() -> None:

@@ -120,6 +120,35 @@ def test_chats_that_begin_alike_are_told_apart_once_they_differ() -> None:
     assert identify(chats, ALICE, said("hi", "hey", "about dogs"), nobody) == two
 
 
+def test_a_last_question_that_is_written_anew_goes_on_in_its_session() -> None:
+    """As aider does: the question without its reminder, and the files behind what was said."""
+    chats, quiet = KnownChats(9), True
+
+    def ask(*texts: str) -> str:
+        chain = message_chain(ALICE.salt, said(*texts))
+        return chats.identify(ALICE, chain, nobody, lambda session_id: quiet)
+
+    begin, files = ("rules", "yes", "example", "ok"), ("files", "seen")
+    first = ask(*begin, *files, "one? obey")
+    assert ask(*begin, "one?", "1", *files, "two? obey") == first
+    assert ask(*begin, "one?", "1", "two?", "2", *files, "three? obey") == first
+    assert ask(*begin, *files, "another? obey") != first  # as long as the first was
+    assert ask(*begin, "one?", "1", "two?", "2", *files, "edited? obey") != first
+    quiet = False
+    longer = ("one?", "1", "two?", "2", "three?", "3", *files, "four? obey")
+    assert ask(*begin, *longer) != first
+
+
+def test_a_shared_first_message_is_no_sign_of_a_question_written_anew() -> None:
+    chats = KnownChats(9)
+    one, other = (said("rules", *texts) for texts in (["hi"], ["you", "me", "ho"]))
+    found = [
+        chats.identify(ALICE, message_chain(ALICE.salt, x), nobody, lambda session_id: True)
+        for x in (one, other)
+    ]
+    assert found[0] != found[1]
+
+
 def test_a_shared_system_prompt_does_not_join_chats() -> None:
     chats = KnownChats(100)
     system = [{"role": "system", "content": "be brief"}]

@@ -35,6 +35,12 @@ async def test_an_engine_that_cannot_count() -> None:
     assert (await app_of(200, b"{}").post(PATH, {"input": 5})).error["param"] == "input"
 
 
+async def test_an_engine_that_knows_no_path_is_no_failure_of_the_gateway() -> None:
+    reply = await app_of(404, b"404: Not Found").post("/detokenize", {"tokens": [1]})
+    assert (reply.status, reply.error["code"]) == (404, "not_supported")
+    assert "/detokenize" in reply.error["message"]
+
+
 async def test_a_count_that_is_none() -> None:
     reply = await count(app_of(200, b"[]"))
     assert (reply.status, reply.error["code"]) == (503, "engine_unavailable")

@@ -1,0 +1,1 @@
+"""Serves whoever runs the server, under ``/admin``: keys, findings, the log, measuring."""

@@ -1,0 +1,134 @@
+"""GET /admin/findings: what the server can say about itself that its operator should know."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.admin.answers import answer, for_admin
+from gateway.context import Gateway
+from gateway.edge.open_files import most_connections, open_files_limit
+
+router = APIRouter()
+COMFORTABLE_CONNECTIONS = 512
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing, how bad it is, and what to do about it."""
+
+    about: str
+    verdict: Literal["ok", "warning", "failure"]
+    text: str
+    advice: str = ""
+
+
+@router.get("/admin/findings")
+async def show_findings(request: Request) -> Response:
+    """Show what the server finds of itself, failures first."""
+    gateway = for_admin(request)
+    found = [x for check in CHECKS for x in check(gateway)]
+    found.sort(key=lambda x: ("failure", "warning", "ok").index(x.verdict))
+    return answer({"object": "list", "data": found})
+
+
+def _engine(gateway: Gateway) -> Iterator[Finding]:
+    welcome = gateway.engine.welcome
+    if welcome is None:
+        yield Finding("engine", "failure", gateway.engine.trouble, "Its lines in the log say more.")
+        return
+    yield Finding("engine", "ok", f"{welcome.engine} {welcome.engine_version}: {welcome.model}")
+    if not welcome.hibernation:
+        yield Finding(
+            "sleep",
+            "warning",
+            f"sessions do not sleep: {welcome.hibernation_reason}",
+            "`thermocline doctor` says which models can.",
+        )
+
+
+def _codec(gateway: Gateway) -> Iterator[Finding]:
+    codec = gateway.engine.codec
+    if codec is None:
+        return
+    if codec.progress:
+        yield Finding("codec", "ok", f"{codec.name}; {codec.progress}")
+    elif codec.unmeasured:
+        advice = "POST /admin/measure, or run: thermocline calibrate"
+        yield Finding("codec", "warning", f"{codec.name}: {codec.why}", advice)
+    else:
+        yield Finding("codec", "ok", f"{codec.name}: {codec.why}")
+
+
+def _tiers(gateway: Gateway) -> Iterator[Finding]:
+    report = gateway.live.report
+    for tier in report.tiers if report else ():
+        if not tier.available:
+            text = f"the tier does not answer; {tier.errors} operations failed"
+            yield Finding(f"tier {tier.name}", "failure", text, "Sessions there are prefilled.")
+        elif tier.errors:
+            text = f"{tier.errors} operations failed since the engine's start"
+            yield Finding(f"tier {tier.name}", "warning", text, "The log says which.")
+        elif tier.capacity_bytes and tier.nbytes > 0.95 * tier.capacity_bytes and tier.evictions:
+            text = f"it is full, and has evicted {tier.evictions} blobs"
+            yield Finding(f"tier {tier.name}", "warning", text, "Give it more room, or less time.")
+
+
+def _reach(gateway: Gateway) -> Iterator[Finding]:
+    config, tenants = gateway.config, gateway.tenants
+    if config.on_loopback:
+        return
+    if tenants.open_to_all:
+        text = f"{config.host} can be reached from other machines, and no API key is needed"
+        yield Finding("access", "failure", text, "thermocline keys new TENANT --append FILE")
+    else:
+        text = "keys travel in plain text on this address"
+        yield Finding("access", "warning", text, "Put a proxy that ends TLS in front of it.")
+    if config.metrics_access == "open":
+        yield Finding("metrics", "warning", "/metrics is open to everybody who reaches it")
+
+
+def _keys(gateway: Gateway) -> Iterator[Finding]:
+    tenants, file = gateway.tenants, gateway.config.api_keys_file
+    if not tenants.open_to_all and not file:
+        advice = "Set gateway.api_keys_file to make and revoke keys while it runs."
+        yield Finding("keys", "ok", f"{tenants.num_keys} keys, from the settings", advice)
+    for path in (file, gateway.config.admin_keys_file):
+        if path and (mode := _mode(path)) is not None and mode & 0o077:
+            text = f"{path} can be read by others (mode {mode:03o})"
+            yield Finding("keys", "warning", text, f"chmod 600 {path}")
+
+
+def _open_files(gateway: Gateway) -> Iterator[Finding]:
+    most = most_connections(open_files_limit(), gateway.config.max_connections)
+    if most < COMFORTABLE_CONNECTIONS:
+        text = f"the limit of open files leaves {most} connections"
+        yield Finding("open files", "warning", text, "Raise it: ulimit -n 65536")
+
+
+def _memory(gateway: Gateway) -> Iterator[Finding]:
+    headroom = gateway.sessions.headroom
+    if headroom.scarce:
+        text = "the machine's memory is nearly used up, and no turn is taken"
+        yield Finding("memory", "failure", text, "Lower engine.hot_bytes or store.ram_bytes.")
+    elif missing := headroom.missing_bytes():
+        text = f"{missing >> 20} MiB less than scheduler.memory_low_bytes are left"
+        yield Finding("memory", "warning", text, "Sessions are leaving memory for the disk.")
+
+
+def _mode(path: str) -> int | None:
+    try:
+        return stat.S_IMODE(Path(path).stat().st_mode)
+    except OSError:
+        return None
+
+
+CHECKS: tuple[Callable[[Gateway], Iterator[Finding]], ...] = (
+    *(_engine, _codec, _tiers, _reach, _keys, _open_files, _memory),
+)

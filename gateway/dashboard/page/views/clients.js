@@ -1,0 +1,68 @@
+// The lines that clients need to talk to this server; ``thermocline connect`` writes them itself.
+
+export const CLIENT_NAMES = ["Claude Code", "Codex", "OpenCode", "OpenAI SDK", "curl"];
+
+export function linesFor(name, { url, model, context, key }) {
+  const quoted = (x) => `'${String(x).replaceAll("'", "'\\''")}'`;
+  const exports = (values) => Object.entries(values).map(([k, v]) => `export ${k}=${quoted(v)}`).join("\n");
+  const output = Math.max(1024, Math.floor(context / 4));
+  switch (name) {
+    case "Claude Code":
+      return exports({
+        ANTHROPIC_BASE_URL: url,
+        ANTHROPIC_AUTH_TOKEN: key,
+        ANTHROPIC_MODEL: model,
+        ANTHROPIC_DEFAULT_OPUS_MODEL: model,
+        ANTHROPIC_DEFAULT_SONNET_MODEL: model,
+        ANTHROPIC_DEFAULT_HAIKU_MODEL: model,
+        API_TIMEOUT_MS: "3000000",
+        CLAUDE_CODE_ATTRIBUTION_HEADER: "0",
+        CLAUDE_CODE_MAX_OUTPUT_TOKENS: String(output),
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1",
+      });
+    case "Codex":
+      return `# ~/.codex/config.toml
+model = ${JSON.stringify(model)}
+model_provider = "thermocline"
+model_context_window = ${context}
+
+[model_providers.thermocline]
+name = "Thermocline"
+base_url = "${url}/v1"
+wire_api = "responses"
+env_key = "THERMOCLINE_API_KEY"
+stream_idle_timeout_ms = 3000000
+${exports({ THERMOCLINE_API_KEY: key })}`;
+    case "OpenCode":
+      return `// ~/.config/opencode/opencode.json
+${JSON.stringify(
+  {
+    $schema: "https://opencode.ai/config.json",
+    model: `thermocline/${model}`,
+    provider: {
+      thermocline: {
+        npm: "@ai-sdk/openai-compatible",
+        name: "Thermocline",
+        options: { baseURL: `${url}/v1`, apiKey: key, timeout: false },
+        models: { [model]: { name: model, limit: { context, output } } },
+      },
+    },
+  },
+  null,
+  2,
+)}`;
+    case "OpenAI SDK":
+      return `from openai import OpenAI
+
+client = OpenAI(base_url="${url}/v1", api_key="${key}")
+client.chat.completions.create(
+    model=${JSON.stringify(model)},
+    messages=[{"role": "user", "content": "Hello"}],
+    extra_headers={"X-Session-ID": "me"},  # or none: a chat is known by its messages
+)`;
+    default:
+      return `curl ${url}/v1/chat/completions -H 'content-type: application/json' \\
+  -H 'authorization: Bearer ${key}' -H 'X-Session-ID: me' \\
+  -d '{"model": ${JSON.stringify(model)}, "messages": [{"role": "user", "content": "Hello"}]}'`;
+  }
+}

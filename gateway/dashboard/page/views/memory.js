@@ -1,0 +1,114 @@
+// Each tier against its budget, what plain bf16 would need, and why turns found less than they might.
+
+import { html } from "../parts/html.js";
+import { Meter } from "../parts/meter.js";
+import { REASONS, sourceWords, tierOf } from "../parts/badges.js";
+import { sum } from "../parts/strip.js";
+import { memory, places, TIER_NAMES } from "../live/store.js";
+import { bytes, count, percent, plural, ratio } from "../live/format.js";
+
+const ORDER = ["hot", "cold-ram", "cold-disk", "cold-redis", "miss"];
+
+export function Memory() {
+  const it = memory.value;
+  if (!it) return html`<p class="hint card">The server has not told its memory yet.</p>`;
+  return html`
+    <section class="card" aria-labelledby="tiers">
+      <h2 id="tiers">Tiers against their budgets</h2>
+      <div class="budgets">
+        <${Hot} hot=${it.hot} />
+        ${it.tiers.map((x) => html`<${Cold} key=${x.name} tier=${x} />`)}
+      </div>
+    </section>
+    <div class="halves">
+      <${AsBf16} it=${it} />
+      <${Outcomes} outcomes=${it.outcomes ?? {}} />
+    </div>
+  `;
+}
+
+function Hot({ hot }) {
+  const busy = Math.max(0, hot.bytes - hot.idle_bytes);
+  const total = hot.capacity_bytes || hot.bytes || 1;
+  const marks = hot.capacity_bytes
+    ? [
+        { at: hot.high_water * total, name: "high water: idle sessions are put to sleep from here" },
+        { at: hot.low_water * total, name: "low water: until here" },
+      ]
+    : [];
+  const parts = [
+    { name: `in use: ${bytes(busy)}`, value: busy, tone: "hot" },
+    { name: `idle: ${bytes(hot.idle_bytes)}`, value: hot.idle_bytes, tone: "hot pale" },
+  ];
+  return html`<article class="budget hot">
+    <h3><span class="mark hot">Hot</span></h3>
+    <p class="amount"><b>${bytes(hot.bytes)}</b>${hot.capacity_bytes ? ` of ${bytes(hot.capacity_bytes)}` : ""}</p>
+    <${Meter} parts=${parts} total=${total} marks=${marks} tall words=${`Hot: ${parts.map((x) => x.name).join(", ")}`} />
+    <p class="facts-line"><span><i class="hot"></i>in use ${bytes(busy)}</span><span><i class="hot pale"></i>idle ${bytes(hot.idle_bytes)}</span>
+      ${hot.save_queue_bytes ? html`<span>waiting to be packed ${bytes(hot.save_queue_bytes)}</span>` : ""}
+      ${hot.capacity_bytes ? html`<span>marks at ${percent(hot.low_water)} and ${percent(hot.high_water)}</span>` : ""}</p>
+  </article>`;
+}
+
+function Cold({ tier }) {
+  const own = places.value[tier.name];
+  const total = tier.capacity_bytes || tier.bytes || 1;
+  return html`<article class="budget ${tier.name}">
+    <h3><span class="mark ${tier.name}">${TIER_NAMES[tier.name]}</span> ${tier.codec && html`<span class="codec">${tier.codec}</span>`}
+      ${!tier.available && html`<span class="bad">down: sessions there are computed again meanwhile</span>`}</h3>
+    <p class="amount"><b>${bytes(tier.bytes)}</b>${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}</p>
+    <${Meter} parts=${[{ name: bytes(tier.bytes), value: tier.bytes, tone: tier.name }]} total=${total} tall
+      words=${`${TIER_NAMES[tier.name]}: ${bytes(tier.bytes)} of ${bytes(tier.capacity_bytes)}`} />
+    <p class="facts-line"><span>${plural(own.sessions, "session")} asleep here</span>
+      ${tier.blobs != null && html`<span>${plural(tier.blobs, "blob")}</span>`}
+      ${tier.evictions != null && html`<span class=${tier.evictions ? "warn" : ""}>${plural(tier.evictions, "eviction")}${tier.evictions ? ": it ran out of room" : ""}</span>`}
+      ${tier.errors ? html`<span class="bad">${plural(tier.errors, "error")}</span>` : ""}</p>
+  </article>`;
+}
+
+function AsBf16({ it }) {
+  const whole = it.bf16_bytes;
+  const held = it.cold_bytes;
+  const capacity = it.hot.capacity_bytes;
+  return html`<section class="card" aria-labelledby="bf16">
+    <h2 id="bf16">What plain bf16 would need</h2>
+    ${whole
+      ? html`<p class="amount"><b>${bytes(whole)}</b> for the tokens of all sessions; packed they are ${bytes(held)}${held ? html`, <b>${ratio(whole / held)}</b> smaller` : ""}.</p>
+          <div class="compare">
+            <span>bf16</span><${Meter} parts=${[{ name: bytes(whole), value: whole, tone: "bf16" }]} total=${Math.max(whole, held)} tall
+              marks=${capacity && capacity < whole ? [{ at: capacity, name: `the hot budget: ${bytes(capacity)}` }] : []} words=${`bf16: ${bytes(whole)}`} />
+            <span>packed</span><${Meter} parts=${[{ name: bytes(held), value: held, tone: "ram" }]} total=${Math.max(whole, held)} tall words=${`packed: ${bytes(held)}`} />
+          </div>
+          ${capacity && whole > capacity ? html`<p class="hint">Hot memory alone would hold ${percent(capacity / whole)} of it; the rest would be computed again at every return.</p>` : ""}`
+      : html`<p class="hint">Nothing is stored yet.</p>`}
+  </section>`;
+}
+
+function Outcomes({ outcomes }) {
+  const all = Object.values(outcomes).reduce((total, x) => total + sum(x), 0);
+  return html`<section class="card" aria-labelledby="outcomes">
+    <h2 id="outcomes">Where prompts came from</h2>
+    ${all === 0
+      ? html`<p class="hint">No turn yet. Each one is counted here by where its prompt came from, and why not more of it was reused.</p>`
+      : html`<div class="scroll" tabindex="0" role="region" aria-label="Where prompts came from"><table class="plain outcomes"><thead><tr><th scope="col">From</th><th scope="col" class="number">Turns</th><th scope="col">Share</th><th scope="col">Why not more</th></tr></thead><tbody>
+          ${ORDER.filter((x) => outcomes[x]).map((source) => {
+            const n = sum(outcomes[source]);
+            return html`<tr key=${source}>
+              <th scope="row"><span class="mark ${tierOf(source)}">${sourceWords(source)}</span></th>
+              <td class="number">${count(n)}</td>
+              <td><${Meter} parts=${[{ name: percent(n / all), value: n, tone: source === "miss" ? "computed" : tierOf(source) }]} total=${all} words=${percent(n / all)} /></td>
+              <td class="faint">${reasons(outcomes[source])}</td>
+            </tr>`;
+          })}
+        </tbody></table></div>`}
+  </section>`;
+}
+
+function reasons(all) {
+  const some = Object.entries(all).filter(([reason]) => reason);
+  if (some.length === 0) return "nothing was missed";
+  return some
+    .sort((a, b) => b[1] - a[1])
+    .map(([reason, n]) => `${REASONS[reason] ?? reason} (${count(n)})`)
+    .join("; ");
+}

@@ -1,0 +1,82 @@
+// What the server does at this moment, and what it has saved today.
+
+import { html } from "../parts/html.js";
+import { Chart } from "../parts/chart.js";
+import { Client, Since, Source } from "../parts/badges.js";
+import { Meter } from "../parts/meter.js";
+import { now, rows, rowsVersion } from "../live/store.js";
+import { bytes, count, plural, rate, seconds } from "../live/format.js";
+import { Moves } from "./moves.js";
+import { isTrying, OfferToTry, TryIt } from "./try_it.js";
+
+const SPEEDS = [
+  { name: "prompt tokens/s", of: "prompt", tone: "prompt", show: rate },
+  { name: "answer tokens/s", of: "answer", tone: "accent", show: rate },
+];
+
+export function Now({ open }) {
+  rowsVersion.value;
+  const it = now.value ?? {};
+  const requests = it.requests ?? [];
+  return html`
+    <dl class="figures">
+      <${Figure} name="In flight" value=${count(it.running)} note=${waiting(it)} />
+      <${Figure} name="Prompt" value=${rate(it.prompt_tokens_per_s)} unit="tokens/s" />
+      <${Figure} name="Answers" value=${rate(it.answer_tokens_per_s)} unit="tokens/s" />
+      ${it.memory_available_bytes != null && html`<${Figure} name="Memory free" value=${bytes(it.memory_available_bytes)} note="on this machine" />`}
+      <${Figure} name="Prefill saved today" value=${seconds(it.saved_s_today)} note=${`${count(it.saved_tokens_today)} tokens not computed again`} good />
+    </dl>
+    ${isTrying() || (rows.size === 0 && requests.length === 0) ? html`<${TryIt} open=${open} />` : ""}
+    <section class="card" aria-labelledby="flight">
+      <h2 id="flight">Requests in flight</h2>
+      ${requests.length ? html`<${Requests} requests=${requests} open=${open} />` : html`<p class="hint">None at this moment.</p>`}
+    </section>
+    <div class="halves">
+      <section class="card" aria-labelledby="speed">
+        <h2 id="speed">Speed</h2>
+        <${Chart} lines=${SPEEDS} label="Prompt and answer tokens per second over the last minutes; the latest values are above." />
+      </section>
+      <${Moves} open=${open} />
+    </div>
+    ${rows.size && !isTrying() ? html`<${OfferToTry} />` : ""}
+  `;
+}
+
+const waiting = (it) => (it.waiting ? `${plural(it.waiting, "turn")} waiting` : "nobody waits");
+
+export function Figure({ name, value, unit, note, good }) {
+  return html`<div class="figure-card ${good ? "good" : ""}">
+    <dt>${name}</dt>
+    <dd><b>${value}</b>${unit && html` <span class="unit">${unit}</span>`}${note && html`<span class="note">${note}</span>`}</dd>
+  </div>`;
+}
+
+const PHASES = { waiting: "in line", prefill: "reading the prompt", decode: "answering" };
+
+function Requests({ requests, open }) {
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="All of them"><table class="plain">
+    <thead><tr><th scope="col">Session</th><th scope="col" class="low2">Client</th><th scope="col">Phase</th>
+      <th scope="col" class="low1">Prompt from</th><th scope="col" class="number low1">Prompt</th><th scope="col" class="number">Answered</th><th scope="col" class="number">Since</th></tr></thead>
+    <tbody>
+      ${requests.map(
+        (x) => html`<tr key=${x.id}>
+          <th scope="row"><button type="button" class="link" onClick=${() => open({ id: x.session, tenant: x.tenant })}>${x.session}</button></th>
+          <td class="low2"><${Client} name=${x.client} /></td>
+          <td><${Phase} request=${x} /></td>
+          <td class="low1"><${Source} source=${x.source} /></td>
+          <td class="number low1">${count(x.prompt_tokens)}</td>
+          <td class="number">${count(x.answered_tokens)}</td>
+          <td class="number"><${Since} at=${x.started_at} /></td>
+        </tr>`,
+      )}
+    </tbody>
+  </table></div>`;
+}
+
+function Phase({ request: x }) {
+  const words = PHASES[x.phase] ?? x.phase;
+  if (x.phase !== "prefill" || !x.prompt_tokens || x.prefilled_tokens == null) return words;
+  const share = x.prefilled_tokens / x.prompt_tokens;
+  return html`<span class="progress"><${Meter} parts=${[{ name: words, value: share, tone: "accent" }]} total=${1}
+    words=${`${Math.round(100 * share)} % of the prompt`} /> ${Math.round(100 * share)} %</span>`;
+}

@@ -1,0 +1,105 @@
+// The gate: which codec packs each tier, what it was measured to cost, and the bound it must keep.
+
+import { html, useState } from "../parts/html.js";
+import { Meter } from "../parts/meter.js";
+import { say } from "../parts/said.js";
+import { call } from "../live/api.js";
+import { quality, server, TIER_NAMES } from "../live/store.js";
+import { count, fixed, percent } from "../live/format.js";
+
+const FLOORS = new Set(["fp8", "q8"]); // what others do: measured beside ours, never used
+
+export function Quality() {
+  const it = quality.value;
+  if (!it) return html`<p class="hint card">The engine has not told its codecs yet.</p>`;
+  return html`
+    <section class="card" aria-labelledby="codecs">
+      <h2 id="codecs">Codecs in use</h2>
+      <ul class="codecs">
+        ${Object.entries(it.tiers).map(([tier, id]) => html`<li key=${tier}><span class="mark ${tier}">${TIER_NAMES[tier]}</span> <b>${id.split(".")[0]}</b> <span class="codec">${id}</span></li>`)}
+        ${Object.keys(it.tiers).length === 0 && html`<li><b>${it.name}</b></li>`}
+      </ul>
+      ${it.why && html`<p class="why-codec">${it.why}</p>`}
+      <${Measuring} it=${it} />
+    </section>
+    ${it.rows.length ? html`<${Measured} it=${it} />` : html`<p class="hint card">${isExact(it) ? "Sessions are packed exactly here: that costs no quality." : "What this codec costs this model was not measured, or loses nothing: the words above say which."}</p>`}
+  `;
+}
+
+const isExact = (it) => [it.name, ...Object.values(it.tiers)].every((x) => x.split(".")[0] === "raw");
+
+function Measuring({ it }) {
+  const [busy, setBusy] = useState(false);
+  const measure = async () => {
+    setBusy(true);
+    try {
+      await call("POST", "admin/measure");
+      say("The engine measures in its idle moments; codecs change without a restart.");
+    } catch (error) {
+      say(error.message, true);
+    }
+    setBusy(false);
+  };
+  const may = it.can_measure && server.value?.admin && !it.progress;
+  if (!it.progress && !may) return "";
+  return html`<div class="measuring">
+    ${it.progress && html`<p role="status"><span class="spin" aria-hidden="true"></span>${it.progress}</p>${progressOf(it.progress)}`}
+    ${may && html`<button type="button" disabled=${busy} onClick=${measure}>Measure now</button>
+      <span class="faint">Takes some minutes of idle moments; nobody waits for it.</span>`}
+  </div>`;
+}
+
+function progressOf(words) {
+  const found = /(\d+) of (\d+)/.exec(words);
+  if (!found) return "";
+  return html`<${Meter} parts=${[{ name: words, value: Number(found[1]), tone: "accent" }]} total=${Number(found[2])} words=${words} />`;
+}
+
+function Measured({ it }) {
+  const { bound } = it;
+  const rows = [...it.rows].sort((a, b) => (b.in_use - a.in_use) || a.bits_per_element - b.bits_per_element || a.context - b.context);
+  const chains = rows.some((x) => x.chain_kl != null);
+  return html`<section class="card" aria-labelledby="measured">
+    <h2 id="measured">Measured on this model</h2>
+    ${bound && html`<p class="hint">A codec serves only if KL stays under ${bound.kl}, ${percent(bound.top1)} of the most likely tokens stay, and no needle is lost${chains ? html`; at answers to reasoning chains KL under ${bound.chain_kl}, top-1 over ${percent(bound.chain_top1)}` : ""}. Bars end at the bound.</p>`}
+    <div class="scroll" tabindex="0" role="region" aria-label="Measured on this model"><table class="plain measured">
+      <thead><tr><th scope="col">Codec</th><th scope="col" class="number">Context</th><th scope="col" class="number">Bits</th>
+        <th scope="col">KL</th><th scope="col" class="number">Top-1</th>${chains && html`<th scope="col">KL, chains</th><th scope="col" class="number">Top-1, chains</th>`}
+        <th scope="col" class="number">Needles</th><th scope="col" class="number">Δp</th><th scope="col" class="number">Restore</th><th scope="col">Verdict</th></tr></thead>
+      <tbody>
+        ${rows.map((x) => {
+          const out = outside(x, bound);
+          return html`<tr key=${`${x.codec_id} ${x.preset} ${x.context}`} class=${x.in_use ? "in-use" : ""}>
+            <th scope="row">${x.preset}</th>
+            <td class="number">${count(x.context)}</td>
+            <td class="number">${fixed(x.bits_per_element, 2)}</td>
+            <td><${Against} value=${x.kl} bound=${bound?.kl} /></td>
+            <td class="number">${percent(x.top1)}</td>
+            ${chains && html`<td><${Against} value=${x.chain_kl} bound=${bound?.chain_kl} /></td><td class="number">${percent(x.chain_top1)}</td>`}
+            <td class="number">${x.needle_total ? `${x.needle_found} of ${x.needle_total}` : "–"}</td>
+            <td class="number">${percent(x.delta_p)}</td>
+            <td class="number">${x.restore_share != null ? html`<span title="time to unpack, in prefills of the same tokens">${percent(x.restore_share)}</span>` : "–"}</td>
+            <td>${FLOORS.has(x.preset) ? html`<span class="faint">to compare with</span>` : out ? html`<span class="bad">refused: ${out}</span>` : html`<span class="ok">${x.in_use ? "in use" : "inside"}</span>`}</td>
+          </tr>`;
+        })}
+      </tbody>
+    </table></div>
+    <p class="hint">Restore: time to unpack, as a share of computing the same tokens again. Δp: root mean square of what the probability of the text's own token changes.</p>
+  </section>`;
+}
+
+function Against({ value, bound }) {
+  if (value == null) return "–";
+  const inside = bound == null || value <= bound;
+  return html`<span class="against"><${Meter} parts=${[{ name: fixed(value, 4), value, tone: inside ? "accent" : "over" }]} total=${bound || value || 1} words=${`${fixed(value, 4)}${bound ? ` against ${bound}` : ""}`} /> ${fixed(value, 4)}</span>`;
+}
+
+function outside(x, bound) {
+  if (!bound) return "";
+  if (x.kl > bound.kl) return "KL";
+  if (x.top1 < bound.top1) return "top-1";
+  if (x.needle_found < x.needle_total) return "needles";
+  if (x.chain_kl != null && x.chain_kl > bound.chain_kl) return "chains";
+  if (x.chain_top1 != null && x.chain_top1 < bound.chain_top1) return "chains";
+  return "";
+}

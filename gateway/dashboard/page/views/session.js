@@ -1,0 +1,86 @@
+// One conversation: where its KV has been, what its last turns reused, and what can be done with it.
+
+import { html, useEffect, useState } from "../parts/html.js";
+import { Client, Source, Whereabouts } from "../parts/badges.js";
+import { Confirm } from "../parts/confirm.js";
+import { say } from "../parts/said.js";
+import { call, sessionPath } from "../live/api.js";
+import { isHot, rowKey, TIER_NAMES } from "../live/store.js";
+import { bytes, count, plural, ratio, seconds } from "../live/format.js";
+import { Journey } from "./journey.js";
+import { forgotten } from "./try_it.js";
+import { Turns } from "./turns.js";
+
+const ASK_AGAIN_MS = 250; // behind a change, so that several of them cost one question
+
+export function Session({ row, close }) {
+  const detail = useDetail(row);
+  return html`
+    <p class="tags"><${Whereabouts} row=${row} /> ${row.client && html`<${Client} name=${row.client} />`}
+      ${row.pinned && html`<span class="pin">pinned</span>`}
+      ${row.parent && html`<span class="faint">started by ${row.parent}</span>`}
+      ${row.tenant && html`<span class="faint">tenant ${row.tenant}</span>`}</p>
+    <${Actions} row=${row} close=${close} />
+    <dl class="facts">
+      <dt>Tokens</dt><dd>${count(row.tokens)}</dd>
+      <dt>${isHot(row) ? "Hot bytes" : "Packed bytes"}</dt><dd>${bytes(row.bytes)}</dd>
+      <dt>As bf16</dt><dd>${bytes(row.bf16_bytes)}${row.ratio ? html` <span class="faint">packed ${ratio(row.ratio)} smaller</span>` : ""}</dd>
+      <dt>Cold copy</dt><dd>${row.tier ? TIER_NAMES[row.tier] : "none yet"}${row.cold_bytes ? html` <span class="faint">${bytes(row.cold_bytes)}</span>` : ""}</dd>
+      <dt>Last return</dt><dd><${Source} source=${row.last_source} reason=${row.last_reason} /></dd>
+      <dt>Prefill saved</dt><dd>${seconds(row.saved_s)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
+    </dl>
+    <${Journey} row=${row} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />
+    <${Turns} turns=${detail?.last_turns ?? []} prefix=${detail?.prefix} known=${!!detail} />
+  `;
+}
+
+// Asks for the rest of what is known whenever the row changes, but not with every change.
+function useDetail(row) {
+  const [detail, setDetail] = useState(null);
+  useEffect(() => {
+    let here = true;
+    const ask = async () => {
+      try {
+        const said = await call("GET", sessionPath(row));
+        if (here) setDetail(said);
+      } catch (error) {
+        if (here && error.status !== 404) say(error.message, true);
+      }
+    };
+    const timer = setTimeout(ask, detail ? ASK_AGAIN_MS : 0);
+    return () => ((here = false), clearTimeout(timer));
+  }, [rowKey(row), row.state, row.turns, row.tier, row.tokens]);
+  return detail;
+}
+
+function Actions({ row, close }) {
+  const [busy, setBusy] = useState(false);
+  const act = async (verb, done, body) => {
+    setBusy(true);
+    try {
+      const said = await call(verb === "forget" ? "DELETE" : "POST", sessionPath(row, verb === "forget" ? "" : verb), body);
+      say(done(said));
+      if (verb !== "forget") return;
+      forgotten(row.id);
+      close();
+    } catch (error) {
+      say(error.message, true);
+    } finally {
+      setBusy(false);
+    }
+  };
+  const asleep = (said) => `${row.id} sleeps now${said?.tier ? `, in ${TIER_NAMES[said.tier]}` : ""}.`;
+  const hot = isHot(row);
+  const busyNow = busy || row.state === "active" || row.state === "waking";
+  return html`<div class="actions" role="group" aria-label="Actions">
+    ${hot
+      ? html`<button type="button" disabled=${busyNow || row.pinned} onClick=${() => act("demote", asleep)}>Let it sleep</button>`
+      : html`<button type="button" disabled=${busyNow} onClick=${() => act("prefetch", () => `${row.id} is awake.`)}>Wake</button>`}
+    ${row.tier === "ram" && !row.pinned && html`<button type="button" disabled=${busyNow} onClick=${() => act("demote", asleep, { tier: "disk" })}>Move to disk</button>`}
+    ${row.pinned
+      ? html`<button type="button" disabled=${busy} onClick=${() => act("unpin", () => `${row.id} may sleep again.`)}>Unpin</button>`
+      : html`<button type="button" disabled=${busy} onClick=${() => act("pin", () => `${row.id} is pinned: it stays as it is.`)}>Pin</button>`}
+    <${Confirm} label="Forget" question="Remove it from every tier, for good?" yes="Forget it" disabled=${busy}
+      act=${() => act("forget", () => `${row.id} is forgotten.`)} />
+  </div>`;
+}

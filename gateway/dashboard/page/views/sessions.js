@@ -1,0 +1,143 @@
+// All conversations as a table: found by filters, in any order; one of them opened beside it.
+
+import { computed, html, signal, useEffect, useRef } from "../parts/html.js";
+import { Client, clientName, Since, Source, Whereabouts } from "../parts/badges.js";
+import { Rows } from "../parts/rows.js";
+import { idOf, numSessions, placeOf, rowKey, rows, rowsVersion, TIER_NAMES } from "../live/store.js";
+import { bytes, count, ratio, seconds } from "../live/format.js";
+import { Session } from "./session.js";
+import { TryIt } from "./try_it.js";
+
+export const NO_FILTER = { words: "", place: "", client: "", last: "", pinned: false };
+export const filter = signal(NO_FILTER);
+const sort = signal({ by: "idle", down: false });
+
+const BY = {
+  id: (x) => x.id,
+  tenant: (x) => x.tenant ?? "",
+  client: (x) => x.client ?? "",
+  place: (x) => x.state,
+  tokens: (x) => x.tokens,
+  bytes: (x) => x.bytes,
+  ratio: (x) => x.ratio ?? 0,
+  idle: (x) => -(x.idle_since ?? Infinity),
+  last: (x) => x.last_source ?? "",
+  saved: (x) => x.saved_s ?? 0,
+  turns: (x) => x.turns ?? 0,
+};
+
+const found = computed(() => {
+  rowsVersion.value;
+  const { words, place, client, last, pinned } = filter.value;
+  const needle = words.trim().toLowerCase();
+  const all = [];
+  for (const row of rows.values()) {
+    if (place && placeOf(row) !== place) continue;
+    if (client && row.client !== client) continue;
+    if (last && row.last_source !== last) continue;
+    if (pinned && !row.pinned) continue;
+    if (needle && !matches(row, needle)) continue;
+    all.push(row);
+  }
+  const key = BY[sort.value.by];
+  const sign = sort.value.down ? -1 : 1;
+  return all.sort((a, b) => {
+    const x = key(a);
+    const y = key(b);
+    return x < y ? -sign : x > y ? sign : 0;
+  });
+});
+const manyTenants = computed(() => {
+  rowsVersion.value;
+  let first;
+  for (const { tenant } of rows.values()) {
+    first ??= tenant;
+    if (tenant !== first) return true;
+  }
+  return false;
+});
+const clients = computed(() => {
+  rowsVersion.value;
+  return [...new Set([...rows.values()].map((x) => x.client).filter(Boolean))].sort();
+});
+
+const matches = (row, needle) =>
+  [row.id, row.parent, row.tenant, row.client].some((x) => x?.toLowerCase().includes(needle));
+
+const COLUMNS = [
+  { name: "id", label: "Session", cell: (x) => html`<${Marks} row=${x} />` },
+  { name: "tenant", label: "Tenant", many: true, low: 2, cell: (x) => x.tenant },
+  { name: "client", label: "Client", low: 3, cell: (x) => html`<${Client} name=${x.client} />` },
+  { name: "place", label: "Where", cell: (x) => html`<${Whereabouts} row=${x} />` },
+  { name: "idle", label: "Idle", cell: (x) => (x.idle_since ? html`<${Since} at=${x.idle_since} />` : "busy") },
+  { name: "tokens", label: "Tokens", number: true, low: 1, cell: (x) => count(x.tokens) },
+  { name: "bytes", label: "Bytes", number: true, low: 1, cell: (x) => bytes(x.bytes) },
+  { name: "ratio", label: "Packed", number: true, low: 3, cell: (x) => ratio(x.ratio) },
+  { name: "last", label: "Last return", low: 2, cell: (x) => html`<${Source} source=${x.last_source} reason=${x.last_reason} />` },
+  { name: "turns", label: "Turns", number: true, low: 3, cell: (x) => count(x.turns) },
+  { name: "saved", label: "Saved", number: true, low: 2, cell: (x) => (x.saved_s ? seconds(x.saved_s) : html`<span class="faint">0 s</span>`) },
+];
+
+const OF_ONE_TENANT = COLUMNS.filter((x) => !x.many);
+
+function Marks({ row }) {
+  return html`${row.pinned && html`<span class="pin" title="pinned">pinned</span>`}${(row.parent || row.kind === "child") &&
+  html`<span class="child" title=${row.parent ? `started by ${row.parent}` : "serves another session"}>child</span>`}`;
+}
+
+export function Sessions({ chosen, open, close }) {
+  const items = found.value;
+  const row = chosen && rows.get(chosen);
+  const columns = manyTenants.value ? COLUMNS : OF_ONE_TENANT;
+  return html`<div class="split ${chosen ? "open" : ""}">
+    <section class="card table-card" aria-labelledby="all-sessions">
+      <h2 id="all-sessions" class="sr">Sessions</h2>
+      <${Filters} shown=${items.length} />
+      ${rows.size === 0
+        ? html`<${TryIt} open=${open} />`
+        : items.length === 0
+          ? html`<p class="hint">No session is like that. <button type="button" class="link" onClick=${() => (filter.value = NO_FILTER)}>Show all</button></p>`
+          : html`<${Rows} columns=${columns} items=${items} keyOf=${rowKey} nameOf=${(x) => x.id} chosen=${chosen}
+              choose=${open} sort=${sort.value} setSort=${(x) => (sort.value = x)} label="Sessions" />`}
+    </section>
+    ${chosen ? html`<${Side} key=${chosen} row=${row} chosen=${chosen} open=${open} close=${close} />` : ""}
+  </div>`;
+}
+
+function Filters({ shown }) {
+  const it = filter.value;
+  const set = (name) => (event) =>
+    (filter.value = { ...filter.value, [name]: event.target.type === "checkbox" ? event.target.checked : event.target.value });
+  const listed = rows.size;
+  const all = Math.max(numSessions.value, listed);
+  return html`<form class="filters" role="search" onSubmit=${(event) => event.preventDefault()}>
+    <label class="grow"><span class="sr">Find by id, parent, client</span>
+      <input type="search" placeholder="Find by id, parent, client" value=${it.words} onInput=${set("words")} /></label>
+    <${Choice} label="Where" value=${it.place} set=${set("place")} options=${TIER_NAMES} any="anywhere" />
+    <${Choice} label="Client" value=${it.client} set=${set("client")} any="any client"
+      options=${Object.fromEntries(clients.value.map((x) => [x, clientName(x)]))} />
+    <${Choice} label="Last return" value=${it.last} set=${set("last")} any="any last return"
+      options=${{ hot: "went on hot", "cold-ram": "from RAM", "cold-disk": "from disk", "cold-redis": "from Redis", miss: "missed" }} />
+    <label class="check"><input type="checkbox" checked=${it.pinned} onChange=${set("pinned")} /> pinned</label>
+    <output aria-live="polite">${shown === all ? count(all) : `${count(shown)} of ${count(all)}`}${listed < all ? ` (the ${count(listed)} last used are listed)` : ""}</output>
+  </form>`;
+}
+
+function Choice({ label, value, set, options, any }) {
+  return html`<label><span class="sr">${label}</span><select value=${value} onChange=${set}>
+    <option value="">${any}</option>
+    ${Object.entries(options).map(([name, words]) => html`<option value=${name} selected=${name === value}>${words}</option>`)}
+  </select></label>`;
+}
+
+function Side({ row, chosen, open, close }) {
+  const head = useRef(null);
+  useEffect(() => head.current?.focus(), [chosen]);
+  return html`<aside class="card side" aria-labelledby="opened" onKeyDown=${(event) => event.key === "Escape" && close()}>
+    <header>
+      <h2 id="opened" tabindex="-1" ref=${head}>${idOf(chosen)}</h2>
+      <button type="button" class="quiet" onClick=${close} aria-label="Close this session">✕</button>
+    </header>
+    ${row ? html`<${Session} row=${row} open=${open} close=${close} />` : html`<p class="hint">This session is gone: a new turn under its id starts it anew.</p>`}
+  </aside>`;
+}

@@ -1,0 +1,105 @@
+"""Sends one stream of events: a snapshot, then changes, and a comment now and then as sign of life.
+
+At most one event is on its way to a reader. While it takes that one, all that changes is gathered
+by ``gateway.live.scope``, which keeps nothing for any reader; so a slow one gets fewer and larger
+events, and one that takes nothing is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import TypeAlias
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engines.asgi import ClientGone, while_client_stays
+from gateway.context import Gateway
+from gateway.keys import Tenant
+from gateway.live.scope import Scope as LiveScope
+from gateway.relay.passthrough import body_part, send_end, send_head
+
+LIFE_EVERY_S = 15.0
+STALL_S = 30.0  # a reader that takes nothing for so long (or ``client_stall_s``) is cut
+RETRY_MS = 2000
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # proxies that gather answers would gather for ever
+)
+Take: TypeAlias = Callable[[bytes], Awaitable[None]]
+GOODBYE = b"event: end\ndata: {}\n\n"
+
+
+class LiveEvents(Response):
+    """The response to ``GET /v1/events``."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        caller: Tenant,
+        tenant: str | None,
+        last_event_id: str,
+    ) -> None:
+        """
+        Args:
+            tenant: whose sessions are told of; None = everybody's.
+            last_event_id: the last event that the reader has had; "" = none.
+        """
+        super().__init__()
+        self._gateway = gateway
+        self._caller = caller
+        self._tenant = tenant
+        self._last_event_id = last_event_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with (
+            self._gateway.event_places.place(self._caller.name),
+            self._gateway.live.reading(self._tenant) as live_scope,
+        ):
+            tell = partial(self._tell, live_scope, send)
+            await while_client_stays(receive, tell)
+            await send_end(send, GOODBYE)
+
+    async def _tell(self, scope: LiveScope, send: Send) -> None:
+        await send_head(send, 200, list(HEADERS))
+        stall_s = min(STALL_S, self._gateway.config.client_stall_s)
+        take = partial(_taken, send, stall_s)
+        await take(b"retry: %d\n\n" % RETRY_MS)
+        told = scope.resumes(self._last_event_id)
+        if told is None:
+            told = scope.moment
+            await _send_event(take, "snapshot", scope.event_id(told), scope.snapshot())
+        while self._goes_on():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LIFE_EVERY_S):
+                    await scope.beyond(told)
+            if scope.moment > told:
+                change, told = scope.change_since(told), scope.moment
+                await _send_event(take, "change", scope.event_id(told), [change])
+            else:
+                await take(b": still here\n\n")
+
+    def _goes_on(self) -> bool:
+        """Tell whether the reader may stay: its key may be gone, or the server may end."""
+        return not self._gateway.live.ended and self._gateway.tenants.holds(self._caller)
+
+
+async def _send_event(take: Take, name: str, event_id: str, pieces: Iterable[bytes]) -> None:
+    await take(f"id: {event_id}\nevent: {name}\ndata: ".encode())
+    for piece in pieces:
+        await take(piece)
+        await asyncio.sleep(0)  # a snapshot is long: others get their turn
+    await take(b"\n\n")
+
+
+async def _taken(send: Send, stall_s: float, body: bytes) -> None:
+    """Send some bytes; raises ``ClientGone`` if the reader takes nothing for ``stall_s``."""
+    try:
+        async with asyncio.timeout(stall_s):
+            await send(body_part(body))
+    except TimeoutError:
+        raise ClientGone from None

@@ -1,0 +1,21 @@
+"""GET /v1/events: the caller's requests, sessions, memory and quality, as they change."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.context import caller_of, gateway_of, sees_all
+from gateway.events.event_stream import LiveEvents
+
+router = APIRouter()
+
+
+@router.get("/v1/events")
+async def events(request: Request) -> Response:
+    """Stream what happens, as server-sent events: a snapshot first, then changes."""
+    caller, gateway = caller_of(request), gateway_of(request)
+    tenant = None if sees_all(request, caller) else caller.name
+    last = request.headers.get("last-event-id", "") or request.query_params.get("last_event_id", "")
+    return LiveEvents(gateway, caller, tenant, last[:100])

@@ -1,0 +1,5 @@
+"""Keeps what pages and terminals show: requests, sessions, memory and quality, as they change.
+
+``shape`` is what goes out, described in ``docs/events.md``. ``live`` hears of everything that
+happens; ``scope`` is the part of it that one caller may see. Never the text of a chat.
+"""

@@ -1,0 +1,297 @@
+"""Hears of everything that happens to requests and sessions, and lets readers see their part.
+
+Where nobody reads, all that this costs is a few sums and a bounded memory of each session's past.
+While somebody does, it looks once a second at what changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib.metadata import version
+
+from msgspec import UNSET
+
+from engines.base import Engine, EngineError, EngineReport, SessionRef
+from gateway.live.history import Histories
+from gateway.live.memory import memory_shown
+from gateway.live.quality import prefill_speed, quality_shown
+from gateway.live.requests import LiveRequest, of_tenant
+from gateway.live.rows import Key, Rows
+from gateway.live.scope import Parts, Scope
+from gateway.live.shape import NowShown, RequestShown, ServerShown, SessionDetail
+from gateway.live.sums import Sums
+from gateway.live.tally import PrefillSpeed, Tally
+from scheduler.sessions import SessionManager
+
+log = logging.getLogger("thermocline.live")
+
+LOOK_EVERY_S = 1.0
+STALE_S = 3.0  # of the engine's figures
+LINGER_S = 60.0  # without a reader: one that comes back by then goes on where it was
+MAX_REQUESTS = 400  # shown
+DIALECTS = ("chat.completions", "completions", "responses", "messages")
+COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps tell nothing
+
+
+class Live:
+    """The live state of one app; a ``scheduler.observer.Observer``. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sessions: SessionManager,
+        *,
+        on_saved: Callable[[str, float], None] = lambda source, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            on_saved: hears of the seconds that a turn was spared, and by which source.
+            clock: the scheduler's.
+        """
+        self._on_saved = on_saved
+        self._engine = engine
+        self._sessions = sessions
+        self._clock = clock
+        self._wall = wall
+        self._started_at = round(wall(), 3)
+        self._version = version("thermocline")
+        self._requests: dict[LiveRequest, None] = {}
+        self.histories = Histories(wall)
+        self._rows = Rows(sessions.table, self.histories, clock, wall)
+        self._speed = PrefillSpeed()
+        self._tallies: defaultdict[str | None, Tally] = defaultdict(partial(Tally, wall))
+        self.report: EngineReport | None = None  # the latest
+        self._told_at = float("-inf")
+        self._scopes: dict[str | None, Scope] = {}
+        self._unread_since: dict[str | None, float] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._ended = False
+        self._epoch = 0  # of the latest scope; no two have the same
+        sessions.observe(self)
+
+    # ---- requests
+
+    @contextmanager
+    def request(
+        self, ref: SessionRef, id: str, operation: str, client: str
+    ) -> Iterator[LiveRequest]:
+        """Follow a request while it is served; at its end its session's history has one more."""
+        request = LiveRequest(ref, id, operation, client, self._wall())
+        self._requests[request] = None
+        try:
+            yield request
+        finally:
+            del self._requests[request]
+            self._take(request)
+
+    def _take(self, request: LiveRequest) -> None:
+        if request.phase == "waiting":  # the engine never had it: refused, or its client left
+            return
+        self._speed.learn(request)
+        self._speed.told = prefill_speed(self._engine.codec)
+        saved_s = self._speed.saved_s(request)
+        if saved_s and request.cache is not None:
+            self._on_saved(request.cache.source, saved_s)
+        for tenant in (None, request.ref.tenant):
+            self._tallies[tenant].add(request, saved_s)
+        key = (request.ref.tenant, request.ref.id)
+        if self._rows.session(key) is not None:
+            self.histories.turned(key, request.turn(saved_s))
+            self.row_changed(request.ref)
+
+    # ---- scheduler.observer.Observer
+
+    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
+        key = (ref.tenant, ref.id)
+        if after in ("gone", "leaving"):
+            self.histories.forget(key)
+        else:
+            self.histories.stepped(key, before, event, after)
+
+    def row_changed(self, ref: SessionRef) -> None:
+        for scope in self._scopes.values():
+            if scope.sees(ref.tenant):
+                scope.mark((ref.tenant, ref.id))
+
+    def engine_told(self, report: EngineReport) -> None:
+        self.report = report
+        self._told_at = self._clock()
+        told = {(x.tenant, x.session): x for x in report.requests}
+        for request in self._requests:
+            key = (request.ref.tenant, request.ref.id)
+            request.progress = told.get(key, request.progress)
+
+    def turn_waited(self, seconds: float) -> None:
+        pass
+
+    def decision(self, name: str) -> None:
+        pass
+
+    def memory(self, level: str, available_bytes: int) -> None:
+        pass
+
+    # ---- readers
+
+    @contextmanager
+    def reading(self, tenant: str | None) -> Iterator[Scope]:
+        """Read what a tenant may see, or everything for None, inside the context."""
+        scope = self._scopes.get(tenant)
+        if scope is None:
+            self._epoch = max(self._epoch + 1, int(self._wall() * 1000))
+            scope = self._scopes[tenant] = Scope(tenant, self._rows, self._parts, self._epoch)
+        scope.num_readers += 1
+        self._unread_since.pop(tenant, None)
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_on(), name="live")
+        try:
+            yield scope
+        finally:
+            scope.num_readers -= 1
+            if not scope.num_readers:
+                self._unread_since[tenant] = self._clock()
+
+    @property
+    def ended(self) -> bool:
+        """True once readers are to leave."""
+        return self._ended
+
+    def end(self) -> None:
+        """Let every reader leave: the server is shutting down."""
+        self._ended = True
+        for scope in self._scopes.values():
+            scope.wake()
+
+    async def close(self) -> None:
+        """Stop looking."""
+        self.end()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    async def _look_on(self) -> None:
+        while self._scopes:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self._ask_engine()
+                self.look()
+            except Exception:  # the edge of this task: what is shown must not end for a defect
+                log.exception("the live view failed; looking again")
+        self._looking = None
+
+    async def _ask_engine(self) -> None:
+        """Ask the engine for its figures where the sweeps do not: it serves without sleep."""
+        if not self._engine.ready:
+            self.report = None
+        elif self._clock() - self._told_at > STALE_S:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S / 2):
+                    self.engine_told(await self._engine.stats())
+
+    def look(self) -> None:
+        """Look once at what changed, for every scope that has readers; drop those without."""
+        for tenant, since in list(self._unread_since.items()):
+            if self._clock() - since > LINGER_S:
+                del self._scopes[tenant], self._unread_since[tenant]
+        for scope in self._scopes.values():
+            scope.look()
+
+    def detail(self, ref: SessionRef, *, admin: bool) -> SessionDetail | None:
+        """Show one session with its past; None if it is unknown."""
+        key = (ref.tenant, ref.id)
+        session = self._rows.session(key)
+        if session is None:
+            return None
+        past = self.histories.of(key)
+        return SessionDetail(
+            row=self._rows.shown(session, admin=admin),
+            timeline=list(past.steps) if past else [],
+            last_turns=list(past.turns) if past else [],
+        )
+
+    # ---- the parts of a moment
+
+    def _parts(self, tenant: str | None, sums: Sums[Key]) -> Parts:
+        admin, welcome = tenant is None, self._engine.welcome
+        if welcome is not None:
+            self._rows.kv_size.told = welcome.kv_bytes_per_token
+        return Parts(
+            server=self._server(tenant),
+            now=self._now(tenant),
+            memory=memory_shown(
+                sums,
+                self.report,
+                self._engine.codec,
+                self._rows.kv_size,
+                self._tallies[tenant].outcomes,
+                self._sessions.water_marks,
+                admin=admin,
+            ),
+            quality=quality_shown(self._engine.codec, welcome is not None and welcome.can_measure),
+        )
+
+    def _server(self, tenant: str | None) -> ServerShown:
+        welcome = self._engine.welcome
+        return ServerShown(
+            model=welcome.model if welcome else None,
+            engine=welcome.engine if welcome else None,
+            engine_version=welcome.engine_version if welcome else None,
+            version=self._version,
+            started_at=self._started_at,
+            ready=self._engine.ready,
+            trouble=self._engine.trouble,
+            draining=self._ended,
+            max_context=welcome.max_context if welcome else None,
+            hibernation=welcome.hibernation if welcome else None,
+            hibernation_reason=welcome.hibernation_reason if welcome else "",
+            dialects=DIALECTS,
+            admin=tenant is None,
+            tenant=tenant,
+        )
+
+    def _now(self, tenant: str | None) -> NowShown:
+        mine, tally = of_tenant(self._requests, tenant), self._tallies[tenant]
+        prompt_rate, answer_rate = tally.rates(
+            self._clock(),
+            tally.computed_tokens,
+            tally.answered_tokens + sum(x.answered_tokens for x in mine),
+        )
+        tokens, seconds, turns = tally.today
+        waiting = sum(x.phase == "waiting" for x in mine)
+        speed = self._speed.tokens_per_s
+        available = self._sessions.headroom.available_bytes if tenant is None else None
+        return NowShown(
+            running=len(mine) - waiting,
+            waiting=waiting,
+            requests=[_shown(x, tenant is None) for x in mine[:MAX_REQUESTS]],
+            prompt_tokens_per_s=prompt_rate,
+            answer_tokens_per_s=answer_rate,
+            memory_available_bytes=available and available // COARSE_BYTES * COARSE_BYTES,
+            prefill_tokens_per_s=round(speed, 1) if speed else None,
+            saved_tokens_today=tokens,
+            saved_s_today=seconds,
+            turns_today=turns,
+        )
+
+
+def _shown(request: LiveRequest, admin: bool) -> RequestShown:
+    return RequestShown(
+        id=request.id,
+        tenant=request.ref.tenant if admin else UNSET,
+        session=request.ref.id,
+        client=request.client,
+        operation=request.operation,
+        started_at=round(request.at, 3),
+        phase=request.phase_now,
+        prompt_tokens=request.prompt_tokens,
+        prefilled_tokens=request.prefilled_tokens,
+        answered_tokens=request.answered_tokens,
+        source=request.cache.source if request.cache else None,
+    )

@@ -1,0 +1,72 @@
+"""Makes the figures of memory: the engine's own for an admin, sums of own sessions for a tenant.
+
+Figures of the whole machine would tell a tenant how busy the others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from engines.base import EngineReport
+from engines.wire import CodecReport, TierReport
+from gateway.live.rows import Key, KvSize
+from gateway.live.shape import HotShown, MemoryShown, TierShown
+from gateway.live.sums import Sums
+
+Outcomes: TypeAlias = Mapping[str, Mapping[str, int]]
+
+
+def memory_shown(
+    sums: Sums[Key],
+    report: EngineReport | None,
+    codec: CodecReport | None,
+    kv_size: KvSize,
+    outcomes: Outcomes,
+    water: tuple[float, float],
+    *,
+    admin: bool,
+) -> MemoryShown:
+    """Show memory.
+
+    Args:
+        report: the engine's latest; None if it has not told any.
+        water: the scheduler's high and low mark.
+    """
+    tiers = report.tiers if report else []
+    return MemoryShown(
+        hot=_hot(sums, report, water, admin),
+        tiers=[_tier(x, sums, codec, admin) for x in tiers],
+        cold_bytes=sums.cold_bytes,
+        bf16_bytes=kv_size.of(sums.tokens),
+        sessions=dict(sorted(sums.states.items())),
+        outcomes={source: dict(reasons) for source, reasons in outcomes.items()},
+    )
+
+
+def _hot(
+    sums: Sums[Key], report: EngineReport | None, water: tuple[float, float], admin: bool
+) -> HotShown:
+    told = report if admin else None
+    return HotShown(
+        bytes=told.hot_bytes if told else sums.hot_bytes,
+        idle_bytes=told.idle_hot_bytes if told else sums.idle_bytes,
+        capacity_bytes=report.hot_capacity_bytes if report else None,
+        high_water=water[0],
+        low_water=water[1],
+        save_queue_bytes=told.save_queue_bytes if told else None,
+    )
+
+
+def _tier(tier: TierReport, sums: Sums[Key], codec: CodecReport | None, admin: bool) -> TierShown:
+    return TierShown(
+        name=tier.name,
+        bytes=tier.nbytes if admin else sums.tier_bytes[tier.name],
+        sessions=sums.tier_sessions[tier.name],
+        capacity_bytes=tier.capacity_bytes,
+        blobs=tier.num_blobs if admin else None,
+        evictions=tier.evictions if admin else None,
+        errors=tier.errors if admin else None,
+        available=tier.available,
+        codec=codec.tiers.get(tier.name) if codec else None,
+    )

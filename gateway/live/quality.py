@@ -1,0 +1,59 @@
+"""Makes what is shown of the gate out of the engine's report on its codecs."""
+
+from __future__ import annotations
+
+from engines.calibration.gate.bound import Bound
+from engines.wire import CodecReport
+from gateway.live.shape import BoundShown, QualityRow, QualityShown
+from kvstore.codecs.quality import Quality
+
+
+def quality_shown(codec: CodecReport | None, can_measure: bool) -> QualityShown | None:
+    """Show the codecs and what they were measured to cost; None while no engine told."""
+    if codec is None:
+        return None
+    in_use = {codec.id, *codec.tiers.values()}
+    return QualityShown(
+        name=codec.name,
+        tiers=codec.tiers,
+        why=codec.why,
+        measured=not codec.unmeasured,
+        progress=codec.progress,
+        can_measure=can_measure,
+        bound=_bound(codec.max_kl) if codec.max_kl is not None else None,
+        rows=[_row(x, x.codec_id in in_use) for x in (*codec.rows, *codec.others)],
+    )
+
+
+def prefill_speed(codec: CodecReport | None) -> float | None:
+    """Return tokens a second of a prefill, as timed when codecs were measured; None if not."""
+    timed = [x.prefill_s for x in codec.rows if x.prefill_s] if codec else []
+    return 1000 / max(timed) if timed else None
+
+
+def _bound(max_kl: float) -> BoundShown:
+    bound = Bound(kl=max_kl)
+    chain_kl = bound.chain_factor * bound.kl
+    return BoundShown(bound.kl, bound.top1, chain_kl, bound.chain_top1)
+
+
+def _row(row: Quality, in_use: bool) -> QualityRow:
+    return QualityRow(
+        preset=row.preset,
+        codec_id=row.codec_id,
+        context=row.context,
+        in_use=in_use,
+        bits_per_element=row.bits_per_element,
+        kl=row.kl,
+        top1=row.top1,
+        perplexity_change_pct=row.perplexity_change_pct,
+        delta_p=row.delta_p,
+        needle_found=row.needle_found,
+        needle_total=row.needle_total,
+        chain_kl=row.chain_kl,
+        chain_top1=row.chain_top1,
+        chain_delta_p=row.chain_delta_p,
+        restore_share=row.restore_share,
+        prefill_s=row.prefill_s,
+        restore_s=row.restore_s,
+    )

@@ -1,0 +1,199 @@
+"""Follows every request from its arrival to the end of its answer; numbers and times only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from engines.headers import CacheOutcome
+from engines.wire import RequestProgress, SessionRef
+from gateway.live.shape import Phase, TurnShown
+from gateway.metrics import Usage
+from gateway.prefixes.outline import Change
+
+_LONGEST_COMMENT = 60
+
+
+class LiveRequest:
+    """One request that is being served. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        ref: SessionRef,
+        request_id: str,
+        operation: str,
+        client: str,
+        at: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``at``: the Unix time of its arrival."""
+        self.ref = ref
+        self.id = request_id
+        self.operation = operation
+        self.client = client
+        self.at = at
+        self.phase: Phase = "waiting"
+        self.cache: CacheOutcome | None = None
+        self.usage: Usage | None = None
+        self.change: Change | None = None
+        self.first_token_s: float | None = None
+        self.waited_s = 0.0
+        self.error = ""
+        self.progress: RequestProgress | None = None  # what the engine told last
+        self.num_events = 0  # of a stream, each about a token
+        self._clock = clock
+        self._began = clock()
+        self._opened = self._began
+        self._prefilled_s: float | None = None  # from there to the last word of the prefill
+
+    def admitted(self) -> None:
+        """Its slot was free: the engine has it from now on."""
+        self.phase = "prefill"
+        self._opened = self._clock()
+        self.waited_s = self._opened - self._began
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds from the engine's taking it to the first token; None if that was not seen."""
+        return None if self.first_token_s is None else self.first_token_s - self.waited_s
+
+    @property
+    def prefill_seen(self) -> tuple[int, float]:
+        """The tokens that were computed of the prompt, and the seconds that this took."""
+        if self.prefill_s is not None:
+            return self.computed_tokens or 0, self.prefill_s
+        if self.progress is None or self._prefilled_s is None:
+            return 0, 0.0
+        return self.progress.prefilled_tokens - self.reused_tokens, self._prefilled_s
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds for each token behind the first, so far; None where that was not seen."""
+        behind = self.answered_tokens - 1
+        if self.first_token_s is None or behind < 1:
+            return None
+        return (self._clock() - self._began - self.first_token_s) / behind
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.cache.cached_tokens if self.cache else 0
+
+    @property
+    def computed_tokens(self) -> int | None:
+        """The part of the prompt that was not reused; None while its length is not known."""
+        if self.prompt_tokens is None:
+            return None
+        cached = self.usage.cached if self.usage else 0
+        return max(0, self.prompt_tokens - max(cached, self.reused_tokens))
+
+    @property
+    def answered_tokens(self) -> int:
+        """The tokens of the answer so far, by its events or as the engine told last."""
+        if self.usage is not None:
+            return self.usage.completion_tokens
+        return max(self.num_events, self.progress.answered_tokens if self.progress else 0)
+
+    @property
+    def phase_now(self) -> Phase:
+        """The phase; the engine knows better where an answer is not streamed."""
+        answers = self.progress is not None and self.progress.answered_tokens > 0
+        return "decode" if answers and self.phase == "prefill" else self.phase
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        if self.usage is not None:
+            return self.usage.prompt_tokens
+        return self.progress.prompt_tokens if self.progress else None
+
+    @property
+    def prefilled_tokens(self) -> int | None:
+        """The part of the prompt that is there, reused or computed; None until the engine tells."""
+        if self.phase == "decode":
+            return self.prompt_tokens
+        return self.progress.prefilled_tokens if self.progress else None
+
+    def attributes(self, model: str) -> dict[str, str | int | float]:
+        """Describe it by OpenTelemetry's names, as far as it is known."""
+        known: dict[str, str | int | float | None] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.provider.name": "thermocline",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.conversation.id": self.ref.id,
+            "gen_ai.response.time_to_first_chunk": self.first_token_s,
+            "thermocline.client": self.client,
+            "thermocline.waited_s": round(self.waited_s, 6),
+        }
+        if self.cache is not None:
+            known["thermocline.cache.source"] = self.cache.source
+            known["thermocline.cache.reason"] = self.cache.reason
+        if (usage := self.usage) is not None:
+            known |= {
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached,
+                "gen_ai.usage.cache_creation.input_tokens": usage.cache_written,
+                "gen_ai.usage.reasoning.output_tokens": usage.reasoning,
+            }
+        return {name: value for name, value in known.items() if value is not None}
+
+    def took(self, chunk: bytes) -> bool:
+        """Look at some bytes of the engine's answer; return True if they hold the first token.
+
+        Comments of the engine's tell how far a prefill is. The first event holds the role only.
+        """
+        if self.first_token_s is not None:
+            self.num_events += chunk.count(b"data: {")
+            return False
+        for line in chunk.splitlines():
+            if line.startswith(b": prefill "):
+                self._prefilled(line)
+            elif line.startswith(b"data: {") and not _is_opening(line):
+                self.num_events += 1
+        if self.num_events:
+            self.phase = "decode"
+            self.first_token_s = self._clock() - self._began
+        return self.num_events > 0
+
+    def _prefilled(self, comment: bytes) -> None:
+        """Read ``: prefill 128/1905``."""
+        done, _, whole = comment.rpartition(b" ")[2].partition(b"/")
+        if done.isdigit() and whole.isdigit() and len(comment) < _LONGEST_COMMENT:
+            self.progress = RequestProgress(
+                self.ref.tenant, self.ref.id, int(whole), min(int(done), int(whole)), 0
+            )
+            self._prefilled_s = self._clock() - self._opened
+
+    def turn(self, saved_s: float | None) -> TurnShown:
+        """Sum it up when it is over."""
+        cache, usage, change = self.cache, self.usage, self.change
+        restored = cache is not None and cache.source.startswith("cold")
+        return TurnShown(
+            at=round(self.at, 3),
+            client=self.client,
+            operation=self.operation,
+            source=cache.source if cache else None,
+            reason=cache.reason if cache else None,
+            prompt_tokens=self.prompt_tokens,
+            reused_tokens=self.reused_tokens,
+            restored_tokens=self.reused_tokens if restored else 0,
+            computed_tokens=self.computed_tokens,
+            answered_tokens=self.answered_tokens or (0 if usage else None),
+            waited_s=round(self.waited_s, 3),
+            first_token_s=None if self.first_token_s is None else round(self.first_token_s, 3),
+            total_s=round(self._clock() - self._began, 3),
+            saved_s=None if saved_s is None else round(saved_s, 3),
+            changed=change.part if change else None,
+            at_message=change.at_message if change and change.part == "messages" else None,
+            error=self.error,
+        )
+
+
+def _is_opening(event: bytes) -> bool:
+    """Tell whether an event only begins an answer, and holds none of it."""
+    return b'"role"' in event and (b'"content":""' in event or b'"content":null' in event)
+
+
+def of_tenant(requests: Iterable[LiveRequest], tenant: str | None) -> list[LiveRequest]:
+    """Choose a tenant's requests; all of them for None."""
+    return [x for x in requests if tenant is None or x.ref.tenant == tenant]

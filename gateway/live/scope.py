@@ -1,0 +1,179 @@
+"""The part of everything that one caller may see, and what of it changed since when.
+
+A scope is one tenant's, or the admins'. Every look gives a *moment* its number; a reader that was
+last told at a moment is told what changed after it. Nothing is queued: a reader that was slow for a
+minute, or comes back with ``Last-Event-ID``, gets each changed session once, as it is now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gateway.live.change_log import ChangeLog
+from gateway.live.rows import Key, Rows
+from gateway.live.shape import (
+    Change,
+    MemoryShown,
+    NowShown,
+    QualityShown,
+    ServerShown,
+    Snapshot,
+)
+from gateway.live.sums import Sums
+
+MAX_ROWS = 20_000  # of a snapshot; those used last
+ROWS_AT_ONCE = 250
+_encode = msgspec.json.Encoder().encode
+
+
+class Parts(NamedTuple):
+    """All that is shown besides the sessions."""
+
+    server: ServerShown
+    now: NowShown
+    memory: MemoryShown
+    quality: QualityShown | None
+
+
+class Scope:
+    """Tells the readers of one tenant, or admins, what they may see. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        tenant: str | None,
+        rows: Rows,
+        look: Callable[[str | None, Sums[Key]], Parts],
+        epoch: int,
+    ) -> None:
+        """
+        Args:
+            tenant: whose; None = everybody's, for admins.
+            look: makes the parts of this moment.
+            epoch: tells this scope's moments from those of another, or of an earlier process.
+        """
+        self.tenant = tenant
+        self.num_readers = 0
+        self.moment = 0
+        self._epoch = epoch
+        self._rows = rows
+        self._look = look
+        self._log: ChangeLog[Key] = ChangeLog()
+        self._pending: set[Key] = set()
+        self._sums: Sums[Key] = Sums()
+        self._changed_at: dict[str, int] = {}
+        self._made: dict[int, bytes] = {}  # changes since a moment, until the next moment
+        self._next_moment = asyncio.Event()
+        for key in rows.keys(tenant):
+            self._count(key)
+        self._num_sessions = self._sums.num_sessions
+        self._parts = look(tenant, self._sums)
+
+    # ---- what happens
+
+    def sees(self, tenant: str) -> bool:
+        """Tell whether this scope shows that tenant's sessions."""
+        return self.tenant is None or self.tenant == tenant
+
+    def mark(self, key: Key) -> None:
+        """Note that a session is no longer as it was."""
+        self._pending.add(key)
+
+    def look(self) -> None:
+        """Look at what changed; if anything did, a new moment begins and readers are woken."""
+        upcoming = self.moment + 1
+        changed = bool(self._pending)
+        for key in self._pending:
+            self._count(key)
+            self._log.mark(key, upcoming)
+        self._pending.clear()
+        parts = self._look(self.tenant, self._sums)
+        for name, before, after in zip(Parts._fields, self._parts, parts, strict=True):
+            if before != after:
+                self._changed_at[name] = upcoming
+                changed = True
+        if self._num_sessions != self._sums.num_sessions:
+            self._num_sessions = self._sums.num_sessions
+            self._changed_at["num_sessions"] = upcoming
+        self._parts = parts
+        if changed:
+            self.moment = upcoming
+            self._made.clear()
+            self.wake()
+
+    def _count(self, key: Key) -> None:
+        session = self._rows.session(key)
+        self._sums.take(key, session)
+        if session is not None:
+            self._rows.kv_size.learn(session)
+
+    def wake(self) -> None:
+        """Let every reader look: there is a new moment, or the end has come."""
+        self._next_moment.set()
+        self._next_moment = asyncio.Event()
+
+    async def beyond(self, moment: int) -> None:
+        """Wait for a moment after ``moment``, or until somebody is to ``wake``."""
+        if self.moment <= moment:
+            await self._next_moment.wait()
+
+    # ---- what is told
+
+    def event_id(self, moment: int) -> str:
+        """Name a moment for ``Last-Event-ID``."""
+        return f"{self._epoch}.{moment}"
+
+    def resumes(self, event_id: str) -> int | None:
+        """Return the moment that a reader was told last; None if it has to begin anew."""
+        epoch, _, moment = event_id.partition(".")
+        if epoch != str(self._epoch) or not moment.isdecimal() or len(moment) > 15:
+            return None
+        told = int(moment)
+        return told if told <= self.moment and self._log.knows(told) else None
+
+    def snapshot(self, most: int = MAX_ROWS) -> Iterator[bytes]:
+        """Make the data of a snapshot, in pieces; together they are one line of JSON.
+
+        ``most``: rows of sessions, those that were used last.
+        """
+        keys = self._rows.latest(self.tenant, most)
+        head = Snapshot(
+            server=self._parts.server,
+            now=self._parts.now,
+            memory=self._parts.memory,
+            quality=self._parts.quality,
+            num_sessions=self._num_sessions,
+            sessions=[],
+        )
+        yield _encode(head).removesuffix(b"]}")
+        separator = b""
+        for at in range(0, len(keys), ROWS_AT_ONCE):
+            found = (self._rows.session(key) for key in keys[at : at + ROWS_AT_ONCE])
+            shown = [self._rows.shown(x, admin=self.tenant is None) for x in found if x]
+            if shown:
+                yield separator + _encode(shown)[1:-1]
+                separator = b","
+        yield b"]}"
+
+    def change_since(self, moment: int) -> bytes:
+        """Return the data of a change: all that is not as it was at ``moment``."""
+        made = self._made.get(moment)
+        if made is None:
+            made = self._made[moment] = _encode(self._change(moment))
+        return made
+
+    def _change(self, moment: int) -> Change:
+        admin = self.tenant is None
+        shown, gone = [], []
+        for key in self._log.since(moment):
+            session = self._rows.session(key)
+            if session is None:
+                gone.append(self._rows.gone(key, admin=admin))
+            else:
+                shown.append(self._rows.shown(session, admin=admin))
+        values: dict[str, Any] = {**self._parts._asdict(), "num_sessions": self._num_sessions}
+        new = {name: values[name] for name, at in self._changed_at.items() if at > moment}
+        return Change(sessions=shown, gone=gone, **new)

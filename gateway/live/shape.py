@@ -1,0 +1,239 @@
+"""The shape of what is shown: the data of ``GET /v1/events`` and of one session's detail.
+
+``docs/events.md`` says the same in words, with examples. Times are Unix times in seconds, sizes are
+bytes, durations seconds; what nobody knows is null. No field ever holds the text of a chat.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from engines.base import TierName
+
+Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
+
+
+class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
+    """The server, and who is looking."""
+
+    model: str | None  # the name that clients use; null while the engine starts
+    engine: str | None  # mlx, vllm or fake
+    engine_version: str | None
+    version: str  # of this server
+    started_at: float
+    ready: bool
+    trouble: str  # why it is not ready; "" while it is
+    draining: bool
+    max_context: int | None
+    hibernation: bool | None
+    hibernation_reason: str  # why sessions do not sleep; "" if they do
+    dialects: tuple[str, ...]
+    admin: bool  # the caller sees all tenants, and may act on their sessions
+    tenant: str | None  # whose sessions these are; null = all tenants'
+
+
+class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is being served. Its id is also in the answer's ``x-request-id``."""
+
+    id: str
+    tenant: str | UnsetType = UNSET  # for admins only
+    session: str
+    client: str  # a word for the program that asks; "other" for one that is not known
+    operation: str  # chat, text_completion, ...
+    started_at: float
+    phase: Phase
+    prompt_tokens: int | None  # until the engine tells
+    prefilled_tokens: int | None  # reused ones included
+    answered_tokens: int | None
+    source: str | None  # where the reused part of the prompt came from
+
+
+class NowShown(msgspec.Struct, frozen=True, kw_only=True):
+    """This moment, as far as the caller may see it."""
+
+    running: int
+    waiting: int
+    requests: list[RequestShown]  # the oldest first, at most ``MAX_REQUESTS``
+    prompt_tokens_per_s: float  # computed ones, over the last ten seconds
+    answer_tokens_per_s: float
+    memory_available_bytes: int | None  # of the whole machine; for admins only
+    prefill_tokens_per_s: float | None  # measured; savings are estimated by it
+    saved_tokens_today: int  # restored or hot, since midnight UTC or the start
+    saved_s_today: float
+    turns_today: int
+
+
+class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the table of sessions."""
+
+    id: str
+    tenant: str | UnsetType = UNSET  # for admins only
+    client: str | None
+    parent: str | None
+    kind: Literal["main", "child"]
+    state: str  # active, idle, hibernating, cold or waking
+    tier: TierName | None  # the fastest that holds a cold copy
+    tokens: int
+    bytes: int  # hot bytes while hot, packed bytes while cold
+    cold_bytes: int
+    bf16_bytes: int | None  # what its tokens would take unpacked
+    ratio: float | None  # bf16_bytes over packed bytes
+    idle_since: float | None  # null while it is served
+    pinned: bool
+    last_source: str | None  # hot, cold-ram, cold-disk, cold-redis or miss
+    last_reason: str | None  # why not more of its prompt was reused
+    saved_s: float  # estimated seconds of prefill that it was spared so far
+    turns: int  # that this server has seen
+    retain_until: float | None  # its client asked to keep it until then
+
+
+class GoneShown(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that is no more."""
+
+    id: str
+    tenant: str | UnsetType = UNSET
+
+
+class HotShown(msgspec.Struct, frozen=True, kw_only=True):
+    """Live KV against its budget."""
+
+    bytes: int
+    idle_bytes: int  # of these, what sleeping sessions would give back
+    capacity_bytes: int | None
+    high_water: float  # shares of the capacity between which idle sessions are put to sleep
+    low_water: float
+    save_queue_bytes: int | None
+
+
+class TierShown(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of the cold store. A tenant sees its own bytes only."""
+
+    name: TierName
+    bytes: int
+    sessions: int  # whose fastest copy lies here
+    capacity_bytes: int | None
+    blobs: int | None
+    evictions: int | None  # since the engine's start
+    errors: int | None
+    available: bool
+    codec: str | None
+
+
+class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
+    """The places of the sessions' KV, against their budgets."""
+
+    hot: HotShown
+    tiers: list[TierShown]  # fastest first
+    cold_bytes: int  # packed bytes of all sessions, each counted once
+    bf16_bytes: int | None  # what all sessions would take unpacked
+    sessions: dict[str, int]  # how many are in each state
+    outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
+
+
+class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The measured cost of one codec on this model, at one length of context."""
+
+    preset: str
+    codec_id: str
+    context: int
+    in_use: bool
+    bits_per_element: float
+    kl: float
+    top1: float
+    perplexity_change_pct: float
+    delta_p: float | None
+    needle_found: int
+    needle_total: int
+    chain_kl: float | None
+    chain_top1: float | None
+    chain_delta_p: float | None
+    restore_share: float | None  # time to unpack, in prefills of the same tokens
+    prefill_s: float | None  # of 1,000 tokens
+    restore_s: float | None
+
+
+class BoundShown(msgspec.Struct, frozen=True):
+    """The most that a codec may cost to serve this model."""
+
+    kl: float
+    top1: float
+    chain_kl: float
+    chain_top1: float
+
+
+class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
+    """The gate: the codecs in use, and what they were measured to cost."""
+
+    name: str
+    tiers: dict[TierName, str]
+    why: str
+    measured: bool  # false: what the settings ask for was never measured on this model
+    progress: str  # of a measurement; "" = none runs
+    can_measure: bool  # ``POST /admin/measure`` starts one
+    bound: BoundShown | None
+    rows: list[QualityRow]
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The first event of a stream: everything."""
+
+    server: ServerShown
+    now: NowShown
+    memory: MemoryShown
+    quality: QualityShown | None  # null while the engine starts
+    num_sessions: int  # may be more than are listed
+    sessions: list[SessionShown]  # the most recently used first; the last field
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An event behind the first: only what is not as it was."""
+
+    server: ServerShown | UnsetType = UNSET
+    now: NowShown | UnsetType = UNSET
+    sessions: list[SessionShown] = []
+    gone: list[GoneShown] = []
+    num_sessions: int | UnsetType = UNSET
+    memory: MemoryShown | UnsetType = UNSET
+    quality: QualityShown | None | UnsetType = UNSET
+
+
+class TransitionShown(msgspec.Struct, frozen=True):
+    """A step of a session's life."""
+
+    at: float
+    before: str
+    event: str
+    after: str
+
+
+class TurnShown(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn that is over: where its prompt came from, and how long it took."""
+
+    at: float  # when the request came
+    client: str
+    operation: str
+    source: str | None
+    reason: str | None  # why not more was reused
+    prompt_tokens: int | None  # null: the answer told no usage
+    reused_tokens: int  # of these, ``restored_tokens`` came from a tier
+    restored_tokens: int
+    computed_tokens: int | None
+    answered_tokens: int | None
+    waited_s: float  # in the gateway's line
+    first_token_s: float | None  # of a stream, from the request's arrival
+    total_s: float
+    saved_s: float | None  # estimated
+    changed: str | None  # what left the prompt before: model, system, tools or messages
+    at_message: int | None  # the first message that differs, where it was the messages
+    error: str  # "" for a good end
+
+
+class SessionDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """One session with its past, for ``GET /v1/sessions/{id}``."""
+
+    row: SessionShown
+    timeline: list[TransitionShown]  # the oldest first
+    last_turns: list[TurnShown]

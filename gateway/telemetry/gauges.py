@@ -1,0 +1,115 @@
+"""Figures of one moment, for Prometheus: the engine's, its tiers', the codec's, the sessions'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from engines.wire import CodecReport, EngineReport
+
+
+class Gauges(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one moment, gathered when they are asked for."""
+
+    ready: bool
+    num_running: int
+    num_waiting: int
+    engine: EngineReport | None
+    memory_available_bytes: int | None = None  # of the whole machine; None: not watched
+    sessions: Mapping[tuple[str, str], int] = {}  # how many, by state and fastest tier
+
+
+class GaugeCollector:
+    """Shows ``Gauges`` to prometheus_client as a collector."""
+
+    def __init__(self, gauges: Gauges) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = self._gauges
+        yield _gauge("engine_ready", "1 while the engine serves.", gauges.ready)
+        yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
+        yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
+        sessions = GaugeMetricFamily(
+            "thermocline_sessions",
+            "Sessions, by their state and the fastest tier that holds a cold copy.",
+            labels=["state", "tier"],
+        )
+        for (state, tier), number in gauges.sessions.items():
+            sessions.add_metric([state, tier], number)
+        yield sessions
+        if gauges.memory_available_bytes is not None:
+            words = "Memory that the whole machine has left."
+            yield _gauge("memory_available_bytes", words, gauges.memory_available_bytes)
+        if gauges.engine is not None:
+            yield from _engine_metrics(gauges.engine)
+
+
+def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
+    yield _gauge("engine_hot_bytes", "Live KV.", report.hot_bytes)
+    yield _gauge("engine_hot_capacity_bytes", "Budget of live KV.", report.hot_capacity_bytes)
+    yield _gauge("engine_idle_hot_bytes", "Live KV of idle sessions.", report.idle_hot_bytes)
+    if report.active_bytes:  # vLLM's is in processes that are not asked
+        yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
+    yield _gauge("engine_running", "Requests being served.", report.num_running)
+    yield _gauge("engine_waiting", "Requests in the engine's own line.", report.num_waiting)
+    yield _gauge(
+        "engine_save_queue_bytes", "Hot KV that waits to be saved.", report.save_queue_bytes
+    )
+    events = CounterMetricFamily(
+        "thermocline_engine_events", "The engine's counters.", labels=["event"]
+    )
+    for name, count in report.counters.items():
+        events.add_metric([name], count)
+    yield events
+    yield from _tier_metrics(report)
+    if report.codec is not None:
+        yield from _codec_metrics(report.codec)
+
+
+def _codec_metrics(codec: CodecReport) -> Iterator[Metric]:
+    info = GaugeMetricFamily(
+        "thermocline_codec_info", "1 for the codec of each tier.", labels=["tier", "codec"]
+    )
+    for tier, id in codec.tiers.items():
+        info.add_metric([tier, id], 1)
+    yield info
+    yield _gauge("codec_unmeasured", "1 while nothing was measured to choose by.", codec.unmeasured)
+    yield _gauge("codec_measuring", "1 while the model is being measured.", bool(codec.progress))
+    if codec.max_kl is not None:
+        yield _gauge("codec_bound_kl", "The most that kl may be, nats.", codec.max_kl)
+    for field, words in (
+        ("kl", "Measured on this model: KL of the next token, nats."),
+        ("top1", "Measured: share of positions with the same most likely token."),
+        ("bits_per_element", "Measured: bits for each value, everything counted."),
+        ("chain_kl", "Measured: KL at the answers to reasoning chains, nats."),
+        ("restore_share", "Measured: time to unpack, as a share of a prefill."),
+    ):
+        gauge = GaugeMetricFamily(f"thermocline_codec_{field}", words, labels=["codec", "context"])
+        for row in codec.rows:
+            figure: float | None = getattr(row, field)
+            if figure is not None:  # None: an earlier release measured, or nothing was timed
+                gauge.add_metric([row.codec_id, str(row.context)], float(figure))
+        yield gauge
+
+
+def _tier_metrics(report: EngineReport) -> Iterator[Metric]:
+    for field, words in (
+        ("nbytes", "Bytes held."),
+        ("capacity_bytes", "Bytes that may be held."),
+        ("num_blobs", "Blobs held."),
+        ("evictions", "Blobs evicted."),
+        ("errors", "Failed operations."),
+        ("available", "1 while the tier answers."),
+    ):
+        name = f"thermocline_tier_{field.replace('nbytes', 'bytes')}"
+        gauge = GaugeMetricFamily(name, words, labels=["tier"])
+        for tier in report.tiers:
+            gauge.add_metric([tier.name], float(getattr(tier, field)))
+        yield gauge
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"thermocline_{name}", words, value=float(value))

@@ -1,0 +1,61 @@
+"""The real gateway with the fake engine, two tenants, and a browser."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from gateway.keys import generate_key
+from tests.integration.dashboard.browser import Browser, chromium
+
+KEYS = {tenant: generate_key(tenant) for tenant in ("alice", "bob", "carol", "root")}
+
+
+class Server:
+    """The stack, and chats with it behind the page's back."""
+
+    def __init__(self, stack: FakeStack) -> None:
+        self.stack = stack
+        self.url = stack.url
+
+    def chat(self, tenant: str, session: str, *texts: str) -> None:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        body = {"model": MODEL, "messages": messages}
+        self.post(tenant, "/v1/chat/completions", body, {"x-session-id": session})
+
+    def post(
+        self, tenant: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> None:
+        own = {"authorization": f"Bearer {KEYS[tenant][0]}", "content-type": "application/json"}
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body or {}).encode(), {**own, **(headers or {})}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.status == 200
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("stack")
+    lines = [line for tenant, (_, line) in KEYS.items() if tenant != "root"]
+    settings = {"api_keys": lines, "admin_keys": [KEYS["root"][1]]}
+    with FakeStack(folder, gateway=settings) as stack:
+        yield Server(stack)
+
+
+@pytest.fixture(scope="module")
+def browser(server: Server) -> Iterator[Browser]:
+    with chromium() as launched:
+        yield Browser(launched, server.url)
+
+
+@pytest.fixture(autouse=True)
+def nobody_else_was_asked(browser: Browser) -> Iterator[None]:
+    yield
+    browser.check()

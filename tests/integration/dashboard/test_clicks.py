@@ -1,0 +1,99 @@
+"""A conversation's life by clicks: opened, asleep, back, pinned, forgotten; and nobody else's."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.integration.dashboard.conftest import KEYS
+
+pytestmark = pytest.mark.slow
+
+
+def cell(page, name):
+    """The strip's cell of a tier, once it counts ``one`` session or another number."""
+    return page.get_by_role("region", name="Where conversations are").get_by_role(
+        "button", name=re.compile(f"^{name}")
+    )
+
+
+def test_a_chat_is_opened_sleeps_comes_back_is_pinned_and_forgotten(server, browser):
+    page = browser.open(key=KEYS["alice"][0])
+    page.get_by_role("button", name="Try it: send one short chat").click()
+    page.get_by_text("You said:").first.wait_for()
+    cell(page, "Hot 1 session").wait_for()
+
+    page.get_by_role("button", name="Let it sleep").click()
+    cell(page, "Packed RAM 1 session").wait_for()
+    page.get_by_role("button", name="Come back to it").click()
+    page.locator(".talk").get_by_text("from RAM").wait_for()
+    cell(page, "Hot 1 session").wait_for()
+
+    page.get_by_role("button", name="Show this session").click()
+    side = page.get_by_role("complementary")
+    side.get_by_role("heading", name="try-it").wait_for()
+    side.get_by_role("button", name="Pin", exact=True).click()
+    side.get_by_role("button", name="Unpin").wait_for()
+    assert side.get_by_role("button", name="Let it sleep").is_disabled()
+    side.get_by_role("button", name="Unpin").click()
+    side.get_by_role("button", name="Let it sleep").click()
+    side.get_by_role("button", name="Wake").wait_for()
+
+    side.get_by_role("button", name="Forget").click()
+    side.get_by_role("button", name="Keep it").click()
+    side.get_by_role("button", name="Forget").click()
+    side.get_by_role("button", name="Forget it").click()
+    page.get_by_text("No conversations yet").first.wait_for()
+    page.context.close()
+
+
+def test_another_tenant_sees_nothing_of_it(server, browser):
+    server.chat("alice", "alices-secret-plan", "one two three")
+    hers = browser.open("sessions", key=KEYS["alice"][0])
+    hers.get_by_role("button", name="alices-secret-plan").wait_for()
+    his = browser.open("sessions", key=KEYS["bob"][0])
+    his.get_by_text("No conversations yet").first.wait_for()
+    for view in ("Now", "Sessions", "Memory", "Quality", "Set-up"):
+        his.get_by_role("tab", name=re.compile(f"^{view}")).click()
+        his.get_by_role("tabpanel").first.wait_for()
+        assert "alice" not in his.content(), view
+    his.goto(f"{browser.url}/ui#sessions//alices-secret-plan")
+    his.get_by_text("This session is gone").wait_for()
+    for page in (hers, his):
+        page.context.close()
+
+
+def test_an_admin_sees_all_tenants_and_acts_on_their_sessions(server, browser):
+    server.chat("bob", "of-bob", "one two three")
+    server.chat("carol", "of-carol", "one two three")
+    page = browser.open("sessions", key=KEYS["root"][0])
+    page.get_by_role("columnheader", name="Tenant").wait_for()
+    page.get_by_role("button", name="of-carol").wait_for()
+    page.get_by_role("button", name="of-bob").click()
+    side = page.get_by_role("complementary")
+    side.get_by_text("tenant bob").wait_for()
+    side.get_by_role("button", name="Let it sleep").click()
+    side.get_by_role("button", name="Wake").wait_for()
+    page.get_by_role("tab", name="Set-up").click()
+    page.get_by_role("heading", name="Findings").wait_for()
+    page.get_by_role("heading", name="API keys").wait_for()
+    for tenant, (key, line) in KEYS.items():
+        assert key not in page.content() and line.split(":")[1] not in page.content(), tenant
+    page.context.close()
+
+
+def test_a_wrong_key_is_asked_for_again_and_a_right_one_stays_in_its_tab(server, browser):
+    page = browser.open(key="tc-nobodys")
+    page.get_by_text("The API key is not valid here.").wait_for()
+    page.get_by_label("API key").fill(KEYS["bob"][0])
+    page.get_by_role("button", name="Open").click()
+    page.get_by_role("tab", name="Sessions").wait_for()
+    page.reload()
+    page.get_by_role("tab", name="Sessions").wait_for()
+    assert page.context.cookies() == []
+    assert page.evaluate("Object.keys(localStorage)") == []
+    page.get_by_role("button", name="Forget my key").click()
+    page.get_by_label("API key").wait_for()
+    assert page.evaluate("Object.keys(sessionStorage)") == []
+    page.context.close()

@@ -1,0 +1,212 @@
+"""What readers are told: only their own, each session once however slow they are, and resuming."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from engines.base import EngineReport, SessionRef, SessionReport
+from gateway.live.live import LINGER_S, Live
+from gateway.live.scope import Scope
+from scheduler.config import SchedulerConfig
+from scheduler.sessions import SessionManager
+from tests.unit.gateway.in_process import RecordingEngine
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Watched:
+    """A live view over a table of sessions that the test changes."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        engine = self.engine = RecordingEngine()
+        self.sessions = SessionManager(
+            engine, SchedulerConfig(), salt_of=lambda name: b"", clock=self.clock
+        )
+        self.live = Live(engine, self.sessions, clock=self.clock, wall=self.clock)
+
+    def turn(self, id: str, tenant: str = "alice", tokens: int = 10) -> None:
+        """A turn from its begin to its end."""
+        table = self.sessions.table
+        row = table.begin(SessionRef(tenant, id, b""))
+        row.known = True
+        table.end(row)
+        table.take(row, report(tenant, id, tokens))
+
+    def forget(self, id: str, tenant: str = "alice") -> None:
+        row = self.sessions.table.row(tenant, id)
+        assert row is not None
+        self.sessions.table.take(row, None)
+
+    @contextmanager
+    def reader(self, tenant: str | None) -> Iterator[Scope]:
+        with self.live.reading(tenant) as scope:
+            yield scope
+
+
+def report(tenant: str, id: str, tokens: int) -> SessionReport:
+    return SessionReport(
+        tenant=tenant,
+        id=id,
+        hot=True,
+        tier="ram",
+        tokens=tokens,
+        hot_bytes=tokens * 100,
+        cold_bytes=tokens * 20,
+        idle_s=0.0,
+        pinned=False,
+        busy=False,
+    )
+
+
+@pytest.fixture
+async def watched() -> Any:
+    made = Watched()
+    yield made
+    await made.live.close()
+
+
+def snapshot(scope: Scope) -> dict[str, Any]:
+    return dict(json.loads(b"".join(scope.snapshot())))
+
+
+def change(scope: Scope, since: int) -> dict[str, Any]:
+    return dict(json.loads(scope.change_since(since)))
+
+
+async def test_a_tenant_is_told_of_its_own_sessions_only(watched: Watched):
+    watched.turn("mine")
+    watched.turn("secret", "bob")
+    with watched.reader("alice") as scope:
+        first = snapshot(scope)
+        assert [x["id"] for x in first["sessions"]] == ["mine"]
+        assert first["num_sessions"] == 1 and first["memory"]["hot"]["bytes"] == 1000
+        assert not first["server"]["admin"]
+        told = scope.moment
+        watched.turn("secret", "bob", tokens=99)
+        watched.turn("another secret", "bob")
+        watched.forget("secret", "bob")
+        watched.live.look()
+        assert scope.moment == told, "nothing of it is the tenant's, so no event even begins"
+        assert b"secret" not in b"".join(scope.snapshot()) and b"bob" not in scope.change_since(0)
+
+
+async def test_an_admin_is_told_of_all_with_their_tenants(watched: Watched):
+    watched.turn("s", "alice")
+    watched.turn("s", "bob")
+    with watched.reader(None) as scope:
+        assert {(x["tenant"], x["id"]) for x in snapshot(scope)["sessions"]} == {
+            ("alice", "s"),
+            ("bob", "s"),
+        }
+        watched.forget("s", "bob")
+        watched.live.look()
+        assert change(scope, 0)["gone"] == [{"id": "s", "tenant": "bob"}]
+
+
+async def test_a_change_holds_only_what_changed(watched: Watched):
+    for i in range(5):
+        watched.turn(f"s{i}")
+    with watched.reader("alice") as scope:
+        watched.live.look()
+        told = scope.moment
+        watched.turn("s3", tokens=77)
+        watched.live.look()
+        told_now = change(scope, told)
+        assert [(x["id"], x["tokens"]) for x in told_now["sessions"]] == [("s3", 77)]
+        assert "server" not in told_now and "quality" not in told_now and "gone" not in told_now
+        before = scope.moment
+        watched.live.look()
+        assert scope.moment == before, "nothing happened, so there is nothing to tell"
+
+
+async def test_a_slow_reader_gets_each_session_once_as_it_is_in_the_end(watched: Watched):
+    with watched.reader("alice") as scope:
+        told = scope.moment
+        for i in range(50):
+            watched.turn("s", tokens=10 + i)
+            watched.turn(f"other{i % 3}")
+            watched.live.look()
+        shown = {x["id"]: x["tokens"] for x in change(scope, told)["sessions"]}
+        assert shown == {"s": 59, "other0": 10, "other1": 10, "other2": 10}
+
+
+async def test_a_reader_resumes_where_it_was_and_else_begins_anew(watched: Watched):
+    with watched.reader("alice") as scope:
+        watched.turn("before")
+        watched.live.look()
+        last = scope.event_id(scope.moment)
+    watched.turn("meanwhile")
+    watched.clock.now += LINGER_S / 2
+    watched.live.look()
+    with watched.reader("alice") as scope:
+        told = scope.resumes(last)
+        assert told is not None
+        assert [x["id"] for x in change(scope, told)["sessions"]] == ["meanwhile"]
+        for foreign in ("", "x", "1.2.3", "7.1", last + "9999", last.replace(".", ".-")):
+            assert scope.resumes(foreign) is None
+    with watched.reader("bob") as scope:
+        assert scope.resumes(last) is None, "it is another's"
+    watched.clock.now += LINGER_S + 1
+    watched.live.look()
+    with watched.reader("alice") as scope:
+        assert scope.resumes(last) is None, "it was not kept for ever"
+
+
+async def test_a_snapshot_lists_at_most_so_many_and_says_how_many_there_are(watched: Watched):
+    for i in range(600):
+        watched.turn(str(i))
+        watched.clock.now += 0.001
+    with watched.reader("alice") as scope:
+        first = json.loads(b"".join(scope.snapshot(most=550)))
+    assert first["num_sessions"] == 600
+    assert [x["id"] for x in first["sessions"]] == [str(i) for i in range(599, 49, -1)]
+
+
+async def test_sums_follow_every_change(watched: Watched):
+    for i in range(4):
+        watched.turn(f"s{i}", tokens=10)
+    with watched.reader("alice") as scope:
+        watched.turn("s1", tokens=30)
+        watched.forget("s2")
+        watched.live.look()
+        memory = snapshot(scope)["memory"]
+        assert memory["hot"]["bytes"] == 5000 and memory["cold_bytes"] == 1000
+        assert memory["sessions"] == {"idle": 3}
+
+
+async def test_an_engine_that_serves_without_sleep_is_asked_for_its_figures(watched: Watched):
+    asked = []
+
+    async def stats() -> EngineReport:
+        asked.append(watched.clock.now)
+        return EngineReport(
+            hot_bytes=7,
+            idle_hot_bytes=0,
+            hot_capacity_bytes=100,
+            active_bytes=7,
+            num_running=0,
+            num_waiting=0,
+            save_queue_bytes=0,
+            tiers=[],
+            counters={},
+        )
+
+    watched.engine.stats = stats  # type: ignore[method-assign]
+    with watched.reader(None) as scope:
+        async with asyncio.timeout(30):
+            while snapshot(scope)["memory"]["hot"]["bytes"] != 7:
+                await scope.beyond(scope.moment)
+    assert asked == [1000.0], "what is fresh is not asked for again"

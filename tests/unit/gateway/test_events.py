@@ -1,0 +1,94 @@
+"""GET /v1/events: readers that take nothing, and who is an admin where."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from engines.asgi import ClientGone
+from engines.base import SessionRef
+from gateway.context import caller_of, sees_all
+from gateway.events.event_stream import LiveEvents
+from gateway.keys import ANONYMOUS, Tenant, generate_key
+from tests.unit.gateway.in_process import App
+
+ROOT = generate_key("root")
+CALLER = Tenant(ANONYMOUS, b"")
+
+
+class Reader:
+    """Takes so many messages, then nothing more."""
+
+    def __init__(self, takes: int) -> None:
+        self.takes = takes
+        self.body = b""
+
+    async def receive(self) -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(self, message: Message) -> None:
+        if self.takes == 0:
+            await asyncio.Event().wait()
+        self.takes -= 1
+        self.body += message.get("body", b"")
+
+
+@pytest.mark.parametrize("takes", [1, 2, 4, 5])
+async def test_a_reader_that_takes_nothing_is_cut_and_its_place_is_free(takes: int):
+    app = App(client_stall_s=0.05, max_event_streams=1)
+    for i in range(2000):
+        app.sessions.table.begin(SessionRef("local", f"s{i}", b""))
+    for _ in range(2):  # the second finds the place of the first
+        reader = Reader(takes)
+        with pytest.raises(ClientGone):
+            await LiveEvents(app.gateway, CALLER, None, "")({}, reader.receive, reader.send)
+        assert len(reader.body) < 500_000, "what it did not take was not even made"
+    await app.gateway.live.close()
+
+
+def request(app: App, port: int, **headers: str) -> Request:
+    scope: dict[str, Any] = {
+        "type": "http",
+        "app": app.app,
+        "server": ("127.0.0.1", port),
+        "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
+    }
+    return Request(scope)
+
+
+def is_admin(app: App, port: int = 8080, **headers: str) -> bool:
+    asked = request(app, port, **headers)
+    return sees_all(asked, caller_of(asked))
+
+
+BY_KEY = {"authorization": f"Bearer {ROOT[0]}"}
+
+
+async def test_the_one_user_of_an_open_loopback_server_is_its_admin():
+    assert is_admin(App())
+    assert not is_admin(App(host="0.0.0.0"))
+    assert not is_admin(App(admin_keys=(ROOT[1],)))
+    assert is_admin(App(admin_keys=(ROOT[1],)), **BY_KEY)
+    assert is_admin(App(host="0.0.0.0", admin_keys=(ROOT[1],)), **BY_KEY)
+
+
+async def test_with_a_port_of_their_own_nobody_is_an_admin_elsewhere():
+    app = App(admin_keys=(ROOT[1],), admin_port=9000)
+    assert is_admin(app, 9000, **BY_KEY)
+    assert not is_admin(app, 8080, **BY_KEY)
+    assert not is_admin(app, 9000)
+    alone = App(admin_port=9000)
+    assert is_admin(alone, 9000) and not is_admin(alone, 8080)
+
+
+async def test_a_page_of_another_site_cannot_act():
+    app = App()
+    reply = await app.post("/admin/measure", {}, origin="http://evil.example")
+    assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
+    reply = await app.get("/admin/keys", host="evil.example")
+    assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
