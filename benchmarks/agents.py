@@ -28,7 +28,8 @@ import anthropic
 from benchmarks.stacks.fake_stack import FakeStack
 from benchmarks.stacks.product_stack import MIB, UNMEASURED, Stack, prose
 
-TARGET_SHARE = 0.96
+TARGET_SHARE = 0.99  # of what an earlier prompt and its answer hold; the rest nobody has seen
+FEW_TOKENS = 16  # of a tool call, which a template may write in other words than the model
 SESSION = "11d4b1d2-agents"
 TOOL: Any = {
     "name": "read_file",
@@ -91,6 +92,10 @@ class Wire:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.num_requests = 0
+        # By agent: the tokens of its latest prompt and answer, which its next prompt begins with.
+        self._held: dict[str, int] = {}
+        self.known_tokens = 0  # the sum of these: what could be reused at most
+        self.losses: list[str] = []  # requests that reused much less
 
     def ask(self, agent: str, system: str, messages: list[Any]) -> Any:
         with self._sdk.messages.stream(
@@ -108,6 +113,12 @@ class Wire:
         self.cached_tokens += read
         self.prompt_tokens += read + usage.input_tokens + (usage.cache_creation_input_tokens or 0)
         self.num_requests += 1
+        prompt = read + usage.input_tokens + (usage.cache_creation_input_tokens or 0)
+        held = min(self._held.get(agent, 0), prompt - 1)
+        self.known_tokens += held
+        if held - read > FEW_TOKENS:
+            self.losses.append(f"request {self.num_requests} ({agent}): {read} of {held}")
+        self._held[agent] = prompt + usage.output_tokens
         return said
 
     def count(self, system: str, messages: list[Any]) -> None:
@@ -147,7 +158,7 @@ class Wire:
                 time.sleep(0.25)
 
 
-def replay(wire: Wire, turns: int, words: int) -> dict[str, float]:
+def replay(wire: Wire, turns: int, words: int) -> dict[str, Any]:
     """Run the whole task; returns shares of all prompt tokens that were reused."""
     step = max(8, words // 75)
     main = Agent(wire, "main", words, step)
@@ -166,13 +177,15 @@ def replay(wire: Wire, turns: int, words: int) -> dict[str, float]:
             wire.sleep_all()
     return {
         "reused_share": round(wire.cached_tokens / wire.prompt_tokens, 4),
+        "possible_share": round(wire.known_tokens / wire.prompt_tokens, 4),
+        "losses": wire.losses,
         "prompt_tokens": wire.prompt_tokens,
         "requests": wire.num_requests,
     }
 
 
 @contextmanager
-def stack_of(engine: str, strip: bool) -> Iterator[str]:
+def stack_of(engine: str, strip: bool, model: str = "") -> Iterator[str]:
     """Start gateway and engine; yields their URL."""
     gateway = {"strip_attribution": strip}
     if engine == "fake":
@@ -184,7 +197,7 @@ def stack_of(engine: str, strip: bool) -> Iterator[str]:
         return
     settings = {
         "gateway": gateway,
-        "engine": {"hot_bytes": 1024 * MIB},
+        "engine": {"hot_bytes": 1024 * MIB, "model": model},
         "store": {**UNMEASURED, "ram_bytes": 512 * MIB, "disk_bytes": 1024 * MIB},
         "scheduler": {"idle_after_s": 3600.0},
     }
@@ -195,17 +208,19 @@ def stack_of(engine: str, strip: bool) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
+    parser.add_argument("--model", default="", help="a folder; default: the sample model")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--words", type=int, default=1500, help="of the main system text")
     parser.add_argument("--without", action="store_true", help="nothing of all this is recognised")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    with stack_of(args.engine, not args.without) as url:
+    with stack_of(args.engine, not args.without, args.model) as url:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
             model = json.load(answer)["data"][0]["id"]
         figures: dict[str, Any] = replay(Wire(url, model, not args.without), args.turns, args.words)
     figures |= {"engine": args.engine, "recognised": not args.without}
-    figures["target"] = args.without or figures["reused_share"] >= TARGET_SHARE
+    figures["of_possible"] = round(figures["reused_share"] / figures["possible_share"], 4)
+    figures["target"] = args.without or figures["of_possible"] >= TARGET_SHARE
     text = json.dumps(figures, indent=2)
     print(text)
     if args.json:

@@ -3,15 +3,20 @@
 The client's source package, of the version that is installed here, brings tests that speak to a
 server and check the types of all it answers. They run in an environment of their own, with every
 object that they name by id put into our store before each test. Other servers that run already are
-asked the same with ``--peer NAME=URL``; ``--mlx-lm`` starts mlx_lm's own server.
+asked the same with ``--peer NAME=URL``.
 
-    python benchmarks/conformance.py --mlx-lm --write docs/conformance.md
+    python benchmarks/conformance.py --servers mlx,vllm,mlx_lm.server,vllm-serve \\
+        --write docs/conformance.md
+
+``--results FILE`` keeps what was counted, so that servers can be asked one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -21,13 +26,14 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.stacks.product_stack import MIB, Stack, free_port
+from benchmarks.stacks.vllm_stack import PlainVllm, python_with_vllm
 
 ROOT = Path(__file__).parents[1]
 FILES = (
@@ -51,7 +57,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # What a failing test asks for, and why it is refused: the first words of its name that fit.
 REASONS = {
-    "responses/test_input_tokens": "this engine has no /tokenize",
     "test_responses.compact": "conversations are not compacted here: a summary would need a turn",
     "test_responses.create_with_all_params": (
         "asks for a background response, from a stored prompt, in a conversation and behind a"
@@ -63,6 +68,15 @@ REASONS = {
     "test_completions.create_with_all_params": (
         "asks for text in front of a suffix, which these engines cannot insert: refused by name"
     ),
+}
+
+
+# The servers that are started here, as the page calls them.
+NAMES = {
+    "mlx": "Thermocline, mlx",
+    "vllm": "Thermocline, vLLM",
+    "mlx_lm.server": "mlx_lm.server",
+    "vllm-serve": "vllm serve",
 }
 
 
@@ -101,6 +115,11 @@ class Suite:
             pip = [str(self._python), "-m", "pip", "install", "--quiet"]
             _run(*pip, client, *NEEDS, *MORE_NEEDS)
 
+    def models(self) -> list[str]:
+        """List the models that the tests ask for."""
+        texts = [(self._tests / "tests/api_resources" / x).read_text() for x in FILES]
+        return sorted({x for text in texts for x in re.findall(r'\bmodel="([^"]+)"', text)})
+
     def run(self, file: str, url: str, database: Path | None) -> FileResult:
         """Run one file of tests against a server; objects are put into ``database`` before each."""
         report = self._folder / "report.xml"
@@ -122,6 +141,32 @@ class Suite:
         return _read_report(report)
 
 
+def _counts(server: str, suite: Suite, model: str) -> Iterator[FileResult]:
+    """Start a server, and run all files against it."""
+    if server in ("mlx", "vllm"):
+        with ours(server, model) as (url, database):
+            yield from (suite.run(x, f"{url}/v1", database) for x in FILES)
+        return
+    alone = mlx_lm_server(model) if server == "mlx_lm.server" else vllm_serve(model, suite.models())
+    with alone as url:
+        yield from (suite.run(x, f"{url}/v1", None) for x in FILES)
+
+
+def _kept(path: Path | None) -> dict[str, list[FileResult]]:
+    if path is None or not path.exists():
+        return {}
+    return {
+        name: [FileResult(x["passed"], Counter(x["failed"])) for x in files]
+        for name, files in json.loads(path.read_text()).items()
+    }
+
+
+def _keep(path: Path | None, results: Mapping[str, Sequence[FileResult]]) -> None:
+    if path is not None:
+        shown = {name: [asdict(x) for x in files] for name, files in results.items()}
+        path.write_text(json.dumps(shown, indent=1))
+
+
 def _run(*command: str) -> None:
     subprocess.run(command, check=True)
 
@@ -134,6 +179,25 @@ def _read_report(path: Path) -> FileResult:
         elif not any(x.tag == "skipped" for x in case):
             result.passed += 1
     return result
+
+
+@contextmanager
+def ours(kind: str, model: str) -> Iterator[tuple[str, Path]]:
+    """Start the product with an engine; yields its URL and its store of responses."""
+    engine = {**SETTINGS["engine"], "kind": kind, "model": model}
+    if kind == "vllm":
+        engine["vllm.python"] = python_with_vllm()
+    with Stack({**SETTINGS, "engine": engine}, start_timeout_s=600.0) as stack:
+        yield stack.url, stack.root / "data" / "stored" / "stored.sqlite"
+
+
+@contextmanager
+def vllm_serve(model: str, names: Sequence[str]) -> Iterator[str]:
+    """Start vLLM's own server, which answers to all these names; yields its URL."""
+    flags = ("--served-model-name", *names)
+    context = SETTINGS["engine"]["max_context"]
+    with PlainVllm(512 * MIB, context, arguments=flags, model_path=model) as server:
+        yield server.url
 
 
 @contextmanager
@@ -182,16 +246,19 @@ def reason_of(file: str, test: str) -> str:
     return ""
 
 
-def page(results: Mapping[str, Sequence[FileResult]], tested: str) -> str:
+def page(found: Mapping[str, Sequence[FileResult]], tested: str) -> str:
     """Write the document: a table of passes, and a line for each test that fails on ours."""
+    results = {NAMES[x]: found[x] for x in NAMES if x in found}
+    results |= {x: y for x, y in found.items() if x not in NAMES}
     names = list(results)
     lines = [
         "# Conformance",
         "",
         f"Tests of OpenAI's own Python client {tested} (`tests/api_resources`) that pass against a"
-        " running server, as `python benchmarks/conformance.py --mlx-lm"
-        " --write docs/conformance.md` counts them (`--model FOLDER`: any will do, since only the"
-        " wire is judged; these are of a tiny one). Each runs with clients that are synchronous and"
+        " running server, as `python benchmarks/conformance.py --servers"
+        " mlx,vllm,mlx_lm.server,vllm-serve --write docs/conformance.md` counts them"
+        " (`--model FOLDER`: any will do, since only the wire is judged; these are of a tiny"
+        " one). Each runs with clients that are synchronous and"
         " asynchronous, strict and loose. Objects that they name by id are put into our store"
         " before each test; other servers keep none. Tests of empty ids ask nothing of a server and"
         " pass everywhere.",
@@ -206,11 +273,15 @@ def page(results: Mapping[str, Sequence[FileResult]], tested: str) -> str:
     sums = [str(sum(x.passed for x in results[name])) for name in names]
     everything = sum(x.total for x in results[names[0]])
     lines += [f"| all | {everything} | {' | '.join(sums)} |", "", "## What fails here", ""]
-    lines += ["| test | cases | why |", "|---|---|---|"]
-    for file, result in zip(FILES, results[names[0]], strict=True):
-        for test, count in sorted(result.failed.items()):
+    shown = "; ".join(x for x in names if x.startswith("Thermocline"))
+    lines += [f"| test | cases ({shown}) | why |", "|---|---|---|"]
+    ours = [x for x in names if x.startswith("Thermocline")]
+    for i, file in enumerate(FILES):
+        tests = sorted({test for name in ours for test in results[name][i].failed})
+        for test in tests:
+            counts = "; ".join(str(results[name][i].failed[test]) for name in ours)
             why = reason_of(file, test) or "not explained yet"
-            lines.append(f"| `{file}` `{test}` | {count} | {why} |")
+            lines.append(f"| `{file}` `{test}` | {counts} | {why} |")
     return "\n".join(lines) + "\n"
 
 
@@ -219,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="a folder; default: the sample model")
     parser.add_argument("--work", type=Path, help="keeps the tests and their environment")
     parser.add_argument("--write", type=Path, help="the document to write")
-    parser.add_argument("--mlx-lm", action="store_true", help="ask mlx_lm.server, too")
+    parser.add_argument("--servers", default="mlx", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--results", type=Path, help="keeps what was counted")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="conformance-") as own:
@@ -227,16 +299,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         work.mkdir(parents=True, exist_ok=True)
         suite = Suite(work)
         suite.prepare()
-        results: dict[str, list[FileResult]] = {}
+        results = _kept(args.results)
         model = args.model or _sample_model()
-        settings = {**SETTINGS, "engine": {**SETTINGS["engine"], "model": model}}
-        with Stack(settings) as stack:
-            database = stack.root / "data" / "stored" / "stored.sqlite"
-            url = f"{stack.url}/v1"
-            results["Thermocline, mlx"] = [suite.run(x, url, database) for x in FILES]
-        if args.mlx_lm:
-            with mlx_lm_server(model) as url:
-                results["mlx_lm.server"] = [suite.run(x, f"{url}/v1", None) for x in FILES]
+        for server in filter(None, args.servers.split(",")):
+            results[server] = list(_counts(server, suite, model))
+            _keep(args.results, results)
         for name, _, url in (x.partition("=") for x in args.peer):
             results[name] = [suite.run(x, f"{url}/v1", None) for x in FILES]
         text = page(results, suite.version)

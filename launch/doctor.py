@@ -25,6 +25,7 @@ from engines.about_vllm.parsers import needs_tool_template, parsers_for
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk.folder import left_behind
 from launch.calibrate.program import MEASURABLE
+from launch.capacity.wish import with_capacity
 from launch.errors import LaunchError
 from launch.machine.blas import find_blas
 from launch.machine.interpreters import require_vllm
@@ -99,6 +100,11 @@ def _names(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     except importlib.metadata.PackageNotFoundError:
         return "failure", f"{home} is not installed; run: bash launch/install.sh"
     return "ok", f"{DISTRIBUTION} {version} in {home}"
+
+
+def _capacity(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
+    """Check that the wished sessions fit; other checks look at budgets without the wish."""
+    return "ok", "; ".join(with_capacity(effective).capacity) or "budgets are given, or by machine"
 
 
 def _engine(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -298,6 +304,7 @@ CHECKS: Mapping[str, Check] = {
     "model": _model,
     "tools": _tools,
     "codec": _codec,
+    "capacity": _capacity,
     "blas": _blas,
     "memory": _memory,
     "disk": _disk,

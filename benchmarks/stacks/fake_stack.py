@@ -25,6 +25,7 @@ import psutil
 
 from engines.config import EngineConfig, WorkerConfig
 from engines.registry import engine_factory
+from gateway.access.key_list import lines_of
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.keys import Tenants
@@ -139,7 +140,7 @@ def main(settings_file: str) -> None:
         token=settings["token"],
     )
     engine = engine_factory("fake")(worker)
-    tenants = Tenants(b"a secret of the tests", config.api_keys)
+    tenants = Tenants(b"a secret of the tests", *lines_of(config))
     metrics = Metrics()
     sessions = SessionManager(
         engine,

@@ -130,6 +130,10 @@ class Stack:
             time.sleep(0.2)
         raise TimeoutError(f"not ready after {timeout_s:g} s:\n{self.tail()}")
 
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
+        """Wait until it takes requests."""
+        self._wait_ready(timeout_s)
+
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 

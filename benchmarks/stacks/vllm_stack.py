@@ -25,7 +25,12 @@ from launch.sample.sample_model import sample_model
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 START_S = 900.0
-OURS = ("--kv-transfer-config", "--middleware", "--uds")  # flags, with a value each
+OURS = (
+    "--kv-transfer-config",
+    "--middleware",
+    "--scheduler-cls",
+    "--uds",
+)  # flags, with a value each
 # SmolLM2-135M in float32: 30 layers x 3 heads x (64 + 64) values of four bytes.
 BYTES_PER_TOKEN = 30 * 3 * 128 * 4
 
@@ -83,6 +88,7 @@ class PlainVllm:
     python: str = field(default_factory=python_with_vllm)
     arguments: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
+    model_path: str = ""  # "" = the sample model
 
     @property
     def url(self) -> str:
@@ -102,7 +108,7 @@ class PlainVllm:
         return WorkerConfig(
             engine=engine,
             store=StoreConfig(),
-            model_path=str(sample_model(Path.home() / ".cache" / "thermocline")),
+            model_path=self.model_path or str(sample_model(Path.home() / ".cache" / "thermocline")),
             served_model_name=MODEL_NAME,
             runtime_dir=self._folder.name,
             token="",

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from launch.cli import key_file, options
+from launch.cli import key_file, keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.connect import connect
 from launch.cli.printing import print_json, print_table
+from launch.cli.tools.bench import bench
+from launch.cli.tools.chat import chat
+from launch.cli.tools.top import top
 from launch.errors import LaunchError, UsageError
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
@@ -26,15 +30,31 @@ app = typer.Typer(
     name="thermocline",
     help="Serves a language model to many chats; the quiet ones sleep, packed, and wake up fast.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
 app.add_typer(sessions_cli.app, name="sessions", no_args_is_help=True)
-app.command()(connect)
 keys_app = typer.Typer(help="API keys.")
 app.add_typer(keys_app, name="keys", no_args_is_help=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"thermocline {version('thermocline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def thermocline(
+    wanted: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that belong to no command."""
 
 
 @app.command()
@@ -47,6 +67,8 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[str | None, typer.Option(help="Port to listen on; 0 = any.")] = None,
+    sessions: options.Sessions = None,
+    session_context: options.SessionContext = None,
     hot: options.Hot = None,
     ram: options.Ram = None,
     disk: options.Disk = None,
@@ -73,10 +95,14 @@ def serve(
     config: options.Config = None,
     assignments: options.Assignments = None,
 ) -> None:
-    """Start the gateway and its engine; stop with Ctrl-C."""
+    """Start the gateway and its engine; stop with Ctrl-C.
+
+    Say how much in sessions (--sessions 200 --context 8192) or in bytes (--hot,
+    --ram, --disk); what is left open is fitted to this machine.
+    """
     from launch.serve.run import serve as run
 
-    effective = options.chosen(context, os.environ)
+    effective = options.fitted(context, os.environ)
     raise typer.Exit(run(effective, os.environ, lambda: options.chosen(context, os.environ)))
 
 
@@ -90,7 +116,7 @@ def show_config(
     as_json: options.Json = False,
 ) -> None:
     """Show the settings that would be used here, and where each comes from."""
-    resolved = options.chosen(context, os.environ).resolved
+    resolved = options.fitted(context, os.environ).resolved
     rows = {name: masked(name, value) for name, value in flat(resolved.settings).items()}
     if as_json:
         print_json({k: {"value": v, "from": resolved.origin(k)} for k, v in rows.items()})
@@ -104,10 +130,26 @@ def show_config(
 @app.command()
 def plan(
     context: typer.Context,
+    named: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
+    ] = None,
     model: options.Model = None,
+    sessions: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Say what budgets so many sessions of --context take."),
+    ] = None,
     lengths: Annotated[
         str | None,
         typer.Option("--context", metavar="N,N", help="Tokens per session, such as 2048,8192."),
+    ] = None,
+    machines: Annotated[
+        bool, typer.Option("--machines", help="A GB10, GPUs and Macs instead of this machine.")
+    ] = False,
+    weights: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The model's, for --machines, e.g. 18GiB.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Draw it; .svg and .pdf work, too.")
     ] = None,
     hot: options.Hot = None,
     ram: options.Ram = None,
@@ -119,14 +161,10 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say beforehand how many sessions fit, from config.json alone."""
-    from launch.cli.plan_table import print_plan
-    from launch.plan.capacity_plan import plan_of
+    from launch.cli.plan_command import Wanted, run_plan
 
-    found = plan_of(options.chosen(context, os.environ), lengths)
-    if as_json:
-        print_json(found)
-    else:
-        print_plan(found)
+    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json)
+    run_plan(context, wanted, os.environ)
 
 
 @app.command()
@@ -196,6 +234,13 @@ def calibrate(
         draw(report, plot)
     if not report.profile:
         raise LaunchError("what was learned is not kept; the lines above say why")
+
+
+# In the order in which --help lists them.
+for command in (chat, top, bench, connect):
+    app.command()(command)
+keys_app.command("list")(keys.list_keys)
+keys_app.command("revoke")(keys.revoke_key)
 
 
 @keys_app.command("new")

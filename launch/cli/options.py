@@ -33,6 +33,12 @@ Codec = Annotated[str | None, typer.Option("--codec", help="auto, raw, dense3, m
 Hot = Annotated[str | None, typer.Option("--hot", metavar="SIZE", help="Live KV, e.g. 4GiB.")]
 Ram = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Cold KV in memory.")]
 Disk = Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Cold KV on disk.")]
+Sessions = Annotated[
+    int | None, typer.Option("--sessions", metavar="N", help="Keep so many sessions alive.")
+]
+SessionContext = Annotated[
+    int | None, typer.Option("--context", metavar="N", help="Tokens of each of --sessions.")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 # Flag -> setting.
@@ -49,6 +55,8 @@ FLAGS: Mapping[str, str] = {
     "--ram": "store.ram_bytes",
     "--disk": "store.disk_bytes",
     "--redis": "store.redis_url",
+    "--sessions": "capacity.sessions",
+    "--context": "capacity.context",
     "--codec": "store.codec",
     "--idle-after": "scheduler.idle_after_s",
     "--data-dir": "data_dir",
@@ -75,7 +83,20 @@ def chosen(context: typer.Context, environ: Mapping[str, str]) -> EffectiveSetti
     return effective_settings(sources, environ)
 
 
+def fitted(context: typer.Context, environ: Mapping[str, str]) -> EffectiveSettings:
+    """The settings of a command, with budgets for the capacity that is wished for, if one is.
+
+    Raises:
+        UsageError: a setting is wrong, or this machine has no room for the wish; says what it has.
+    """
+    from launch.capacity.wish import with_capacity  # pulls in the codecs
+
+    return with_capacity(chosen(context, environ))
+
+
 def _parameter(flag: str) -> str:
+    if flag == "--context":  # ``context`` is what typer calls its own object
+        return "session_context"
     return flag.removeprefix("--").replace("-", "_")
 
 

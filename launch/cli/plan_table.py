@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+from launch.capacity.machines import MachinePlan
+from launch.capacity.picture import LABELS, Bars, bars_of
 from launch.cli.printing import print_table
 from launch.plan.capacity_plan import ColdPlan, ContextPlan, Plan
 from launch.settings.units import show_bytes
 
 SERVED: Final = ("tokens", "tier", "codec", "bytes", "states", "vs live", "sessions")
+MACHINES: Final = ("machine", "tokens", "for KV", "no sleep", "awake", "in RAM", "on disk", "codec")
+BAR_WIDTH: Final = 40
+BAR: Final = "█"
 RATIOS: Final = ("KV vs bf16", "all vs bf16")
 
 
@@ -31,6 +37,8 @@ def print_plan(plan: Plan) -> None:
     print_table(
         SERVED, [x for context in plan.contexts for x in _served(context)], right=SERVED[2:]
     )
+    print()
+    print_bars(bars_of(plan))
     print("\nwhat each codec would take:")
     columns = ("tokens", "kept", "KL", "bytes", "states", *RATIOS, "per GiB", "hot", *tiers)
     rows = [row for context in plan.contexts for row in _rows(context, tiers)]
@@ -38,6 +46,38 @@ def print_plan(plan: Plan) -> None:
     refusals = {cold.codec: cold.refused for x in plan.contexts for cold in x.cold if cold.refused}
     for codec, reason in refusals.items():
         print(f"{codec}: {reason}")
+
+
+def print_bars(bars: Bars) -> None:
+    """Print sessions as bars, all to one scale: a tier with few of them is a sliver."""
+    most = max((count for _, counts in bars for count in counts.values()), default=0)
+    for name, counts in bars:
+        for number, (tier, count) in enumerate(counts.items()):
+            bar = BAR * max(1 if count else 0, round(BAR_WIDTH * count / max(1, most)))
+            print(f"{name if number == 0 else '':<14} {LABELS[tier]:<17} {bar} {count}")
+
+
+def print_machines(model: str, rows: Sequence[MachinePlan]) -> None:
+    """Print what several machines would keep of a model's sessions."""
+    print(f"{model}: sessions that other machines would keep alive (counted, not measured)")
+    print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:7])
+    print(
+        "no sleep: all memory for KV holds live bf16, without a cold store. awake, in RAM: the same"
+        "\nmemory shared between sessions that are answered and sleepers. on disk: in 32 GiB."
+    )
+
+
+def _machine(row: MachinePlan) -> list[str]:
+    if row.refused:
+        return [row.machine, str(row.context), "", "", "", "", "", row.refused]
+    counts = [str(x) for x in (row.hot_only, row.hot, row.ram, row.disk)]
+    return [
+        row.machine,
+        str(row.context),
+        show_bytes(row.kv_bytes),
+        *counts,
+        row.codec,
+    ]
 
 
 def _usable(plan: Plan) -> str:

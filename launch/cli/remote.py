@@ -52,6 +52,14 @@ class Remote:
     def forget(self, session_id: str) -> dict[str, Any]:
         return self._ask("DELETE", _path(session_id))
 
+    def keys(self) -> list[dict[str, Any]]:
+        """The server's API keys by their ids; needs an admin key."""
+        found: list[dict[str, Any]] = self._ask("GET", "/admin/keys")["data"]
+        return found
+
+    def revoke(self, key_id: str) -> dict[str, Any]:
+        return self._ask("DELETE", f"/admin/keys/{quote(key_id, safe='')}")
+
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:
             return asyncio.run(self._request(method, path, body))

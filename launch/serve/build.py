@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -19,9 +20,10 @@ from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
 from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
-from gateway.config import GatewayConfig
+from gateway.config import LOOPBACK, GatewayConfig
 from gateway.keys import BadKeyLine, Tenants
 from gateway.metrics import Metrics
+from gateway.telemetry.tracing import PassOn, Tracing
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import check_name, is_exact
 from kvstore.config import AUTO, StoreConfig
@@ -71,6 +73,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     settings, kind = effective.settings, effective.engine_kind
     tenants = _tenants(settings, effective.folders.data)
     _check_reach(settings, tenants)
+    _check_admins(settings.gateway, tenants)
     _check_codecs(settings.store)
     require_installed(effective)
     blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
@@ -105,7 +108,20 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         )
         stored = stored_objects(settings.gateway, settings.store, effective.folders.data)
         app = create_app(settings.gateway, engine, sessions, tenants, metrics, stored)
+        app.state.gateway.tracing = _tracing(settings.gateway)
         yield BuiltServer(app, engine, model.name, tenants, blas)
+
+
+def _tracing(config: GatewayConfig) -> Tracing:
+    if not config.otlp_endpoint:
+        return PassOn()
+    try:
+        from gateway.telemetry.otlp import OtlpTracing
+    except ImportError as error:
+        raise UsageError(
+            "gateway.otlp_endpoint needs OpenTelemetry's packages: pip install 'thermocline[otlp]'"
+        ) from error
+    return OtlpTracing(config.otlp_endpoint, version("thermocline"))
 
 
 def _engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
@@ -176,7 +192,7 @@ def _exact_only(effective: EffectiveSettings, model: Model) -> str:
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
     file = settings.gateway.api_keys_file
     try:
-        tenants = Tenants(_secret(settings, data_dir), key_lines(settings.gateway))
+        tenants = Tenants(_secret(settings, data_dir), *key_lines(settings.gateway))
     except BadKeyLine as error:
         raise UsageError(str(error)) from error
     if file and tenants.open_to_all:
@@ -203,6 +219,15 @@ def _check_reach(settings: Settings, tenants: Tenants) -> None:
             f"{gateway.host} can be reached from other machines, and no API key is set; make one"
             " with `thermocline keys new TENANT` and pass --api-keys FILE, or say"
             " --allow-anonymous"
+        )
+
+
+def _check_admins(config: GatewayConfig, tenants: Tenants) -> None:
+    if config.admin_port and config.admin_host not in LOOPBACK and not tenants.num_admin_keys:
+        raise UsageError(
+            f"gateway.admin_host {config.admin_host} can be reached from other machines, and there"
+            " is no admin key; make one with `thermocline keys new NAME` and put its line into"
+            " gateway.admin_keys_file"
         )
 
 

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
+
+from gateway.access.log_ring import LogRing
 
 # Line ends, escape sequences and other controls come from clients and engines; in a log they
 # would forge lines or steer a terminal.
@@ -32,10 +35,37 @@ class OneLine(logging.Formatter):
         return f"{stamp}.{record.msecs:03.0f}Z {level:7} {name}: {text.translate(_ESCAPED)}"
 
 
-def configure_logging(level: str) -> None:
-    """Set up the root logger of this process. Called once, when the server starts."""
+class OneObject(logging.Formatter):
+    """Formats a record as one JSON object; ids of request and session have fields of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "at": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "name": record.name.removeprefix("thermocline."),
+            "message": record.getMessage(),
+        }
+        for name in ("request_id", "session"):
+            if (value := getattr(record, name, None)) is not None:
+                line[name] = value
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def keep_lines(ring: LogRing) -> None:
+    """Have the last lines kept for admins, too."""
+    ring.text_of = lambda text: text.translate(_ESCAPED)
+    logging.getLogger().addHandler(ring)
+
+
+def configure_logging(level: str, form: str = "text") -> None:
+    """Set up the root logger of this process. Called once, when the server starts.
+
+    ``form``: "text", or "json" for an object on each line.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine())
+    handler.setFormatter(OneObject() if form == "json" else OneLine())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
     for name in _QUIET:  # they repeat what we say, at the level of our own important lines

@@ -10,16 +10,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import ExitStack
+
+import msgspec
 
 from engines.wire import Welcome
+from gateway.config import GatewayConfig
 from gateway.server import DrainingServer, server_of
 from launch.calibrate.profile_watch import ProfileWatch
 from launch.machine.open_files import raise_open_files
 from launch.serve.build import BuiltServer, build
-from launch.serve.keys import reload_keys
-from launch.serve.logs import configure_logging
+from launch.serve.logs import configure_logging, keep_lines
 from launch.serve.port import listen, take_port, url_of
+from launch.serve.reload import Reload
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import masked
 from launch.settings.units import show_bytes
@@ -43,25 +46,40 @@ def serve(
     Raises:
         UsageError, LaunchError: it cannot be started; says what to do.
     """
-    configure_logging(effective.settings.log_level)
+    configure_logging(effective.settings.log_level, effective.settings.log_format)
     config = effective.settings.gateway
     raise_open_files(effective.engine_kind)
-    with take_port(config) as sock, build(effective, environ) as built:
-        listen(sock, config)
+    with ExitStack() as stack:
+        sock = stack.enter_context(take_port(config))
+        sockets = [sock, *_admin_socket(stack, config)]
+        built = stack.enter_context(build(effective, environ))
+        keep_lines(built.app.state.gateway.log_ring)
+        for each in sockets:
+            listen(each, config)
         server = server_of(built.app, config)
         url = url_of(sock)
         _say_settings(effective, built, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             watch = ProfileWatch(effective, built.engine)
-            reload = partial(reload_keys, built.app.state.gateway, reread or (lambda: effective))
-            runner.run(_run(server, sock, built, url, watch, reload))
+            reload = Reload(built.app.state.gateway, effective, reread or (lambda: effective))
+            runner.run(_run(server, sockets, built, url, watch, reload))
     log.info("stopped")
     return 0 if server.started and not built.engine.gave_up else 1
 
 
+def _admin_socket(stack: ExitStack, config: GatewayConfig) -> list[socket.socket]:
+    """The admins' own port, if they have one."""
+    if not config.admin_port:
+        return []
+    own = msgspec.structs.replace(config, host=config.admin_host, port=config.admin_port)
+    sock = stack.enter_context(take_port(own))
+    log.info("admins: %s", url_of(sock))
+    return [sock]
+
+
 async def _run(
     server: DrainingServer,
-    sock: socket.socket,
+    sockets: list[socket.socket],
     built: BuiltServer,
     url: str,
     watch: ProfileWatch,
@@ -73,7 +91,7 @@ async def _run(
         asyncio.create_task(watch.run(), name="profile-watch"),
     ]
     try:
-        await server.serve(sockets=[sock])
+        await server.serve(sockets=sockets)
     finally:
         for task in tasks:
             task.cancel()
@@ -94,6 +112,7 @@ async def _wait_for(built: BuiltServer, server: DrainingServer, url: str) -> Non
         await asyncio.sleep(LOOK_EVERY_S)
     _announce(welcome, time.monotonic() - began)
     log.info("try: %s", example(welcome.model, url, needs_key=not built.tenants.open_to_all))
+    log.info("look: %s/ui", url)
 
 
 def _announce(welcome: Welcome, took_s: float) -> None:
@@ -131,5 +150,7 @@ def _say_settings(effective: EffectiveSettings, built: BuiltServer, url: str) ->
         f", redis {masked('', settings.store.redis_url)}" if settings.store.redis_url else "",
         settings.store.codec,
     )
+    for line in effective.capacity:
+        log.info("capacity: %s", line)
     if built.blas is not None:
         log.log(logging.INFO if built.blas.fast else logging.WARNING, "%s", built.blas.message)

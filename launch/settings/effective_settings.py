@@ -21,6 +21,8 @@ from launch.settings.schema import Resolved, Settings, resolve
 from launch.settings.sources import Layer
 
 ATTACHABLE = ("auto", "mlx", "vllm", "attached")
+# It often does not know how to end, and its context takes minutes to fill.
+SAMPLE_ANSWER = Value(1024, "the sample model")
 INSTALL_MLX = "pip install 'thermocline[mlx]' (or bash launch/install.sh in a checkout)"
 
 
@@ -33,6 +35,7 @@ class EffectiveSettings:
     engine_kind: str  # a name in engines.registry, or module:Attr; never "auto"
     hot_on_gpu: bool = False  # live KV takes nothing of this machine's own memory
     widens: bool = False  # dtype "auto" means float32, which CPUs multiply fastest
+    capacity: tuple[str, ...] = ()  # what was chosen for capacity.sessions, in words
 
     @property
     def settings(self) -> Settings:
@@ -55,6 +58,8 @@ def effective_settings(layers: Sequence[Layer], environ: Mapping[str, str]) -> E
         "data_dir": Value(str(where.data), "this system"),
         "cache_dir": Value(str(where.cache), "this system"),
     }
+    if not chosen.engine.model and kind in ("mlx", "vllm"):
+        fitted["gateway.default_max_tokens"] = SAMPLE_ANSWER
     if kind == "vllm":
         given = chosen.engine.vllm.python
         origin = resolve(layers).origin("engine.vllm.python") if given else "found here"

@@ -122,4 +122,10 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_list(text: str) -> list[str]:
+    """Split at commas, or read a list in brackets as JSON and TOML write it."""
+    if text.lstrip().startswith("["):
+        try:
+            return msgspec.json.decode(text, type=list[str])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{text!r} is no JSON list of strings: {error}") from None
     return [part.strip() for part in text.split(",") if part.strip()]

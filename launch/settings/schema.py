@@ -24,6 +24,7 @@ from engines.config import EngineConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from launch.errors import UsageError
+from launch.settings.capacity_config import CapacityConfig
 from launch.settings.sources import Layer, nested
 from scheduler.config import SchedulerConfig
 
@@ -35,9 +36,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     store: StoreConfig = StoreConfig()
+    capacity: CapacityConfig = CapacityConfig()
     data_dir: str = ""  # holds the server's secret and the cold sessions on disk
     cache_dir: str = ""  # holds what can be made again: the sample model, a BLAS
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
     # Serve on an address that others can reach although no API key is set.
     allow_anonymous: bool = False
 
@@ -93,7 +96,7 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def masked(name: str, value: Any) -> Any:
     """``value`` as it may be shown: without passwords and key hashes."""
-    if name == "gateway.api_keys":
+    if name in ("gateway.api_keys", "gateway.admin_keys"):
         return [f"{line.partition(':')[0]}:***" for line in value]
     if name == "engine.token" and value:
         return "***"

@@ -139,7 +139,7 @@ def test_with_keys_only_their_owners_see_their_sessions(tmp_path):
         ).stdout.split()
         for text, said in [
             ("nonsense", "stay as they were"),
-            (other[3], "were read again: 1 keys"),
+            (other[3], "settings were read again: 1 keys"),
         ]:
             keys.write_text(text + "\n")
             server.process.send_signal(signal.SIGHUP)

@@ -7,12 +7,16 @@ import logging
 import socket
 import stat
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from launch.cli.main import app, main
 from launch.cli.options import FLAGS
+
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
@@ -50,6 +54,11 @@ def model(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(b"")
     return folder
+
+
+def test_the_version_is_the_one_that_is_installed(run):
+    expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run("--version") == (0, f"thermocline {expected}\n", "")
 
 
 def test_config_shows_values_and_where_they_come_from(run, monkeypatch):

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import json
 import logging
 import sys
 
 import pytest
 
-from launch.serve.logs import OneLine
+from launch.serve.logs import OneLine, OneObject
 
 
 def record(message, *arguments, exc_info=None):
@@ -34,3 +35,17 @@ def test_a_traceback_stays_on_the_line():
         line = OneLine().format(record("failed", exc_info=sys.exc_info()))
     assert len(line.splitlines()) == 1
     assert "ValueError: no" in line
+
+
+def test_a_json_line_has_the_ids_in_fields_of_their_own() -> None:
+    found = record("turn of %s", "x\ny")
+    found.request_id, found.session = "req_1", "s\n1"
+    line = OneObject().format(found)
+    assert "\n" not in line
+    told = json.loads(line)
+    assert (told["message"], told["request_id"], told["session"]) == (
+        "turn of x\ny",
+        "req_1",
+        "s\n1",
+    )
+    assert "session" not in json.loads(OneObject().format(record("plain")))

@@ -187,3 +187,11 @@ def test_secrets_are_masked(name, value, expected):
 def test_every_setting_is_documented():
     text = (Path(__file__).parents[4] / "docs" / "configuration.md").read_text()
     assert [name for name in FIELDS.types if f"`{name}`" not in text] == []
+
+
+def test_a_list_may_be_written_as_json():
+    for text in ('["*"]', "*"):
+        found = settings_of(assignments=[f"gateway.model_aliases={text}"])
+        assert found.settings.gateway.model_aliases == ("*",)
+    with pytest.raises(UsageError, match="JSON list of strings"):
+        settings_of(assignments=["gateway.model_aliases=[*]"])

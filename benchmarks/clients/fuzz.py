@@ -1,0 +1,46 @@
+"""Property-based requests made from our own /openapi.json: no answer may be a 5xx.
+
+schemathesis makes them, bounded in number; the fake engine answers, so that it takes a minute.
+
+    python -m benchmarks.clients.fuzz --cache ~/.cache/thermocline/agents
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.clients.real_agents import server
+
+
+def installed(cache: Path) -> Path:
+    """Install schemathesis where it is not yet; returns its command."""
+    found = cache / "py" / "bin" / "schemathesis"
+    if not found.exists():
+        python = cache / "py" / "bin" / "python"
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(cache / "py")], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "schemathesis"]
+        subprocess.run(pip, check=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
+    parser.add_argument("--examples", type=int, default=25, help="of each operation")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    cache = args.cache.expanduser().resolve()
+    command = [str(installed(cache)), "run", "--checks", "not_a_server_error"]
+    command += ["--max-examples", str(args.examples), "--seed", str(args.seed)]
+    command += ["--phases", "examples,coverage,fuzzing", "--request-timeout", "30"]
+    command += ["--generation-database", "none", "--no-color"]
+    with server("fake", cache) as url:
+        return subprocess.run([*command, f"{url}/openapi.json"], cwd=cache).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

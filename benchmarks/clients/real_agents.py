@@ -1,0 +1,309 @@
+"""Coding agents as their packages install them, each with a small task of several turns.
+
+Codex, OpenCode, qwen-code, Claude Code (npm) and aider (PyPI) are installed into a folder of their
+own, told of the server by ``thermocline connect``, and asked three things one after the
+other in one conversation. What counts is the wire: which requests came, none with an error, and how
+much of each later turn's prompt was reused. A proxy in between counts; the model's words count for
+nothing. Everything stays on loopback.
+
+    python -m benchmarks.clients.real_agents --cache ~/.cache/thermocline/agents
+    python -m benchmarks.clients.real_agents --engine fake --only codex,aider
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.clients.recorder import Exchange, recording
+from benchmarks.clients.roomy_model import roomy_model
+from benchmarks.stacks.fake_stack import FakeStack
+from benchmarks.stacks.product_stack import MIB, Stack
+
+TURN_S = 420.0
+ANSWER_TOKENS = 64
+TASK = (
+    "Read notes.txt and say in one sentence what it is about.",
+    "Which numbers are in it?",
+    "Thank you. Say what we did so far.",
+)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A client: what installs it, and its command lines for a first and a later turn."""
+
+    name: str  # that ``thermocline connect`` knows
+    package: str
+    command: str
+    first: tuple[str, ...]
+    later: tuple[str, ...]
+    postinstall: str = ""  # a script of the package, which npm leaves for us to start
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def from_pypi(self) -> bool:
+        return self.name == "aider"
+
+
+_CODEX = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_AIDER = (
+    "--yes-always",
+    "--no-git",
+    "--no-stream",
+    "--no-check-update",
+    "--no-show-model-warnings",
+)
+# Else it asks for as much as ``connect`` allows, and a model without sense takes all of it.
+_SHORT = json.dumps({"env": {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(ANSWER_TOKENS)}})
+AGENTS = (
+    Agent(
+        "codex",
+        "@openai/codex",
+        "codex",
+        ("exec", *_CODEX, "{ask}"),
+        ("exec", "resume", "--last", *_CODEX, "{ask}"),
+    ),
+    Agent(
+        "opencode",
+        "opencode-ai",
+        "opencode",
+        ("run", "{ask}"),
+        ("run", "--continue", "{ask}"),
+        "postinstall.mjs",
+        {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+    ),
+    Agent(
+        "qwen-code",
+        "@qwen-code/qwen-code",
+        "qwen",
+        ("--auth-type", "openai", "--yolo", "{ask}"),
+        ("--auth-type", "openai", "--yolo", "--continue", "{ask}"),
+        "",
+        {"QWEN_CODE_MAX_OUTPUT_TOKENS": str(ANSWER_TOKENS)},
+    ),
+    Agent(
+        "claude",
+        "@anthropic-ai/claude-code",
+        "claude",
+        ("--settings", _SHORT, "-p", "{ask}"),
+        ("--settings", _SHORT, "-p", "--continue", "{ask}"),
+        "install.cjs",
+    ),
+    Agent(
+        "aider",
+        "aider-chat",
+        "aider",
+        (*_AIDER, "--message", "{ask}", "notes.txt"),
+        (*_AIDER, "--restore-chat-history", "--message", "{ask}", "notes.txt"),
+        "",
+        {"AIDER_ANALYTICS": "false"},
+    ),
+)
+
+
+@dataclass
+class Outcome:
+    """The wire of one agent's task."""
+
+    agent: str
+    version: str
+    num_requests: int = 0
+    num_turns: int = 0  # requests that read a prompt
+    errors: list[str] = field(default_factory=list)
+    exit_codes: list[int] = field(default_factory=list)
+    # Of the last of the three turns: its longest prompt, and what was reused of it.
+    last_prompt_tokens: int = 0
+    last_cached_tokens: int = 0
+    reused_share: float = 0.0  # of all prompts but the first
+    paths: dict[str, int] = field(default_factory=dict)
+    sessions: int = 0
+
+
+def install(agent: Agent, cache: Path) -> Path:
+    """Install a client where it is not yet; returns its command."""
+    if agent.from_pypi:
+        found = cache / "pypi" / agent.name / "bin" / agent.command
+        if not found.exists():
+            folder = cache / "pypi" / agent.name
+            _run([sys.executable, "-m", "venv", str(folder)])
+            _run([str(folder / "bin/python"), "-m", "pip", "install", "--quiet", agent.package])
+        return found
+    prefix = cache / "npm"
+    found = prefix / "node_modules" / ".bin" / agent.command
+    if not found.exists():
+        prefix.mkdir(parents=True, exist_ok=True)
+        _run(["npm", "install", "--silent", "--prefix", str(prefix), agent.package])
+        if agent.postinstall:
+            _run(["node", agent.postinstall], prefix / "node_modules" / agent.package)
+    return found
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> None:
+    subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+
+
+def perform(agent: Agent, command: Path, url: str, room: Path, bodies: Path | None) -> Outcome:
+    """Let one agent do the task in a home and a project of its own."""
+    home, project = room / "home", room / "project"
+    for folder in (home, project):
+        folder.mkdir(parents=True)
+    (project / "notes.txt").write_text("Of 12 stones in the river, 5 are white and 7 are grey.\n")
+    env = {**_own_environment(home, project), **agent.env}
+    with recording(url, bodies) as recorder:
+        connect = [sys.executable, "-m", "launch", "connect", agent.name, "--write"]
+        connect += ["--url", recorder.url]
+        told = subprocess.run(connect, env=_connect_env(env), capture_output=True, text=True)
+        if told.returncode:
+            raise RuntimeError(told.stderr)
+        recorder.exchanges.clear()
+        env |= {"THERMOCLINE_API_KEY": "none"}
+        outcome = Outcome(agent.name, _version(command, env))
+        marks: list[int] = []
+        for i, ask in enumerate(TASK):
+            marks.append(len(recorder.exchanges))
+            line = [x.replace("{ask}", ask) for x in (agent.later if i else agent.first)]
+            outcome.exit_codes.append(_turn([str(command), *line], env, project, room / f"{i}.txt"))
+    _sum_up(outcome, recorder.exchanges, marks)
+    return outcome
+
+
+def _own_environment(home: Path, project: Path) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "TERM", "TMPDIR")}
+    return {
+        **kept,
+        "HOME": str(home),
+        "PWD": str(project),
+        "XDG_CONFIG_HOME": str(home / ".config"),
+        "NO_PROXY": "*",
+        "CI": "1",
+        "NO_COLOR": "1",
+    }
+
+
+def _connect_env(env: Mapping[str, str]) -> dict[str, str]:
+    return {**env, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def _turn(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path) -> int:
+    with log.open("wb") as out:
+        try:
+            done = subprocess.run(
+                command,
+                env=env,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                timeout=TURN_S,
+            )
+        except subprocess.TimeoutExpired:
+            return 124
+    return done.returncode
+
+
+def _version(command: Path, env: Mapping[str, str]) -> str:
+    asked = subprocess.run([str(command), "--version"], env=env, capture_output=True, text=True)
+    words = (asked.stdout.strip().splitlines() or ["?"])[-1].split()
+    return next((word for word in words if word[0].isdigit()), words[0])
+
+
+def _sum_up(outcome: Outcome, exchanges: Sequence[Exchange], marks: Sequence[int]) -> None:
+    turns = [x for x in exchanges if x.is_turn]
+    outcome.num_requests, outcome.num_turns = len(exchanges), len(turns)
+    outcome.sessions = len({x.session for x in turns})
+    for exchange in exchanges:
+        path = f"{exchange.method} {exchange.path.partition('?')[0]}"
+        outcome.paths[path] = outcome.paths.get(path, 0) + 1
+        if exchange.error:
+            outcome.errors.append(f"{exchange.status} {path}: {exchange.error}")
+    later = [x for x in exchanges[marks[1] :] if x.is_turn]
+    if later:
+        total = sum(x.prompt_tokens for x in later)
+        outcome.reused_share = round(sum(x.cached_tokens for x in later) / total, 4)
+    last = [x for x in exchanges[marks[-1] :] if x.is_turn]
+    if last:
+        longest = max(last, key=lambda x: x.prompt_tokens)
+        outcome.last_prompt_tokens = longest.prompt_tokens
+        outcome.last_cached_tokens = longest.cached_tokens
+
+
+@contextmanager
+def server(engine: str, cache: Path) -> Iterator[str]:
+    """Start gateway and engine; yields their URL."""
+    gateway: dict[str, Any] = {"model_aliases": ["*"], "default_max_tokens": ANSWER_TOKENS}
+    gateway["max_body_bytes"] = 32 * MIB
+    if engine == "fake":
+        with tempfile.TemporaryDirectory() as folder:
+            size = {"max_context": 131_072}
+            with FakeStack(Path(folder), gateway=gateway, engine=size) as fake:
+                yield fake.url
+        return
+    settings = {
+        "gateway": gateway,
+        "engine": {"model": str(roomy_model(cache / "roomy")), "hot_bytes": 2048 * MIB},
+        "store": {"ram_bytes": 256 * MIB, "disk_bytes": 0},
+    }
+    with Stack(settings) as stack:
+        yield stack.url
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Write the figures as a table of Markdown."""
+    rows = [
+        "| agent | version | requests | with a prompt | errors | last prompt, tokens |"
+        " of it reused | reused behind the first turn |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for x in outcomes:
+        share = x.last_cached_tokens / x.last_prompt_tokens if x.last_prompt_tokens else 0.0
+        rows.append(
+            f"| {x.agent} | {x.version} | {x.num_requests} | {x.num_turns} | {len(x.errors)}"
+            f" | {x.last_prompt_tokens:,} | {share:.1%} | {x.reused_share:.1%} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
+    parser.add_argument("--only", default="", help="names of agents, with commas")
+    parser.add_argument("--bodies", type=Path, help="keep what passed, and what agents printed")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    cache = args.cache.expanduser().resolve()
+    wanted = args.only.split(",") if args.only else [x.name for x in AGENTS]
+    outcomes = []
+    with server(args.engine, cache) as url:
+        for agent in (x for x in AGENTS if x.name in wanted):
+            command = install(agent, cache)
+            with tempfile.TemporaryDirectory(prefix="agent-") as own:
+                room = Path(own)
+                bodies = args.bodies / agent.name if args.bodies else None
+                if bodies:
+                    bodies.mkdir(parents=True, exist_ok=True)
+                outcome = perform(agent, command, url, room, bodies)
+                if bodies:
+                    for log in room.glob("*.txt"):
+                        shutil.copy(log, bodies)
+            outcomes.append(outcome)
+            print(json.dumps(asdict(outcome), indent=1), flush=True)
+    print(table(outcomes))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(x) for x in outcomes], indent=2) + "\n")
+    return 1 if any(x.errors or any(x.exit_codes) for x in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Pictures of the dashboard: the real engine with the sample model, and a small team at work.
+
+    python benchmarks/dashboard_pictures.py [--out docs/pictures]
+
+A few clients chat, fall asleep in memory, on disk and in Redis (where a redis-server is found), and
+come back; one of them changes its own system message. Then the views are photographed, light and
+dark. Nothing in them is made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from benchmarks.dashboard import NAMES
+from benchmarks.stacks.product_stack import MIB, Stack, prose
+from tests.redis_server import RedisServer, find_binary
+
+MODEL = "SmolLM2-135M-Instruct"
+SYSTEM = "You help a small team with its warehouse. " + prose("system", 110)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "engine": {"hot_bytes": 384 * MIB},
+    "store": {"ram_bytes": 192 * MIB, "disk_bytes": 1024 * MIB},
+    "scheduler": {"idle_after_s": 3600.0},
+}
+LONG = "invoice-import"  # the session whose journey is shown
+
+
+class Speaker(NamedTuple):
+    """A session, the program that speaks, and how long its first question is."""
+
+    id: str
+    agent: str
+    num_words: int
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+SPEAKERS = (
+    Speaker(LONG, "OpenAI/Python 2.9.0", 260),
+    Speaker("refactor-stock", "claude-cli/2.1.0 (external, cli)", 320),
+    Speaker(
+        "refactor-stock/tests",
+        "claude-cli/2.1.0 (external, cli)",
+        120,
+        (("x-parent-session-id", "refactor-stock"),),
+    ),
+    Speaker("parcel-labels", "codex_cli_rs/0.98.0", 220),
+    Speaker("mira@chat", "Open-WebUI/0.9", 90),
+    Speaker("jonas@chat", "Open-WebUI/0.9", 140),
+    Speaker("night-report", "OpenAI/Python 2.9.0", 180),
+    Speaker("returns-desk", "opencode/1.4.2", 200),
+)
+
+
+class Team:
+    """Chats with the server, one after the other."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._said: dict[str, list[dict[str, str]]] = {}
+        self.failed: Exception | None = None
+
+    def say(self, who: Speaker, words: str, system: str = SYSTEM, answer: int = 12) -> None:
+        talk = self._said.setdefault(who.id, [{"role": "system", "content": system}])
+        talk[0] = {"role": "system", "content": system}
+        talk.append({"role": "user", "content": words})
+        body = {"model": MODEL, "messages": talk, "max_tokens": answer, "stream": True}
+        body |= {"temperature": 0, "stream_options": {"include_usage": True}}
+        headers = {"x-session-id": who.id, "user-agent": who.agent, **dict(who.headers)}
+        text = ""
+        for line in self._post("/v1/chat/completions", body, headers).splitlines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    text += choice["delta"].get("content") or ""
+        talk.append({"role": "assistant", "content": text})
+
+    def sleep(self, who: Speaker, tier: str = "") -> None:
+        body = {"tier": tier} if tier else {}
+        for attempt in itertools.count(1):  # its cold copy is written behind the turn
+            try:
+                self._post(f"/v1/sessions/{quote(who.id, safe='')}/demote", body)
+                return
+            except urllib.error.HTTPError as error:
+                if error.code != 409 or attempt == 40:
+                    raise
+                time.sleep(0.25)
+
+    def pin(self, who: Speaker) -> None:
+        self._post(f"/v1/sessions/{quote(who.id, safe='')}/pin", {})
+
+    def _post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> str:
+        own = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), own)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return str(answer.read().decode())
+
+
+def day(team: Team, slowest: str) -> None:
+    """Let the team work; ``slowest`` is the slowest tier that there is."""
+    first, *others = SPEAKERS
+    team.say(first, prose(first.id, first.num_words))
+    team.sleep(first)
+    for who in others:
+        team.say(who, prose(who.id, who.num_words))
+    team.say(first, "And what does it cost? " + prose("a", 40))
+    team.sleep(first, "disk")
+    refactor, tests, parcels, mira, jonas, night, desk = others
+    team.sleep(parcels)
+    team.sleep(jonas, "disk")
+    team.sleep(night, slowest)
+    team.say(first, "Sum it up. " + prose("b", 30))
+    team.say(first, "Shorter. " + prose("c", 12))
+    team.say(first, "Again, please. " + prose("d", 20), system=SYSTEM + " Today is Monday.")
+    team.sleep(first, slowest)
+    team.say(parcels, "Now as a table. " + prose("e", 30))
+    team.say(mira, "Thanks! " + prose("f", 20))
+    team.sleep(mira)
+    team.sleep(tests, "disk")
+    team.sleep(desk, "disk")
+    team.say(first, "Last one. " + prose("g", 40), system=SYSTEM + " Today is Monday.")
+    team.pin(refactor)
+    team.say(parcels, "One more row. " + prose("h", 16))
+
+
+def photograph(chromium: Any, stack: Stack, args: argparse.Namespace, slowest: str) -> None:
+    team = Team(stack.url)
+    page = chromium.new_page(viewport={"width": 1440, "height": 900})
+    page.goto(f"{stack.url}/ui")
+    wait_for(page, lambda: day(team, slowest))
+    page.wait_for_timeout(2500)
+    busy = threading.Thread(
+        target=team.say, args=(SPEAKERS[1], prose("i", 60)), kwargs={"answer": 60}
+    )
+    busy.start()
+    page.get_by_role("cell", name="answering").wait_for()
+    for shade in ("light", "dark"):
+        page.emulate_media(color_scheme=shade)
+        page.wait_for_timeout(300)
+        page.screenshot(path=args.out / f"dashboard-now-{shade}.png")
+    while busy.is_alive():
+        page.wait_for_timeout(100)
+    for view in (f"sessions//{LONG}", "memory", "quality"):
+        page.evaluate("x => { location.hash = x }", view)
+        page.wait_for_timeout(1500)
+        for shade in ("light", "dark"):
+            page.emulate_media(color_scheme=shade)
+            page.wait_for_timeout(300)
+            name = view.partition("/")[0]
+            page.screenshot(path=args.out / f"dashboard-{name}-{shade}.png")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.evaluate("x => { location.hash = x }", f"sessions//{LONG}")
+    page.wait_for_timeout(1000)
+    page.screenshot(path=args.out / "dashboard-phone-dark.png")
+
+
+def wait_for(page: Any, deed: Any) -> None:
+    """Do something on a thread while the page goes on."""
+    failed: list[BaseException] = []
+
+    def done() -> None:
+        try:
+            deed()
+        except BaseException as error:  # told to the main thread
+            failed.append(error)
+
+    thread = threading.Thread(target=done)
+    thread.start()
+    while thread.is_alive():
+        page.wait_for_timeout(100)
+    if failed:
+        raise failed[0]
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
+    parser.add_argument("--data", type=Path, help="a data folder with a profile of the model")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = {key: dict(rows) for key, rows in SETTINGS.items()}
+    slowest = "disk"
+    with ExitStack() as stack:
+        if find_binary():
+            slowest = "redis"
+            settings["store"]["redis_url"] = stack.enter_context(RedisServer()).url
+            settings["store"]["redis_bytes"] = 512 * MIB
+        if args.data:
+            settings["store"] |= {"codec": "auto", "accept_loss": False}
+        server = stack.enter_context(Stack(settings, folder=args.data))
+        path = next(filter(None, map(shutil.which, NAMES)), None)
+        playwright = stack.enter_context(sync_playwright())
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        photograph(chromium, server, args, slowest)
+        chromium.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A model with the sample model's KV, tokenizer and layers, and hardly any weights.
+
+What its sessions take, live and packed, is what the sample model's take, byte for byte; what it
+says is noise. For counting sessions where computing them would take an hour.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+WIDTH = 72  # a multiple of the heads
+NOT_COPIED = ("config.json", "model.safetensors")
+
+
+def light_model(sample: Path, folder: Path) -> Path:
+    """Write it into ``folder``; ``sample`` is the sample model's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sample.iterdir():
+        if (
+            file.name not in NOT_COPIED
+            and not file.name.startswith(".")
+            and file.suffix in (".json", ".jinja", ".txt", ".model")
+        ):
+            shutil.copy(file, folder / file.name)
+    config = json.loads((sample / "config.json").read_text())
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    config |= {"hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": head_dim}
+    config |= {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_weights(config, head_dim), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _weights(config: dict[str, int], head_dim: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return rng.normal(0, columns**-0.5, (rows, columns)).astype(np.float16)
+
+    ones = np.ones(WIDTH, np.float16)
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
+    found = {"model.embed_tokens.weight": matrix(config["vocab_size"], WIDTH)}
+    found["model.norm.weight"] = ones
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        found |= {
+            f"{layer}.input_layernorm.weight": ones,
+            f"{layer}.post_attention_layernorm.weight": ones,
+            f"{layer}.self_attn.q_proj.weight": matrix(queries, WIDTH),
+            f"{layer}.self_attn.k_proj.weight": matrix(keys, WIDTH),
+            f"{layer}.self_attn.v_proj.weight": matrix(keys, WIDTH),
+            f"{layer}.self_attn.o_proj.weight": matrix(WIDTH, queries),
+            f"{layer}.mlp.gate_proj.weight": matrix(WIDTH, WIDTH),
+            f"{layer}.mlp.up_proj.weight": matrix(WIDTH, WIDTH),
+            f"{layer}.mlp.down_proj.weight": matrix(WIDTH, WIDTH),
+        }
+    return found

@@ -1,0 +1,171 @@
+"""Finds how many sessions a server keeps: opens more and more, and looks who comes back.
+
+Each round opens sessions until there are twice as many, then returns to all of them, the newest
+first: so a session that was lost pushes out only those that were looked at already, or older ones,
+and what still comes back is what the server kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from launch.bench.workload import prose
+from launch.errors import LaunchError
+from launch.remote.address import Address
+from launch.remote.turn import Message, Turn, take_turn
+
+KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
+QUICK_SHARE: Final = (
+    0.5  # of the first turn's time to first token; where nobody says what is reused
+)
+LOST_IN_A_ROW: Final = 4  # then all older ones count as lost, too
+BY_TIME: Final = "time"
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One look at all sessions: so many were open, so many came back."""
+
+    opened: int
+    kept: int
+    sources: dict[str, int]
+    first_ttft_s: float | None  # median of first turns; None = there were none
+    return_ttft_s: float | None  # median of returns that were kept
+
+
+class Found(msgspec.Struct):
+    """The result, and how it was judged: by the cache header, by ``usage``, or by time."""
+
+    url: str
+    model: str
+    words: int  # of a first message
+    prompt_tokens: int = 0  # of a first turn, as the server counts
+    judged_by: str = ""
+    rounds: list[Round] = []
+    capacity: int = 0
+    at_least: bool = True  # nothing was lost: it is this much or more
+    finished: bool = False
+
+
+class _Session:
+    def __init__(self, name: str, words: int) -> None:
+        self.name = name
+        self.messages: list[Message] = [
+            {"role": "user", "content": f"Notes {name}: {prose(name, words)}. One word, please."}
+        ]
+        self.first = Turn()
+
+
+class Search:
+    """One search. ``found`` may be read at any time."""
+
+    def __init__(
+        self,
+        address: Address,
+        model: str,
+        *,
+        words: int = 300,
+        most: int = 256,
+        start: int = 4,
+        answer_tokens: int = 8,
+        timeout_s: float = 600.0,
+        on_turn: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.found = Found(address.base, model, words)
+        self._address = address
+        self._most = most
+        self._start = min(start, most)
+        self._answer_tokens = answer_tokens
+        self._timeout_s = timeout_s
+        self._on_turn = on_turn
+        self._tag = f"{time.time_ns():x}"
+        self._sessions: list[_Session] = []
+
+    async def run(self, http: aiohttp.ClientSession) -> Found:
+        """Search until returns are lost. Raises ``LaunchError`` if a turn fails."""
+        await self._learn_to_judge(http)
+        count = self._start
+        while True:
+            round_ = await self._round(http, count)
+            self.found.rounds.append(round_)
+            self.found.capacity = max(x.kept for x in self.found.rounds)
+            self.found.at_least = round_.kept == round_.opened
+            if not self.found.at_least or count >= self._most:
+                break
+            count = min(self._most, 2 * count)
+        self.found.finished = True
+        return self.found
+
+    async def _learn_to_judge(self, http: aiohttp.ClientSession) -> None:
+        """Open one session and return at once: what does this server say then?"""
+        probe = _Session(f"probe-{self._tag}", self.found.words)
+        await self._open(http, probe)
+        back = await self._return(http, probe)
+        told = back.judged_by if back.cached_tokens else ""
+        self.found.judged_by = told or BY_TIME
+        self.found.prompt_tokens = probe.first.prompt_tokens
+
+    async def _round(self, http: aiohttp.ClientSession, count: int) -> Round:
+        first = []
+        while len(self._sessions) < count:
+            session = _Session(f"{len(self._sessions)}-{self._tag}", self.found.words)
+            self._sessions.append(session)
+            await self._open(http, session)
+            first.append(session.first.ttft_s)
+        kept, row, sources, times = 0, 0, dict[str, int](), []
+        for session in list(reversed(self._sessions)):
+            back = await self._return(http, session)
+            self._sessions.remove(session)  # least recently used first, as a server may order them
+            self._sessions.append(session)
+            sources[back.source] = sources.get(back.source, 0) + 1
+            if self._is_kept(session, back):
+                kept, row = kept + 1, 0
+                times.append(back.ttft_s)
+            else:
+                row += 1
+            if row >= LOST_IN_A_ROW:
+                break
+        return Round(count, kept, sources, _median(first), _median(times))
+
+    def _is_kept(self, session: _Session, back: Turn) -> bool:
+        if self.found.judged_by == BY_TIME:
+            return (back.ttft_s or 0.0) < QUICK_SHARE * (session.first.ttft_s or 0.0)
+        # A server may say nothing of what it reused when that is nothing.
+        return (back.cached_tokens or 0) >= KEPT_SHARE * session.first.prompt_tokens
+
+    async def _open(self, http: aiohttp.ClientSession, session: _Session) -> None:
+        session.first = turn = await self._turn(http, session.name, session.messages, "open")
+        session.messages.append({"role": "assistant", "content": turn.text})
+
+    async def _return(self, http: aiohttp.ClientSession, session: _Session) -> Turn:
+        """Ask the same each time, so that sessions stay as long as they are."""
+        asked = [*session.messages, {"role": "user", "content": "And another one?"}]
+        return await self._turn(http, session.name, asked, "return")
+
+    async def _turn(
+        self, http: aiohttp.ClientSession, name: str, messages: list[Message], what: str
+    ) -> Turn:
+        turn = await take_turn(
+            http,
+            self._address,
+            self.found.model,
+            messages,
+            session=f"bench-{name}",
+            max_tokens=self._answer_tokens,
+            fields={"temperature": 0},
+            timeout_s=self._timeout_s,
+        )
+        if not turn.ok:
+            status = f" ({turn.status})" if turn.status else ""
+            raise LaunchError(f"a turn failed{status}: {turn.error}")
+        self._on_turn(what)
+        return turn
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = sorted(x for x in values if x is not None)
+    return round(known[len(known) // 2], 4) if known else None

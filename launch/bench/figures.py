@@ -1,0 +1,169 @@
+"""Sums a run up: percentiles of times by phase, and by where the prompt's KV came from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from launch.bench.users import Result
+from launch.remote.turn import MISS
+
+NEW: Final = "new"  # first turns, of which nothing could be known
+LOST: Final = "miss"  # returns of which nothing was reused
+MOST_ERRORS: Final = 20  # different ones that are told
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Seconds; None = nothing was measured."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+
+class PhaseFigures(msgspec.Struct, frozen=True):
+    """One phase of the run."""
+
+    name: str
+    users: int
+    requests: int
+    errors: int
+    wall_s: float
+    answer_tokens: int
+    tokens_per_s: float  # of all users together
+    tokens_per_s_user: float  # of one
+    ttft_s: Percentiles
+    itl_s: Percentiles  # time between two chunks of an answer
+
+
+class SourceFigures(msgspec.Struct, frozen=True):
+    """All turns whose KV came from one source."""
+
+    source: str
+    requests: int
+    prompt_tokens: int
+    reused_share: float | None  # of the prompts' tokens; None = the server does not say
+    ttft_s: Percentiles
+    itl_s: Percentiles
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that a run found out."""
+
+    url: str
+    model: str
+    workload: str
+    finished: bool  # False: it was interrupted
+    planned_requests: int
+    phases: list[PhaseFigures]
+    sources: list[SourceFigures]
+    errors: dict[str, int]
+    requests: list[Result]
+
+    @property
+    def num_errors(self) -> int:
+        return sum(self.errors.values())
+
+
+def report_of(
+    url: str,
+    model: str,
+    workload: str,
+    planned: int,
+    results: Sequence[Result],
+    walls: Mapping[str, float],
+    *,
+    finished: bool,
+) -> Report:
+    """Sum ``results`` up. Args: see ``Report``; ``walls``: seconds of each phase."""
+    errors = Counter(_words(x) for x in results if not x.ok)
+    names = dict.fromkeys(x.phase for x in results)
+    by_source: dict[str, list[Result]] = {}
+    for result in results:
+        if result.turn.ok:
+            by_source.setdefault(label(result), []).append(result)
+    return Report(
+        url,
+        model,
+        workload,
+        finished,
+        planned,
+        [
+            _phase(name, [x for x in results if x.phase == name], walls.get(name, 0))
+            for name in names
+        ],
+        [_source(name, by_source[name]) for name in sorted(by_source, key=_order)],
+        dict(errors.most_common(MOST_ERRORS)),
+        list(results),
+    )
+
+
+def label(result: Result) -> str:
+    """The group of a turn: its source, where a miss of a first turn is no loss."""
+    if result.turn.source == MISS:
+        return LOST if result.step else NEW
+    return result.turn.source
+
+
+def percentiles(values: Iterable[float]) -> Percentiles:
+    """The value that so many per cent of all stay within."""
+    ranked = sorted(values)
+    if not ranked:
+        return Percentiles()
+    return Percentiles(*(round(_rank(ranked, share), 4) for share in (0.5, 0.9, 0.99)))
+
+
+def _rank(ranked: Sequence[float], share: float) -> float:
+    place = share * (len(ranked) - 1)
+    low = int(place)
+    high = min(low + 1, len(ranked) - 1)
+    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+
+
+def _phase(name: str, results: Sequence[Result], wall_s: float) -> PhaseFigures:
+    users = len({x.user for x in results})
+    tokens = sum(x.turn.answer_tokens for x in results)
+    speed = tokens / wall_s if wall_s else 0.0
+    good = [x for x in results if x.turn.ok]
+    return PhaseFigures(
+        name=name,
+        users=users,
+        requests=len(results),
+        errors=sum(not x.ok for x in results),
+        wall_s=round(wall_s, 3),
+        answer_tokens=tokens,
+        tokens_per_s=round(speed, 2),
+        tokens_per_s_user=round(speed / max(1, users), 2),
+        ttft_s=_ttft(good),
+        itl_s=_itl(good),
+    )
+
+
+def _source(name: str, results: Sequence[Result]) -> SourceFigures:
+    prompt = sum(x.turn.prompt_tokens for x in results)
+    told = [x.turn.cached_tokens for x in results if x.turn.cached_tokens is not None]
+    share = round(sum(told) / prompt, 4) if told and prompt else None
+    return SourceFigures(name, len(results), prompt, share, _ttft(results), _itl(results))
+
+
+def _ttft(results: Iterable[Result]) -> Percentiles:
+    return percentiles(x.turn.ttft_s for x in results if x.turn.ttft_s is not None)
+
+
+def _itl(results: Iterable[Result]) -> Percentiles:
+    return percentiles(gap for x in results for gap in x.turn.gaps_s)
+
+
+def _order(source: str) -> tuple[int, str]:
+    known = ("hot", "cold-ram", "cold-disk", "cold-redis", "cached", NEW, LOST)
+    return (known.index(source) if source in known else len(known), source)
+
+
+def _words(result: Result) -> str:
+    if result.expected_error:
+        return f"a wrong request was not refused (status {result.turn.status})"
+    status = f"{result.turn.status}: " if result.turn.status else ""
+    return f"{status}{result.turn.error}"

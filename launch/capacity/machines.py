@@ -1,0 +1,185 @@
+"""How many sessions of a model other machines would keep: the same arithmetic, other memory.
+
+Nothing is measured there. Of such a machine, with nothing else running, KV gets as much as ours
+gives it by default, shared out as ``fit.py`` does for more sessions than there is room for; the
+codec is the one that most models get.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from engines.calibration.gate.choice import FIRST
+from engines.kv_budget import UNSTATED_CONTEXT, stated_context
+from kvstore.chunk_size import chunk_tokens
+from kvstore.codecs.names import EXACT
+from kvstore.codecs.presets import open_codec
+from kvstore.config import StoreConfig
+from kvstore.errors import UnknownCodec
+from launch.calibrate.profile_notes import find_profile
+from launch.capacity.fit import choose_budgets
+from launch.capacity.needs import Asleep, Needs, just_below
+from launch.capacity.rooms import Rooms
+from launch.errors import LaunchError, UsageError
+from launch.model import Model, find_model
+from launch.plan.cache_shape import CacheShape, NotUnderstood
+from launch.plan.cold_size import cold_size
+from launch.plan.families.table import cache_shape
+from launch.plan.hot_budget import HotBudget
+from launch.settings.default_budgets import default_budgets, weights_bytes
+from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.sources import Layer
+
+GB: Final = 10**9
+BF16_BYTES: Final = 2
+FREE: Final = 0.9  # of the machine's memory, beside its system
+DISK_FREE: Final = 64 << 30  # of which half is used
+MANY: Final = 10_000_000  # sessions, more than any of them keeps
+INDEX: Final = "model.safetensors.index.json"
+
+
+class Machine(NamedTuple):
+    """``gpu_gb``: memory of its own that a GPU has; 0 = it shares the machine's."""
+
+    name: str
+    engine: Literal["mlx", "vllm"]
+    memory_gb: int
+    gpu_gb: int = 0
+
+
+MACHINES: Final = (
+    Machine("GB10 (DGX Spark), 128 GB unified", "vllm", 128),
+    Machine("GPU of 24 GB, 64 GB of memory", "vllm", 64, 24),
+    Machine("GPU of 48 GB, 128 GB of memory", "vllm", 128, 48),
+    Machine("GPU of 80 GB, 256 GB of memory", "vllm", 256, 80),
+    Machine("GPU of 96 GB, 256 GB of memory", "vllm", 256, 96),
+    Machine("Mac, 32 GB unified", "mlx", 32),
+    Machine("Mac, 64 GB unified", "mlx", 64),
+    Machine("Mac, 128 GB unified", "mlx", 128),
+)
+
+
+class MachinePlan(msgspec.Struct, frozen=True):
+    """One row: sessions of one length on one machine; ``refused``: why there are none."""
+
+    machine: str
+    engine: str
+    context: int
+    kv_bytes: int = 0  # memory that live KV and sleepers share
+    hot_only: int = 0  # sessions, if live KV had all of that, and nothing slept
+    hot: int = 0  # of ours: awake at once
+    ram: int = 0  # asleep in memory
+    disk: int = 0  # asleep on disk
+    codec: str = ""
+    refused: str = ""
+
+
+def machine_plans(
+    effective: EffectiveSettings, contexts: list[int] | None = None, weights: int | None = None
+) -> list[MachinePlan]:
+    """The rows of every machine, for each length of session.
+
+    Args:
+        weights: bytes of the model's weights; None = what its folder says.
+
+    Raises:
+        UsageError, LaunchError: no such model, or its size or cache is not known.
+    """
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    content = model.config()
+    nbytes = weights or known_weights(model)
+    if nbytes is None:
+        raise UsageError(
+            f"{model.name} is here without weights, so nobody knows what they take: say it, for"
+            " instance --weights 18GiB"
+        )
+    longest = stated_context(content) or UNSTATED_CONTEXT
+    lengths = [min(x, longest) for x in contexts or [min(8192, longest)]]
+    return [
+        _row(effective, content, machine, length, longest, nbytes)
+        for machine in MACHINES
+        for length in dict.fromkeys(lengths)
+    ]
+
+
+def known_weights(model: Model) -> int | None:
+    """Bytes of a model's weights, from its files or from the index that stands for them."""
+    if model.folder is None:
+        return None
+    if found := weights_bytes(model.folder, widened=False):
+        return found
+    return _indexed(model.folder / INDEX)
+
+
+def _indexed(file: Path) -> int | None:
+    try:
+        total = json.loads(file.read_text("utf-8"))["metadata"]["total_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return int(total) if isinstance(total, int | float) and total > 0 else None
+
+
+def _row(
+    effective: EffectiveSettings,
+    content: dict[str, object],
+    machine: Machine,
+    context: int,
+    longest: int,
+    weights: int,
+) -> MachinePlan:
+    try:
+        shape = cache_shape(content, machine.engine)
+    except NotUnderstood as error:
+        return MachinePlan(machine.name, machine.engine, context, refused=str(error))
+    available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
+    if weights >= (gpu or available):
+        return MachinePlan(machine.name, machine.engine, context, refused="the weights do not fit")
+    rooms = _rooms(default_budgets(available, weights, DISK_FREE, gpu), gpu > 0)
+    hot = HotBudget(shape, BF16_BYTES, rooms.hot, longest, machine.engine == "mlx")
+    if not hot.sessions(context):
+        refused = f"{context} tokens do not fit beside the weights"
+        return MachinePlan(machine.name, machine.engine, context, rooms.shared, refused=refused)
+    codec, nbytes = _asleep(effective, shape, context)
+    asleep = dict.fromkeys(("ram", "disk"), Asleep(codec, nbytes, planned=True))
+    needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
+    budgets = choose_budgets(needs, rooms, MANY)
+    return MachinePlan(
+        machine.name,
+        machine.engine,
+        context,
+        rooms.shared,
+        hot_only=hot.sessions(context),
+        hot=budgets.num_hot,
+        ram=budgets.num_held.get("ram", 0),
+        disk=budgets.num_held.get("disk", 0),
+        codec=codec,
+    )
+
+
+def _rooms(layer: Layer, apart: bool) -> Rooms:
+    """The rooms of a machine with these default budgets; ``apart``: live KV is on the GPU."""
+    hot, ram, disk = (
+        int(layer[x].value) for x in ("engine.hot_bytes", "store.ram_bytes", "store.disk_bytes")
+    )
+    if apart:
+        return Rooms(hot=hot, ram=ram, shared=hot + ram, disk=disk)
+    return Rooms(hot=hot + ram, ram=hot + ram, shared=hot + ram, disk=disk)
+
+
+def _asleep(effective: EffectiveSettings, shape: CacheShape, context: int) -> tuple[str, int]:
+    """The codec, and the bytes of a sleeping session with it."""
+    store = StoreConfig()
+    lengths = [context, *just_below(context, chunk_tokens(store))]
+    try:
+        codec = open_codec(FIRST, find_profile(effective))
+        return FIRST, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+    except UnknownCodec:
+        codec = open_codec(EXACT, None)
+    try:
+        return EXACT, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+    except UnknownCodec as error:
+        raise LaunchError(f"its sessions cannot sleep: {error}") from error

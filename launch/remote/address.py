@@ -1,0 +1,113 @@
+"""The address of an OpenAI server, the key for it, and what it says when it cannot be used."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from launch.errors import LaunchError, UsageError
+
+_FIRST_ANSWER = aiohttp.ClientTimeout(total=30, sock_connect=5)
+_MOST_BYTES = 4 << 20  # of an answer that is no stream
+_SHOWN = 300  # characters of a server's own words
+
+
+class Address:
+    """One server, on behalf of one caller; ``http://host:port``, with or without ``/v1``."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        """Raises ``UsageError`` for what is no address, and for a key that no header can hold."""
+        base = url.rstrip("/").removesuffix("/v1")
+        parts = urlsplit(base)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"{url!r} is no address; write http://host:port")
+        if not all("!" <= character <= "~" for character in api_key):
+            raise UsageError(
+                "the API key holds a space, a line break or another character that no key has;"
+                " look at THERMOCLINE_API_KEY, or --api-key"
+            )
+        self.base = base
+        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def model(self, http: aiohttp.ClientSession, wanted: str = "") -> str:
+        """Find the model to ask for: ``wanted`` if it is served, else the first one.
+
+        Raises:
+            LaunchError: nobody answers, or refuses.
+            UsageError: there is no such model; says which there are.
+        """
+        status, content = await self.get(http, "/v1/models")
+        if status == 404 and wanted:  # a server without the list
+            return wanted
+        if status != 200:
+            raise self.refused(status, content)
+        rows = content.get("data") if isinstance(content, dict) else None
+        names = [
+            x["id"] for x in rows or () if isinstance(x, dict) and isinstance(x.get("id"), str)
+        ]
+        if wanted in names or (wanted and not names):
+            return wanted
+        if wanted or not names:
+            there = f"there are: {', '.join(names[:20])}" if names else "it lists none"
+            raise UsageError(f"{self.base} serves no model {wanted!r}; {there} (--model)")
+        return str(names[0])
+
+    async def get(self, http: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
+        return await self.ask(http, "GET", path)
+
+    async def ask(
+        self, http: aiohttp.ClientSession, method: str, path: str, body: Any = None
+    ) -> tuple[int, Any]:
+        """Ask for JSON; returns status and content. Raises ``LaunchError`` if nobody answers."""
+        try:
+            async with http.request(
+                method, self.base + path, json=body, headers=self.headers, timeout=_FIRST_ANSWER
+            ) as answer:
+                raw = await answer.content.read(_MOST_BYTES)
+                while len(raw) < _MOST_BYTES and (piece := await answer.content.read(_MOST_BYTES)):
+                    raw += piece
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self.unreachable(error) from error
+        try:
+            return answer.status, _parsed(raw)
+        except ValueError:
+            return answer.status, raw.decode("utf-8", "replace")
+
+    def unreachable(self, error: BaseException) -> LaunchError:
+        reason = str(error) or type(error).__name__
+        return LaunchError(
+            f"{self.base} does not answer ({reason}); is a server running there? Name another"
+            " address"
+        )
+
+    def refused(self, status: int, content: Any) -> LaunchError:
+        """The error for an answer that is no success."""
+        said = words_of(content)
+        if status in (401, 403):
+            return LaunchError(
+                f"{self.base} wants another API key ({status}: {said}); give it with --api-key or"
+                " THERMOCLINE_API_KEY"
+            )
+        if status == 404:
+            return LaunchError(f"{self.base} is no OpenAI server ({status}: {said})")
+        return LaunchError(f"{self.base} refuses ({status}: {said})")
+
+
+def words_of(content: Any) -> str:
+    """The server's own words in an error's body, cut to a line."""
+    error = content.get("error") if isinstance(content, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message")
+    text = str(error if error is not None else content).strip()
+    return " ".join(text.split())[:_SHOWN] or "no reason given"
+
+
+def _parsed(raw: bytes) -> Any:
+    import msgspec
+
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error

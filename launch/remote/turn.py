@@ -1,0 +1,193 @@
+"""Asks for one streamed chat completion and measures it: times, tokens, and the source of KV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import unquote
+
+import aiohttp
+import msgspec
+
+from engines.headers import CACHE_HEADER, SESSION_HEADER, CacheOutcome
+from launch.remote.address import Address, words_of
+from launch.remote.event_lines import NotEvents, events_of
+
+PATH: Final = "/v1/chat/completions"
+UNKNOWN: Final = "unknown"
+CACHED: Final = "cached"  # reused, from where is not said
+MISS: Final = "miss"
+MOST_CHARACTERS: Final = 1 << 20  # of an answer
+MOST_GAPS: Final = 4096  # times between two chunks that are kept of an answer
+_ERROR_BYTES: Final = 64 << 10
+
+Message = Mapping[str, Any]
+
+
+class Turn(msgspec.Struct):
+    """One turn as its client saw it. Times are seconds; None = there was none."""
+
+    status: int = 0  # of HTTP; 0 = no answer
+    error: str = ""
+    text: str = ""
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    gaps_s: list[float] = []  # between chunks of the answer
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
+    answer_tokens: int = 0
+    source: str = UNKNOWN  # of the prompt's KV
+    reason: str = ""  # why it was not more
+    judged_by: str = ""  # what ``source`` was read from: header, usage, or "" for nothing
+    session: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200 and not self.error
+
+
+async def take_turn(
+    http: aiohttp.ClientSession,
+    address: Address,
+    model: str,
+    messages: Sequence[Message],
+    *,
+    session: str = "",
+    max_tokens: int = 0,
+    fields: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+    on_text: Callable[[str], None] | None = None,
+) -> Turn:
+    """Take one turn. What goes wrong is told in ``Turn.error``, never raised.
+
+    Args:
+        session: goes along as ``X-Session-ID``; other servers ignore that.
+        max_tokens: of the answer; 0 = as many as the server gives.
+        fields: more of the request's body.
+        on_text: called with each piece of the answer.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": list(messages),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"max_tokens": max_tokens} if max_tokens else {}),
+        **(fields or {}),
+    }
+    headers = address.headers | ({"x-session-id": session} if session else {})
+    turn, began = Turn(), time.perf_counter()
+    try:
+        async with http.post(
+            address.base + PATH,
+            json=body,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
+        ) as answer:
+            await _take(turn, answer, began, on_text)
+    except TimeoutError:
+        turn.error = f"no end of the answer within {timeout_s:g} s"
+    except NotEvents as error:
+        turn.error = f"the answer is no stream of events: {error}"
+    except (aiohttp.ClientError, OSError) as error:
+        turn.error = f"the connection failed: {str(error) or type(error).__name__}"
+    turn.total_s = time.perf_counter() - began
+    return turn
+
+
+async def _take(
+    turn: Turn,
+    answer: aiohttp.ClientResponse,
+    began: float,
+    on_text: Callable[[str], None] | None,
+) -> None:
+    turn.status = answer.status
+    turn.session = unquote(answer.headers.get(SESSION_HEADER, ""))
+    outcome = CacheOutcome.parse(answer.headers.get(CACHE_HEADER, ""))
+    if outcome is not None:
+        turn.source, turn.reason, turn.judged_by = outcome.source, outcome.reason or "", "header"
+        turn.cached_tokens = outcome.cached_tokens
+    if answer.status != 200:
+        turn.error = _words(await answer.content.read(_ERROR_BYTES))
+        return
+    reader = _Reader(turn, began, on_text)
+    done = False
+    async for event in events_of(answer.content):
+        if event.data == b"[DONE]":
+            done = True
+            break
+        reader.take(event.data)
+        if turn.error:
+            return
+    if not done and not reader.finished:
+        turn.error = "the answer was cut off"
+    turn.answer_tokens = turn.answer_tokens or reader.num_pieces
+    if not turn.judged_by and turn.cached_tokens is not None:
+        turn.source, turn.judged_by = (CACHED if turn.cached_tokens else MISS), "usage"
+
+
+class _Reader:
+    """Puts the chunks of one answer into its ``Turn``."""
+
+    def __init__(self, turn: Turn, began: float, on_text: Callable[[str], None] | None) -> None:
+        self.finished = False
+        self.num_pieces = 0
+        self._turn = turn
+        self._began = began
+        self._last: float | None = None
+        self._on_text = on_text
+
+    def take(self, data: bytes) -> None:
+        try:
+            chunk = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise NotEvents(str(error)) from error
+        if not isinstance(chunk, dict):
+            raise NotEvents("a chunk is no object")
+        if chunk.get("error"):
+            self._turn.error = words_of(chunk)
+            return
+        if isinstance(usage := chunk.get("usage"), dict):
+            self._usage(usage)
+        for choice in chunk.get("choices") or ():
+            if isinstance(choice, dict):
+                self._choice(choice)
+
+    def _choice(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        said = delta.get("content") or ""
+        other = delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+        self.finished = self.finished or bool(choice.get("finish_reason"))
+        if said or other:
+            self._time()
+            self.num_pieces += 1
+        elif self.finished and self._turn.ttft_s is None:  # an empty answer: its end comes first
+            self._time()
+        if said:
+            room = MOST_CHARACTERS - len(self._turn.text)
+            self._turn.text += said[:room]
+            if self._on_text is not None:
+                self._on_text(said)
+
+    def _time(self) -> None:
+        now = time.perf_counter()
+        if self._last is None:
+            self._turn.ttft_s = now - self._began
+        elif len(self._turn.gaps_s) < MOST_GAPS:
+            self._turn.gaps_s.append(now - self._last)
+        self._last = now
+
+    def _usage(self, usage: Mapping[str, Any]) -> None:
+        turn = self._turn
+        turn.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        turn.answer_tokens = int(usage.get("completion_tokens") or 0)
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            turn.cached_tokens = details["cached_tokens"]
+
+
+def _words(raw: bytes) -> str:
+    try:
+        return words_of(msgspec.json.decode(raw))
+    except msgspec.DecodeError:
+        return words_of(raw.decode("utf-8", "replace"))

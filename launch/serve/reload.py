@@ -1,0 +1,75 @@
+"""Takes over what can change while the server runs, at SIGHUP: validated first, all or nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gateway.config import GatewayConfig
+from gateway.context import Gateway
+from gateway.keys import BadKeyLine
+from gateway.limits.key_limits import usual_limits
+from launch.errors import LaunchError
+from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.schema import flat, masked
+from scheduler.sessions import RELOADABLE as OF_SCHEDULER
+
+log = logging.getLogger("thermocline.launch")
+
+OF_GATEWAY = (
+    *("api_keys", "api_keys_file", "admin_keys", "admin_keys_file", "model_aliases"),
+    *("requests_per_minute", "tokens_per_minute", "concurrent_requests", "sessions_per_tenant"),
+)
+_TAKEN = {f"gateway.{x}" for x in OF_GATEWAY} | {f"scheduler.{x}" for x in OF_SCHEDULER}
+
+
+class Reload:
+    """Reads the settings again for a running server. Called on the event loop."""
+
+    def __init__(
+        self, gateway: Gateway, settings: EffectiveSettings, reread: Callable[[], EffectiveSettings]
+    ) -> None:
+        """``settings``: those that the server was started with."""
+        self._gateway = gateway
+        self._before = flat(settings.settings)
+        self._reread = reread
+
+    def __call__(self) -> None:
+        """Take keys, limits, aliases and idle times as they are now; else all stay as they were.
+
+        A key that is gone opens nothing from the next request on; answers that run go on.
+        """
+        gateway = self._gateway
+        try:
+            settings = self._reread().settings
+            gateway.keys.reconfigure(settings.gateway)
+        except (LaunchError, BadKeyLine, OSError, UnicodeDecodeError) as error:
+            log.error("the settings stay as they were: %s", error)
+            return
+        gateway.config = _with(gateway.config, settings.gateway)
+        gateway.limits.usual = usual_limits(settings.gateway)
+        gateway.sessions.reconfigure(settings.scheduler)
+        self._say(flat(settings))
+
+    def _say(self, now: dict[str, Any]) -> None:
+        changed = [x for x in now if now[x] != self._before.get(x)]
+        for name in changed:
+            if name in _TAKEN:
+                before, after = masked(name, self._before.get(name)), masked(name, now[name])
+                log.info("%s: %s -> %s", name, before, after)
+                self._before[name] = now[name]
+            else:
+                log.warning("%s changed; that needs a new start", name)
+        tenants = self._gateway.tenants
+        log.info(
+            "settings were read again: %d keys, %d of them admins'",
+            tenants.num_keys + tenants.num_admin_keys,
+            tenants.num_admin_keys,
+        )
+
+
+def _with(config: GatewayConfig, now: GatewayConfig) -> GatewayConfig:
+    return msgspec.structs.replace(config, **{name: getattr(now, name) for name in OF_GATEWAY})

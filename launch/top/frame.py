@@ -1,0 +1,214 @@
+"""Draws one frame of ``thermocline top`` from a view."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from launch.settings.units import show_bytes, show_duration
+from launch.top.view import Row, View, chosen, number, objects
+
+BAR_CELLS: Final = 24
+MOST_REQUESTS: Final = 6
+STYLES: Final = {
+    "active": "bold green",
+    "idle": "green",
+    "hibernating": "blue",
+    "cold": "cyan",
+    "waking": "yellow",
+}
+COLUMNS: Final = (
+    ("session", "left"),
+    ("client", "left"),
+    ("state", "left"),
+    ("tier", "left"),
+    ("tokens", "right"),
+    ("size", "right"),
+    ("packed", "right"),
+    ("quiet", "right"),
+    ("pin", "left"),
+    ("last turn from", "left"),
+    ("saved", "right"),
+    ("turns", "right"),
+)
+REQUESTS: Final = ("request", "session", "client", "prompt", "answered", "since")
+
+
+def frame(
+    view: View,
+    *,
+    order: str = "recent",
+    kept: str = "all",
+    most_rows: int = 50,
+    trouble: str = "",
+    keys: bool = False,
+    now: float | None = None,
+) -> RenderableType:
+    """One frame.
+
+    Args:
+        most_rows: sessions that are shown.
+        trouble: what is wrong with the connection, in words.
+        keys: say which keys there are.
+        now: Unix time; None = now.
+    """
+    if not view.known:
+        return Text(trouble or "waiting for the server", style="dim")
+    moment = time.time() if now is None else now
+    rows = chosen(view, order, kept)
+    parts: list[RenderableType] = [_head(view, moment), _now(view), _memory(view)]
+    if trouble:
+        parts.append(_text(trouble, "red"))
+    requests = objects(view.part("now").get("requests"))
+    if requests:
+        parts += [Text(), _requests(requests, moment)]
+    parts += [Text(), _sessions(rows[:most_rows], moment, _has_tenants(rows))]
+    count = int(number(view.whole.get("num_sessions"))) or len(view.rows)
+    words = f"{min(len(rows), most_rows)} of {count} sessions, {kept}, by {order}"
+    if keys:
+        words += "    q quit   s sort   f filter"
+    parts.append(_text(words, "dim"))
+    return Group(*parts)
+
+
+def _text(words: str, style: str = "") -> Text:
+    """Words of a server: control characters in them have no effect."""
+    return Text("".join(x if x.isprintable() else "?" for x in words), style=style)
+
+
+def _head(view: View, moment: float) -> Text:
+    server = view.part("server")
+    state = "ready" if server.get("ready") else str(server.get("trouble") or "not ready")
+    if server.get("draining"):
+        state = "shutting down"
+    whose = server.get("tenant")
+    words = [
+        f"{server.get('model') or 'no model yet'} on {server.get('engine') or 'no engine yet'}",
+        f"thermocline {server.get('version')}",
+        state,
+        f"up {_since(server.get('started_at'), moment)}",
+        "all tenants" if whose is None else f"tenant {whose}",
+    ]
+    return _text(" · ".join(words), "bold")
+
+
+def _now(view: View) -> Text:
+    now = view.part("now")
+    words = [
+        f"{int(number(now.get('running')))} running, {int(number(now.get('waiting')))} waiting",
+        f"prompts {number(now.get('prompt_tokens_per_s')):.0f} tok/s",
+        f"answers {number(now.get('answer_tokens_per_s')):.0f} tok/s",
+        f"saved today {_seconds(now.get('saved_s_today'))} of prefill"
+        f" ({int(number(now.get('saved_tokens_today'))):,} tokens)",
+    ]
+    if now.get("memory_available_bytes") is not None:
+        words.append(f"memory free {show_bytes(number(now['memory_available_bytes']))}")
+    return _text(" · ".join(words))
+
+
+def _memory(view: View) -> Table:
+    memory = view.part("memory")
+    table = Table.grid(padding=(0, 2))
+    hot = memory.get("hot")
+    if isinstance(hot, dict):
+        idle = f"{show_bytes(number(hot.get('idle_bytes')))} of idle sessions"
+        table.add_row(*_bar("hot", hot, number(hot.get("high_water"))), _text(idle, "dim"))
+    for tier in objects(memory.get("tiers")):
+        notes = [str(tier.get("codec") or ""), f"{int(number(tier.get('sessions')))} sessions"]
+        if not tier.get("available", True):
+            notes.append("not available")
+        row = _bar(str(tier.get("name")), tier)
+        table.add_row(*row, _text(", ".join(x for x in notes if x), "dim"))
+    packed, plain = number(memory.get("cold_bytes")), number(memory.get("bf16_bytes"))
+    if packed and plain:
+        words = f"{show_bytes(packed)} packed, {show_bytes(plain)} unpacked: {plain / packed:.1f}x"
+        table.add_row(_text("asleep"), _text(""), _text(words), _text(""))
+    return table
+
+
+def _bar(name: str, tier: Mapping[str, Any], mark: float = 0.0) -> tuple[Text, Text, Text]:
+    """The name, the bar with its mark, and the figures of a place for KV."""
+    used, most = number(tier.get("bytes")), number(tier.get("capacity_bytes"))
+    share = max(0.0, min(1.0, used / most)) if most else 0.0
+    full = round(share * BAR_CELLS)
+    cells = ["█"] * full + ["░"] * (BAR_CELLS - full)
+    if 0 < mark < 1:
+        cells[min(BAR_CELLS - 1, int(mark * BAR_CELLS))] = "┃"
+    style = "red" if share > 0.95 else "yellow" if mark and share > mark else "green"
+    figures = f"{show_bytes(used)} of {show_bytes(most)}" if most else show_bytes(used)
+    return _text(name), Text("".join(cells), style=style), _text(figures)
+
+
+def _requests(requests: Sequence[Row], moment: float) -> Table:
+    table = _table(REQUESTS, right=("answered", "since"))
+    for row in requests[:MOST_REQUESTS]:
+        table.add_row(
+            _text(str(row.get("phase"))),
+            _text(str(row.get("session") or "")),
+            _text(str(row.get("client") or "")),
+            _text(_progress(row)),
+            _text(str(int(number(row.get("answered_tokens"))))),
+            _text(_since(row.get("started_at"), moment)),
+        )
+    if len(requests) > MOST_REQUESTS:
+        table.add_row(_text(f"and {len(requests) - MOST_REQUESTS} more", "dim"))
+    return table
+
+
+def _progress(row: Row) -> str:
+    source = str(row.get("source") or "")
+    if row.get("prompt_tokens") is None:
+        return source
+    prompt, done = int(number(row["prompt_tokens"])), row.get("prefilled_tokens")
+    words = f"{prompt} tokens" if done is None else f"{int(number(done))} of {prompt} tokens"
+    return f"{words} {source}".strip()
+
+
+def _sessions(rows: Sequence[Row], moment: float, with_tenants: bool) -> Table:
+    table = _table(
+        [name for name, _ in COLUMNS], [name for name, side in COLUMNS if side == "right"]
+    )
+    for row in rows:
+        tenant = f"{row.get('tenant')}/" if with_tenants else ""
+        state = str(row.get("state"))
+        idle = row.get("idle_since")
+        table.add_row(
+            _text(f"{'  ' if row.get('parent') else ''}{tenant}{row.get('id')}"),
+            _text(str(row.get("client") or "")),
+            _text(state, STYLES.get(state, "")),
+            _text(str(row.get("tier") or "")),
+            _text(str(int(number(row.get("tokens"))))),
+            _text(show_bytes(number(row.get("bytes")))),
+            _text(f"{number(row['ratio']):.1f}x" if row.get("ratio") else ""),
+            _text("" if idle is None else _since(idle, moment)),
+            _text("pin" if row.get("pinned") else ""),
+            _text(" ".join(str(row[x]) for x in ("last_source", "last_reason") if row.get(x))),
+            _text(_seconds(row.get("saved_s")) if row.get("saved_s") else ""),
+            _text(str(int(number(row.get("turns"))))),
+        )
+    return table
+
+
+def _table(columns: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        justify = "right" if name in right else "left"
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    return table
+
+
+def _has_tenants(rows: Sequence[Row]) -> bool:
+    return len({row.get("tenant") for row in rows}) > 1
+
+
+def _since(moment: object, now: float) -> str:
+    return show_duration(float(round(max(0.0, now - number(moment)))))
+
+
+def _seconds(value: object) -> str:
+    return show_duration(round(number(value), 1))

@@ -1,0 +1,107 @@
+"""``thermocline chat`` in a pipe and at a terminal, against the real gateway."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.stacks.fake_stack import FakeStack
+from launch.chat.screen import Screen
+from launch.remote.turn import Turn
+
+COMMAND = [sys.executable, "-m", "launch", "chat"]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
+    with FakeStack(tmp_path_factory.mktemp("chat")) as running:
+        yield running
+
+
+def piped(lines: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], input=lines, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_pipe_gets_the_answers_and_the_notes_go_elsewhere(stack):
+    lines = "Hello there\n\n/sleep\nAnd now?\n/pin\n/info\n//slash\n/forget\n/new\n/quit\nnever\n"
+    ran = piped(lines, "--url", stack.url, "--session", "piped")
+    assert ran.returncode == 0, ran.stderr
+    answers = ["You said: Hello there", "You said: And now?", "You said: /slash"]
+    assert ran.stdout.splitlines() == answers
+    notes = ran.stderr.splitlines()
+    assert notes[1].startswith("miss · 0 of 3 tokens reused · because: never-stored · first token")
+    assert notes[2].startswith("session piped is cold · cold copy in ram")
+    assert notes[3].startswith("cold-ram · ")
+    assert notes[4].endswith("pinned")
+    assert "piped is forgotten" in ran.stderr
+
+
+@pytest.mark.slow
+def test_what_fails_is_told_and_ends_in_an_exit_code(stack):
+    assert "there is no /nap" in piped("/nap\n", "--url", stack.url).stderr
+    unknown = piped("/pin\n", "--url", stack.url)
+    assert (unknown.returncode, "error: 404" in unknown.stderr) == (1, True)
+    nobody = piped("Hi\n", "--url", "http://127.0.0.1:1")
+    assert (nobody.returncode, "does not answer" in nobody.stderr) == (1, True)
+    quiet = piped("Hi\n", "--url", stack.url, "--quiet")
+    assert (quiet.stdout, quiet.stderr) == ("You said: Hi\n", "")
+
+
+class Terminal:
+    """A chat at a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._screen, theirs = pty.openpty()
+        self._process = subprocess.Popen(
+            [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs
+        )
+        os.close(theirs)
+        self._seen = ""
+
+    def until(self, words: str, timeout_s: float = 60.0) -> None:
+        end = time.monotonic() + timeout_s
+        while words not in self._seen:
+            assert time.monotonic() < end, self._seen
+            if select.select([self._screen], [], [], 0.2)[0]:
+                self._seen += os.read(self._screen, 65536).decode(errors="replace")
+
+    def type(self, text: str) -> None:
+        self._seen = ""
+        os.write(self._screen, text.encode())
+
+    def end(self) -> int:
+        code = self._process.wait(60)
+        os.close(self._screen)
+        return code
+
+
+@pytest.mark.slow
+def test_a_chat_at_a_terminal(stack):
+    screen = Terminal("--url", stack.url, "--session", "shown")
+    screen.until("> ")
+    screen.type("Hello\n")
+    screen.until("session shown is idle")
+    screen.type("/sleep\n")
+    screen.until("session shown is cold")
+    screen.type("/wake\n")
+    screen.until("is idle")
+    screen.type("\x04")
+    assert screen.end() == 0
+
+
+def test_control_characters_of_an_answer_do_nothing(capsys):
+    screen = Screen()
+    screen.piece("a\x1b[31mb\x07\n")
+    screen.turn(Turn(source="unknown"), {"id": "x\x1b[2J", "state": "idle"})
+    out, err = capsys.readouterr()
+    assert out == "a?[31mb?\n"
+    assert "\x1b[2J" not in err

@@ -1,0 +1,95 @@
+"""The wheel, installed without extras into an empty environment, is a whole product."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# Tests are run by an environment that launch/install.sh made with uv: all wheels are in its cache.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+UV = shutil.which("uv") or str(CACHE / "thermocline" / "uv" / "bin" / "uv")
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command at the checkout's root, where uv sees the date limit of pyproject.toml."""
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | environ
+    )
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of commands of an environment that has the wheel and what it depends on."""
+    if not Path(UV).exists():
+        pytest.skip("no uv here")
+    folder = tmp_path_factory.mktemp("wheel")
+    built = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("*.whl")
+    made = run(UV, "venv", "--python", sys.executable, folder / "empty")
+    assert made.returncode == 0, made.stderr
+    bin = folder / "empty" / "bin"
+    install = (UV, "pip", "install", "--python", bin / "python", wheel)
+    done = run(*install, "--offline")
+    if done.returncode != 0:  # another cache than the one that launch/install.sh filled
+        done = run(*install)
+    assert done.returncode == 0, done.stderr
+    return bin
+
+
+def test_it_says_its_version_and_its_commands(commands):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run(commands / "thermocline", "--version").stdout == f"thermocline {version}\n"
+    help = run(commands / "thermocline", "--help")
+    assert help.returncode == 0 and "serve" in help.stdout
+
+
+def test_it_names_what_is_missing_for_an_engine(commands, tmp_path):
+    done = run(
+        commands / "thermocline", "serve", "--engine", "mlx", THERMOCLINE_DATA_DIR=str(tmp_path)
+    )
+    assert done.returncode == 1
+    assert "thermocline[mlx]" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_it_serves(commands, tmp_path):
+    command = [commands / "thermocline", "serve", "--engine", "fake", "--port", "0"]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"THERMOCLINE_DATA_DIR": str(tmp_path)},
+    )
+    try:
+        assert process.stderr
+        url = listening(iter(process.stderr))
+        with urllib.request.urlopen(f"{url}/version", timeout=30) as answer:
+            assert b"version" in answer.read()
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def listening(lines: Iterator[str]) -> str:
+    """Read the log until the server is ready, and return its address."""
+    url = ""
+    for line in lines:
+        if found := re.search(r"listening on (http://\S+);", line):
+            url = found[1]
+        if "ready after" in line:
+            return url
+    pytest.fail("the server ended before it was ready")

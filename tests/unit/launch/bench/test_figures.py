@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.bench.figures import Percentiles, label, percentiles, report_of
+from launch.bench.presets import PRESETS, STRESS_REQUESTS, workload_of
+from launch.bench.users import Result
+from launch.bench.workload import Habits, Workload, prose
+from launch.errors import UsageError
+from launch.remote.turn import Turn
+
+
+def result(source: str = "hot", step: int = 1, **fields) -> Result:
+    turn = Turn(status=200, source=source, prompt_tokens=100, answer_tokens=10, **fields)
+    return Result("one", 0, "c", step, False, 0.0, turn)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1))
+def test_percentiles_lie_within_what_was_measured_and_rise(values):
+    found = percentiles(values)
+    assert min(values) - 1e-3 <= found.p50 <= found.p90 <= found.p99 <= max(values) + 1e-3
+
+
+def test_percentiles_of_known_values():
+    assert percentiles([]) == Percentiles()
+    assert percentiles(range(101)) == Percentiles(50, 90, 99)
+
+
+def test_a_miss_of_a_first_turn_is_no_loss():
+    assert label(result("miss", step=0)) == "new"
+    assert label(result("miss", step=1)) == "miss"
+    assert label(result("cold-disk")) == "cold-disk"
+
+
+def test_a_report_counts_shares_speed_and_errors():
+    failed = result(error="busy")
+    failed.turn.status = 503
+    rows = [result("miss", 0, cached_tokens=0), result(cached_tokens=80), result(), failed]
+    report = report_of("u", "m", "w", 9, rows, {"one": 2.0}, finished=True)
+    (phase,) = report.phases
+    assert (phase.requests, phase.errors, phase.tokens_per_s) == (4, 1, 20.0)
+    assert report.errors == {"503: busy": 1}
+    assert [(x.source, x.requests, x.reused_share) for x in report.sources] == [
+        ("hot", 2, 0.4),
+        ("new", 1, 0.0),
+    ]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_whole_and_every_conversation_has_its_own_name(preset):
+    workload = workload_of(preset, Habits(), 3, 2)
+    names = [x.name for phase in workload.phases for user in phase.users for x in user]
+    assert len(set(names)) == len(names)
+    assert len({phase.name for phase in workload.phases}) == len(workload.phases)
+    assert sum(1 for _ in workload.steps()) > 0
+
+
+def test_the_stress_table_has_as_many_requests_as_the_prototypes():
+    stress = workload_of("stress", Habits(), 1)
+    assert sum(1 for _ in stress.steps()) == STRESS_REQUESTS
+
+
+def test_a_workload_is_bounded():
+    with pytest.raises(UsageError, match="at most 100000"):
+        workload_of("chat", Habits(turns=501), 200, 1)
+    with pytest.raises(UsageError, match="words in a message"):
+        workload_of("chat", Habits(words=0), 1)
+    assert Workload("none").phases == ()
+
+
+def test_prose_is_the_same_for_a_seed_and_differs_between_seeds():
+    assert prose("a", 50) == prose("a", 50) != prose("b", 50)
+    assert len(prose("a", 50).split()) == 50

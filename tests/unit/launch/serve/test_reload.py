@@ -1,0 +1,88 @@
+"""What SIGHUP takes over: all that is sound, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config import GatewayConfig
+from gateway.keys import generate_key
+from launch.errors import UsageError
+from launch.machine.folders import Folders
+from launch.serve.reload import Reload
+from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.schema import Resolved, Settings
+from scheduler.config import SchedulerConfig
+from tests.unit.gateway.in_process import MODEL, App
+
+ALICE, BOB = (generate_key(x) for x in ("alice", "bob"))
+BEFORE = {"api_keys": (ALICE[1],)}
+
+
+def settings(scheduler: SchedulerConfig, **gateway: Any) -> EffectiveSettings:
+    made = Settings(gateway=GatewayConfig(**gateway), scheduler=scheduler)
+    return EffectiveSettings(Resolved(made, {}), Folders(Path(), Path()), "fake")
+
+
+def reloaded(app: App, now: EffectiveSettings) -> None:
+    Reload(app.gateway, settings(SchedulerConfig(), **BEFORE), lambda: now)()
+
+
+def key_works(app: App, key: str) -> bool:
+    try:
+        return bool(app.gateway.tenants.authenticate(f"Bearer {key}"))
+    except Exception:  # refused
+        return False
+
+
+async def test_keys_limits_aliases_and_idle_times_are_taken(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    app = App(**BEFORE)
+    now = settings(
+        SchedulerConfig(idle_after_s=7.0, max_running=3, high_water=0.5, low_water=0.4),
+        api_keys=(BOB[1],),
+        model_aliases=("gpt-5",),
+        requests_per_minute=60,
+        port=1234,
+    )
+    reloaded(app, now)
+    assert key_works(app, BOB[0]) and not key_works(app, ALICE[0])
+    assert app.gateway.config.means_served("gpt-5", MODEL)
+    assert app.gateway.limits.usual.requests_per_minute == 60
+    assert app.sessions.water_marks == (0.5, 0.4)
+    assert app.gateway.config.port == 8080, "that needs a new start, and the log says so"
+    assert "gateway.port changed; that needs a new start" in caplog.text
+    assert "scheduler.max_running changed; that needs a new start" in caplog.text
+    assert "scheduler.idle_after_s: 120.0 -> 7.0" in caplog.text
+    assert ALICE[1].partition(":")[2] not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"api_keys": ("nonsense",), "model_aliases": ("gpt-5",)},
+        {"api_keys": (), "model_aliases": ("gpt-5",)},  # no key would be needed any more
+        {"api_keys": (BOB[1],), "admin_keys": ("x",), "model_aliases": ("gpt-5",)},
+        {"api_keys_file": "/nowhere/at/all", "model_aliases": ("gpt-5",)},
+    ],
+)
+async def test_where_anything_is_wrong_all_stays_as_it_was(
+    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    app = App(**BEFORE)
+    reloaded(app, settings(SchedulerConfig(idle_after_s=7.0), **wrong))
+    assert key_works(app, ALICE[0]) and not key_works(app, BOB[0])
+    assert not app.gateway.config.means_served("gpt-5", MODEL)
+    assert "the settings stay as they were" in caplog.text
+
+
+async def test_settings_that_cannot_be_read_change_nothing(caplog: pytest.LogCaptureFixture):
+    def broken() -> EffectiveSettings:
+        raise UsageError("gateway.port: Expected `int`")
+
+    app = App(**BEFORE)
+    Reload(app.gateway, settings(SchedulerConfig(), **BEFORE), broken)()
+    assert key_works(app, ALICE[0])
+    assert "Expected `int`" in caplog.text

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from launch.top.frame import frame
+from launch.top.view import FILTERS, ORDERS, Unreadable, View, chosen
+
+ROW = {
+    "id": "s1",
+    "client": "codex",
+    "kind": "main",
+    "parent": None,
+    "state": "cold",
+    "tier": "disk",
+    "tokens": 812,
+    "bytes": 3_650_000,
+    "ratio": 5.12,
+    "idle_since": 40.0,
+    "pinned": True,
+    "last_source": "miss",
+    "last_reason": "diverged",
+    "saved_s": 4.12,
+    "turns": 7,
+}
+SNAPSHOT = {
+    "server": {"model": "m", "engine": "mlx", "version": "1", "ready": True, "started_at": 0},
+    "now": {
+        "running": 1,
+        "waiting": 2,
+        "saved_s_today": 90,
+        "saved_tokens_today": 12_345,
+        "memory_available_bytes": 1 << 30,
+        "requests": [
+            {"phase": "prefill", "session": "s2", "prompt_tokens": 9, "prefilled_tokens": 4}
+        ],
+    },
+    "memory": {
+        "hot": {"bytes": 90, "capacity_bytes": 100, "high_water": 0.85, "idle_bytes": 5},
+        "tiers": [{"name": "ram", "bytes": 1, "capacity_bytes": 4, "codec": "dense3"}],
+        "cold_bytes": 10,
+        "bf16_bytes": 51,
+    },
+    "quality": {},
+    "num_sessions": 2,
+    "sessions": [ROW, {**ROW, "id": "s2", "idle_since": None, "state": "active", "pinned": False}],
+}
+
+
+def view_of(*events: tuple[str, object]) -> View:
+    view = View()
+    for number, (name, told) in enumerate(events):
+        view.apply(name, json.dumps(told).encode(), str(number))
+    return view
+
+
+def text_of(view: View, **options) -> str:
+    console = Console(width=200, file=StringIO())
+    console.print(frame(view, now=100.0, **options))
+    return console.file.getvalue()
+
+
+def test_a_frame_tells_of_server_memory_requests_and_sessions():
+    text = text_of(view_of(("snapshot", SNAPSHOT)), keys=True)
+    for words in (
+        "m on mlx · thermocline 1 · ready · up 100 s · all tenants",
+        "1 running, 2 waiting",
+        "saved today 90 s of prefill (12,345 tokens) · memory free 1 GiB",
+        "10 B packed, 51 B unpacked: 5.1x",
+        "4 of 9 tokens",
+        "2 of 2 sessions, all, by recent    q quit",
+    ):
+        assert words in text
+    (row,) = [line for line in text.splitlines() if line.startswith("s1")]
+    assert row.split() == (
+        "s1 codex cold disk 812 3.5 MiB 5.1x 1 m pin miss diverged 4.1 s 7".split()  # noqa: SIM905
+    )
+
+
+def test_changes_replace_rows_and_gone_ones_go():
+    view = view_of(
+        ("snapshot", SNAPSHOT),
+        ("change", {"sessions": [{**ROW, "state": "idle"}], "gone": [{"id": "s2"}]}),
+        ("change", {"now": {"running": 5}}),
+        ("keep-alive", {"now": {"running": 9}}),
+    )
+    assert [row["state"] for row in view.rows.values()] == ["idle"]
+    assert "5 running" in text_of(view)
+    assert view.last_id == "2"
+    assert [x["id"] for x in view.as_json()["sessions"]] == ["s1"]
+
+
+def test_the_same_id_of_two_tenants_is_two_rows():
+    rows = [{**ROW, "tenant": "a"}, {**ROW, "tenant": "b"}]
+    view = view_of(("snapshot", {**SNAPSHOT, "sessions": rows}))
+    assert "a/s1" in text_of(view) and "b/s1" in text_of(view)
+    view.apply("change", b'{"gone": [{"id": "s1", "tenant": "a"}]}')
+    assert [x["tenant"] for x in view.rows.values()] == ["b"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kept", FILTERS)
+def test_every_order_and_filter_takes_every_row(order, kept):
+    rows = [ROW, {"id": "bare"}, {**ROW, "id": "x", "tokens": None, "saved_s": None}]
+    found = chosen(view_of(("snapshot", {**SNAPSHOT, "sessions": rows})), order, kept)
+    assert len(found) == {"all": 3, "awake": 0, "asleep": 2, "pinned": 2}[kept]
+
+
+def test_served_sessions_come_first_then_the_latest():
+    rows = [{**ROW, "id": "old", "idle_since": 1.0}, {**ROW, "id": "new", "idle_since": 9.0}]
+    rows.append({**ROW, "id": "busy", "idle_since": None})
+    found = chosen(view_of(("snapshot", {**SNAPSHOT, "sessions": rows})), "recent", "all")
+    assert [x["id"] for x in found] == ["busy", "new", "old"]
+
+
+def test_words_of_a_server_cannot_steer_the_terminal():
+    rows = [{**ROW, "id": "\x1b[2J[red]x[/red]\n"}]
+    text = text_of(view_of(("snapshot", {**SNAPSHOT, "sessions": rows})))
+    assert "?[2J[red]x[/red]?" in text
+
+
+@settings(max_examples=25)
+@given(st.binary(max_size=200))
+def test_what_is_no_event_is_unreadable_and_nothing_else(data):
+    view = View()
+    try:
+        view.apply("snapshot", data)
+    except Unreadable:
+        return
+    text_of(view)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats(-1e300, 1e300) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.sampled_from([*SNAPSHOT]), JSON))
+def test_a_frame_is_drawn_of_anything_that_another_version_may_send(told):
+    text_of(view_of(("snapshot", {**SNAPSHOT, **told})))
