@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install lint type imports test quick check bench
+.PHONY: install lint type imports test quick check bench reference site
 
 install:
 	bash launch/install.sh test
@@ -18,7 +18,7 @@ imports: install
 	$(BIN)/lint-imports
 
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 quick:
 	bash launch/test.sh --quick
@@ -29,3 +29,11 @@ bench: install
 	$(BIN)/python benchmarks/restore_ttft.py
 	$(BIN)/python benchmarks/capacity.py
 	$(BIN)/python benchmarks/overhead.py
+
+# Writes the pages of docs/reference from the code; a test fails while they are stale.
+reference: install
+	$(BIN)/python -m docs.generators
+
+# The documentation as pages to browse, in site/; links to nowhere are errors.
+site: reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

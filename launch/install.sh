@@ -90,6 +90,10 @@ usable_python() {
         "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
+has_chromium() {
+    command -v chromium || command -v chromium-browser || command -v google-chrome
+} >/dev/null
+
 has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
 
 make_venv() {
@@ -125,12 +129,16 @@ install_vllm() {
 
 case $purpose in
 serve | vllm) set -- ;;
-test) set -- --group "$root/pyproject.toml:dev" ;;
+test)
+    set -- --group "$root/pyproject.toml:dev"
+    # They drive the dashboard in the system's own browser, and are left out where there is none.
+    has_chromium && set -- "$@" --group "$root/pyproject.toml:browser"
+    ;;
 *) die "usage: bash launch/install.sh [serve|test|vllm]" ;;
 esac
 
 stamp=$venv/.installed-$purpose
-wanted="$root $(cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
+wanted="$root $* $(cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
 if usable_python && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi

@@ -3,7 +3,7 @@
 # tests that run inside vLLM's own environment; with --vllm in front they go to those:
 #
 #   bash launch/test.sh                           everything
-#   bash launch/test.sh --quick                   the loop while working: under four minutes
+#   bash launch/test.sh --quick                   the loop while working: two to three minutes
 #   bash launch/test.sh --quick -k budget         some of that
 #   bash launch/test.sh -m "not slow"             some of everything, without vLLM
 #   bash launch/test.sh --vllm -k restore         some of the tests with a real vLLM
@@ -33,6 +33,11 @@ run_vllm_tests() {
     [ $# -gt 0 ] || in_vllms_environment tests/triton
 }
 
+# Whole files go to one process, since their fixtures start engines and servers.
+side_by_side() {
+    pytest -n auto --dist loadfile "$@"
+}
+
 run_static_checks() {
     ruff check .
     ruff format --check .
@@ -51,13 +56,14 @@ export PATH="$venv/bin:$PATH"
 run_static_checks
 if [ "${1:-}" = --quick ]; then
     shift
-    exec pytest -m "not slow" tests/architecture tests/unit tests/contract \
+    side_by_side -m "not slow" tests/architecture tests/unit tests/contract \
         tests/faults/test_cold_store.py tests/faults/test_disk_tier.py "$@"
+    exit
 fi
 mypy --platform darwin # a call that only Linux has would be found by the first user with a Mac
 if [ $# -gt 0 ] || [ "$(uname -s)" != Linux ]; then
     exec pytest "$@"
 fi
 bash launch/install.sh vllm # before pytest: one test starts gateway and vLLM together
-pytest
+side_by_side
 run_vllm_tests

@@ -40,7 +40,7 @@ def test_the_wheel_holds_every_source_file_and_profile(wheel):
     sources = {
         str(path.relative_to(ROOT))
         for room in ROOMS
-        for kind in ("*.py", "*.toml")
+        for kind in ("*.py", "*.toml", "*.js", "*.css", "*.html", "*.svg", "*.LICENSE")
         for path in (ROOT / room).rglob(kind)
     }
     assert sources <= set(wheel)

@@ -1,0 +1,146 @@
+"""``docs/reference/errors.md``: statuses, types and codes, and what to do about each code."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from http import HTTPStatus
+from typing import get_args
+
+from starlette.exceptions import HTTPException
+
+from docs.generators.error_calls import ErrorCode, error_codes
+from docs.generators.tables import code, page, table
+from engines.openai.errors import ERROR_TYPES
+from gateway.errors import Failure, failure_of
+from kvstore.session import MissReason
+from scheduler.sessions import SessionKept
+
+INTRODUCTION = """
+Every failure has OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; under
+`/v1/messages` it has Anthropic's. The message says what to do; programs go by the status and the
+code. With 429 and 503 `retry-after` says when the same request may succeed. What fails in the
+middle of a stream is its last event. An error that vLLM found is passed on with vLLM's own code.
+"""
+TYPES = """
+Another status below 500 is an `invalid_request_error`, any other above is a `server_error`. Where
+503 is due, `/v1/messages` answers 529.
+"""
+CODES = """
+A request that is wrong in itself (400) has no code unless the table has one; `param` names the
+field.
+"""
+MISSES = """
+A miss is no error: the prompt is computed. `x-thermocline-cache` and `/metrics` say why.
+"""
+# What a code means, and what to do about it. A test finds codes that are missing here, or gone.
+MEANINGS = {
+    "admin_only": "this needs a key of `gateway.admin_keys`",
+    "bad_key": "the line cannot be a key's; nothing was changed",
+    "bad_http": "what was sent is no HTTP/1.1 request, or could be read in two ways",
+    "bodies_full": "bodies of other requests fill `gateway.max_bodies_bytes`; try again",
+    "body_timeout": "the body took longer than `gateway.body_timeout_s`",
+    "body_too_large": "the body is longer than `gateway.max_body_bytes`",
+    "cannot_measure": "this engine measures nothing when told; `thermocline calibrate` does",
+    "completion_not_found": "no stored chat of the caller has this id",
+    "context_length_exceeded": "the prompt leaves no room for an answer; shorten it",
+    "conversation_not_found": "no conversation of the caller has this id",
+    "draining": "the server is shutting down; ask another, or try again",
+    "engine": "the engine failed in its answer; its log says why; try again",
+    "engine_overloaded": "no place in a batch was free within `scheduler.max_wait_s`; try again",
+    "engine_refused": "the engine did not do what the gateway asked; the message says why",
+    "engine_stalled": "the engine gave no sign of life (`engine.stall_timeout_s`); it restarts",
+    "engine_unavailable": "the engine starts, or is started again; try again",
+    "framing_too_large": "the chunks of the body have too much around them",
+    "generation_failed": "the engine failed while it answered; its log says why",
+    "head_timeout": "the head took longer than `gateway.header_timeout_s`",
+    "head_too_large": "the head is longer than `gateway.max_header_bytes`, or has too many lines",
+    "hibernation_disabled": "this engine serves without a cold store",
+    "host_missing": "a `Host` header is needed",
+    "host_not_allowed": "the name in `Host` is none of `gateway.allowed_hosts`",
+    "internal": "a fault of this server; its log has the request's id",
+    "invalid_api_key": "no key, or one that opens nothing here",
+    "item_not_found": "no stored item of the caller has this id",
+    "key_file": "the file of keys cannot be read or written; nothing was changed",
+    "key_not_found": "there is no key of this id",
+    "keys_fixed": "keys can be changed only where they are in `gateway.api_keys_file`",
+    "method_not_allowed": "`allow` lists the methods that the path takes",
+    "memory_scarce": "the machine's memory is below `scheduler.memory_stop_bytes`; try again",
+    "model_not_found": "another model is served; `/v1/models`, or set `gateway.model_aliases`",
+    "no_cold_copy": "the session could not be saved, so that to sleep would lose it",
+    "not_cancellable": "there are no background responses to cancel",
+    "not_found": "there is no such path",
+    "not_stored": "nothing is stored here, or it is too large (`gateway.stored_bytes`)",
+    "not_supported": "this server, or this engine, does not do that",
+    "origin_not_allowed": "the page's origin is none of `gateway.allowed_origins`",
+    "pin_limit": "pinned sessions have their share already (`store.pinned_share`); unpin another",
+    "previous_response_not_found": "it, or one before it, is not stored (any more)",
+    "rate_limit_exceeded": "the waiting line is full, or the key's limits are reached; try again",
+    "response_not_found": "no stored response of the caller has this id",
+    "session_busy": "a turn of the session is being served",
+    "session_limit": "the key has all the sessions it may; delete some",
+    "session_not_found": "no session of the caller has this id",
+    "session_pinned": "a pinned session is not put to sleep; unpin it first",
+    "store_unavailable": "what clients stored cannot be reached now; try again",
+    "tier_refused": "the tier did not take all of the session; it stays where it was",
+    "timeout": "the answer took longer than `gateway.request_timeout_s`",
+    "too_many_connections": "the client, or all of them, have too many connections open",
+    "too_many_streams": "the caller reads as many streams of events as it may; close one",
+    "too_many_values": "the body has too many values, however short it is",
+}
+KEPT_REASONS = ("busy", "pinned", "no-cold-copy", "disabled", "no-room")
+MISS_MEANINGS = {
+    "never-stored": "nothing of this session was ever saved here",
+    "diverged": "the new prompt leaves the one that was stored",
+    "evicted": "a tier ran out of room",
+    "ttl": "nobody came back for `store.ttl_s`",
+    "fingerprint": "saved by another model, dtype or layout, or by a codec not known here",
+    "corrupt": "what was stored was damaged, or not sealed by this server's secret",
+    "deadline": "the tier was slower than `store.restore_deadline_s` or `store.redis_deadline_s`",
+    "unavailable": "a tier is down",
+    "disabled": "this engine serves without a cold store",
+}
+
+
+def errors_page() -> str:
+    types = [(str(status), code(kind), code(_anthropic(status))) for status, kind in _types()]
+    codes = [
+        (code(name), ", ".join(statuses), MEANINGS.get(name, "")) for name, statuses in _codes()
+    ]
+    misses = [(code(reason), MISS_MEANINGS.get(reason, "")) for reason in get_args(MissReason)]
+    return page(
+        "Errors",
+        INTRODUCTION,
+        "## Types",
+        TYPES,
+        table(("status", "`type`", "`type` under `/v1/messages`"), types),
+        "## Codes",
+        CODES,
+        table(("code", "status", "meaning"), codes),
+        "## Reasons of a miss",
+        MISSES,
+        table(("reason", "meaning"), misses),
+    )
+
+
+def all_codes() -> set[ErrorCode]:
+    """Add to the codes that are written out those that are computed."""
+    computed = [failure_of(HTTPException(status)) for status in (404, 405)]
+    computed += [failure_of(SessionKept(reason)) for reason in KEPT_REASONS]
+    return error_codes() | {ErrorCode(x.code, x.status) for x in computed if x.code}
+
+
+def _codes() -> list[tuple[str, list[str]]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for name, status in all_codes():
+        found[name].add(status)
+    return [(name, [str(x) for x in sorted(found[name]) if x]) for name in sorted(found)]
+
+
+def _types() -> list[tuple[int, str]]:
+    return sorted(ERROR_TYPES.items())
+
+
+def _anthropic(status: int) -> str:
+    """Read the type off an answer."""
+    body = Failure(status, HTTPStatus(status).phrase).anthropic_json()
+    return body.decode().partition('"error":{"type":"')[2].partition('"')[0]

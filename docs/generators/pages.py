@@ -1,0 +1,24 @@
+"""All generated pages, and what writes each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from docs.generators.cli_page import cli_page
+from docs.generators.decisions_page import decisions_page
+from docs.generators.errors_page import errors_page
+from docs.generators.headers_page import headers_page
+from docs.generators.settings_page import settings_page
+from gateway.description.metrics_table import table as metrics_page
+
+DOCS = Path(__file__).parents[1]
+PAGES: Final[Mapping[Path, Callable[[], str]]] = {
+    DOCS / "reference" / "settings.md": settings_page,
+    DOCS / "reference" / "cli.md": cli_page,
+    DOCS / "reference" / "headers.md": headers_page,
+    DOCS / "reference" / "errors.md": errors_page,
+    DOCS / "metrics.md": metrics_page,
+    DOCS / "decisions" / "index.md": decisions_page,
+}
