@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
 try:  # vLLM's environment has none
     from hypothesis import settings
 except ImportError:
@@ -10,3 +16,24 @@ else:
     # A machine that is busy with something else must not fail a test.
     settings.register_profile("busy machine", deadline=None)
     settings.load_profile("busy machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Write what a test printed so that xdist can send it: no lone surrogates."""
+    report = yield
+    report.sections[:] = [(title, _sendable(text)) for title, text in report.sections]
+    return report
+
+
+def _sendable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+@pytest.hookimpl(optionalhook=True)  # vLLM's environment has no xdist
+def pytest_xdist_auto_num_workers(config: Any) -> int:
+    """Return how many processes ``-n auto`` starts: one for a core, at most four."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, 4)
