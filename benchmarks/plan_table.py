@@ -46,12 +46,12 @@ def kept(shape: CacheShape) -> str:
 
 
 def engines(config: dict[str, Any]) -> str:
-    """The engines that can keep its sessions cold."""
+    """The engines that keep its sessions cold, and live as the row says."""
     try:
-        cache_shape(config, "vllm")
+        on_vllm = cache_shape(config, "vllm")
     except ModelRefused:
         return "mlx"
-    return "both"
+    return "both" if on_vllm == cache_shape(config) else "mlx"
 
 
 def rows() -> Iterator[dict[str, Any]]:

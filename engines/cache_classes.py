@@ -13,8 +13,11 @@ GROWING: Final = frozenset(("KVCache", "PackedKVCache"))
 # The state of these cannot be cut back to an earlier token.
 STATEFUL: Final = frozenset(("RotatingKVCache", "ArraysCache"))
 # On vLLM.
-LATENT_ON_VLLM: Final = (
-    "the model keeps one latent vector per token (MLA), which has no heads to pack"
+LATENT_ON_CPU: Final = (
+    "vLLM reuses no prefixes of models with latents (MLA) on this processor; choose the mlx engine"
+)
+INDEX_ON_VLLM: Final = (
+    "beside its latents (MLA) the model keeps the keys of an index, in a form not known here"
 )
 NOTHING_GROWS_ON_VLLM: Final = (
     "no layer of the model keeps all tokens, so that little would be gained"

@@ -14,17 +14,21 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 
 from engines.about_vllm.environment import SUPPORTED
-from engines.cache_classes import LATENT_ON_VLLM, NOTHING_GROWS_ON_VLLM
+from engines.cache_classes import INDEX_ON_VLLM, LATENT_ON_CPU, NOTHING_GROWS_ON_VLLM
 from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.worker.paging import DTYPES
 
 _ALL_KEEP_ALL: Final = (
     "start vLLM with --disable-hybrid-kv-cache-manager, and layers with windows keep all tokens too"
 )
+
+
+_KNOWN: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 
 
 class Unsupported(ValueError):
@@ -74,6 +78,8 @@ def _reasons(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
     if transfer.kv_role != "kv_both":
         yield "sessions are both stored and loaded; set kv_role to kv_both"
     if not cache.enable_prefix_caching:
+        if any(map(_keeps_latents, kv_cache_config.kv_cache_groups)):
+            yield LATENT_ON_CPU  # where vLLM turns it off by itself
         yield "blocks are named by vLLM's prefix cache; leave prefix caching on"
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism is not supported; use tensor parallelism"
@@ -102,7 +108,8 @@ def _cache_reasons(config: KVCacheConfig, block_size: int) -> Iterator[str]:
     for reason in _group_reasons(config, {block_size, *(x.block_size for x in specs)}):
         recurrent = any(isinstance(x, MambaSpec) for x in specs)
         yield reason if recurrent else f"{reason}; {_ALL_KEEP_ALL}"
-    if config.kv_tp_replicas != 1:
+    # Of latents each rank keeps all, live and cold, however many ranks there are.
+    if config.kv_tp_replicas != 1 and not all(isinstance(x, MLAAttentionSpec) for x in specs):
         yield "several ranks hold the same heads; use a tensor parallel size up to the KV heads"
 
 
@@ -121,14 +128,24 @@ def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
 
     A subclass adds a way to keep fewer tokens, or other bytes, so it is not taken for its base.
     """
-    if isinstance(spec, MLAAttentionSpec):
-        yield LATENT_ON_VLLM
-    elif type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec):
+    if type(spec) is MLAAttentionSpec and _has_index(spec):
+        yield INDEX_ON_VLLM
+    elif type(spec) not in _KNOWN:
         yield f"layers of kind {type(spec).__name__} keep tokens in a way that is not known here"
     if isinstance(spec, AttentionSpec) and spec.dtype not in DTYPES:
         yield f"the KV cache is quantised ({spec.dtype}); leave --kv-cache-dtype at auto"
     if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align":
         yield "recurrent states are restored at boundaries; set --mamba-cache-mode to align"
+
+
+def _has_index(spec: MLAAttentionSpec) -> bool:
+    """Tell whether these are latents that an index chooses from, or the keys of such an index."""
+    told = (spec.is_index_group_leader, spec.model_version, spec.alignment, spec.tokens_per_state)
+    return told != (False, None, None, 1) or spec.cache_role != SparseCacheRole.SPARSE
+
+
+def _keeps_latents(group: KVCacheGroupSpec) -> bool:
+    return isinstance(layer_specs(group.kv_cache_spec)[0], MLAAttentionSpec)
 
 
 def _keeps_all(group: KVCacheGroupSpec) -> bool:

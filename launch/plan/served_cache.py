@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from engines.cache_classes import LATENT_ON_CPU
 from engines.config import EngineConfig
 from kvstore.shapes import DType
-from launch.plan.cache_shape import CacheShape
+from launch.machine.processor import has_matrix_tiles
+from launch.plan.cache_shape import CacheShape, ModelRefused
 from launch.plan.families.table import cache_shape
 from launch.settings.effective_settings import EffectiveSettings
 
@@ -18,7 +20,11 @@ def served_cache(effective: EffectiveSettings, content: Mapping[str, Any]) -> Ca
     Raises:
         ModelRefused, NotUnderstood: see ``cache_shape``.
     """
-    return cache_shape(content, "vllm" if effective.engine_kind == "vllm" else "mlx")
+    on_vllm = effective.engine_kind == "vllm"
+    shape = cache_shape(content, "vllm" if on_vllm else "mlx")
+    if on_vllm and shape.has_latents and effective.widens and not has_matrix_tiles():
+        raise ModelRefused(LATENT_ON_CPU)
+    return shape
 
 
 def served_dtype(effective: EffectiveSettings, content: Mapping[str, Any]) -> DType:

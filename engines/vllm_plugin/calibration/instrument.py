@@ -65,6 +65,8 @@ class VllmInstrument:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
+        if self._connector.pages.has_latents:
+            return (None,) * len(self.layout.layers)
         dims = [x.head_dim for x in self.layout.layers]
         return ropes_of(self._model, self._connector.groups.layers, dims)
 

@@ -89,6 +89,7 @@ class RankMeasuring:
                     self._cache.block_tokens,
                     self._states.layout if self._states is not None else None,
                     tuple(x for y in groups.states if not y.recurrent for x in y.layers),
+                    self._cache.has_latents,
                 ),
                 fingerprint,
                 cached_tokenizer_from_config(self._config.model_config),

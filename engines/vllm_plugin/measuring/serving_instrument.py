@@ -34,6 +34,7 @@ class EngineKV:
         layer_names: vLLM's, one for each of them.
         states: what other layers keep; None if there are none.
         window_names: vLLM's names of the layers of ``states.windows``.
+        has_latents: see ``PagedCache``; such layers have nothing that is turned among their keys.
     """
 
     layout: KVLayout
@@ -41,6 +42,7 @@ class EngineKV:
     block_tokens: int
     states: StateLayout | None = None
     window_names: tuple[str, ...] = ()
+    has_latents: bool = False
 
 
 class ServingInstrument:
@@ -82,6 +84,8 @@ class ServingInstrument:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
+        if self._kv.has_latents:
+            return (None,) * len(self._kv.layout.layers)
         return self._ropes_of(self._kv.layer_names, self._kv.layout)
 
     @property

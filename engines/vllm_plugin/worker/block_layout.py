@@ -1,11 +1,14 @@
 """Finds out where an attention backend puts K and V inside a block.
 
 vLLM shows every layer's cache as one tensor, logically (num_blocks, num_kv_heads, block_tokens,
-2 * head_dim), and the strides tell head-major from token-major layouts. But the backend decides
+width), and the strides tell head-major from token-major layouts. But the backend decides
 what the last two axes mean. Most backends put K in the first half of the last axis and V in the
 second. The CPU backend does not: a (block, head) is a K half followed by a V half, with K in an
 order that depends on the instruction set its kernel was built for. Reading this tensor by its
 shape would mix the elements of different tokens.
+
+Latent attention (MLA) has one row per token for all heads: the latent, and behind it the rotary
+key. They are called K and V here, of one head.
 
 So known numbers are written once through the backend's own kernel, and the places where they
 arrive are the layout. The layout is then checked with other numbers.
@@ -56,7 +59,7 @@ class BlockLayout(Protocol):
     def views(self, cache: Tensor) -> tuple[KVView, KVView]:
         """K and V of this cache; reading and writing them reads and writes the cache.
 
-        ``cache``: (num_blocks, num_kv_heads, block_tokens, 2 * head_dim).
+        ``cache``: (num_blocks, num_kv_heads, block_tokens, width of K and V).
         """
 
 
@@ -129,10 +132,17 @@ class PermutedView:
 
 
 class SplitContent:
-    """The layout with K in the first half of the last axis, and V in the second."""
+    """The layout with K in the first part of the last axis, and V in the rest.
+
+    Args:
+        key_dim: of K; None = half of the axis.
+    """
+
+    def __init__(self, key_dim: int | None = None) -> None:
+        self._key_dim = key_dim
 
     def views(self, cache: Tensor) -> tuple[KVView, KVView]:
-        dim = cache.shape[3] // 2
+        dim = self._key_dim or cache.shape[3] // 2
         return StridedView(cache[..., :dim]), StridedView(cache[..., dim:])
 
 
@@ -161,6 +171,20 @@ class SplitBlock:
 WriteBlock = Callable[[Tensor, Tensor, Tensor], None]
 
 
+def probe_latents(like: Tensor, rank: int, write: WriteBlock) -> BlockLayout:
+    """The layout in which ``write`` fills blocks of latents of ``rank`` numbers.
+
+    Raises ``UnknownLayout``: it is not the latent and then the rotary key.
+    """
+    layout = SplitContent(rank)
+    if not 0 < rank < like.shape[3] or not _reads_back(layout, like, write, rank):
+        raise UnknownLayout(
+            f"the attention backend does not keep latents of {rank} numbers, and then rotary keys,"
+            f" in rows of {like.shape[3]} {like.dtype}; choose another with --attention-backend"
+        )
+    return layout
+
+
 def probe(like: Tensor, write: WriteBlock) -> BlockLayout:
     """The layout in which ``write`` fills blocks of a cache such as ``like``.
 
@@ -176,7 +200,7 @@ def probe(like: Tensor, write: WriteBlock) -> BlockLayout:
     ]
     for make in layouts:
         layout = make()
-        if _reads_back(layout, like, write):
+        if _reads_back(layout, like, write, width // 2):
             return layout
     raise UnknownLayout(
         f"the attention backend fills blocks of {tokens} tokens, {heads} heads of {width // 2},"
@@ -192,10 +216,13 @@ def _empty_block(like: Tensor) -> Tensor:
     return memory.as_strided((1, *shape), (needed, *strides))
 
 
-def _reads_back(layout: BlockLayout, like: Tensor, write: WriteBlock) -> bool:
+def _reads_back(layout: BlockLayout, like: Tensor, write: WriteBlock, key_dim: int) -> bool:
     _, heads, tokens, width = like.shape
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(2, tokens, heads, width // 2, generator=generator).to(like)
+    rows = [
+        torch.randn(tokens, heads, dim, generator=generator).to(like)
+        for dim in (key_dim, width - key_dim)
+    ]
     cache = _empty_block(like)
     write(rows[0], rows[1], cache)
     index = torch.zeros(1, dtype=torch.long, device=like.device)

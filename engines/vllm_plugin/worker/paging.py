@@ -27,6 +27,7 @@ class PagedCache:
     Attributes:
         views: K and V of each layer.
         copies: the quick way for caches in host memory that strides describe; None for others.
+        has_latents: K and V are the latents and rotary keys of latent attention.
     """
 
     views: Sequence[tuple[KVView, KVView]]
@@ -35,6 +36,7 @@ class PagedCache:
     device: torch.device
     dtype: torch.dtype
     copies: BlockCopies | None = None
+    has_latents: bool = False
 
     def read(self, block_ids: Sequence[int]) -> list[KVPair]:
         """These blocks as one run of tokens, copied to host memory.
@@ -81,10 +83,12 @@ class PagedCache:
         return blocks[:, first_block : first_block + count].transpose(0, 1).to(self.device)
 
 
-def paged_cache(caches: Mapping[str, Tensor], block_layout: BlockLayout) -> PagedCache:
+def paged_cache(
+    caches: Mapping[str, Tensor], block_layout: BlockLayout, has_latents: bool = False
+) -> PagedCache:
     """The caches that vLLM registers, by layer name, with K and V where ``block_layout`` says.
 
-    ``caches``: (num_blocks, num_kv_heads, block_tokens, 2 * head_dim), all of one dtype. Raises
+    ``caches``: (num_blocks, num_kv_heads, block_tokens, width), all of one dtype. Raises
     ``UnknownLayout``: a dtype or shape cannot be read.
     """
     first = next(iter(caches.values()))
@@ -102,7 +106,8 @@ def paged_cache(caches: Mapping[str, Tensor], block_layout: BlockLayout) -> Page
     found = [view.bits for pair in views for view in pair]
     bits = [x for x in found if x is not None]
     copies = BlockCopies(bits) if bits and len(bits) == len(found) else None
-    return PagedCache(views, layout, int(first.shape[2]), first.device, first.dtype, copies)
+    block_tokens = int(first.shape[2])
+    return PagedCache(views, layout, block_tokens, first.device, first.dtype, copies, has_latents)
 
 
 def _arrays(run: Sequence[KVPair]) -> list[np.ndarray]:

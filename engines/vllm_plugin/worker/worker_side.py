@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
@@ -30,7 +30,13 @@ from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.affinity import unbound_threads
 from engines.vllm_plugin.support import layer_specs
-from engines.vllm_plugin.worker.block_layout import UnknownLayout, WriteBlock, probe
+from engines.vllm_plugin.worker.block_layout import (
+    BlockLayout,
+    UnknownLayout,
+    WriteBlock,
+    probe,
+    probe_latents,
+)
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
@@ -202,19 +208,34 @@ def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
     )
 
 
-def block_writer(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> WriteBlock:
-    """The attention backend's own function that writes a block, for ``probe``.
+def layout_of(vllm_config: Any, name: str, cache: torch.Tensor) -> BlockLayout:
+    """The places where a layer's attention backend puts K and V, or latents and rotary keys.
 
-    Raises ``UnknownLayout``: the first layer of ``caches`` is no attention layer.
+    Raises ``UnknownLayout``: they are not found, or this is no attention layer.
     """
-    name, cache = next(iter(caches.items()))
-    layer: Any = get_layers_from_vllm_config(vllm_config, Attention, [name]).get(name)
+    kinds: Any = (Attention, MLAAttention)
+    layer: Any = get_layers_from_vllm_config(vllm_config, kinds, [name]).get(name)
     if layer is None:
         raise UnknownLayout(f"layer {name} is no attention layer that can be probed")
     slots = torch.arange(cache.shape[2], device=cache.device)
+    if isinstance(layer, MLAAttention):
+        return probe_latents(cache, int(layer.kv_lora_rank), latent_writer(layer, slots))
 
     def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, keys, values, block, slots)
+
+    return probe(cache, write)
+
+
+def latent_writer(layer: Any, slots: torch.Tensor) -> WriteBlock:
+    """The backend's own function that writes a block of latents and rotary keys."""
+
+    def write(latents: torch.Tensor, rotary: torch.Tensor, block: torch.Tensor) -> None:
+        scale = torch.ones((), dtype=torch.float32, device=block.device)
+        # It takes blocks of rows, without an axis for heads.
+        layer.impl.do_kv_cache_update(
+            latents[:, 0], rotary, block[:, 0], slots, layer.kv_cache_dtype, scale
+        )
 
     return write
 
@@ -234,7 +255,9 @@ def attention_cache(
             f"the attention backend cuts blocks of {whole} tokens into ones of {first.shape[2]};"
             " choose another with --attention-backend"
         )
-    return paged_cache(own, probe(first, block_writer(vllm_config, own)))
+    name = next(iter(own))
+    has_latents = bool(get_layers_from_vllm_config(vllm_config, MLAAttention, [name]))
+    return paged_cache(own, layout_of(vllm_config, name, first), has_latents)
 
 
 def state_blocks(

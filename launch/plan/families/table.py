@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from engines.cache_classes import LATENT_ON_VLLM, NOTHING_GROWS_ON_VLLM, cannot_batch
+from engines.cache_classes import INDEX_ON_VLLM, NOTHING_GROWS_ON_VLLM, cannot_batch
 from launch.plan.cache_shape import CacheShape, ModelRefused, NotUnderstood
 from launch.plan.families import attention, latents, recurrent, windows
 from launch.plan.families.attention import (
@@ -55,8 +55,8 @@ def cache_shape(content: Mapping[str, Any], engine: EngineName = "mlx") -> Cache
 
 def _not_on_vllm(shape: CacheShape) -> str:
     """The reason why vLLM's sessions cannot be kept cold; "" if they can."""
-    if shape.has_latents:
-        return LATENT_ON_VLLM
+    if shape.has_latents and shape.exact_only:
+        return INDEX_ON_VLLM
     if shape.exact_only:
         return shape.exact_only
     return "" if shape.growing else NOTHING_GROWS_ON_VLLM

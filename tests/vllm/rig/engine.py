@@ -62,9 +62,13 @@ class RealEngine:
         store: StoreConfig,
         *,
         connector: dict[str, str] | None = None,
+        prepare: Callable[[Any], None] = lambda config: None,
         **options: Any,
     ) -> None:
-        """``connector``: fields of vLLM's transfer configuration, on top of ours."""
+        """``connector``: fields of vLLM's transfer configuration, on top of ours.
+
+        ``prepare`` gets vLLM's whole configuration before the engine is made.
+        """
         from vllm import EngineArgs, LLMEngine
         from vllm.config import KVTransferConfig
 
@@ -87,7 +91,9 @@ class RealEngine:
             "prefix_caching_hash_algo": "sha256_cbor",
         }
         args = EngineArgs(model=model, kv_transfer_config=transfer, **(defaults | options))
-        self.engine = LLMEngine.from_engine_args(args)
+        config = args.create_engine_config()
+        prepare(config)
+        self.engine = LLMEngine.from_vllm_config(config)
         self._count = 0
 
     def close(self) -> None:

@@ -38,6 +38,25 @@ def write_qwen3(folder: Path) -> Path:
     return _written(Qwen3ForCausalLM(config), folder)
 
 
+def write_latents(folder: Path) -> Path:
+    """One latent of 512 and one rotary key of 64 per token: what vLLM's CPU kernel takes."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **_COMMON,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=2,  # in layers that there are none of
+        moe_intermediate_size=MLP,
+        first_k_dense_replace=LAYERS,
+    )
+    return _written(DeepseekV2ForCausalLM(config), folder)
+
+
 FAMILIES: Final[Mapping[str, Callable[[Path], Path]]] = MappingProxyType(
     {"llama": write_tiny_model, "qwen2": write_qwen2, "qwen3": write_qwen3}
 )

@@ -123,7 +123,7 @@ def test_how_far_a_window_reaches(window, blocks):
         ([WINDOW], "no layer of the model keeps all tokens"),
         ([replace(RECURRENT, mamba_cache_mode="all"), FULL], "--mamba-cache-mode to align"),
         ([FULL, FULL, WINDOW], "form 2 groups .*--disable-hybrid-kv-cache-manager"),
-        ([MLAAttentionSpec(**HEADS)], "MLA"),
+        ([MLAAttentionSpec(**HEADS, model_version="deepseek_v4")], "MLA"),
         ([ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64), FULL], "ChunkedLocal"),
         ([replace(FULL, dtype=torch.float8_e4m3fn)], "quantised"),
         ([replace(FULL, dtype=torch.uint8), WINDOW], "quantised"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,17 +55,28 @@ def test_dense_models_are_served():
     [
         cache(LATENT),
         cache(UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"layer0": LATENT})),
-        # Its ranks hold the same latent vectors; the reason to name is still the model.
-        cache(LATENT, kv_tp_replicas=2),
+        cache(LATENT, kv_tp_replicas=2),  # each rank holds all, live and cold
     ],
     ids=["one kind", "uniform", "two ranks"],
 )
-def test_latent_attention_is_refused_in_one_sentence(config):
-    with pytest.raises(Unsupported) as refused:
-        check(engine(), config)
-    sentence = str(refused.value)
-    assert "one latent vector per token (MLA)" in sentence
-    assert "\n" not in sentence
+def test_latents_are_served(config):
+    assert check(engine(), config).layers
+
+
+@pytest.mark.parametrize(
+    "told", [{"is_index_group_leader": True}, {"model_version": "deepseek_v4"}, {"alignment": 576}]
+)
+def test_latents_with_an_index_are_refused_in_one_sentence(told):
+    with pytest.raises(Unsupported, match="the keys of an index") as refused:
+        check(engine(), cache(replace(LATENT, **told)))
+    assert "\n" not in str(refused.value)
+
+
+def test_latents_are_refused_where_vllm_reuses_no_prefixes_of_them():
+    without = engine()
+    without.cache_config.enable_prefix_caching = False
+    with pytest.raises(Unsupported, match="no prefixes of models with latents"):
+        check(without, cache(LATENT))
 
 
 def test_more_ranks_than_heads_are_refused():

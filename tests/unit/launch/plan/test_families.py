@@ -126,6 +126,9 @@ def test_the_same_model_may_be_kept_otherwise_by_vllm():
     shape = cache_shape(DEEPSEEK_V2_LITE)
     assert shape.elements_per_token == 27 * 16 * (192 + 128)
     assert not shape.exact_only
+    on_vllm = cache_shape(DEEPSEEK_V2_LITE, "vllm")
+    assert on_vllm.has_latents
+    assert on_vllm.elements_per_token == 27 * (512 + 64)
     gemma = {**LLAMA_8B, "model_type": "gemma2", "sliding_window": 4096}
     assert len(cache_shape(gemma).windows) == 0
     assert len(cache_shape(gemma, "vllm").windows) == 16
@@ -134,9 +137,7 @@ def test_the_same_model_may_be_kept_otherwise_by_vllm():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (DEEPSEEK_V2_LITE, "one latent vector"),
-        (DEEPSEEK_V3, "one latent vector"),
-        (KIMI_LINEAR_48B, "one latent vector"),
+        ({**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128}, "keys of an index"),
         (MAMBA2_3B, "no layer of the model keeps all tokens"),
     ],
 )

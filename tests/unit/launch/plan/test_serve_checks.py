@@ -88,10 +88,10 @@ REFUSED = {
         {"engine__hot_codec": ""},
         "cannot batch the ChunkedKVCache",
     ),
-    "latents on vLLM": (
-        DEEPSEEK_V3,
+    "latents with an index on vLLM": (
+        {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128},
         {"engine__hot_codec": "", "engine__kind": "vllm"},
-        "one latent vector",
+        "the keys of an index",
     ),
     "states alone on vLLM": (
         MAMBA2_3B,
