@@ -45,7 +45,7 @@ class Tenant(NamedTuple):
     key_id: str = ""  # tells keys of one tenant apart; no secret
     limits: Limits | None = None  # None: the usual ones
     admin: bool = False  # may see and manage all tenants' sessions
-    weight: int = 1  # of its share of the engine, while others want theirs
+    weight: int = 1  # of its share of the engine; the largest that one of its keys has
 
 
 class _Key(NamedTuple):
@@ -164,9 +164,8 @@ class Tenants:
         if found is None:
             raise _unauthorised("The API key is not valid here.")
         salt = self.salt_of(found.tenant)
-        return Tenant(
-            found.tenant, salt, _id_of(found), found.limits, found.admin, weight=found.weight
-        )
+        weight = max(x.weight for x in (*self._keys, *self._admin_keys) if x.tenant == found.tenant)
+        return Tenant(found.tenant, salt, _id_of(found), found.limits, found.admin, weight)
 
     def salt_of(self, name: str) -> bytes:
         """Derive a tenant's salt, 32 bytes, from the server's secret."""

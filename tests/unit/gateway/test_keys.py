@@ -142,6 +142,11 @@ def test_a_weight_stands_beside_limits_and_changes_none() -> None:
     ):
         tenant = Tenants(SECRET, [line + words]).authenticate(f"Bearer {key}")
         assert (tenant.weight, tenant.limits) == (weight, limits)
+    other = generate_key("alice")[1]
+    tenants = Tenants(SECRET, [line + " weight=2", generate_key("bob")[1] + " weight=9"], [other])
+    assert tenants.authenticate(f"Bearer {key}").weight == 2
+    tenants.replace([line, f"{other} weight=5"])
+    assert tenants.authenticate(f"Bearer {key}").weight == 5, "a tenant has one share"
     for wrong in ("weight=0", "weight=1000001"):
         with pytest.raises(BadKeyLine, match="from 1 to"):
             Tenants(SECRET, [f"{line} {wrong}"])
