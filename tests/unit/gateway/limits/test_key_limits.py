@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -172,9 +173,9 @@ async def test_requests_at_once_of_one_key() -> None:
     going_on = asyncio.Event()
 
     class Slow(Answered):
-        async def read(self) -> bytes:
+        async def chunks(self) -> AsyncIterator[bytes]:
             await going_on.wait()
-            return await super().read()
+            yield b"{}"
 
     app = App(
         RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}")),
