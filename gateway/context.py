@@ -22,6 +22,7 @@ from gateway.keys import Tenant, Tenants
 from gateway.limits.key_limits import KeyLimits
 from gateway.live.live import Live
 from gateway.live.places import StreamPlaces
+from gateway.live.requests import LiveRequest
 from gateway.metrics import Gauges, Metrics
 from gateway.prefixes.prefix_watch import PrefixWatch
 from gateway.prefixes.twins import Twins
@@ -52,7 +53,7 @@ class Gateway:
     keys: KeyList
     stored: Stored = field(default_factory=Stored)
     prefixes: PrefixWatch = field(default_factory=PrefixWatch)
-    twins: Twins = field(default_factory=Twins)
+    twins: Twins[LiveRequest] = field(default_factory=Twins)
     tracing: Tracing = field(default_factory=PassOn)
     log_ring: LogRing = field(default_factory=LogRing)
     started_at: int = field(default_factory=lambda: int(time.time()))

@@ -45,7 +45,7 @@ class Tenant(NamedTuple):
     key_id: str = ""  # tells keys of one tenant apart; no secret
     limits: Limits | None = None  # None: the usual ones
     admin: bool = False  # may see and manage all tenants' sessions
-    weight: int = 1  # of its share of the engine, while others want theirs
+    weight: int = 1  # of its share of the engine; the largest that one of its keys has
 
 
 class _Key(NamedTuple):
@@ -67,8 +67,7 @@ class KeyFacts(NamedTuple):
 
 def key_facts(line: str) -> KeyFacts:
     """Show the key of a line. Raises ``BadKeyLine``."""
-    (key,) = _parse([line])
-    return _facts(key)
+    return _facts(_the_key(line))
 
 
 def facts_of(lines: Iterable[str], *, admin: bool = False) -> list[KeyFacts]:
@@ -128,10 +127,12 @@ class Tenants:
         return len(self._admin_keys)
 
     def holds(self, caller: Tenant) -> bool:
-        """Tell whether the key by which a caller was known is still valid."""
+        """Tell whether the key by which a caller was known still says the same of it."""
         if not caller.key_id:
             return self.open_to_all
-        return any(_id_of(x) == caller.key_id for x in (*self._keys, *self._admin_keys))
+        known = (caller.key_id, caller.name, caller.admin)
+        keys = (*self._keys, *self._admin_keys)
+        return any((_id_of(x), x.tenant, x.admin) == known for x in keys)
 
     def authenticate(self, authorization: str | None, x_api_key: str | None = None) -> Tenant:
         """Find the tenant whose key an ``Authorization`` header or an ``X-API-Key`` header holds.
@@ -163,9 +164,8 @@ class Tenants:
         if found is None:
             raise _unauthorised("The API key is not valid here.")
         salt = self.salt_of(found.tenant)
-        return Tenant(
-            found.tenant, salt, _id_of(found), found.limits, found.admin, weight=found.weight
-        )
+        weight = max(x.weight for x in (*self._keys, *self._admin_keys) if x.tenant == found.tenant)
+        return Tenant(found.tenant, salt, _id_of(found), found.limits, found.admin, weight)
 
     def salt_of(self, name: str) -> bytes:
         """Derive a tenant's salt, 32 bytes, from the server's secret."""
@@ -180,7 +180,7 @@ def generate_key(tenant: str) -> tuple[str, str]:
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     line = f"{tenant}:{hashlib.sha256(key.encode()).hexdigest()}"
-    _parse([line])
+    _the_key(line)
     return key, line
 
 
@@ -191,6 +191,13 @@ def read_key_lines(path: str) -> list[str]:
 
 def _id_of(key: _Key) -> str:
     return key.digest[:8].hex()
+
+
+def _the_key(line: str) -> _Key:
+    """Read the line of a key; one that holds none raises ``BadKeyLine``, too."""
+    for key in _parse([line]):
+        return key
+    raise BadKeyLine("line 1 of the API keys holds no key")
 
 
 def _parse(lines: Iterable[str], *, admin: bool = False) -> list[_Key]:

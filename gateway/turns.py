@@ -11,6 +11,7 @@ first; where the answer is to be stored, the translation says how it is kept.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -133,13 +134,14 @@ async def accept(request: Request, operation: Operation) -> Response:
         if asked.outline is not None:
             compared = gateway.prefixes.compare(tenant.name, named.id, asked.outline)
             operation.compared(gateway, tenant, answer, compared)
-        for_engine = await beside(body, partial(_encode, gateway.engine, raw, session))
+        for_engine, digest = await beside(body, partial(_encode, gateway.engine, raw, session))
     hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
     turn = TurnRequest(
         operation.name,
         operation.path,
         session,
         for_engine,
+        digest,
         hints,
         compared,
         client_name(request.headers),
@@ -191,23 +193,26 @@ def _named(
         return named
     session_id = named_in_body(asked) or by_user_id(asked.get("metadata"), messages)
     if session_id is None and "messages" not in asked:
-        session_id = group_of(asked)  # a text has no messages to be found by
+        group = group_of(asked)  # a text has no messages to be found by
+        return NamedSession(group, of_several=True) if group else None
     return NamedSession(session_id) if session_id else None
 
 
 def _is_shared(named: NamedSession | None, raw: Json, headers: Mapping[str, str]) -> bool:
-    """Tell whether the same request, sent again while this one runs, is meant to be this one.
+    """Tell whether a request is the one that runs already, if that one is the same.
 
     It is if its client names the session, or says that it tries again, or if both answers would be
     the same. Otherwise several answers may be wanted, each sampled by itself.
     """
-    if named is not None or headers.get(_RETRIES, "0") not in ("", "0"):
+    if (named is not None and not named.of_several) or headers.get(_RETRIES, "0") not in ("", "0"):
         return True
     return raw.get("temperature") == 0 or raw.get("seed") is not None
 
 
-def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
-    return msgspec.json.encode(engine.prepare_body(raw, session))
+def _encode(engine: Engine, raw: Json, session: SessionRef) -> tuple[bytes, bytes]:
+    """Write the body for the engine, and what tells it from others."""
+    body = msgspec.json.encode(engine.prepare_body(raw, session))
+    return body, hashlib.blake2b(body, digest_size=16, person=b"the same request").digest()
 
 
 def _keep_reasoning(raw: Json, rules: TemplateRules) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 
@@ -76,10 +76,11 @@ class AdmissionQueue:
             if not self._running[tenant] and tenant not in self._lines:
                 self._running.pop(tenant, None)
                 self._weights.pop(tenant, None)
+            self._call_next()  # a slot may be free, or the shares of others larger
 
     async def _enter(self, tenant: str) -> None:
         free = self.num_running < self._max_running and self.num_waiting == 0
-        if free or (tenant not in self._lines and self._may_exceed(tenant)):
+        if free or (tenant not in self._lines and self._within_share([tenant])):
             self._running[tenant] += 1
             return
         mine = len(self._lines.get(tenant, ()))
@@ -90,11 +91,13 @@ class AdmissionQueue:
             raise self._full()
         await self._wait(tenant)
 
-    def _may_exceed(self, tenant: str) -> bool:
-        """True if a tenant's next turn is within its share, whoever holds the slots."""
-        share = self._max_running * self._weights[tenant] / sum(self._weights.values())
-        is_below = self._running[tenant] < max(1, int(share))
-        return is_below and self.num_running < 2 * self._max_running
+    def _within_share(self, tenants: Iterable[str]) -> list[str]:
+        """Return those whose next turn is within their share, whoever holds the slots."""
+        if self.num_running >= 2 * self._max_running:
+            return []
+        total = sum(self._weights.values())
+        shares = {x: self._max_running * self._weights[x] // total for x in tenants}
+        return [x for x, share in shares.items() if self._running[x] < max(1, share)]
 
     def _full(self) -> Overloaded:
         return Overloaded(f"{self.num_waiting} requests are waiting already", self._retry_after_s())
@@ -128,11 +131,10 @@ class AdmissionQueue:
 
     def _leave(self, tenant: str) -> None:
         self._running[tenant] -= 1
-        self._call_next()
 
     def _call_next(self) -> None:
-        while self._lines and self.num_running < self._max_running:
-            tenant = min(self._lines, key=lambda x: self._running[x] / self._weights[x])
+        while called := self._can_be_called():
+            tenant = min(called, key=lambda x: self._running[x] / self._weights[x])
             line = self._lines[tenant]
             slot = line.popleft()
             if line:
@@ -144,6 +146,12 @@ class AdmissionQueue:
             self.num_waiting -= 1
             self._running[tenant] += 1
             slot.set_result(None)
+
+    def _can_be_called(self) -> Iterable[str]:
+        """Return the tenants in the line whose next turn may begin now."""
+        if not self._lines or self.num_running < self._max_running:
+            return self._lines
+        return self._within_share(self._lines)
 
     def _retry_after_s(self) -> float:
         return min(30.0, 1.0 + self.num_waiting / self._max_running)

@@ -29,11 +29,16 @@ class FairShares:
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}  # tokens by weight, most recently come last
+        self._tokens: dict[str, float] = {}  # of those that are here, not by weight
         self._weights: dict[str, int] = {}
         self._present: Counter[str] = Counter()  # requests of each tenant
 
     def come(self, tenant: str, weight: int = 1) -> None:
-        """Count one more request of a tenant; ``weight``: of its share, from now on."""
+        """Count one more request of a tenant.
+
+        ``weight``: of its share, from now on. Of several weights the largest counts: a tenant may
+        have keys of different ones, and has one share all the same.
+        """
         if not self._present:
             self._served.clear()
         if not self._present[tenant]:
@@ -41,13 +46,14 @@ class FairShares:
             self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
             self._forget_absent()
         self._present[tenant] += 1
-        self._weights[tenant] = max(1, weight)
+        self._weights[tenant] = max(self._weight(tenant), weight)
 
     def leave(self, tenant: str) -> None:
         """Count one request of a tenant less."""
         self._present[tenant] -= 1
         if not self._present[tenant]:
             del self._present[tenant], self._weights[tenant]
+            self._tokens.pop(tenant, None)
 
     def _forget_absent(self) -> None:
         surplus = len(self._served) - len(self._present) - MAX_ABSENT
@@ -59,22 +65,26 @@ class FairShares:
         """Count what a tenant was served."""
         if tenant in self._served:
             self._served[tenant] += num_tokens / self._weight(tenant)
+        if tenant in self._present:
+            self._tokens[tenant] = self.tokens(tenant) + num_tokens
 
     def tokens(self, tenant: str) -> float:
-        """Return the count of a tenant that is here, not by weight; only differences count."""
-        return self._count(tenant) * self._weight(tenant)
+        """Return what a tenant was served since it is here, not by weight."""
+        return self._tokens.get(tenant, 0.0)
 
     def first(self, tenants: Iterable[str], places: Mapping[str, int] = NO_PLACES) -> str:
         """Return the tenant that is next.
 
         That is who is behind one that holds places by a quantum, else who holds fewest by weight;
-        of equals the one that was served least.
+        of equals the one that was served least. Where nobody holds any it is that one, too: the
+        next place by weight would always be the heaviest's.
         """
+        is_held = any(places.values())
         ahead = max((self._count(x) for x, number in places.items() if number), default=0.0)
 
         def rank(tenant: str) -> tuple[float, float]:
             count = self._count(tenant)
-            is_behind = ahead - count >= QUANTUM
+            is_behind = not is_held or ahead - count >= QUANTUM
             return (0 if is_behind else self.held(tenant, places.get(tenant, 0) + 1)), count
 
         return min(tenants, key=rank)

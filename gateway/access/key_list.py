@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.config import GatewayConfig
 from gateway.keys import KeyFacts, Tenants, facts_of, read_key_lines
 
@@ -57,7 +59,7 @@ class KeyList:
         """Add a line, for the next request on.
 
         Raises:
-            KeyListFixed: there is no file, or no key was needed so far.
+            KeyListFixed: there is no file, or no key is needed so far.
             BadKeyLine, OSError: nothing was changed.
         """
         with self._changing:
@@ -67,23 +69,27 @@ class KeyList:
         """Take the line of a key out, for the next request on; return False if there is none.
 
         Raises:
-            KeyListFixed: the key is written in the settings, or it is the last.
+            KeyListFixed: the key is written in the settings, if only as well, or it is the last.
             BadKeyLine, OSError: nothing was changed.
         """
         with self._changing:
             lines = self._file_lines()
             kept = [x for x in lines if not any(y.id == key_id for y in facts_of([x]))]
-            if len(kept) < len(lines):
-                self._write(kept)
-                return True
-            everywhere = lines_of(self._config)
-            settled = [*facts_of(everywhere.usual), *facts_of(everywhere.admin, admin=True)]
-            if any(x.id == key_id for x in settled):
+            if self._is_settled(key_id):  # it would open as much as before
                 raise KeyListFixed(
-                    "This key is not in gateway.api_keys_file. Take its line out of the settings"
-                    " and send SIGHUP to the server."
+                    "This key is written elsewhere than in gateway.api_keys_file. Take its line out"
+                    " of the settings or the file of admin keys and send SIGHUP to the server."
                 )
-            return False
+            if len(kept) == len(lines):
+                return False
+            self._write(kept)
+            return True
+
+    def _is_settled(self, key_id: str) -> bool:
+        """Tell whether a key is written anywhere but in the file that admins change."""
+        lines = lines_of(msgspec.structs.replace(self._config, api_keys_file=""))
+        settled = [*facts_of(lines.usual), *facts_of(lines.admin, admin=True)]
+        return any(x.id == key_id for x in settled)
 
     def _file_lines(self) -> list[str]:
         file = self._config.api_keys_file
@@ -93,6 +99,11 @@ class KeyList:
         file = self._config.api_keys_file
         if not file:
             raise KeyListFixed("This server has no gateway.api_keys_file to keep keys in.")
+        if self._tenants.open_to_all:
+            raise KeyListFixed(
+                "This server needs no key, and a first one would lock out all who have none. Make"
+                " it with `thermocline keys new TENANT --append FILE` and start the server anew."
+            )
         usual = [*self._config.api_keys, *lines]
         if not facts_of(usual):
             raise KeyListFixed(

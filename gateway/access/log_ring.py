@@ -38,6 +38,12 @@ class LogRing(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record; ``handle`` holds the lock."""
+        try:
+            self._keep(record)
+        except Exception:  # as every handler: who logs is never failed by what it logs
+            self.handleError(record)
+
+    def _keep(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f" | {record.exc_info[1]!r}"

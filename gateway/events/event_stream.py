@@ -77,6 +77,8 @@ class LiveEvents(Response):
             with suppress(TimeoutError):
                 async with asyncio.timeout(LIFE_EVERY_S):
                     await scope.beyond(told)
+            if not self._goes_on():  # not any more
+                break
             if scope.moment > told:
                 change, told = scope.change_since(told), scope.moment
                 await _send_event(take, "change", scope.event_id(told), [change])
@@ -84,8 +86,14 @@ class LiveEvents(Response):
                 await take(b": still here\n\n")
 
     def _goes_on(self) -> bool:
-        """Tell whether the reader may stay: its key may be gone, or the server may end."""
-        return not self._gateway.live.ended and self._gateway.tenants.holds(self._caller)
+        """Tell whether the reader may stay: its key may be gone, or the server may end.
+
+        Who sees everything without a key does so only as long as there is no admin's.
+        """
+        tenants = self._gateway.tenants
+        if self._tenant is None and not self._caller.admin and tenants.num_admin_keys:
+            return False
+        return not self._gateway.live.ended and tenants.holds(self._caller)
 
 
 async def _send_event(take: Take, name: str, event_id: str, pieces: Iterable[bytes]) -> None:

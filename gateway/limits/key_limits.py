@@ -52,9 +52,10 @@ class KeyLimits:
         """
         limits = self.of(tenant)
         counts = self._counts.get(tenant.key_id)
-        if counts is None or counts.limits != limits:  # new, or its line was changed
-            running = counts.running if counts else 0
-            counts = self._counts[tenant.key_id] = _Counts(limits, self._clock, running)
+        if counts is None:
+            counts = self._counts[tenant.key_id] = _Counts(limits, self._clock)
+        elif counts.limits != limits:  # its line was changed; its shares hold on to the counts
+            counts.limit_to(limits)
         counts.admit()
         scope["state"][KEY_SHARE] = KeyShare(counts)
 
@@ -62,11 +63,16 @@ class KeyLimits:
 class _Counts:
     """The counts of what one key has used lately."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float], running: int) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self.running = 0
+        self._clock = clock
+        self.limit_to(limits)
+
+    def limit_to(self, limits: Limits) -> None:
+        """Count by these limits from now on; what runs still counts."""
         self.limits = limits
-        self.running = running
         self._buckets = {
-            what: Bucket(per_minute, clock)
+            what: Bucket(per_minute, self._clock)
             for what, per_minute in (
                 ("requests", limits.requests_per_minute),
                 ("tokens", limits.tokens_per_minute),

@@ -93,6 +93,8 @@ class Live:
             self._take(request)
 
     def _take(self, request: LiveRequest) -> None:
+        if request.shares is not None:  # the other one is counted
+            return
         if request.phase == "waiting":  # the engine never had it: refused, or its client left
             return
         self._speed.learn(request)
@@ -261,10 +263,10 @@ class Live:
         prompt_rate, answer_rate = tally.rates(
             self._clock(),
             tally.computed_tokens,
-            tally.answered_tokens + sum(x.answered_tokens for x in mine),
+            tally.answered_tokens + sum(x.answered_tokens for x in mine if x.computed is x),
         )
         tokens, seconds, turns = tally.today
-        waiting = sum(x.phase == "waiting" for x in mine)
+        waiting = sum(x.computed.phase == "waiting" for x in mine)
         speed = self._speed.tokens_per_s
         available = self._sessions.headroom.available_bytes if tenant is None else None
         return NowShown(
@@ -282,6 +284,7 @@ class Live:
 
 
 def _shown(request: LiveRequest, admin: bool) -> RequestShown:
+    computed = request.computed
     return RequestShown(
         id=request.id,
         tenant=request.ref.tenant if admin else UNSET,
@@ -289,9 +292,9 @@ def _shown(request: LiveRequest, admin: bool) -> RequestShown:
         client=request.client,
         operation=request.operation,
         started_at=round(request.at, 3),
-        phase=request.phase_now,
-        prompt_tokens=request.prompt_tokens,
-        prefilled_tokens=request.prefilled_tokens,
-        answered_tokens=request.answered_tokens,
-        source=request.cache.source if request.cache else None,
+        phase=computed.phase_now,
+        prompt_tokens=computed.prompt_tokens,
+        prefilled_tokens=computed.prefilled_tokens,
+        answered_tokens=computed.answered_tokens,
+        source=computed.cache.source if computed.cache else None,
     )

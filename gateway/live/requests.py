@@ -39,6 +39,7 @@ class LiveRequest:
         self.first_token_s: float | None = None
         self.waited_s = 0.0
         self.error = ""
+        self.shares: LiveRequest | None = None  # the request whose answer this one gets
         self.progress: RequestProgress | None = None  # what the engine told last
         self.num_events = 0  # of a stream, each about a token
         self._clock = clock
@@ -51,6 +52,11 @@ class LiveRequest:
         self.phase = "prefill"
         self._opened = self._clock()
         self.waited_s = self._opened - self._began
+
+    @property
+    def computed(self) -> LiveRequest:
+        """The request that the engine computes for this one: another if it shares that one's."""
+        return self.shares or self
 
     @property
     def prefill_s(self) -> float | None:

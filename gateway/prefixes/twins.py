@@ -4,62 +4,110 @@ Clients give up on a long prefill and send the same request again. Served by its
 would wait behind the first and be computed once more. Here it joins the turn that runs: it gets the
 engine's bytes from the first one on, and if the first client leaves, the turn goes on for it.
 
+Whoever wants more takes it from the engine, for all: the first client as fast as it reads, and once
+there are twins a task besides, so that a client which reads slowly keeps no other one waiting. Each
+reads what was taken at its own speed.
+
 Everything belongs to the event loop. What a turn holds for twins to come is bounded; a turn that
-has said more takes none any longer.
+has said more takes none any longer. What it holds for twins that read is bounded, too; in a turn
+that says more they break off.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Generic, TypeVar
 
-from engines.base import EngineUnavailable
+from engines.base import EngineUnavailable, Upstream
 
 MAX_HELD_BYTES = 64 << 10  # of an answer that nobody has joined
 MAX_SHARED_BYTES = 16 << 20  # of one that somebody reads
 Key = tuple[str, str, bytes]  # tenant, session, digest of the request
+First = TypeVar("First")  # what the gateway knows of the request that a turn is computed for
 
 
 class FirstLeft(Exception):
     """The request that a twin waited for has ended without an answer; the twin is on its own."""
 
 
-class SharedTurn:
+class SharedTurn(Generic[First]):
     """The engine's answer to one turn, as it comes, and who reads it besides its own client."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: First, put_off: Callable[[float], None]) -> None:
+        """``put_off``: called with the deadlines of twins, which the turn has to keep as well."""
+        self.first = first
         self.status = 0  # 0: the engine has not begun to answer
         self.headers: Mapping[str, str] = {}
         self.pieces: list[bytes] = []
-        self.over = False
+        self.over = False  # no more comes
         self.failure: Exception | None = None
-        self._nbytes = 0
         self.num_twins = 0
-        self._news = asyncio.Event()
+        self._put_off = put_off
+        self._nbytes = 0
+        self._source: AsyncIterator[bytes] | None = None  # None: nothing can be taken from it
+        self._taking = False  # somebody waits for the engine
+        self._ahead: asyncio.Task[None] | None = None
+        self._news: asyncio.Event | None = None  # None: nobody waits for any
 
     @property
     def can_be_joined(self) -> bool:
         return not self.over and self._nbytes <= MAX_HELD_BYTES
 
-    def begun(self, status: int, headers: Mapping[str, str]) -> None:
-        """Take the head of the engine's answer."""
-        self.status, self.headers = status, headers
-        self._tell_all()
+    @property
+    def too_long(self) -> bool:
+        """True once twins cannot have all of it."""
+        return self._nbytes > MAX_SHARED_BYTES
 
-    def tell(self, piece: bytes) -> None:
-        """Take the next bytes of the answer."""
-        self._nbytes += len(piece)
+    @property
+    def needs_past(self) -> bool:
+        """True while somebody else may want what the first client has had."""
         if self.num_twins:
-            if self._nbytes > MAX_SHARED_BYTES:
-                self.end(EngineUnavailable("its answer is too long to be shared"))
-            if not self.over:
-                self.pieces.append(piece)
-            self._tell_all()
-        elif self._nbytes <= MAX_HELD_BYTES:
+            return not self.too_long
+        return self._nbytes <= MAX_HELD_BYTES
+
+    @asynccontextmanager
+    async def answered(self, upstream: Upstream) -> AsyncIterator[Upstream]:
+        """Take the engine's answer for all, inside the context; yields it for the first client."""
+        self.status, self.headers = upstream.status, upstream.headers
+        self._source = upstream.chunks()
+        self._tell_all()
+        self._run_ahead()
+        try:
+            yield FirstReader(self)
+        finally:
+            self._source = None
+            if self._ahead is not None:
+                self._ahead.cancel()
+                await asyncio.gather(self._ahead, return_exceptions=True)
+
+    async def more(self) -> None:
+        """Take the next piece from the engine, or wait until somebody else has."""
+        if self._taking or self._source is None:
+            await self.news()
+            return
+        self._taking = True
+        try:
+            piece = await anext(self._source)
+            self._nbytes += len(piece)
             self.pieces.append(piece)
-        else:
-            self.pieces.clear()
+        except StopAsyncIteration:
+            self.end()
+        except Exception as failure:  # every reader raises it
+            self.end(failure)
+        finally:
+            self._taking = False
+            self._tell_all()
+
+    def _run_ahead(self) -> None:
+        """Have a task take from the engine while twins read, if the first client lets it wait."""
+        if self._source is not None and self.num_twins and (not self._ahead or self._ahead.done()):
+            self._ahead = asyncio.create_task(self._take_ahead(), name="twins")
+
+    async def _take_ahead(self) -> None:
+        while self.num_twins and not self.over and not self.too_long:
+            await self.more()
 
     def end(self, failure: Exception | None = None) -> None:
         """Note that no more comes; ``failure``: and that it is not whole."""
@@ -69,17 +117,21 @@ class SharedTurn:
 
     async def news(self) -> None:
         """Wait for anything of the above."""
+        if self._news is None:
+            self._news = asyncio.Event()
         await self._news.wait()
 
     async def nobody_reads(self) -> None:
         """Wait until there is no twin."""
         while self.num_twins:
-            await self._news.wait()
+            await self.news()
 
     @contextmanager
-    def joined(self) -> Iterator[Twin]:
-        """Be a twin for a while."""
+    def joined(self, deadline: float) -> Iterator[Twin]:
+        """Be a twin for a while, at most until ``deadline``."""
         self.num_twins += 1
+        self._put_off(deadline)
+        self._run_ahead()
         try:
             yield Twin(self)
         finally:
@@ -87,15 +139,56 @@ class SharedTurn:
             self._tell_all()
 
     def _tell_all(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        news, self._news = self._news, None
+        if news is not None:
+            news.set()
 
 
-class Twin:
+class Reader:
     """One reader of a shared turn; an ``engines.base.Upstream``."""
 
-    def __init__(self, shared: SharedTurn) -> None:
+    def __init__(self, shared: SharedTurn[Any]) -> None:
         self._shared = shared
+        self._at = 0  # in its pieces
+
+    @property
+    def status(self) -> int:
+        return self._shared.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._shared.headers
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """See ``engines.base.Upstream``. Goes on where an earlier iteration was left."""
+        raise NotImplementedError
+
+    async def read(self) -> bytes:
+        """See ``engines.base.Upstream``."""
+        return b"".join([piece async for piece in self.chunks()])
+
+
+class FirstReader(Reader):
+    """The client that the turn is computed for; it takes from the engine what it wants to read."""
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        shared = self._shared
+        while True:
+            while self._at < len(shared.pieces):
+                self._at += 1
+                yield shared.pieces[self._at - 1]
+            if shared.over:
+                break
+            if not shared.needs_past:
+                shared.pieces.clear()
+                self._at = 0
+            await shared.more()
+        if shared.failure is not None:
+            raise shared.failure
+
+
+class Twin(Reader):
+    """A client that has joined; it reads what was taken."""
 
     async def begin(self) -> None:
         """Wait for the head.
@@ -108,56 +201,42 @@ class Twin:
                 raise FirstLeft from self._shared.failure
             await self._shared.news()
 
-    @property
-    def status(self) -> int:
-        return self._shared.status
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._shared.headers
-
     async def chunks(self) -> AsyncIterator[bytes]:
-        """See ``engines.base.Upstream``."""
-        shared, at = self._shared, 0
-        while True:
-            while at < len(shared.pieces):
-                yield shared.pieces[at]
-                at += 1
-            if shared.over:
+        shared = self._shared
+        while not shared.too_long:
+            if self._at < len(shared.pieces):
+                self._at += 1
+                yield shared.pieces[self._at - 1]
+            elif shared.over:
                 break
-            await shared.news()
+            else:
+                await shared.news()
+        if shared.too_long:
+            raise EngineUnavailable("its answer is too long to be shared")
         if shared.failure is not None:
             raise EngineUnavailable("the turn that it shared broke off") from shared.failure
 
-    async def read(self) -> bytes:
-        """See ``engines.base.Upstream``."""
-        return b"".join([piece async for piece in self.chunks()])
 
-
-class Twins:
-    """``running``: the turns that are served now and may be joined."""
+class Twins(Generic[First]):
+    """``running``: the turns that are served now; the latest of those for the same request."""
 
     def __init__(self) -> None:
-        self.running: dict[Key, SharedTurn] = {}
+        self.running: dict[Key, SharedTurn[First]] = {}
 
-    def find(self, key: Key) -> SharedTurn | None:
+    def find(self, key: Key) -> SharedTurn[First] | None:
         """Find the turn that serves the same request now; None if none does."""
         shared = self.running.get(key)
         return shared if shared is not None and shared.can_be_joined else None
 
     @contextmanager
-    def serving(self, key: Key | None) -> Iterator[SharedTurn | None]:
-        """Serve a request oneself, for others to join; ``key`` None: nobody may."""
-        if key is None:
-            yield None
-            return
-        shared = self.running[key] = SharedTurn()
+    def serving(
+        self, key: Key, first: First, put_off: Callable[[float], None]
+    ) -> Iterator[SharedTurn[First]]:
+        """Serve a request oneself, for others to join; see ``SharedTurn``."""
+        shared = self.running[key] = SharedTurn(first, put_off)
         try:
             yield shared
-        except BaseException:
-            shared.end(EngineUnavailable("the request before it ended"))
-            raise
         finally:
-            shared.end()
+            shared.end(EngineUnavailable("the request before it ended"))
             if self.running.get(key) is shared:
                 del self.running[key]

@@ -22,6 +22,7 @@ from engines.headers import CACHE_HEADER
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
 from gateway.relay.answer_format import EventStream
+from gateway.relay.deadline import Deadline
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -49,7 +50,7 @@ async def relay_events(
     events: EventStream,
     send: Send,
     *,
-    deadline: float,
+    deadline: Deadline,
     client_stall_s: float,
     on_chunk: Callable[[bytes], None],
 ) -> Failure | None:
@@ -58,7 +59,7 @@ async def relay_events(
     Returns the failure that the client has still to be told of, if any.
 
     Args:
-        deadline: a time of the event loop's clock, in seconds.
+        deadline: when it breaks off.
         client_stall_s: how long the client may take nothing.
         on_chunk: called with the engine's bytes as they come.
 
@@ -66,7 +67,7 @@ async def relay_events(
         ClientGone: the client took nothing for ``client_stall_s`` seconds.
     """
     try:
-        async with asyncio.timeout_at(deadline):
+        async with deadline.kept():
             await _pump(upstream, events, send, client_stall_s, on_chunk)
     except (EngineUnavailable, TimeoutError) as error:
         return failure_of(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engines.asgi import ClientGone, while_client_stays
-from engines.base import CacheOutcome, SessionRef, Upstream
+from engines.base import CacheOutcome, EngineUnavailable, SessionRef, Upstream
 from engines.headers import (
     CACHE_HEADER,
     PROMPT_HEADER,
@@ -29,11 +28,13 @@ from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.limits.key_limits import key_share_of
+from gateway.live.requests import LiveRequest
 from gateway.metrics import Usage
 from gateway.prefixes.outline import Change
 from gateway.prefixes.prefix_watch import Compared
 from gateway.prefixes.twins import FirstLeft, Key, SharedTurn
 from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep
+from gateway.relay.deadline import Deadline
 from gateway.relay.passthrough import (
     engine_failure,
     is_event_stream,
@@ -62,10 +63,11 @@ class TurnRequest(NamedTuple):
     path: str  # the engine's
     session: SessionRef
     body: bytes
+    digest: bytes  # of the body
     hints: TurnHints = TurnHints()
     compared: Compared | None = None  # with the request before it in its session
     client: str = ""  # a word for the program that asks
-    shared: bool = False  # the same request again, while this one runs, gets its answer
+    shared: bool = False  # if the same request runs already, this one gets its answer
     weight: int = 1  # of its tenant's share
 
 
@@ -90,8 +92,10 @@ class TurnResponse(Response):
         self._operation, self._path, self._session = turn.operation, turn.path, turn.session
         self._body, self._hints, self._compared = turn.body, turn.hints, turn.compared
         self._client = turn.client
-        self._key = _key(turn) if turn.shared else None
-        self._told: SharedTurn | None = None  # set while twins may join this turn
+        self._key: Key = (turn.session.tenant, turn.session.id, turn.path.encode() + turn.digest)
+        self._may_join = turn.shared
+        self._told: SharedTurn[LiveRequest] | None = None  # set while twins may join this turn
+        self._left = False  # its client; the turn may go on for twins
         self._weight = turn.weight
         welcome = gateway.engine.welcome
         self._named = self._operation, welcome.model if welcome else ""  # for metrics
@@ -129,45 +133,49 @@ class TurnResponse(Response):
 
     async def _serve(self, send: Send, send_body: Send) -> Ending:
         config = self._gateway.config
-        deadline = asyncio.get_running_loop().time() + config.request_timeout_s
+        self._deadline = Deadline(asyncio.get_running_loop().time() + config.request_timeout_s)
         out = StreamOut(send, send_body, self._answer)
         async with out.showing_life(config.sign_of_life_s, [self._session_header()]):
             try:
-                return await self._ask(out, deadline)
+                return await self._ask(out)
             except FORESEEN as error:
                 if not out.begun:
                     raise
                 return self._broken_off(out, failure_of(error))
 
-    async def _ask(self, out: StreamOut, deadline: float) -> Ending:
-        async with asyncio.timeout_at(deadline) as limit, self._turn() as (turn, upstream):
+    async def _ask(self, out: StreamOut) -> Ending:
+        async with self._deadline.kept(), self._turn() as (turn, upstream):
             if upstream.status >= 400:
                 return await self._refused(upstream, out)
             if not is_event_stream(upstream):
                 return await self._whole(turn, upstream)
-            limit.reschedule(None)  # a stream keeps the deadline itself, and ends with an event
-            return await self._stream(turn, upstream, out, deadline)
+            return await self._stream(turn, upstream, out)
 
     async def _twins_left(self) -> None:
+        """Return when the turn is to be cancelled, since its client left and nobody else reads."""
+        self._left = True
         if self._told is not None:
             await self._told.nobody_reads()
+            if self._told.over:  # all that is left is to count it
+                await asyncio.Event().wait()
+            self._told.end(EngineUnavailable("its client left"))  # nobody joins what is cancelled
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[tuple[Turn | None, Upstream]]:
         """Take a turn, or join the one that serves the same request: then there is no ``Turn``."""
         twins = self._gateway.twins
-        while self._key is not None and (running := twins.find(self._key)):
-            with running.joined() as twin, suppress(FirstLeft):
+        while self._may_join and (running := twins.find(self._key)):
+            with running.joined(self._deadline.at) as twin, suppress(FirstLeft):
+                self._live.shares = running.first
                 await twin.begin()
                 log.info("request %s shares a running turn", self._request_id)
                 self._taken(twin)
                 yield None, twin
                 return
-        with twins.serving(self._key) as self._told:
-            async with self._own_turn() as (turn, upstream):
-                if self._told is not None:
-                    self._told.begun(upstream.status, upstream.headers)
-                yield turn, upstream
+        self._live.shares = None
+        with twins.serving(self._key, self._live, self._deadline.put_off) as self._told:
+            async with self._own_turn() as (turn, upstream), self._told.answered(upstream) as read:
+                yield turn, read
 
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
@@ -204,21 +212,15 @@ class TurnResponse(Response):
         if isinstance(self._answer, HearsOfPrompt) and prompt_tokens.isdecimal():
             self._answer.prompt_taken(int(prompt_tokens), self._cache.cached_tokens)
 
-    async def _read(self, upstream: Upstream) -> bytes:
-        body = await upstream.read()
-        if self._told is not None:
-            self._told.tell(body)
-        return body
-
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
-        failure = engine_failure(upstream.status, await self._read(upstream))
+        failure = engine_failure(upstream.status, await upstream.read())
         if out.begun:
             return self._broken_off(out, failure)
         self._error = _word(failure)
         return partial(send_response, response=self._answer.refusal(failure))
 
     async def _whole(self, turn: Turn | None, upstream: Upstream) -> Ending:
-        body = await self._read(upstream)
+        body = await upstream.read()
         self._used(turn, parse_usage(body))
         shown = self._answer.whole(body)
         await self._kept()
@@ -235,25 +237,24 @@ class TurnResponse(Response):
         self._error = _word(failure)
         return partial(send_end, body=out.events.ending(failure))
 
-    async def _stream(
-        self, turn: Turn | None, upstream: Upstream, out: StreamOut, deadline: float
-    ) -> Ending:
+    async def _stream(self, turn: Turn | None, upstream: Upstream, out: StreamOut) -> Ending:
         await out.begin(self._head(upstream))
         events = out.events
         relay = partial(
             relay_events,
             upstream,
             events,
-            deadline=deadline,
+            deadline=self._deadline,
             client_stall_s=self._gateway.config.client_stall_s,
             on_chunk=self._heard,
         )
         try:
             failure = await relay(out.send)
         except ClientGone:
-            if self._told is None or not self._told.num_twins:
+            if self._told is None or not (self._told.num_twins or self._told.over):
                 raise
-            failure = await relay(_nowhere)  # its client takes nothing, but another does
+            self._left = True
+            failure = await relay(_nowhere)  # its client takes nothing, but another does or did
         self._used(turn, events.usage())
         if (pace := self._live.token_s) is not None:
             self._metrics.per_token(*self._named, pace)
@@ -262,16 +263,14 @@ class TurnResponse(Response):
             log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
         ending = events.ending(failure)
         await self._kept()
-        return partial(send_end, body=ending)
+        return _to_nobody if self._left else partial(send_end, body=ending)
 
     def _heard(self, chunk: bytes) -> None:
         if self._live.took(chunk):  # the first tokens
             self._metrics.first_token(*self._named, self._seconds(), self._cache)
-        if self._told is not None:
-            self._told.tell(chunk)
 
     async def _kept(self) -> None:
-        if self._keep is not None:
+        if self._keep is not None and not self._left:  # a twin keeps what it was told
             await self._keep(self._session)
 
     def _used(self, turn: Turn | None, usage: Usage | None) -> None:
@@ -317,10 +316,9 @@ async def _nowhere(message: Message) -> None:
     """Take the place of a client's ``send``."""
 
 
-def _key(turn: TurnRequest) -> Key:
-    digest = hashlib.blake2b(turn.body, digest_size=16, person=b"the same request")
-    digest.update(turn.path.encode())
-    return turn.session.tenant, turn.session.id, digest.digest()
+async def _to_nobody(send: Send) -> None:
+    """End an answer whose client is gone."""
+    raise ClientGone
 
 
 def _word(failure: Failure) -> str:

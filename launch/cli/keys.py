@@ -1,14 +1,50 @@
-"""``thermocline keys list`` and ``revoke``: the API keys of a running server."""
+"""``thermocline keys``: makes API keys, and lists and revokes those of a running server."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from launch.cli import key_file
 from launch.cli.options import Json
 from launch.cli.printing import print_json, print_table
 from launch.cli.sessions import DEFAULT_URL, Key, Url
+from launch.errors import UsageError
+
+
+def new_key(
+    tenant: Annotated[str, typer.Argument(help="Whose sessions the key opens.")],
+    append: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the line to this file (0600).")
+    ] = None,
+    url: Annotated[
+        str, typer.Option(help="Have this running server make and keep it; needs an admin key.")
+    ] = "",
+    api_key: Key = "",
+) -> None:
+    """Make an API key. It is shown once; the server keeps only its hash."""
+    if url:
+        if append is not None:
+            raise UsageError("--append and --url exclude each other: a server keeps its own file")
+        _new_on_server(tenant, url, api_key)
+        return
+    key, line = key_file.new_key(tenant)
+    if append is not None:
+        key_file.append_line(append, line)
+    print(f"key:  {key}")
+    print(f"line: {line}")
+    if append is None:
+        print("Put the line into a file and start with: thermocline serve --api-keys FILE")
+
+
+def _new_on_server(tenant: str, url: str, api_key: str) -> None:
+    from launch.cli.remote import Remote
+
+    made = Remote(url, api_key).make_key(tenant)
+    print(f"key:  {made['key']}")
+    print(f"id:   {made['id']}")
 
 
 def list_keys(url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:

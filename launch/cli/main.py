@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from launch.cli import key_file, keys, options
+from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.connect import connect
 from launch.cli.printing import print_json, print_table
@@ -241,23 +241,7 @@ for command in (chat, top, bench, connect):
     app.command()(command)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke_key)
-
-
-@keys_app.command("new")
-def new_key(
-    tenant: Annotated[str, typer.Argument(help="Whose sessions the key opens.")],
-    append: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Add the line to this file (0600).")
-    ] = None,
-) -> None:
-    """Make an API key. It is shown once; the server keeps only its hash."""
-    key, line = key_file.new_key(tenant)
-    if append is not None:
-        key_file.append_line(append, line)
-    print(f"key:  {key}")
-    print(f"line: {line}")
-    if append is None:
-        print("Put the line into a file and start with: thermocline serve --api-keys FILE")
+keys_app.command("new")(keys.new_key)
 
 
 def main() -> None:

@@ -57,6 +57,10 @@ class Remote:
         found: list[dict[str, Any]] = self._ask("GET", "/admin/keys")["data"]
         return found
 
+    def make_key(self, tenant: str) -> dict[str, Any]:
+        """Make a key; the answer is the only one that shows it. It needs an admin key."""
+        return self._ask("POST", "/admin/keys", {"tenant": tenant})
+
     def revoke(self, key_id: str) -> dict[str, Any]:
         return self._ask("DELETE", f"/admin/keys/{quote(key_id, safe='')}")
 

@@ -180,6 +180,7 @@ class BatchLoop:
         self._requests.send(task.request, PrefillProgress(task.num_cached, len(task.tokens)))
 
     def _join_batch(self, task: PrefillTask) -> None:
+        task.request.num_fed = len(task.tokens)  # the first decode step feeds the last one
         copies = [deepcopy(task.caches) for _ in task.sequences[1:]]
         for sequence, caches in zip(task.sequences, [task.caches, *copies], strict=True):
             sequence.entered, sequence.run = next(self._entries), 0

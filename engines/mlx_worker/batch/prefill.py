@@ -93,6 +93,7 @@ class Prefiller:
     def admit(self, task: PrefillTask) -> None:
         """Count the task as on its way; its prefix is being looked for."""
         self._admitted[task] = None
+        task.request.num_fed = task.num_cached
 
     def start(self, task: PrefillTask) -> None:
         """Make an admitted task ready: ``task.caches`` hold what could be reused, or are empty."""
@@ -100,6 +101,7 @@ class Prefiller:
             task.caches = make_prompt_cache(self._model)
         if self._takes_snapshots and task.request.generation.session is not None:
             task.snapshot_positions = snapshot_positions(task)
+        task.request.num_fed = task.num_cached
         self._ready.append(task)
 
     def remove(self, task: PrefillTask) -> None:
@@ -142,6 +144,7 @@ class Prefiller:
         kv_arrays.pack_old(task.caches)
         mx.clear_cache()
         task.num_cached += len(chunk)
+        task.request.num_fed = task.num_cached
         self._chunks.took(len(chunk), time.perf_counter() - started)
 
 

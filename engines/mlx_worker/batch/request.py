@@ -31,6 +31,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)  # those that have not ended
     is_waiting: bool = True  # counts against the limit of the waiting queue
     admitted: bool = False  # the client was told
+    num_fed: int = 0  # tokens of its prompt that are in a cache; any thread may read it
     forgotten: bool = False  # the session was deleted meanwhile: keep nothing of it
     # The first so many tokens of its KV may come from a lossy copy. Only grows: sequences that left
     # their batch begin again from whatever there is by then.

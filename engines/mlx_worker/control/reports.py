@@ -101,14 +101,13 @@ class SessionReports:
     def _requests(self) -> list[RequestProgress]:
         """The progress of all requests of sessions, as far as it can be seen from this thread."""
         parts = self._owner.parts
-        fed = {x.request: x.num_cached for x in parts.prefiller.admitted}
         found = []
         for request in parts.requests.all():
             if request.key is None or request.is_waiting:
                 continue
             prompt = len(request.generation.prompt)
             answered = sum(len(x.tokens) - prompt for x in list(request.sequences))
-            prefilled = min(prompt, fed.get(request, prompt))
+            prefilled = min(prompt, request.num_fed)
             found.append(RequestProgress(*request.key, prompt, prefilled, max(0, answered)))
         return found
 

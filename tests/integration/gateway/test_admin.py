@@ -10,9 +10,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from gateway.keys import generate_key, key_facts
+from launch.cli.main import app
 
 ALICE, BOB, ROOT = (generate_key(x) for x in ("alice", "bob", "root"))
 WITHIN_S = 30.0
@@ -208,3 +210,19 @@ async def test_an_admin_reads_findings_and_has_the_model_measured(server: Server
     assert status == 200 and lines["object"] == "list"
     status, _ = await server.ask(ROOT[0], "GET", "/admin/log?limit=x")
     assert status == 400
+
+
+def test_keys_are_made_and_revoked_from_a_shell(stack: FakeStack):
+    def run(*arguments: str, key: str = ROOT[0]) -> Any:
+        return CliRunner().invoke(app, ["keys", *arguments, "--url", stack.url, "--api-key", key])
+
+    made = run("new", "carol")
+    assert made.exit_code == 0, made.output
+    lines = (x.split(":") for x in made.output.splitlines())
+    said = {name: value.strip() for name, value in lines}
+    assert said["id"] in run("list").output and "carol" in run("list").output
+    assert run("list", key=said["key"]).exit_code != 0, "it is no admin's"
+    assert run("revoke", said["id"]).exit_code == 0
+    assert "carol" not in run("list").output
+    for refused in (run("new", "#x"), run("new", "x", "--append", "f"), run("revoke", said["id"])):
+        assert refused.exit_code != 0

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from engines.mlx_worker.generation import SequenceSampling, Token
+from engines.wire import RequestProgress
 from tests.integration.mlx_owner.harness import begun, engine, read, session, text
 
 pytestmark = pytest.mark.mlx
@@ -90,6 +91,26 @@ async def test_a_long_prompt_that_is_being_fed_makes_way_too() -> None:
             assert short.finished == {0: "length"}
         answer = await reading
     assert answer.tokens == expected.tokens
+
+
+async def test_a_parked_prompt_is_shown_as_far_as_it_was_fed() -> None:
+    shown: list[RequestProgress] = []  # while it was parked
+    async with engine("llama", max_batch=1, prefill_step=32) as it:
+        reading = asyncio.create_task(
+            read(it.submit(text(1, 700), session("long", "greedy"), max_tokens=1))
+        )
+        others = [it.submit(text(5 + i, 20), session(f"o{i}", "modest")) for i in range(4)]
+        rest = asyncio.gather(*(read(x) for x in others))
+
+        def look() -> None:
+            if it.owner.parts.budget.parked_bytes:
+                shown.extend(x for x in it.reports.engine().requests if x.session == "long")
+
+        while not rest.done():
+            await it.owner.call(look)
+        await asyncio.gather(reading, rest)
+    assert shown and all(0 < x.prefilled_tokens < 699 for x in shown)
+    assert {x.prompt_tokens for x in shown} == {700}
 
 
 async def test_who_is_cancelled_while_parked_leaves_nothing() -> None:

@@ -183,8 +183,12 @@ class App:
         body: bytes,
         headers: Mapping[str, str],
         leaves: asyncio.Event | None = None,
+        reads: asyncio.Event | None = None,
     ) -> Reply:
-        """``_`` in headers' names stands for ``-``. The client goes when ``leaves`` is set."""
+        """``_`` in headers' names stands for ``-``.
+
+        The client goes when ``leaves`` is set, and takes the body only while ``reads`` is.
+        """
         given = {"host": "localhost", **{k.replace("_", "-"): v for k, v in headers.items()}}
         if body:
             given.setdefault("content-length", str(len(body)))
@@ -202,11 +206,15 @@ class App:
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 8080),
         }
-        return await _collect(self.app, scope, body, leaves or asyncio.Event())
+        return await _collect(self.app, scope, body, leaves or asyncio.Event(), reads)
 
 
 async def _collect(
-    app: ASGIApp, scope: dict[str, Any], body: bytes, leaves: asyncio.Event
+    app: ASGIApp,
+    scope: dict[str, Any],
+    body: bytes,
+    leaves: asyncio.Event,
+    reads: asyncio.Event | None,
 ) -> Reply:
     pieces = [body[i : i + 65536] for i in range(0, len(body), 65536)] or [b""]
     reply = Reply(0, {}, b"")
@@ -224,6 +232,8 @@ async def _collect(
             assert len(set(names)) == len(names), f"a header was sent twice: {names}"
             reply.headers = {k.decode(): v.decode("latin-1") for k, v in message["headers"]}
         else:
+            if reads is not None and not leaves.is_set():
+                await reads.wait()
             reply.body += message.get("body", b"")
 
     await app(scope, receive, send)

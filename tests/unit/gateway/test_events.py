@@ -12,7 +12,7 @@ from starlette.types import Message
 from engines.asgi import ClientGone
 from engines.base import SessionRef
 from gateway.context import caller_of, sees_all
-from gateway.events.event_stream import LiveEvents
+from gateway.events.event_stream import GOODBYE, LiveEvents
 from gateway.keys import ANONYMOUS, Tenant, generate_key
 from tests.unit.gateway.in_process import App
 
@@ -49,6 +49,41 @@ async def test_a_reader_that_takes_nothing_is_cut_and_its_place_is_free(takes: i
             await LiveEvents(app.gateway, CALLER, None, "")({}, reader.receive, reader.send)
         assert len(reader.body) < 500_000, "what it did not take was not even made"
     await app.gateway.live.close()
+
+
+ALICE, BOB = generate_key("alice"), generate_key("bob")
+
+
+def has_snapshot(reader: Reader) -> bool:
+    return b"event: snapshot" in reader.body and reader.body.endswith(b"\n\n")
+
+
+async def followed(app: App, caller: Tenant, tenant: str | None, keys: Any) -> bytes:
+    """What a reader is told from its snapshot on, if the keys change before a session does."""
+    reader = Reader(-1)
+    events = LiveEvents(app.gateway, caller, tenant, "")
+    reading = asyncio.create_task(events({}, reader.receive, reader.send))
+    async with asyncio.timeout(20):
+        while not has_snapshot(reader):
+            await asyncio.sleep(0.001)
+        had = len(reader.body)
+        app.gateway.tenants.replace(*keys)
+        app.sessions.table.begin(SessionRef(tenant or "local", "s", b""))
+        app.gateway.live.look()
+        await reading
+    await app.gateway.live.close()
+    return reader.body[had:]
+
+
+async def test_a_revoked_key_is_told_nothing_more():
+    app = App(api_keys=(ALICE[1], BOB[1]))
+    caller = app.gateway.tenants.authenticate(f"Bearer {ALICE[0]}")
+    assert await followed(app, caller, "alice", ([BOB[1]],)) == GOODBYE
+
+
+async def test_who_saw_everything_without_a_key_leaves_when_admins_have_one():
+    app = App()
+    assert await followed(app, CALLER, None, ([], [ROOT[1]])) == GOODBYE
 
 
 def request(app: App, port: int, **headers: str) -> Request:

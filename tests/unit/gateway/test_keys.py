@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from engines.openai.requests import InvalidRequest
-from gateway.keys import ANONYMOUS, BadKeyLine, Limits, Tenants, generate_key, read_key_lines
+from gateway.keys import (
+    ANONYMOUS,
+    BadKeyLine,
+    Limits,
+    Tenants,
+    generate_key,
+    key_facts,
+    read_key_lines,
+)
 
 SECRET = b"sixteen bytes or more"
 
@@ -82,6 +90,29 @@ def test_a_bad_line_is_named_by_number_and_not_quoted(line: str) -> None:
     assert line not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["#x", "# x", "", "a b", "x:y"])
+def test_a_name_that_makes_no_key_is_refused(name: str) -> None:
+    with pytest.raises(BadKeyLine):
+        generate_key(name)
+    with pytest.raises(BadKeyLine):
+        key_facts(f"{name}:{'0' * 64}")
+
+
+def test_a_caller_is_known_by_all_that_its_key_said() -> None:
+    key, line = generate_key("alice")
+    other = generate_key("other")[1]
+    tenants = Tenants(SECRET, [line, other])
+    caller = tenants.authenticate(f"Bearer {key}")
+    tenants.replace([other, f"{line} weight=3"])
+    assert tenants.holds(caller), "a weight or limit is no other caller"
+    tenants.replace([other, line.replace("alice", "bob")])
+    assert not tenants.holds(caller), "the key is another tenant's now"
+    tenants.replace([other, line], [line])
+    admin = tenants.authenticate(f"Bearer {key}")
+    tenants.replace([other, line])
+    assert admin.admin and not tenants.holds(admin), "no admin's any more"
+
+
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         Tenants(b"short")
@@ -111,6 +142,11 @@ def test_a_weight_stands_beside_limits_and_changes_none() -> None:
     ):
         tenant = Tenants(SECRET, [line + words]).authenticate(f"Bearer {key}")
         assert (tenant.weight, tenant.limits) == (weight, limits)
+    other = generate_key("alice")[1]
+    tenants = Tenants(SECRET, [line + " weight=2", generate_key("bob")[1] + " weight=9"], [other])
+    assert tenants.authenticate(f"Bearer {key}").weight == 2
+    tenants.replace([line, f"{other} weight=5"])
+    assert tenants.authenticate(f"Bearer {key}").weight == 5, "a tenant has one share"
     for wrong in ("weight=0", "weight=1000001"):
         with pytest.raises(BadKeyLine, match="from 1 to"):
             Tenants(SECRET, [f"{line} {wrong}"])

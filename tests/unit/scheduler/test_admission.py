@@ -129,6 +129,63 @@ async def test_a_tenant_whose_turns_never_end_keeps_nobody_out():
     assert (line.num_running, line.num_waiting) == (0, 0)
 
 
+class Turns:
+    """Turns that stay in their slots until they are told to end."""
+
+    def __init__(self, line: AdmissionQueue) -> None:
+        self._line = line
+        self.inside: list[str] = []
+        self._tasks: list[tuple[str, asyncio.Task[None]]] = []
+
+    async def _stay(self, tenant: str) -> None:
+        async with self._line.slot(tenant):
+            self.inside.append(tenant)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.inside.remove(tenant)
+
+    async def arrive(self, tenant: str, number: int) -> None:
+        for _ in range(number):
+            self._tasks.append((tenant, asyncio.create_task(self._stay(tenant))))
+        await settle()
+
+    async def end(self, tenant: str, number: int) -> None:
+        """End the ``number`` turns of a tenant that came first."""
+        ended = [x for x in self._tasks if x[0] == tenant][:number]
+        self._tasks = [x for x in self._tasks if x not in ended]
+        for _, task in ended:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in ended), return_exceptions=True)
+        await settle()
+
+    async def end_all(self) -> None:
+        for tenant in {tenant for tenant, _ in self._tasks}:
+            await self.end(tenant, len(self._tasks))
+
+
+async def test_who_waits_is_called_within_its_share_though_no_slot_is_free():
+    turns = Turns(line := AdmissionQueue(4, 100, 60.0))
+    await turns.arrive("endless", 4)
+    await turns.arrive("modest", 3)
+    assert turns.inside.count("modest") == 2  # its share; the third waits
+    await turns.end("modest", 1)
+    assert turns.inside.count("modest") == 2, "its share is free again, if no slot is"
+    await turns.end_all()
+    assert (line.num_running, line.num_waiting) == (0, 0)
+
+
+async def test_who_waits_is_called_when_the_shares_grow():
+    turns = Turns(AdmissionQueue(6, 100, 60.0))
+    await turns.arrive("endless", 6)
+    await turns.arrive("brief", 1)
+    await turns.arrive("modest", 3)
+    assert turns.inside.count("modest") == 2  # a third of the slots
+    await turns.end("brief", 1)
+    assert turns.inside.count("modest") == 3  # now half of them
+    await turns.end_all()
+
+
 async def test_a_free_slot_goes_to_whoever_holds_fewest_by_weight():
     line, order = AdmissionQueue(4, 100, 60.0), []
     ends = [asyncio.Event() for _ in range(4)]

@@ -27,6 +27,31 @@ def test_who_was_served_least_by_weight_is_first() -> None:
     assert shares.first("ab") == "a"
 
 
+def test_a_tenant_has_one_weight_the_largest_of_its_requests() -> None:
+    shares = of(a=4, b=4)
+    shares.serve("a", 40)
+    shares.come("a", 1)
+    shares.serve("b", 41)
+    assert shares.first("ab") == "a"
+    before = shares.tokens("a")
+    shares.come("a", 8)
+    assert shares.tokens("a") == before, "what it was served is what it was"
+    for _ in range(3):
+        shares.leave("a")
+    shares.come("a", 1)
+    assert shares.held("a", 3) == 3.0
+
+
+def test_without_places_tokens_follow_weights() -> None:
+    shares = of(heavy=2, light=1)
+    served = Counter[str]()
+    for _ in range(300):
+        first = shares.first(["heavy", "light"], Counter({"heavy": 0}))
+        shares.serve(first, 1)
+        served[first] += 1
+    assert served == {"heavy": 200, "light": 100}
+
+
 def test_who_is_behind_by_a_quantum_is_first_whatever_it_holds() -> None:
     shares = of(a=1, b=3)
     assert shares.first("ab", {"b": 1}) == "b"  # 2 / 3 of a place by weight

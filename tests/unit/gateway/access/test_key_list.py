@@ -69,6 +69,23 @@ def test_what_cannot_be_changed_is_refused_and_changes_nothing(file: Path):
     assert works(tenants, FIRST[0]) and file.read_text() == f"# ours\n{FIRST[1]}\n"
 
 
+@pytest.mark.parametrize("where", ["api_keys", "admin_keys"])
+def test_a_key_that_the_settings_name_as_well_is_not_revoked_in_vain(file: Path, where: str):
+    file.write_text(f"{FIRST[1]}\n{SECOND[1]}\n")
+    keys, tenants = opened(GatewayConfig(api_keys_file=str(file), **{where: (SECOND[1],)}))
+    with pytest.raises(KeyListFixed, match="settings"):
+        keys.revoke(key_facts(SECOND[1]).id)
+    assert SECOND[1] in file.read_text() and works(tenants, SECOND[0])
+
+
+def test_an_open_server_is_not_locked_by_a_first_key(file: Path):
+    file.write_text("")
+    keys, tenants = opened(GatewayConfig(api_keys_file=str(file)))
+    with pytest.raises(KeyListFixed, match="needs no key"):
+        keys.add(SECOND[1])
+    assert not file.read_text() and tenants.open_to_all
+
+
 def test_a_change_keeps_the_admins_keys(file: Path):
     keys, tenants = opened(GatewayConfig(api_keys_file=str(file), admin_keys=(ADMIN[1],)))
     keys.add(SECOND[1])

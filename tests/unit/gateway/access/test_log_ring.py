@@ -24,6 +24,15 @@ def test_it_keeps_the_last_lines_and_tells_what_is_new():
     assert ring.lines(5, 10) == []
 
 
+def test_a_record_that_cannot_be_read_fails_nobody(capsys: pytest.CaptureFixture[str]):
+    ring = LogRing()
+    broken = logging.LogRecord("thermocline.engines", logging.INFO, "f", 1, "%d", ("x",), None)
+    ring.handle(broken)
+    assert "Logging error" in capsys.readouterr().err
+    ring.handle(record("next"))
+    assert [x.text for x in ring.lines(0, 10)] == ["next"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

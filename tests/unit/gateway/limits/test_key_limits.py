@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -93,6 +94,19 @@ def test_a_keys_own_line_goes_before_the_usual_limits_and_may_change() -> None:
     second.leave()
 
 
+def test_requests_that_began_under_other_limits_make_room_when_they_end() -> None:
+    limits = KeyLimits(Limits(), Clock())
+    before = [enter(limits, ALICE._replace(limits=Limits(concurrent_requests=2))) for _ in "ab"]
+    changed = ALICE._replace(limits=Limits(60, 600, concurrent_requests=2))
+    refusal(limits, changed)
+    for share in before:
+        share.leave()
+    share = enter(limits, changed)
+    assert dict(share.headers())["x-ratelimit-limit-requests"] == "60"
+    enter(limits, changed)
+    refusal(limits, changed)
+
+
 @given(
     st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 90), st.integers(0, 3000)), max_size=20)
 )
@@ -159,9 +173,9 @@ async def test_requests_at_once_of_one_key() -> None:
     going_on = asyncio.Event()
 
     class Slow(Answered):
-        async def read(self) -> bytes:
+        async def chunks(self) -> AsyncIterator[bytes]:
             await going_on.wait()
-            return await super().read()
+            yield b"{}"
 
     app = App(
         RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}")),

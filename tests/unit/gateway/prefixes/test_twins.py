@@ -7,13 +7,26 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.asgi import ClientGone
 from engines.base import EngineUnavailable, Upstream
-from gateway.prefixes.twins import MAX_HELD_BYTES, FirstLeft, Twins
+from gateway.live.requests import LiveRequest
+from gateway.prefixes.twins import (
+    MAX_HELD_BYTES,
+    MAX_SHARED_BYTES,
+    FirstLeft,
+    SharedTurn,
+    Twins,
+)
+from gateway.relay.deadline import Deadline
+from gateway.stored.shelf import Limits
+from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.stored.stored import Stored
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply
 
 EVENTS = {"content-type": "text/event-stream"}
@@ -51,6 +64,8 @@ class SlowEngine(RecordingEngine):
         super().__init__()
         self.slow = Slow(headers=headers)
         self.head = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.num_ended = 0
 
     @asynccontextmanager
@@ -62,6 +77,7 @@ class SlowEngine(RecordingEngine):
                 await self.head.wait()
                 yield self.slow
         finally:
+            await self.may_end.wait()
             self.num_ended += 1
 
 
@@ -71,19 +87,36 @@ class Asking:
     def __init__(self, app: App) -> None:
         self._app = app
 
+    @property
+    def running(self) -> SharedTurn[LiveRequest]:
+        """The only turn that runs."""
+        (running,) = self._app.gateway.twins.running.values()
+        return running
+
     async def joined(self, num: int) -> None:
         """Wait until a turn has so many twins."""
-        running = self._app.app.state.gateway.twins.running  # type: ignore[attr-defined]
+        running = self._app.gateway.twins.running
         await until(lambda: [x.num_twins for x in running.values()] == [num])
 
     def ask(
-        self, leaves: asyncio.Event | None = None, session: str = "mine", **fields: Any
+        self,
+        leaves: asyncio.Event | None = None,
+        session: str = "mine",
+        path: str = "/v1/chat/completions",
+        reads: asyncio.Event | None = None,
+        retries: str = "",
+        **fields: Any,
     ) -> asyncio.Task[Reply]:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
-        headers = {"content-type": "application/json", "x-session-id": session}
+        body = {"model": MODEL, "stream": True}
+        if path.endswith("chat/completions"):
+            body["messages"] = [{"role": "user", "content": "hi"}]
+        headers = {
+            "content-type": "application/json",
+            "x-session-id": session,
+            "x-stainless-retry-count": retries,
+        }
         data = json.dumps({**body, **fields}).encode()
-        call = self._app.call("POST", "/v1/chat/completions", data, headers, leaves)
-        return asyncio.create_task(call)
+        return asyncio.create_task(self._app.call("POST", path, data, headers, leaves, reads))
 
 
 async def until(true: Any) -> None:
@@ -162,8 +195,7 @@ async def test_the_turn_goes_on_for_the_second_when_the_first_leaves() -> None:
     second = asking.ask()
     await asking.joined(1)
     leaves.set()
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await settle()
     assert not engine.num_ended
     engine.head.set()
     engine.slow.say(*SAID, DONE, b"")
@@ -198,11 +230,184 @@ async def test_a_broken_answer_is_broken_for_both() -> None:
         assert reply.body.startswith(SAID[0]) and b"error" in reply.body
 
 
+async def test_a_turn_that_all_have_left_is_joined_no_more() -> None:
+    app = App(engine := SlowEngine())
+    asking = Asking(app)
+    leaves = asyncio.Event()
+    first = asking.ask(leaves)
+    await until(lambda: engine.asked)
+    engine.head.set()
+    engine.slow.say(SAID[0])
+    await until(lambda: asking.running.pieces)
+    engine.may_end.clear()  # the engine takes its time to let go of it
+    leaves.set()
+    await until(lambda: asking.running.over)
+    second = asking.ask()
+    await until(lambda: len(engine.asked) == 2)
+    engine.may_end.set()
+    engine.slow.say(*SAID, DONE, b"")
+    assert (await second).body == b"".join(SAID) + DONE
+    await first
+
+
+async def test_a_name_that_several_conversations_may_have_makes_no_twins() -> None:
+    app = App(engine := SlowEngine({"content-type": "application/json"}))
+    asking = Asking(app)
+    fields = {"prompt": "hi", "prompt_cache_key": "all of ours", "stream": False}
+    tasks = [asking.ask(session="", path="/v1/completions", **fields) for _ in range(2)]
+    await until(lambda: len(engine.asked) == 2)
+    engine.head.set()
+    engine.slow.say(b"{}", b"", b"{}", b"")
+    assert [(await x).status for x in tasks] == [200, 200]
+
+
+async def test_the_first_retry_joins_a_request_that_named_nothing() -> None:
+    app = App(engine := SlowEngine())
+    asking = Asking(app)
+    first = asking.ask(session="", retries="0")
+    await until(lambda: engine.asked)
+    second = asking.ask(session="", retries="1")
+    await asking.joined(1)
+    engine.head.set()
+    engine.slow.say(*SAID, DONE, b"")
+    assert (await first).body == (await second).body == b"".join(SAID) + DONE
+    assert len(engine.asked) == 1
+
+
+@pytest.fixture
+async def stored(tmp_path: Path) -> Any:
+    made = Stored(partial(SqliteShelf, tmp_path / "stored.sqlite", Limits(100_000, 1000.0)))
+    yield made
+    await made.close()
+
+
+async def test_a_conversation_holds_a_turn_once_that_only_a_twin_has_heard(stored: Stored) -> None:
+    app = App(engine := SlowEngine(), stored=stored)
+    asking = Asking(app)
+    made = (await app.post("/v1/conversations", {})).json["id"]
+    leaves = asyncio.Event()
+    fields = {"path": "/v1/responses", "session": "", "input": "hi", "conversation": made}
+    first = asking.ask(leaves, **fields)
+    await until(lambda: engine.asked)
+    second = asking.ask(**fields)
+    await asking.joined(1)
+    leaves.set()
+    engine.head.set()
+    await settle()
+    last = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
+    engine.slow.say(*SAID, last, DONE, b"")
+    assert b"response.completed" in (await second).body
+    await first
+    items = (await app.get(f"/v1/conversations/{made}/items")).json["data"]
+    assert sorted(x["role"] for x in items) == ["assistant", "user"]
+
+
+async def test_a_client_that_takes_nothing_keeps_its_twin_waiting_for_nothing() -> None:
+    app = App(engine := SlowEngine())
+    asking = Asking(app)
+    reads = asyncio.Event()
+    first = asking.ask(reads=reads)
+    await until(lambda: engine.asked)
+    engine.head.set()
+    engine.slow.say(*SAID[:2])
+    await until(lambda: asking.running.pieces)
+    second = asking.ask()
+    engine.slow.say(SAID[2], DONE, b"")
+    assert (await second).body == b"".join(SAID) + DONE
+    assert not first.done()
+    reads.set()
+    assert (await first).body == b"".join(SAID) + DONE
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_client_that_takes_nothing_is_cut_and_its_turn_is_counted(closes: bool) -> None:
+    app = App(engine := SlowEngine(), client_stall_s=0.05)
+    asking = Asking(app)
+    leaves = asyncio.Event()
+    first = asking.ask(leaves, reads=asyncio.Event())
+    await until(lambda: engine.asked)
+    second = asking.ask()
+    await asking.joined(1)
+    engine.head.set()
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
+    engine.slow.say(SAID[0])
+    await until(lambda: asking.running.pieces)
+    if closes:
+        leaves.set()
+    engine.slow.say(*SAID[1:], usage, DONE, b"")
+    assert (await second).body.endswith(DONE)
+    assert (await first).body == b""
+    assert app.sessions.num_running == 0
+    assert b'thermocline_tokens_total{kind="answered"} 3.0' in (await app.get("/metrics")).body
+
+
+async def test_a_turn_keeps_the_deadline_of_its_last_twin() -> None:
+    app = App(engine := SlowEngine(), request_timeout_s=1.0)
+    asking = Asking(app)
+    first = asking.ask()
+    await until(lambda: engine.asked)
+    with asking.running.joined(asyncio.get_running_loop().time() + 60):
+        await asyncio.sleep(0.6)
+        engine.head.set()
+        engine.slow.say(SAID[0])
+        await asyncio.sleep(0.6)
+        engine.slow.say(*SAID[1:], DONE, b"")
+        assert (await first).body == b"".join(SAID) + DONE
+
+
+async def test_a_deadline_is_kept_and_may_be_put_off_while_it_runs() -> None:
+    now = asyncio.get_running_loop().time
+    deadline = Deadline(now())
+    deadline.put_off(now() - 1)
+    with pytest.raises(TimeoutError):
+        async with deadline.kept():
+            await asyncio.sleep(60)
+    deadline = Deadline(now())
+    async with deadline.kept():
+        deadline.put_off(now() + 60)
+        await asyncio.sleep(0.01)
+    deadline = Deadline(now())
+    async with deadline.kept():
+        with pytest.raises(TimeoutError):  # the inner one keeps it alone, to end it its own way
+            async with deadline.kept():
+                await asyncio.sleep(60)
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_twin_is_shown_as_its_turn_and_counted_once(streams: bool) -> None:
+    app = App(engine := SlowEngine(EVENTS if streams else {"content-type": "application/json"}))
+    asking = Asking(app)
+    tasks = [asking.ask(stream=streams) for _ in range(2)]
+    await until(lambda: engine.asked)
+    await asking.joined(1)
+    with app.gateway.live.reading(None) as scope:
+
+        def now() -> Any:
+            app.gateway.live.look()
+            return json.loads(b"".join(scope.snapshot()))["now"]
+
+        assert [x["phase"] for x in now()["requests"]] == ["prefill", "prefill"]
+        assert (now()["running"], now()["waiting"]) == (2, 0)
+        engine.head.set()
+        usage = b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}'
+        engine.slow.say(*([*SAID, b"data: %b\n\n" % usage, DONE] if streams else [usage]), b"")
+        await asyncio.gather(*tasks)
+        assert now()["turns_today"] == 1
+    await app.gateway.live.close()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def test_a_twin_of_a_request_that_ended_without_an_answer_is_on_its_own() -> None:
-    twins = Twins()
-    with pytest.raises(ClientGone), twins.serving(KEY) as shared:
-        assert shared is not None and twins.find(KEY) is shared
-        with shared.joined() as twin:
+    twins: Twins[str] = Twins()
+    with pytest.raises(ClientGone), twins.serving(KEY, "first", never) as shared:
+        assert twins.find(KEY) is shared
+        with shared.joined(0.0) as twin:
             shared.end(ClientGone())
             with pytest.raises(FirstLeft):
                 await twin.begin()
@@ -211,9 +416,29 @@ async def test_a_twin_of_a_request_that_ended_without_an_answer_is_on_its_own() 
     assert twins.find(KEY) is None
 
 
-def test_what_is_held_for_twins_to_come_is_bounded() -> None:
-    with (twins := Twins()).serving(KEY) as shared:
-        assert shared is not None
-        for _ in range(MAX_HELD_BYTES // 1000 + 1):
-            shared.tell(b"x" * 1000)
-        assert not shared.pieces and twins.find(KEY) is None
+def never(deadline: float) -> None:
+    """Put nothing off."""
+
+
+async def test_what_is_held_for_twins_to_come_is_bounded() -> None:
+    upstream = Slow()
+    upstream.say(*[b"x" * 1000] * (MAX_HELD_BYTES // 1000 + 2), b"")
+    twins: Twins[str] = Twins()
+    with twins.serving(KEY, "first", never) as shared:
+        async with shared.answered(upstream) as first:
+            assert len(await first.read()) > MAX_HELD_BYTES
+        assert len(shared.pieces) <= 1 and twins.find(KEY) is None
+
+
+async def test_what_is_held_for_twins_that_read_is_bounded() -> None:
+    upstream, piece = Slow(), b"x" * (1 << 20)
+    upstream.say(*[piece] * 40, b"")
+    with Twins[str]().serving(KEY, "first", never) as shared, shared.joined(0.0) as twin:
+        async with shared.answered(upstream) as first:
+            await until(lambda: shared.too_long)
+            await settle()
+            assert len(shared.pieces) == MAX_SHARED_BYTES // len(piece) + 1
+            with pytest.raises(EngineUnavailable, match="too long"):
+                await twin.read()
+            assert len(await first.read()) == 40 * len(piece)
+            assert len(shared.pieces) <= 1

@@ -11,6 +11,7 @@ from starlette.types import Message
 
 from engines.asgi import ClientGone
 from engines.base import EngineStalled, EngineUnavailable
+from gateway.relay.deadline import Deadline
 from gateway.relay.passthrough import (
     SLICE_BYTES,
     passed_on,
@@ -66,7 +67,7 @@ async def relayed(upstream: ScriptedUpstream, client: Client, **limits: Any) -> 
         upstream,
         SseFramer(),
         client.send,
-        deadline=loop.time() + limits.get("seconds", 10.0),
+        deadline=Deadline(loop.time() + limits.get("seconds", 10.0)),
         client_stall_s=limits.get("client_stall_s", 10.0),
         on_chunk=seen.append,
     )
