@@ -34,9 +34,11 @@ from gateway.identity.names import group_of, named_in_body
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.prefixes.inline_system import fitted
+from gateway.prefixes.kept_reasoning import keep_reasoning
 from gateway.prefixes.outline import Outline, outline_of
 from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat, AsItIs, Keep
+from gateway.relay.hidden_usage import HiddenUsage, asks_for_usage
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from scheduler.session import TurnHints
 
@@ -122,8 +124,10 @@ async def accept(request: Request, operation: Operation) -> Response:
         raw, answer = asked.translated.raw, asked.translated.answer
         raw["model"] = served_name(gateway, asked.model)
         if gateway.config.keep_reasoning and "messages" in raw:
-            _keep_reasoning(raw, rules)
+            keep_reasoning(raw, rules)
         _even_out(raw, gateway.served.max_context, gateway.config.default_max_tokens)
+        if asks_for_usage(raw):
+            answer = HiddenUsage(answer)
         gateway.metrics.left_out(asked.translated.left_out)
         named = asked.session or _found(gateway, tenant, asked.chain)
         gateway.check_new_session(tenant, named.id)
@@ -208,13 +212,6 @@ def _is_shared(named: NamedSession | None, raw: Json, headers: Mapping[str, str]
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
     return msgspec.json.encode(engine.prepare_body(raw, session))
-
-
-def _keep_reasoning(raw: Json, rules: TemplateRules) -> None:
-    """Have the template write earlier reasoning, unless the client says what it is to do."""
-    if rules.reasoning_switch:
-        said = raw.get("chat_template_kwargs") or {}
-        raw["chat_template_kwargs"] = {**rules.reasoning_switch, **said}
 
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
