@@ -27,12 +27,13 @@ from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.edge.body_budget import LARGE_BODY_BYTES, check_weight
 from gateway.front import request_id_of
-from gateway.identity.agents import NamedSession, by_headers, by_user_id
+from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
 from gateway.identity.client_names import client_name
 from gateway.identity.known_chats import message_chain
-from gateway.identity.names import group_of, named_in_body
+from gateway.identity.names import MAX_ID_BYTES, group_of, named_in_body
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
+from gateway.prefixes.beside import SUFFIX, row_of
 from gateway.prefixes.inline_system import fitted
 from gateway.prefixes.kept_reasoning import keep_reasoning
 from gateway.prefixes.outline import Outline, outline_of
@@ -130,6 +131,8 @@ async def accept(request: Request, operation: Operation) -> Response:
             answer = HiddenUsage(answer)
         gateway.metrics.left_out(asked.translated.left_out)
         named = asked.session or _found(gateway, tenant, asked.chain)
+        if asked.outline is not None and named_by_agent(request.headers):
+            named = _row_of(gateway, tenant, named, asked.outline)
         gateway.check_new_session(tenant, named.id)
         session = gateway.session(tenant, named.id)
         request.scope["state"]["session"] = named.id
@@ -247,6 +250,18 @@ def served_name(gateway: Gateway, asked: str) -> str:
     if not gateway.config.means_served(asked, served):
         raise unknown_model(asked[:100], served)
     return served
+
+
+def _row_of(
+    gateway: Gateway, tenant: Tenant, named: NamedSession, outline: Outline
+) -> NamedSession:
+    """Find the row of an agent's request; one that there is no room for is not opened."""
+    latest = partial(gateway.prefixes.latest, tenant.name)
+    row = row_of(named.id, outline, latest, partial(gateway.is_quiet, tenant))
+    if not gateway.has_room_for(tenant, row.id) or len(row.id.encode()) > MAX_ID_BYTES:
+        return named
+    parent = named.parent or (named.id if row.is_lesser and row.id.endswith(SUFFIX) else None)
+    return NamedSession(row.id, parent, named.is_child or row.is_lesser)
 
 
 def _found(gateway: Gateway, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:
