@@ -46,6 +46,11 @@ class StoredKind(NamedTuple):
         """The name of the id, in paths and errors."""
         return f"{self.kind}_id"
 
+    @property
+    def code(self) -> str:
+        """The code of the error that nothing was found."""
+        return f"{self.kind}_not_found"
+
     async def ask(self, request: Request, work: Callable[[Shelf, str, str], T | None]) -> T:
         """Ask the store for something, by tenant and id. Raises ``InvalidRequest``, 404."""
         tenant, id = caller_of(request), request.path_params[self.param]
@@ -59,7 +64,7 @@ class StoredKind(NamedTuple):
         item = request.path_params.get("item_id")
         what = f"Item {item[:_SHOWN]!r} of {self.words.lower()}" if item else self.words
         message = f"{what} {request.path_params[self.param][:_SHOWN]!r} not found."
-        return InvalidRequest(message, self.param, f"{self.kind}_not_found", 404)
+        return InvalidRequest(message, self.param, self.code, 404)
 
     async def entry(self, request: Request) -> Entry:
         """Find the object. Raises ``InvalidRequest``, 404."""
