@@ -27,7 +27,7 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
     if parser.structural_tag_model is None:
         return parser
 
-    class Held(parser):  # type: ignore[misc, valid-type]
+    class Held(parser):  # type: ignore[misc]
         def get_structural_tag(
             self,
             request: Any,
