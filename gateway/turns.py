@@ -225,8 +225,11 @@ def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
 
     Options of a stream mean nothing without one. A chat's answer that may be as long as the context
     may be as long as there is room; one that has no limit gets the default, if there is one. A
-    text's answer has 16 tokens if nobody says more, so its limit is cut down, not left out.
+    text's answer has 16 tokens if nobody says more, so its limit is cut down, not left out. A bias
+    of zero changes nothing, whatever its key.
     """
+    if biases := raw.pop("logit_bias", None):
+        raw["logit_bias"] = {key: bias for key, bias in biases.items() if bias}
     if not raw.get("stream"):
         raw.pop("stream_options", None)
     if "messages" not in raw:
