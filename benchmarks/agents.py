@@ -2,8 +2,9 @@
 
 A main conversation with tools and two helpers in between, under one session id. As the real client
 does it, every request has a line with a nonce at the head of its system text, a system message
-behind each tool result, tokens counted now and then, and one request is sent twice. All sessions
-are put to sleep several times. The conversations are made up here after the documented shapes.
+behind each tool result, tokens counted now and then, titles asked for under the conversation's id,
+and one request is sent twice. All sessions are put to sleep several times. The conversations are
+made up here after the documented shapes.
 
     python benchmarks/agents.py                      the real engine and the sample model
     python benchmarks/agents.py --engine fake        counts words; takes seconds
@@ -41,6 +42,7 @@ TOOL: Any = {
         "additionalProperties": False,
     },
 }
+CALLS: Any = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": TOOL["name"]}}
 
 
 class Agent:
@@ -103,8 +105,7 @@ class Wire:
             max_tokens=40,
             system=self._blocks(system),
             messages=messages,
-            tools=[TOOL],
-            tool_choice={"type": "tool", "name": TOOL["name"]},
+            **({} if agent == "title" else CALLS),
             extra_headers=self._headers(agent),
         ) as stream:
             said = stream.get_final_message()
@@ -115,6 +116,8 @@ class Wire:
         self.num_requests += 1
         prompt = read + usage.input_tokens + (usage.cache_creation_input_tokens or 0)
         held = min(self._held.get(agent, 0), prompt - 1)
+        if agent == "title":  # each is about something else
+            held = 0
         self.known_tokens += held
         if held - read > FEW_TOKENS:
             self.losses.append(f"request {self.num_requests} ({agent}): {read} of {held}")
@@ -138,7 +141,7 @@ class Wire:
     def _headers(self, agent: str) -> dict[str, str]:
         if not self._with_names:
             return {"x-session-id": SESSION}
-        helper = {} if agent == "main" else {"x-claude-code-agent-id": agent}
+        helper = {} if agent in ("main", "title") else {"x-claude-code-agent-id": agent}
         return {"x-claude-code-session-id": SESSION, **helper}
 
     def sleep_all(self) -> None:
@@ -158,6 +161,12 @@ class Wire:
                 time.sleep(0.25)
 
 
+def ask_beside(wire: Wire, turn: int) -> None:
+    """Ask for a title, as agents do under the id of their conversation."""
+    asked = f"Generate a title for this conversation: {prose(f'title {turn}', 30)}"
+    wire.ask("title", "You write titles. One line.", [{"role": "user", "content": asked}])
+
+
 def replay(wire: Wire, turns: int, words: int) -> dict[str, Any]:
     """Run the whole task; returns shares of all prompt tokens that were reused."""
     step = max(8, words // 75)
@@ -171,6 +180,7 @@ def replay(wire: Wire, turns: int, words: int) -> dict[str, Any]:
             helpers[1].turn()
         if turn % 5 == 0:
             main.count()
+            ask_beside(wire, turn)
         if turn == turns // 5:
             main.resend()
         if turn % 8 == 7:

@@ -103,12 +103,17 @@ class Gateway:
         seen = self.sessions.get(self.session(tenant, session_id))
         return seen is not None and seen.state not in ("active", "waking")
 
-    def check_new_session(self, tenant: Tenant, session_id: str) -> None:
-        """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one."""
+    def has_room_for(self, tenant: Tenant, session_id: str) -> bool:
+        """Tell whether the tenant has that session, or may open one more."""
         most = self.limits.of(tenant).sessions
         if not most or self.knows(tenant, session_id):
-            return
-        if self.sessions.num_sessions(tenant.name) >= most:
+            return True
+        return self.sessions.num_sessions(tenant.name) < most
+
+    def check_new_session(self, tenant: Tenant, session_id: str) -> None:
+        """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one."""
+        if not self.has_room_for(tenant, session_id):
+            most = self.limits.of(tenant).sessions
             message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
             raise Refused(Failure(429, message, "session_id", "session_limit"))
 

@@ -20,6 +20,7 @@ from gateway.body import read_json_body
 from gateway.context import Gateway, admin_of, caller_of, gateway_of
 from gateway.identity.names import checked_id
 from gateway.keys import Tenant
+from gateway.prefixes.beside import SUFFIX
 from gateway.stored.shelf import Shelf
 from scheduler.view import SessionView
 
@@ -99,9 +100,12 @@ async def forget(request: Request) -> Response:
     gateway, session = _addressed(request)
     forget = partial(_forget_stored, tenant=session.tenant, id=session.id)
     num_stored = await gateway.stored.ask(forget, 0)
-    if not await gateway.sessions.forget(session) and not num_stored:
+    beside = msgspec.structs.replace(session, id=session.id + SUFFIX)
+    known = [await gateway.sessions.forget(x) for x in (session, beside)]
+    if not any(known) and not num_stored:
         raise _unknown_session()
-    gateway.prefixes.forget(session.tenant, session.id)
+    for x in (session, beside):
+        gateway.prefixes.forget(x.tenant, x.id)
     return _json({"id": session.id, "object": "session.deleted", "deleted": True})
 
 

@@ -28,16 +28,19 @@ from gateway.body import read_json_body
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.edge.body_budget import LARGE_BODY_BYTES, check_weight
 from gateway.front import request_id_of
-from gateway.identity.agents import NamedSession, by_headers, by_user_id
+from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
 from gateway.identity.client_names import client_name
 from gateway.identity.known_chats import message_chain
-from gateway.identity.names import group_of, named_in_body
+from gateway.identity.names import MAX_ID_BYTES, group_of, named_in_body
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
+from gateway.prefixes.beside import SUFFIX, row_of
 from gateway.prefixes.inline_system import fitted
+from gateway.prefixes.kept_reasoning import keep_reasoning
 from gateway.prefixes.outline import Outline, outline_of
 from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat, AsItIs, Keep
+from gateway.relay.hidden_usage import HiddenUsage, asks_for_usage
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from scheduler.session import TurnHints
 
@@ -123,10 +126,14 @@ async def accept(request: Request, operation: Operation) -> Response:
         raw, answer = asked.translated.raw, asked.translated.answer
         raw["model"] = served_name(gateway, asked.model)
         if gateway.config.keep_reasoning and "messages" in raw:
-            _keep_reasoning(raw, rules)
+            keep_reasoning(raw, rules)
         _even_out(raw, gateway.served.max_context, gateway.config.default_max_tokens)
+        if asks_for_usage(raw):
+            answer = HiddenUsage(answer)
         gateway.metrics.left_out(asked.translated.left_out)
         named = asked.session or _found(gateway, tenant, asked.chain)
+        if asked.outline is not None and named_by_agent(request.headers):
+            named = _row_of(gateway, tenant, named, asked.outline)
         gateway.check_new_session(tenant, named.id)
         session = gateway.session(tenant, named.id)
         request.scope["state"]["session"] = named.id
@@ -215,13 +222,6 @@ def _encode(engine: Engine, raw: Json, session: SessionRef) -> tuple[bytes, byte
     return body, hashlib.blake2b(body, digest_size=16, person=b"the same request").digest()
 
 
-def _keep_reasoning(raw: Json, rules: TemplateRules) -> None:
-    """Have the template write earlier reasoning, unless the client says what it is to do."""
-    if rules.reasoning_switch:
-        said = raw.get("chat_template_kwargs") or {}
-        raw["chat_template_kwargs"] = {**rules.reasoning_switch, **said}
-
-
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
 
@@ -230,8 +230,11 @@ def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
 
     Options of a stream mean nothing without one. A chat's answer that may be as long as the context
     may be as long as there is room; one that has no limit gets the default, if there is one. A
-    text's answer has 16 tokens if nobody says more, so its limit is cut down, not left out.
+    text's answer has 16 tokens if nobody says more, so its limit is cut down, not left out. A bias
+    of zero changes nothing, whatever its key.
     """
+    if biases := raw.pop("logit_bias", None):
+        raw["logit_bias"] = {key: bias for key, bias in biases.items() if bias}
     if not raw.get("stream"):
         raw.pop("stream_options", None)
     if "messages" not in raw:
@@ -255,6 +258,18 @@ def served_name(gateway: Gateway, asked: str) -> str:
     if not gateway.config.means_served(asked, served):
         raise unknown_model(asked[:100], served)
     return served
+
+
+def _row_of(
+    gateway: Gateway, tenant: Tenant, named: NamedSession, outline: Outline
+) -> NamedSession:
+    """Find the row of an agent's request; one that there is no room for is not opened."""
+    latest = partial(gateway.prefixes.latest, tenant.name)
+    row = row_of(named.id, outline, latest, partial(gateway.is_quiet, tenant))
+    if not gateway.has_room_for(tenant, row.id) or len(row.id.encode()) > MAX_ID_BYTES:
+        return named
+    parent = named.parent or (named.id if row.is_lesser and row.id.endswith(SUFFIX) else None)
+    return NamedSession(row.id, parent, named.is_child or row.is_lesser)
 
 
 def _found(gateway: Gateway, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:

@@ -239,8 +239,8 @@ def _sum_up(outcome: Outcome, exchanges: Sequence[Exchange], marks: Sequence[int
 
 
 @contextmanager
-def server(engine: str, cache: Path) -> Iterator[str]:
-    """Start gateway and engine; yields their URL."""
+def server(engine: str, cache: Path, model: str = "") -> Iterator[str]:
+    """Start gateway and engine; yields their URL. ``model``: a folder; "" = ``roomy_model``."""
     gateway: dict[str, Any] = {"model_aliases": ["*"], "default_max_tokens": ANSWER_TOKENS}
     gateway["max_body_bytes"] = 32 * MIB
     if engine == "fake":
@@ -251,7 +251,7 @@ def server(engine: str, cache: Path) -> Iterator[str]:
         return
     settings = {
         "gateway": gateway,
-        "engine": {"model": str(roomy_model(cache / "roomy")), "hot_bytes": 2048 * MIB},
+        "engine": {"model": model or str(roomy_model(cache / "roomy")), "hot_bytes": 2048 * MIB},
         "store": {"ram_bytes": 256 * MIB, "disk_bytes": 0},
     }
     with Stack(settings) as stack:

@@ -2,7 +2,7 @@
 
 Agents' first prompts have 10,000 to 30,000 tokens, more than the sample model's whole context. Only
 the wire is judged, so a model that reads them fast will do, whatever it answers. It would not stop
-by itself: every 5th of its tokens is one that ends an answer.
+by itself, so many of its tokens end an answer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ def sample_folder() -> Path:
     return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
-def roomy_model(folder: Path) -> Path:
-    """Make the model in ``folder``, unless it is there; returns ``folder``."""
+def roomy_model(folder: Path, end_every: int = 5) -> Path:
+    """Make the model in ``folder``, unless it is there; returns ``folder``.
+
+    ``end_every``: one in so many tokens ends an answer.
+    """
     import mlx.core as mx
 
     weights = folder / "model.safetensors"
@@ -35,7 +38,7 @@ def roomy_model(folder: Path) -> Path:
     sample = sample_folder()
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(sample / "tokenizer.json", folder)
-    ends: dict[str, Any] = {"eos_token_id": list(range(2, 49_000, 5))}
+    ends: dict[str, Any] = {"eos_token_id": list(range(2, 49_000, end_every))}
     _change(sample, folder, "generation_config.json", ends)
     shape = {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": CONTEXT}
     _change(sample, folder, "config.json", {**shape, **ends})

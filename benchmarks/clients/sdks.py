@@ -45,7 +45,7 @@ def install(cache: Path) -> tuple[Path, Path]:
 
 def run(command: list[str], folder: Path) -> list[Checked]:
     """Run a script of checks; a script that breaks is one, too."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     rows = [x.split("\t") for x in done.stdout.splitlines()]
     found = [Checked(*row) for row in rows if len(row) == 3]
     if done.returncode:
@@ -58,8 +58,9 @@ def langchain(python: Path, url: str, model: str) -> tuple[Checked, list[str]]:
     env = {**os.environ, "SDK_BASE_URL": f"{url}/v1", "SDK_MODEL": model}
     env |= {"OPENAI_API_KEY": "none"}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
-    command += ["-o", "addopts=", str(HERE / "langchain_standard.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=450, cwd=HERE)
+    # Not our own configuration: it is of our environment.
+    command += ["-c", os.devnull, "-o", "asyncio_mode=auto", str(HERE / "langchain_standard.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, cwd=HERE)
     last = (done.stdout.strip().splitlines() or ["?"])[-1]
     counts = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|xfailed)", last))
     failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)(?: - (.*))?$", done.stdout, re.MULTILINE)
@@ -70,11 +71,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
+    parser.add_argument("--model", default="", help="a folder; default: one layer of the sample's")
     parser.add_argument("--standard", action="store_true", help="LangChain's standard tests, too")
     args = parser.parse_args()
     cache = args.cache.expanduser().resolve()
     npm, python = install(cache)
-    with server(args.engine, cache) as url:
+    with server(args.engine, cache, args.model) as url:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
             model = json.load(answer)["data"][0]["id"]
         command = ["node", str(HERE / "sdk_checks.mjs"), url, model, str(npm)]

@@ -29,6 +29,7 @@ OURS = (
     "--kv-transfer-config",
     "--middleware",
     "--scheduler-cls",
+    "--tool-parser-plugin",
     "--uds",
 )  # flags, with a value each
 # SmolLM2-135M in float32: 30 layers x 3 heads x (64 + 64) values of four bytes.

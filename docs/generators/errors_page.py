@@ -12,6 +12,9 @@ from docs.generators.error_calls import ErrorCode, error_codes
 from docs.generators.tables import code, page, table
 from engines.openai.errors import ERROR_TYPES
 from gateway.errors import Failure, failure_of
+from gateway.openai.conversations import CONVERSATION
+from gateway.openai.responses.routes import RESPONSES
+from gateway.openai.stored_chats import COMPLETION
 from kvstore.session import MissReason
 from scheduler.sessions import SessionKept
 
@@ -126,7 +129,8 @@ def all_codes() -> set[ErrorCode]:
     """Add to the codes that are written out those that are computed."""
     computed = [failure_of(HTTPException(status)) for status in (404, 405)]
     computed += [failure_of(SessionKept(reason)) for reason in KEPT_REASONS]
-    return error_codes() | {ErrorCode(x.code, x.status) for x in computed if x.code}
+    found = error_codes() | {ErrorCode(x.code, x.status) for x in computed if x.code}
+    return found | {ErrorCode(x.code, 404) for x in (COMPLETION, CONVERSATION, RESPONSES)}
 
 
 def _codes() -> list[tuple[str, list[str]]]:

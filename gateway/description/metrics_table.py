@@ -23,8 +23,9 @@ all others are ours. No label ever holds what a client chose: models by their se
 never.
 
 `docs/grafana/thermocline.json` is a dashboard (in Grafana: Dashboards, New, Import), and
-`docs/grafana/alerts.yml` has rules for Prometheus. What a stream's client did not ask the engine to
-count (`stream_options.include_usage`) is missing from the counts of tokens.
+`docs/grafana/alerts.yml` has rules for Prometheus. Tokens of a stream are counted whether its
+client asks for them or not (`stream_options.include_usage`); of an answer that was broken off,
+about what had been computed by then.
 
 | metric | kind | labels | |
 |---|---|---|---|

@@ -23,9 +23,9 @@ from engines.openai.requests import ChatRequest, CompletionRequest
 from engines.openai.tokenizing import Detokenize
 from gateway.admin.keys import NewKey
 from gateway.anthropic.request import CountRequest, MessagesRequest
-from gateway.openai.conversations import AddedItems, ConversationChange, NewConversation
+from gateway.openai.conversations import AddedItems, NewConversation
 from gateway.openai.responses.fields import ResponseFields
-from gateway.openai.stored_chats import CompletionChange
+from gateway.openai.stored_objects import MetadataChange
 from gateway.sessions import DemoteTo
 
 router = APIRouter()
@@ -39,9 +39,9 @@ _BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/messages/count_tokens": CountRequest,
     "/detokenize": Detokenize,
     "/v1/conversations": NewConversation,
-    "/v1/conversations/{conversation_id}": ConversationChange,
+    "/v1/conversations/{conversation_id}": MetadataChange,
     "/v1/conversations/{conversation_id}/items": AddedItems,
-    "/v1/chat/completions/{completion_id}": CompletionChange,
+    "/v1/chat/completions/{completion_id}": MetadataChange,
     "/v1/sessions/{session_id}/demote": DemoteTo,
     "/admin/keys": NewKey,
 }

@@ -54,6 +54,13 @@ def by_headers(headers: Mapping[str, str]) -> NamedSession | None:
     return None
 
 
+def named_by_agent(headers: Mapping[str, str]) -> bool:
+    """Tell whether an agent named the session in its own way, and a user did not choose the id."""
+    if SESSION_ID_HEADER in headers:
+        return False
+    return any(headers.get(name) for name in (_CLAUDE, *_PLAIN))
+
+
 def _claude(session: str, headers: Mapping[str, str]) -> NamedSession:
     agent = _id_in(headers, _CLAUDE_AGENT)
     if agent is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from engines.headers import CacheOutcome
 from engines.wire import RequestProgress, SessionRef
 from gateway.live.shape import Phase, TurnShown
-from gateway.metrics import Usage
+from gateway.metrics import PromptDetails, Usage
 from gateway.prefixes.outline import Change
 
 _LONGEST_COMMENT = 60
@@ -41,6 +41,7 @@ class LiveRequest:
         self.error = ""
         self.shares: LiveRequest | None = None  # the request whose answer this one gets
         self.progress: RequestProgress | None = None  # what the engine told last
+        self.told_prompt_tokens: int | None = None  # by the head of the engine's answer
         self.num_events = 0  # of a stream, each about a token
         self._clock = clock
         self._began = clock()
@@ -117,6 +118,17 @@ class LiveRequest:
         if self.phase == "decode":
             return self.prompt_tokens
         return self.progress.prefilled_tokens if self.progress else None
+
+    def used_so_far(self) -> Usage:
+        """Estimate the counts of an answer that ended before the engine told them.
+
+        Of a prefill that was broken off only what was computed counts.
+        """
+        prompt = self.told_prompt_tokens or self.prompt_tokens or 0
+        if self.phase_now != "decode":
+            prompt = self.prefilled_tokens or min(prompt, self.reused_tokens)
+        cached = PromptDetails(cached_tokens=min(prompt, self.reused_tokens))
+        return Usage(prompt, self.answered_tokens, cached)
 
     def attributes(self, model: str) -> dict[str, str | int | float]:
         """Describe it by OpenTelemetry's names, as far as it is known."""

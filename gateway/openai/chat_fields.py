@@ -14,7 +14,7 @@ import msgspec
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from gateway.openai.responses.fields import Metadata
+from gateway.openai.stored_objects import Metadata
 from gateway.openai.tools import custom_arguments, offer
 
 

@@ -18,9 +18,10 @@ class Outline(NamedTuple):
     """Hashes of a request's parts, under the tenant's salt."""
 
     model: bytes
-    system: bytes
+    system: bytes  # b"" if there is none
     tools: bytes
     messages: bytes  # ``DIGEST_BYTES`` for each message behind the system's, in order
+    size: int = 0  # of messages and tools as JSON, in bytes
 
     @property
     def num_messages(self) -> int:
@@ -41,19 +42,20 @@ class Change(NamedTuple):
 def outline_of(raw: Json, salt: bytes) -> Outline:
     """Hash the parts of a chat that engines know."""
     messages = raw.get("messages") or []
+    parts = [_encode(message) for message in messages]
     has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
-    rest = messages[1:] if has_system else messages
+    tools = _encode(raw.get("tools"))
     return Outline(
-        model=_digest(raw.get("model"), salt),
-        system=_digest(messages[0] if has_system else None, salt),
-        tools=_digest(raw.get("tools"), salt),
-        messages=b"".join([_digest(message, salt) for message in rest]),
+        model=_digest(_encode(raw.get("model")), salt),
+        system=_digest(parts[0], salt) if has_system else b"",
+        tools=_digest(tools, salt),
+        messages=b"".join([_digest(part, salt) for part in parts[has_system:]]),
+        size=sum(map(len, parts)) + len(tools),
     )
 
 
-def _digest(part: object, salt: bytes) -> bytes:
-    hashed = hashlib.blake2b(_encode(part), digest_size=DIGEST_BYTES, key=salt[:64])
-    return hashed.digest()
+def _digest(part: bytes, salt: bytes) -> bytes:
+    return hashlib.blake2b(part, digest_size=DIGEST_BYTES, key=salt[:64]).digest()
 
 
 def change_between(before: Outline, now: Outline) -> Change | None:

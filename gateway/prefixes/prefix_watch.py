@@ -54,6 +54,11 @@ class PrefixWatch:
         self._put(("session", tenant, session_id), compared)
         return compared
 
+    def latest(self, tenant: str, session_id: str) -> Outline | None:
+        """Return the outline of a session's latest request; None if it is not remembered."""
+        found = self._held.get(("session", tenant, session_id))
+        return found.outline if found else None
+
     def name(self, tenant: str, answer_id: str, compared: Compared) -> None:
         """Let a request be found by the id of its answer."""
         self._put(("answer", tenant, answer_id), compared)

@@ -196,7 +196,11 @@ class TurnResponse(Response):
                     turn.engine_answered(self._cache)
                 if CACHE_HEADER in upstream.headers:
                     self._metrics.cache_outcome(self._cache)
-                yield turn, upstream
+                try:
+                    yield turn, upstream
+                finally:
+                    if self._live.usage is None and upstream.status < 400:
+                        self._count(turn, self._live.used_so_far())
 
     def _taken(self, upstream: Upstream) -> None:
         """Let go of the body, which the engine has, and read what it says of its cache."""
@@ -209,7 +213,10 @@ class TurnResponse(Response):
         if self._compared is not None:
             self._compared.cached_tokens = self._cache.cached_tokens
         prompt_tokens = upstream.headers.get(PROMPT_HEADER, "")
-        if isinstance(self._answer, HearsOfPrompt) and prompt_tokens.isdecimal():
+        if not prompt_tokens.isdecimal():
+            return
+        self._live.told_prompt_tokens = int(prompt_tokens)
+        if isinstance(self._answer, HearsOfPrompt):
             self._answer.prompt_taken(int(prompt_tokens), self._cache.cached_tokens)
 
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
@@ -277,15 +284,18 @@ class TurnResponse(Response):
         if usage is not None:
             self._live.usage = usage
             if turn is not None:  # else they are the other request's
-                self._metrics.used(*self._named, usage)
-                num_tokens = usage.prompt_tokens + usage.completion_tokens
-                turn.used(num_tokens)
-                if self._place is not None:
-                    self._place.used_tokens(num_tokens)
+                self._count(turn, usage)
             if self._compared is not None:
                 self._compared.prompt_tokens = usage.prompt_tokens
         if self._compared is not None and self._compared.change is not None:
             self._diverged(self._compared, self._compared.change)
+
+    def _count(self, turn: Turn, usage: Usage) -> None:
+        self._metrics.used(*self._named, usage)
+        num_tokens = usage.prompt_tokens + usage.completion_tokens
+        turn.used(num_tokens)
+        if self._place is not None:
+            self._place.used_tokens(num_tokens)
 
     def _diverged(self, compared: Compared, change: Change) -> None:
         """Count and log that the prompt left the one before it; numbers only, no content."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
@@ -102,3 +103,70 @@ def test_tools_need_no_flag(sdk):
         assert answer.usage.prompt_tokens > 60  # the tool was described to the model
     assert said["auto"].content or said["auto"].tool_calls
     assert said["required"].tool_calls[0].function.name == "weather"
+
+
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "enum": [1, 2, 3]},
+        "units": {"type": "object", "properties": {"wind": {"enum": ["kmh", "kn"]}}},
+    },
+    "required": ["city", "days", "units"],
+}
+
+
+def functions() -> list[dict[str, object]]:
+    """Two tools without a word on how strictly they are meant, as most clients offer theirs."""
+    other = {"type": "object", "properties": {}}
+    return [
+        {"type": "function", "function": {"name": "forecast", "parameters": FORECAST}},
+        {"type": "function", "function": {"name": "nothing", "parameters": other}},
+    ]
+
+
+def called(sdk: openai.OpenAI, session: str, choice: object, stream: bool):
+    """Ask for a call; returns the calls by name, and the number of tokens in the prompt."""
+    fields = {"tools": functions(), "tool_choice": choice, "max_tokens": 120}
+    asked = [{"role": "user", "content": "What will the weather be in Rome?"}]
+    if not stream:
+        answer = ask(sdk, asked, session, **fields).parse()
+        calls = [
+            (x.function.name, x.function.arguments) for x in answer.choices[0].message.tool_calls
+        ]
+        return calls, answer.usage.prompt_tokens
+    fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(ask(sdk, asked, session, **fields).parse())
+    found: dict[int, list[str]] = {}
+    for delta in (x.choices[0].delta for x in chunks if x.choices):
+        for call in delta.tool_calls or ():
+            own = found.setdefault(call.index, ["", ""])
+            own[0] += call.function.name or ""
+            own[1] += call.function.arguments or ""
+    return [tuple(x) for x in found.values()], chunks[-1].usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_the_arguments_of_a_forced_call_satisfy_the_schema(sdk, choice, stream):
+    named = {"type": "function", "function": {"name": "forecast"}}
+    forced = named if choice == "named" else "required"
+    calls, prompt_tokens = called(sdk, f"forced-{choice}-{stream}", forced, stream)
+    assert calls
+    for name, arguments in calls:
+        said = json.loads(arguments)
+        if name == "nothing":
+            assert said == {}
+            continue
+        assert said.keys() == {"city", "days", "units"}
+        assert said["city"] in ("Paris", "Rome") and said["days"] in (1, 2, 3)
+        assert said["units"] in ({}, {"wind": "kmh"}, {"wind": "kn"})
+    if choice == "named":
+        assert {name for name, _ in calls} == {"forecast"}
+    free = ask(
+        sdk,
+        [{"role": "user", "content": "What will the weather be in Rome?"}],
+        "free",
+        tools=functions(),
+    ).parse()
+    assert prompt_tokens == free.usage.prompt_tokens  # forcing a call changes no prompt

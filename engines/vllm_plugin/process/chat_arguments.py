@@ -14,6 +14,7 @@ from engines.config import VllmConfig, WorkerConfig
 logger = logging.getLogger("thermocline.vllm")
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
+FORCED_CALLS: Final = "engines.vllm_plugin.process.forced_calls"
 SMALL_FILES: Final = ("config.json", "tokenizer_config.json", TEMPLATE_FILE)
 
 
@@ -32,6 +33,8 @@ def chat_arguments(worker: WorkerConfig) -> list[str]:
             path = Path(worker.runtime_dir) / TEMPLATE_FILE
             path.write_text(with_tools(files.template), encoding="utf-8")
             argv += ["--chat-template", str(path)]
+    if not _said("--tool-parser-plugin", own):
+        argv += ["--tool-parser-plugin", FORCED_CALLS]
     if chosen.reasoning and not _said("--reasoning-parser", own):
         argv += ["--reasoning-parser", chosen.reasoning]
     return argv

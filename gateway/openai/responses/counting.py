@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.base import EngineUnavailable, SessionRef
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import Json
 from engines.openai.requests import checked, parse_json
 from gateway.body import read_json_body
-from gateway.context import Gateway, caller_of, gateway_of
+from gateway.context import caller_of, gateway_of
 from gateway.openai.lists import shown
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import context_of
 from gateway.openai.responses.translation import translation, validate
-from gateway.relay.passthrough import engine_failure
+from gateway.relay.prompt_count import prompt_tokens
 
 router = APIRouter()
-TOKENIZE = "/tokenize"  # vLLM's path, and of engines that follow it
-_COUNTED = ("model", "messages", "tools", "chat_template_kwargs")
-
-
-class _Counted(msgspec.Struct, frozen=True):
-    count: int
 
 
 @router.post("/v1/responses/input_tokens")
@@ -39,8 +30,11 @@ async def count_input_tokens(request: Request) -> Response:
     context = await context_of(gateway.stored, tenant, fields)
     made = translation(fields, asked, context.past.items, context.own, False)
     validate(made.chat)
-    session = gateway.session(tenant, "count")
-    count = await _count(gateway, session, made.chat)
+    made.chat["model"] = gateway.served.model
+    try:
+        count = await prompt_tokens(gateway, made.chat)
+    except InvalidRequest as error:  # the engine's words are of a chat
+        raise InvalidRequest(error.message, "input", error.code, error.status) from error
     return shown({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -50,26 +44,4 @@ async def compact(request: Request) -> Response:
     caller_of(request)
     await read_json_body(request, gateway_of(request).config)
     message = "Conversations are not compacted here: have the client summarise them."
-    raise InvalidRequest(message, None, "not_supported", 404)
-
-
-async def _count(gateway: Gateway, session: SessionRef, chat: Json) -> int:
-    raw = {name: chat[name] for name in _COUNTED if name in chat}
-    raw["model"] = gateway.served.model
-    headers = {
-        **gateway.engine.session_headers(session),
-        "content-type": "application/json",
-    }
-    body = msgspec.json.encode(raw)
-    async with gateway.engine.open(TOKENIZE, body, headers) as upstream:
-        said = await upstream.read()
-    if upstream.status in (404, 405):
-        message = "This engine does not count tokens."
-        raise InvalidRequest(message, None, "not_supported", 404)
-    if upstream.status >= 400:
-        failure = engine_failure(upstream.status, said)
-        raise InvalidRequest(failure.message, "input", failure.code, failure.status)
-    try:
-        return msgspec.json.decode(said, type=_Counted).count
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineUnavailable("its count cannot be read") from error
+    raise InvalidRequest(message, None, "not_supported", 400)

@@ -9,11 +9,9 @@ import msgspec
 from engines.openai.errors import FieldError
 from engines.openai.messages import Json, JsonSchema
 from engines.openai.requests import ModelName, TokenLimit
+from gateway.openai.stored_objects import Metadata
 
 MAX_ITEMS = 4096
-MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
-MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
-Metadata = Annotated[dict[MetadataKey, MetadataValue], msgspec.Meta(max_length=16)]
 Items = Annotated[list[Json], msgspec.Meta(max_length=MAX_ITEMS)]
 ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
 

@@ -14,22 +14,23 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.body import read_json_body
-from gateway.context import Gateway, caller_of, gateway_of
+from gateway.context import Gateway, gateway_of
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
-from gateway.openai.lists import query_of, shown, shown_list
+from gateway.openai.lists import shown
 from gateway.openai.responses.answer import ResponseAnswer
 from gateway.openai.responses.event_writer import EventWriter
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, context_of, keep_response
 from gateway.openai.responses.replay import replayed
 from gateway.openai.responses.translation import translation, validate
+from gateway.openai.stored_objects import StoredKind
 from gateway.relay.passthrough import EVENT_STREAM
-from gateway.stored.shelf import Entry
 from gateway.turns import Operation, Translate, Translated, accept
 
 router = APIRouter()
 _ONE = "/v1/responses/{response_id}"
+RESPONSES = StoredKind("response", "Response with id", "response")
 
 
 async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
@@ -82,7 +83,7 @@ router.add_route("/v1/responses", create_response, methods=["POST"])
 @router.get(_ONE)
 async def show_response(request: Request) -> Response:
     """Show a stored response; ``stream`` as events, from behind ``starting_after`` on."""
-    entry = await _stored(request)
+    entry = await RESPONSES.entry(request)
     if request.query_params.get("stream", "").lower() != "true":
         return shown(entry.body)
     after = request.query_params.get("starting_after") or "-1"
@@ -95,44 +96,20 @@ async def show_response(request: Request) -> Response:
 @router.delete(_ONE)
 async def delete_response(request: Request) -> Response:
     """Remove a stored response, for good."""
-    tenant, id = caller_of(request), request.path_params["response_id"]
-    stored = gateway_of(request).stored
-    if not await stored.ask(lambda shelf: shelf.delete(tenant.name, "response", id), False):
-        raise _unknown(id)
-    return shown({"id": id, "object": "response", "deleted": True})
+    return await RESPONSES.delete(request)
 
 
 @router.get(_ONE + "/input_items")
 async def list_input_items(request: Request) -> Response:
     """List the items that a stored response was asked with, its own turn's."""
-    tenant, id = caller_of(request), request.path_params["response_id"]
-    query = query_of(request, ascending=False)
-    stored = gateway_of(request).stored
-    page = await stored.ask(lambda shelf: shelf.items(tenant.name, "response", id, query), None)
-    if page is None:
-        raise _unknown(id)
-    return shown_list(page)
+    return await RESPONSES.list_items(request, ascending=False)
 
 
 @router.post(_ONE + "/cancel")
 async def cancel_response(request: Request) -> Response:
     """Refuse: only background responses can be cancelled, and there are none here."""
     gateway = gateway_of(request)
-    entry = await _stored(request)
+    entry = await RESPONSES.entry(request)
     await read_json_body(request, gateway.config)
     message = f"Response {entry.id} is no background response: end its connection to cancel it."
     raise InvalidRequest(message, "response_id", "not_cancellable")
-
-
-async def _stored(request: Request) -> Entry:
-    tenant, id = caller_of(request), request.path_params["response_id"]
-    stored = gateway_of(request).stored
-    entry = await stored.ask(lambda shelf: shelf.get(tenant.name, "response", id), None)
-    if entry is None:
-        raise _unknown(id)
-    return entry
-
-
-def _unknown(id: str) -> InvalidRequest:
-    message = f"Response with id {id[:128]!r} not found."
-    return InvalidRequest(message, "response_id", "response_not_found", 404)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -142,6 +144,51 @@ async def test_what_a_cancelled_turn_computed_is_kept() -> None:
     assert answer.finished == {0: "cancelled"}
     assert again.cache is not None and again.cache.source == "hot"
     assert again.cache.cached_tokens == 50 + len(answer.tokens)
+
+
+class WatchedLayer:
+    """A layer that says when the model computes; ``at`` a step it does something."""
+
+    def __init__(self, layer: Any, at: int, what: Callable[[], None]) -> None:
+        self._layer, self._at, self._what = layer, at, what
+        self.num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_steps += 1
+        if self.num_steps == self._at:
+            self._what()
+        return self._layer(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("with_store", [False, True], ids=["hot", "cold"])
+async def test_a_prefill_that_is_abandoned_ends_with_its_step_and_is_gone_on_with(
+    kind: str, with_store: bool, tmp_path: Path
+) -> None:
+    one, prompt, at = session("one"), text(1, 64 * 12), 4
+    async with engine(kind, tmp_path if with_store else None) as it:
+        leaving: list[Callable[[], None]] = []
+        layers = it.owner.loaded.model.model.layers
+        watched = WatchedLayer(layers[0], at, lambda: leaving[0]())
+        layers[0] = watched
+        stream = it.submit(prompt, one)
+        leaving.append(stream.cancel)
+        answer = await asyncio.wait_for(read(stream), 30)
+        await it.owner.call(lambda: None)
+        steps = watched.num_steps
+        if with_store:
+            await it.settled()
+            await it.demote_all()
+        again = await it.turn(prompt, one)
+        layers[0] = watched._layer
+    assert (answer.finished, answer.tokens) == ({0: "cancelled"}, [])
+    assert steps == at, "a step was computed that nobody waited for"
+    assert again.cache is not None and again.finished == {0: "length"}
+    assert again.cache.source == ("cold-ram" if with_store else "hot")
+    assert again.cache.cached_tokens == at * 64
 
 
 async def test_a_turn_that_is_cancelled_while_it_waits_never_starts() -> None:

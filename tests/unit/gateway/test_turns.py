@@ -95,6 +95,8 @@ async def test_what_engines_answer_differently_to_is_evened_out() -> None:
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1000}
     assert (await app.post("/v1/completions", body)).status == 200
     assert app.engine.asked[1].body["max_tokens"] == 100  # left out it would mean 16
+    assert (await app.chat(logit_bias={"foo": 0, "7": 1})).status == 200
+    assert app.engine.asked[2].body["logit_bias"] == {"7": 1}
 
 
 async def test_a_chat_without_a_limit_gets_the_default_one() -> None:

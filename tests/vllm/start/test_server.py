@@ -26,6 +26,7 @@ from tests.vllm.rig.faulty_codec import Faults
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 HISTORY = "The quick brown fox jumps over the lazy dog and runs far away. " * 40
 DEPARTURES = 3
+STEP_TOKENS = 512
 
 
 def session(name: str, tenant: str = "t") -> SessionRef:
@@ -46,7 +47,9 @@ class Served:
                 dtype="float32",
                 max_batch=4,
                 start_timeout_s=900,
-                vllm=VllmConfig(python=sys.executable),
+                vllm=VllmConfig(
+                    python=sys.executable, args=("--max-num-batched-tokens", str(STEP_TOKENS))
+                ),
             ),
             store=self.store,
             model_path=model_path(),
@@ -232,6 +235,18 @@ def test_clients_that_leave_during_loads_and_saves_leave_nothing_behind(served, 
     assert headers[CACHE_HEADER].startswith("cold-ram; tokens=")
     text = [json.loads(x)["choices"][0]["message"]["content"] for x in (right, back)]
     assert text[0] == text[1]
+
+
+def test_an_abandoned_prefill_ends_with_its_step_and_is_gone_on_with(served):
+    """Not all of the prompt is computed for nobody, and what was computed is there again."""
+    long = [{"role": "user", "content": "This is abandoned. " + HISTORY * 6}]
+    served.leave(["abandoned"], lambda: True, messages=long)
+    served.wait_whole()
+    headers, answer = served.chat("abandoned", messages=long)
+    prompt_tokens = json.loads(answer)["usage"]["prompt_tokens"]
+    assert prompt_tokens > 5 * STEP_TOKENS
+    assert headers[CACHE_HEADER].startswith("hot; tokens=")
+    assert 0 < cached_tokens(answer) <= prompt_tokens - 2 * STEP_TOKENS
 
 
 def test_a_stop_lets_saves_end(served, faults):

@@ -48,4 +48,4 @@ async def test_a_count_that_is_none() -> None:
 
 async def test_compaction_is_refused_in_words() -> None:
     reply = await app_of(200, b"{}").post("/v1/responses/compact", {"model": MODEL})
-    assert (reply.status, reply.error["code"]) == (404, "not_supported")
+    assert (reply.status, reply.error["code"]) == (400, "not_supported")

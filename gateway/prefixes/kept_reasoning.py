@@ -1,0 +1,13 @@
+"""Has a model's template write the reasoning of earlier turns, so that prompts begin alike."""
+
+from __future__ import annotations
+
+from engines.openai.requests import Json
+from engines.wire import TemplateRules
+
+
+def keep_reasoning(raw: Json, rules: TemplateRules) -> None:
+    """Switch it on in a chat's body, unless the client says what the template is to do."""
+    if rules.reasoning_switch:
+        said = raw.get("chat_template_kwargs") or {}
+        raw["chat_template_kwargs"] = {**rules.reasoning_switch, **said}
