@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import MIB, Stack, free_port
 from benchmarks.stacks.vllm_stack import PlainVllm, python_with_vllm
 
@@ -210,12 +211,14 @@ def mlx_lm_server(model: str) -> Iterator[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    lifeline = Lifeline(process, patience_s=10)
     try:
         _wait(f"http://127.0.0.1:{port}/health")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(30)
+        lifeline.let_go()
 
 
 def _sample_model() -> str:

@@ -39,6 +39,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     pinned: bool
     busy: bool  # a request of this session is being served
+    cold_tokens: int = 0  # that ``cold_bytes`` are the packed KV of; 0: not said
 
 
 def absent(session: SessionRef) -> SessionReport:

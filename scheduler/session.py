@@ -120,6 +120,7 @@ class Session:
     tokens: int = 0
     hot_bytes: int = 0
     cold_bytes: int = 0
+    cold_tokens: int = 0  # that ``cold_bytes`` are for; fewer than ``tokens`` while it grows
     tier: TierName | None = None
     pinned: bool = False
     keep_until: float = 0.0  # the engine refused to let it go; ask again from then on
@@ -173,5 +174,6 @@ class Session:
         self.tokens = report.tokens
         self.hot_bytes = report.hot_bytes
         self.cold_bytes = report.cold_bytes
+        self.cold_tokens = report.cold_tokens or (report.tokens if report.cold_bytes else 0)
         self.tier = report.tier
         self.pinned = report.pinned

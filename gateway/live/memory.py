@@ -38,7 +38,7 @@ def memory_shown(
         hot=_hot(sums, report, water, admin),
         tiers=[_tier(x, sums, codec, admin) for x in tiers],
         cold_bytes=sums.cold_bytes,
-        bf16_bytes=kv_size.of(sums.tokens),
+        bf16_bytes=kv_size.of(sums.cold_tokens),
         sessions=dict(sorted(sums.states.items())),
         outcomes={source: dict(reasons) for source, reasons in outcomes.items()},
     )

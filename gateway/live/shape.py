@@ -80,7 +80,7 @@ class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # hot bytes while hot, packed bytes while cold
     cold_bytes: int
     bf16_bytes: int | None  # what its tokens would take unpacked
-    ratio: float | None  # bf16_bytes over packed bytes
+    ratio: float | None  # of what is packed: its unpacked bytes over its packed ones
     idle_since: float | None  # null while it is served
     pinned: bool
     last_source: str | None  # hot, cold-ram, cold-disk, cold-redis or miss
@@ -128,7 +128,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     hot: HotShown
     tiers: list[TierShown]  # fastest first
     cold_bytes: int  # packed bytes of all sessions, each counted once
-    bf16_bytes: int | None  # what all sessions would take unpacked
+    bf16_bytes: int | None  # what these would take unpacked
     sessions: dict[str, int]  # how many are in each state
     outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
 

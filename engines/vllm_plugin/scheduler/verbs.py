@@ -223,6 +223,7 @@ class VllmVerbs:
             idle_s=idle_s,
             pinned=cold.pinned if cold else False,
             busy=self._resident.is_busy(name),
+            cold_tokens=cold.tokens if cold else 0,
         )
 
 

@@ -1,4 +1,4 @@
-// Each tier against its budget, what plain bf16 would need, and why turns found less than they might.
+// Each tier against its budget, what it would need unpacked, and why turns found less than they might.
 
 import { html } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
@@ -70,13 +70,13 @@ function AsBf16({ it }) {
   const whole = it.bf16_bytes;
   const held = it.cold_bytes;
   const capacity = it.hot.capacity_bytes;
-  return html`<section class="card" aria-labelledby="bf16">
-    <h2 id="bf16">What plain bf16 would need</h2>
+  return html`<section class="card" aria-labelledby="unpacked">
+    <h2 id="unpacked">What it would need unpacked</h2>
     ${whole
-      ? html`<p class="amount"><b>${bytes(whole)}</b> for the tokens of all sessions; packed they are ${bytes(held)}${held ? html`, <b>${ratio(whole / held)}</b> smaller` : ""}.</p>
+      ? html`<p class="amount"><b>${bytes(whole)}</b> as this engine keeps live KV; packed it is ${bytes(held)}${held ? html`, <b>${ratio(whole / held)}</b> smaller` : ""}.</p>
           <div class="compare">
-            <span>bf16</span><${Meter} parts=${[{ name: bytes(whole), value: whole, tone: "bf16" }]} total=${Math.max(whole, held)} tall
-              marks=${capacity && capacity < whole ? [{ at: capacity, name: `the hot budget: ${bytes(capacity)}` }] : []} words=${`bf16: ${bytes(whole)}`} />
+            <span>unpacked</span><${Meter} parts=${[{ name: bytes(whole), value: whole, tone: "bf16" }]} total=${Math.max(whole, held)} tall
+              marks=${capacity && capacity < whole ? [{ at: capacity, name: `the hot budget: ${bytes(capacity)}` }] : []} words=${`unpacked: ${bytes(whole)}`} />
             <span>packed</span><${Meter} parts=${[{ name: bytes(held), value: held, tone: "ram" }]} total=${Math.max(whole, held)} tall words=${`packed: ${bytes(held)}`} />
           </div>
           ${capacity && whole > capacity ? html`<p class="hint">Hot memory alone would hold ${percent(capacity / whole)} of it; the rest would be computed again at every return.</p>` : ""}`

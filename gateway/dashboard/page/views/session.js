@@ -24,7 +24,7 @@ export function Session({ row, close }) {
     <dl class="facts">
       <dt>Tokens</dt><dd>${count(row.tokens)}</dd>
       <dt>${isHot(row) ? "Hot bytes" : "Packed bytes"}</dt><dd>${bytes(row.bytes)}</dd>
-      <dt>As bf16</dt><dd>${bytes(row.bf16_bytes)}${row.ratio ? html` <span class="faint">packed ${ratio(row.ratio)} smaller</span>` : ""}</dd>
+      <dt>Unpacked</dt><dd>${bytes(row.bf16_bytes)}${row.ratio ? html` <span class="faint">packed ${ratio(row.ratio)} smaller</span>` : ""}</dd>
       <dt>Cold copy</dt><dd>${row.tier ? TIER_NAMES[row.tier] : "none yet"}${row.cold_bytes ? html` <span class="faint">${bytes(row.cold_bytes)}</span>` : ""}</dd>
       <dt>Last return</dt><dd><${Source} source=${row.last_source} reason=${row.last_reason} /></dd>
       <dt>Prefill saved</dt><dd>${seconds(row.saved_s)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
