@@ -276,10 +276,11 @@ class ControlReply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """A session changed: saved after a turn, evicted by the engine, lost, restored."""
+    """A session changed: saved after a turn, evicted by the engine, moved, lost, restored."""
 
-    cause: Literal["saved", "dropped", "restored", "lost", "turn"]
+    cause: Literal["saved", "dropped", "moved", "restored", "lost", "turn"]
     session: SessionReport
+    why: str = ""  # of "moved" and "lost": "budget", "expired", ...; "" = not said
 
 
 FromEngine: TypeAlias = ControlReply | Notice

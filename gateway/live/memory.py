@@ -14,7 +14,7 @@ from gateway.live.rows import Key, KvSize
 from gateway.live.shape import HotShown, MemoryShown, TierShown
 from gateway.live.sums import Sums
 
-Outcomes: TypeAlias = Mapping[str, Mapping[str, int]]
+Counts: TypeAlias = Mapping[str, Mapping[str, int]]
 
 
 def memory_shown(
@@ -22,7 +22,8 @@ def memory_shown(
     report: EngineReport | None,
     codec: CodecReport | None,
     kv_size: KvSize,
-    outcomes: Outcomes,
+    outcomes: Counts,
+    departures: Counts,
     water: tuple[float, float],
     *,
     admin: bool,
@@ -41,6 +42,7 @@ def memory_shown(
         bf16_bytes=kv_size.of(sums.cold_tokens),
         sessions=dict(sorted(sums.states.items())),
         outcomes={source: dict(reasons) for source, reasons in outcomes.items()},
+        departures={place: dict(whys) for place, whys in departures.items()},
     )
 
 

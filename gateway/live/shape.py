@@ -131,6 +131,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     bf16_bytes: int | None  # what these would take unpacked
     sessions: dict[str, int]  # how many are in each state
     outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
+    departures: dict[str, dict[str, int]]  # sessions that left a place, hot or a tier, by why
 
 
 class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +165,16 @@ class BoundShown(msgspec.Struct, frozen=True):
     chain_top1: float
 
 
+class VerdictShown(msgspec.Struct, frozen=True, kw_only=True):
+    """A verdict of the gate, from then on until the next."""
+
+    at: float  # when this server heard of it
+    tiers: dict[TierName, str]  # the codecs' ids
+    why: str
+    measured: bool
+    worst_kl: float | None  # of those in use that lose something
+
+
 class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
     """The gate: the codecs in use, and what they were measured to cost."""
 
@@ -175,6 +186,7 @@ class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
     can_measure: bool  # ``POST /admin/measure`` starts one
     bound: BoundShown | None
     rows: list[QualityRow]
+    history: list[VerdictShown]  # that this server has heard, the oldest first
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +219,8 @@ class TransitionShown(msgspec.Struct, frozen=True):
     before: str
     event: str
     after: str
+    tier: TierName | None  # that held its cold copy then
+    why: str  # its KV left the place where it was; "" if it did not
 
 
 class TurnShown(msgspec.Struct, frozen=True, kw_only=True):
