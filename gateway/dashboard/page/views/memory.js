@@ -2,9 +2,9 @@
 
 import { html } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
-import { REASONS, sourceWords, tierOf } from "../parts/badges.js";
+import { leftWords, REASONS, sourceWords, tierOf } from "../parts/badges.js";
 import { sum } from "../parts/strip.js";
-import { memory, places, TIER_NAMES } from "../live/store.js";
+import { memory, places, TIER_NAMES, TIERS } from "../live/store.js";
 import { bytes, count, percent, plural, ratio } from "../live/format.js";
 
 const ORDER = ["hot", "cold-ram", "cold-disk", "cold-redis", "miss"];
@@ -20,8 +20,9 @@ export function Memory() {
         ${it.tiers.map((x) => html`<${Cold} key=${x.name} tier=${x} />`)}
       </div>
     </section>
+    <${Departures} departures=${it.departures ?? {}} />
     <div class="halves">
-      <${AsBf16} it=${it} />
+      <${Unpacked} it=${it} />
       <${Outcomes} outcomes=${it.outcomes ?? {}} />
     </div>
   `;
@@ -66,7 +67,24 @@ function Cold({ tier }) {
   </article>`;
 }
 
-function AsBf16({ it }) {
+function Departures({ departures }) {
+  const left = TIERS.filter((x) => departures[x]);
+  return html`<section class="card" aria-labelledby="departures">
+    <h2 id="departures">Why conversations left</h2>
+    ${left.length === 0
+      ? html`<p class="hint">None has left a place yet, since this server began.</p>`
+      : html`<dl class="departures">${left.map(
+          (x) => html`<div key=${x}><dt><span class="mark ${x}">${TIER_NAMES[x]}</span></dt><dd>${whys(departures[x])}</dd></div>`,
+        )}</dl>`}
+  </section>`;
+}
+
+const whys = (counts) =>
+  Object.entries(counts)
+    .sort((a, b) => b[1] - a[1])
+    .map(([why, n]) => html`<span class="why"><b>${count(n)}</b> ${leftWords(why)}</span>`);
+
+function Unpacked({ it }) {
   const whole = it.bf16_bytes;
   const held = it.cold_bytes;
   const capacity = it.hot.capacity_bytes;

@@ -4,6 +4,7 @@ import { html, useEffect, useState } from "../parts/html.js";
 import { Client, Source, Whereabouts } from "../parts/badges.js";
 import { Confirm } from "../parts/confirm.js";
 import { say } from "../parts/said.js";
+import { Steps } from "./steps.js";
 import { call, sessionPath } from "../live/api.js";
 import { isHot, rowKey, TIER_NAMES } from "../live/store.js";
 import { bytes, count, plural, ratio, seconds } from "../live/format.js";
@@ -30,6 +31,7 @@ export function Session({ row, close }) {
       <dt>Prefill saved</dt><dd>${seconds(row.saved_s)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
     </dl>
     <${Journey} row=${row} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />
+    <${Steps} steps=${detail?.timeline ?? []} />
     <${Turns} turns=${detail?.last_turns ?? []} prefix=${detail?.prefix} known=${!!detail} />
   `;
 }
