@@ -200,6 +200,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sessions: list[SessionShown]  # the most recently used first; the last field
 
 
+class More(msgspec.Struct, frozen=True, kw_only=True):
+    """More rows of a snapshot that is told in pages."""
+
+    sessions: list[SessionShown]
+    left: int  # rows that are still to come
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An event behind the first: only what is not as it was."""
 

@@ -228,3 +228,17 @@ async def test_a_ratio_compares_what_is_packed_with_itself(watched: Watched):
         assert (shown["tokens"], shown["bf16_bytes"], shown["ratio"]) == (330, 33_000, 5.0)
         memory = told["memory"]
         assert (memory["cold_bytes"], memory["bf16_bytes"]) == (2000, 10_000)
+
+
+async def test_a_snapshot_in_pages_tells_of_each_session_once(watched: Watched):
+    for i in range(130):
+        watched.clock.now += 1
+        watched.turn(f"s{i}")
+    with watched.reader("alice") as scope:
+        events = [(name, json.loads(b"".join(data))) for name, data in scope.paged(50)]
+        assert [name for name, _ in events] == ["snapshot", "more", "more"]
+        assert [x.get("left") for _, x in events] == [None, 80 - 50, 0]
+        assert events[0][1]["num_sessions"] == 130
+        told = [row["id"] for _, data in events for row in data["sessions"]]
+        assert told == [f"s{i}" for i in reversed(range(130))]
+        assert [name for name, _ in scope.paged(500)] == ["snapshot"]
