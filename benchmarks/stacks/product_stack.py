@@ -116,7 +116,13 @@ class Stack:
                 env=environment,
             )
         self._lifeline = Lifeline(self._process)
-        self._wait_ready(self.start_timeout_s)
+        try:
+            self._wait_ready(self.start_timeout_s)
+        except BaseException:
+            self._process.terminate()
+            self._process.wait()
+            self._ended()
+            raise
         return self
 
     def _wait_ready(self, timeout_s: float) -> None:
