@@ -1,7 +1,7 @@
 """What is in use loses nothing: a session is acted on while the real engine answers it.
 
-Gateway and mlx engine are processes, the model is tiny and random, and greedy: so an answer that was
-disturbed is not the one that the same prompt gets undisturbed.
+Gateway and mlx engine are processes, the model is tiny and random, and greedy: so an answer that
+was disturbed is not the one that the same prompt gets undisturbed.
 """
 
 from __future__ import annotations
