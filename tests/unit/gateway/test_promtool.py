@@ -1,4 +1,4 @@
-"""Prometheus' own tool on what is written for Prometheus: queries, rules, and what /metrics says."""
+"""Prometheus' own tool on what is written for it: queries, rules, and what /metrics says."""
 
 from __future__ import annotations
 
@@ -115,9 +115,8 @@ def test_every_rule_is_tried():
 
 def test_what_the_server_exposes_can_be_read():
     metrics = Metrics()
-    metrics.transition(
-        SessionRef("t", "s", b""), Step("idle", "evicted", "cold", "ram", "hot", "idle")
-    )
+    slept = Step("idle", "evicted", "cold", "ram", left="hot", why="idle")
+    metrics.transition(SessionRef("t", "s", b""), slept)
     gauges = Gauges(ready=True, num_running=1, num_waiting=0, engine=None)
     text = metrics.render(gauges).decode()
     assert 'thermocline_session_departures_total{place="hot",why="idle"} 1.0' in text
