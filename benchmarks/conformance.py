@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.clients.roomy_model import roomy_model
 from benchmarks.conformance_suites import CLIENTS, Client, FileResult, Suite, all_models
+from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import MIB, Stack, free_port
 from benchmarks.stacks.vllm_stack import PlainVllm, python_with_vllm
 
@@ -153,12 +154,14 @@ def mlx_lm_server(model: str) -> Iterator[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    lifeline = Lifeline(process, patience_s=10)
     try:
         _wait(f"http://127.0.0.1:{port}/health")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(30)
+        lifeline.let_go()
 
 
 def _wait(url: str, timeout_s: float = 120.0) -> None:

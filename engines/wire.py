@@ -39,6 +39,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     pinned: bool
     busy: bool  # a request of this session is being served
+    cold_tokens: int = 0  # that ``cold_bytes`` are the packed KV of; 0: not said
 
 
 def absent(session: SessionRef) -> SessionReport:
@@ -275,10 +276,11 @@ class ControlReply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """A session changed: saved after a turn, evicted by the engine, lost, restored."""
+    """A session changed: saved after a turn, evicted by the engine, moved, lost, restored."""
 
-    cause: Literal["saved", "dropped", "restored", "lost", "turn"]
+    cause: Literal["saved", "dropped", "moved", "restored", "lost", "turn"]
     session: SessionReport
+    why: str = ""  # of "moved" and "lost": "budget", "expired", ...; "" = not said
 
 
 FromEngine: TypeAlias = ControlReply | Notice

@@ -19,6 +19,7 @@ from engines.headers import CacheOutcome
 from engines.wire import EngineReport, SessionRef
 from gateway.telemetry.gauges import GaugeCollector
 from gateway.telemetry.gauges import Gauges as Gauges
+from scheduler.observer import Step
 
 log = logging.getLogger("thermocline.sessions")
 
@@ -136,6 +137,11 @@ class Metrics:
         self._transitions = self._counter(
             "thermocline_session_transitions", "Changes of state.", ("before", "event", "after")
         )
+        self._departures = self._counter(
+            "thermocline_session_departures",
+            "Sessions whose KV left a place (hot, or a tier), and why.",
+            ("place", "why"),
+        )
         self._decisions = self._counter(
             "thermocline_decisions", "What the scheduler decided.", ("decision",)
         )
@@ -182,11 +188,14 @@ class Metrics:
 
     # ---- scheduler.observer.Observer
 
-    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
-        level = logging.DEBUG if event in _EVERY_TURN else logging.INFO
+    def transition(self, ref: SessionRef, step: Step) -> None:
+        level = logging.DEBUG if step.event in _EVERY_TURN else logging.INFO
         words = "session %s: %s -> %s (%s)"
-        log.log(level, words, ref.id, before, after, event, extra={"session": ref.id})
-        self._transitions(before, event, after).inc()
+        event = f"{step.event}, {step.why}" if step.why else step.event
+        log.log(level, words, ref.id, step.before, step.after, event, extra={"session": ref.id})
+        self._transitions(step.before, step.event, step.after).inc()
+        if step.left:
+            self._departures(step.left, step.why).inc()
 
     def row_changed(self, ref: SessionRef) -> None:
         pass

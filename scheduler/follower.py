@@ -18,6 +18,8 @@ log = logging.getLogger("thermocline.sessions")
 
 ASK_AGAIN_FIRST_S = 0.5
 ASK_AGAIN_CAP_S = 30.0
+# Why a session left, where the engine does not say: it needed the room, or had no cold copy of it.
+WHY = {"dropped": "engine", "lost": "no-copy"}
 ROWS_AT_ONCE = 500  # then turns get their share of the event loop
 
 
@@ -70,7 +72,7 @@ class Follower:
             # The notice was overtaken by the demote that had waited for this save.
             self._table.learn(session, report)
         elif session is not None:
-            self._table.take(session, report)
+            self._table.take(session, report, notice.why or WHY.get(notice.cause, ""))
         elif report.hot or report.tier is not None:
             self._adopt(report)
         if notice.cause in ("saved", "turn"):
@@ -111,11 +113,11 @@ class Follower:
             if session is None:
                 self._adopt(report)
             elif session.last_used <= asked_at:  # the engine had not heard of later turns yet
-                self._table.take(session, report)
+                self._table.take(session, report, "engine")
         for session in known:
             missing = (session.ref.tenant, session.ref.id) not in reports
             if missing and session.last_used <= asked_at:
-                self._table.take(session, None)
+                self._table.take(session, None, "missing")
         self._followed = welcome
 
     def _adopt(self, report: SessionReport) -> None:

@@ -38,7 +38,7 @@ class Moves:
         self._prefetches = asyncio.Semaphore(config.max_prefetches)
 
     async def hibernate(
-        self, session: Session, tier: TierName | None = None, *, urgent: bool = False
+        self, session: Session, tier: TierName | None, why: str, *, urgent: bool = False
     ) -> str:
         """Drop the hot copy; with ``tier`` also move the cold copy down.
 
@@ -46,6 +46,7 @@ class Moves:
         Returns why the session stayed, "" if it went.
 
         Args:
+            why: it is to sleep, in a word; see ``scheduler.observer.Step``.
             urgent: memory is short, so this does not wait behind jobs that are not.
 
         Raises:
@@ -56,12 +57,12 @@ class Moves:
             if session.last_used != last_used or session.num_turns:
                 return "busy"
             if session.state is State.IDLE:
-                return await self._drop_hot_copy(session, tier)
+                return await self._drop_hot_copy(session, tier, why)
             if session.state is State.COLD and tier is not None:
-                return await self._move_down(session, tier)
+                return await self._move_down(session, tier, why)
             return ""
 
-    async def _drop_hot_copy(self, session: Session, tier: TierName | None) -> str:
+    async def _drop_hot_copy(self, session: Session, tier: TierName | None, why: str) -> str:
         session.apply(Event.HIBERNATE)
         job = session.hibernation
         try:
@@ -73,17 +74,17 @@ class Moves:
         outcome = _outcome(demoted.report)
         if outcome is Event.KEPT:
             session.keep_until = self._clock() + KEPT_RETRY_S
-        if not session.complete(outcome, job):
+        if not session.complete(outcome, job, demoted.report, why):
             # A turn has overtaken the job, or the session was forgotten meanwhile.
             return "" if session.state is State.GONE else "busy"
         if demoted.report is not None:
             self._table.learn(session, demoted.report)
         return demoted.kept
 
-    async def _move_down(self, session: Session, tier: TierName) -> str:
+    async def _move_down(self, session: Session, tier: TierName, why: str) -> str:
         session.keep_until = self._clock() + KEPT_RETRY_S  # reset below if it gets there
         demoted = await self._engine.demote(session.ref, tier)
-        self._table.take(session, demoted.report)
+        self._table.take(session, demoted.report, why)
         if session.tier != tier:
             return demoted.kept or "no-room"
         session.keep_until = 0.0
@@ -119,7 +120,7 @@ class Moves:
         with self._table.forgetting(session.ref):
             await self._engine.forget(session.ref)
         if session.last_used == last_used and session.can(Event.LOST):
-            session.apply(Event.LOST)
+            session.apply(Event.LOST, "forgotten")
         else:
             session.keep_until = 0.0
 

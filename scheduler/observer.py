@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from engines.base import EngineReport, SessionRef
+from engines.base import EngineReport, SessionRef, TierName
+
+
+class Step(NamedTuple):
+    """One thing that happened to a session, in words for those who watch."""
+
+    before: str
+    event: str  # an event, or "moved": to another tier, while cold
+    after: str
+    tier: TierName | None = None  # that holds its cold copy now
+    left: str = ""  # the place that its KV is no longer in: "hot", a tier; "" = none
+    why: str = ""  # it left: idle, pressure, memory, asked, engine, budget, expired, forgotten, ...
 
 
 class Observer(Protocol):
     """Hears of everything that the scheduler does. Called on the event loop; must not block."""
 
-    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
-        """A session changed state; called once for every transition."""
+    def transition(self, ref: SessionRef, step: Step) -> None:
+        """A session changed state, or the tier where it sleeps; called once for every change."""
 
     def row_changed(self, ref: SessionRef) -> None:
         """A row of the table is new, gone, or not as it was; also called when nothing differs."""
@@ -32,7 +43,7 @@ class Observer(Protocol):
 class NullObserver:
     """Ignores everything."""
 
-    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
+    def transition(self, ref: SessionRef, step: Step) -> None:
         pass
 
     def row_changed(self, ref: SessionRef) -> None:
@@ -60,9 +71,9 @@ class Observers:
     def add(self, observer: Observer) -> None:
         self._all.append(observer)
 
-    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
+    def transition(self, ref: SessionRef, step: Step) -> None:
         for each in self._all:
-            each.transition(ref, before, event, after)
+            each.transition(ref, step)
 
     def row_changed(self, ref: SessionRef) -> None:
         for each in self._all:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engines.base import SessionRef, SessionReport, TierName
+from scheduler.observer import Step
 
 
 class State(enum.Enum):
@@ -98,7 +99,7 @@ class TurnHints(NamedTuple):
     retain_s: float = 0.0  # keep it at least so long, as far as budgets allow
 
 
-Listener = Callable[["Session", State, Event], None]  # the row, the state before, what happened
+Listener = Callable[["Session", Step], None]  # the row as it is now, what happened
 
 
 class IllegalTransition(Exception):
@@ -120,6 +121,7 @@ class Session:
     tokens: int = 0
     hot_bytes: int = 0
     cold_bytes: int = 0
+    cold_tokens: int = 0  # that ``cold_bytes`` are for; fewer than ``tokens`` while it grows
     tier: TierName | None = None
     pinned: bool = False
     keep_until: float = 0.0  # the engine refused to let it go; ask again from then on
@@ -138,8 +140,11 @@ class Session:
         """Tell whether the event is legal in this state."""
         return event in TRANSITIONS[self.state]
 
-    def apply(self, event: Event) -> State:
+    def apply(self, event: Event, why: str = "") -> State:
         """Change the state, tell the listener, and return the new state.
+
+        Args:
+            why: the session leaves a place, in a word; see ``Step``.
 
         Raises:
             IllegalTransition: the table has no entry for this event in this state.
@@ -150,14 +155,34 @@ class Session:
         if event is E.HIBERNATE:
             self.hibernation += 1
         self.state = after
-        self.listener(self, before, event)
+        left = self._left(before, after)
+        step = Step(before.value, event.value, after.value, self.tier, left, why if left else "")
+        self.listener(self, step)
         return after
 
-    def complete(self, event: Event, hibernation: int) -> bool:
-        """Apply the end of a hibernation job; return False if a later turn made it obsolete."""
+    def _left(self, before: State, after: State) -> str:
+        """Name the place that a change of state took its KV from, the slowest of several."""
+        was_hot = before in (S.ACTIVE, S.IDLE, S.HIBERNATING)
+        if after is S.COLD:
+            return "hot" if was_hot else ""
+        if after is S.LEAVING or (after is S.GONE and before is not S.LEAVING):
+            return (self.tier or ("hot" if was_hot else "")) if self.known else ""
+        return ""
+
+    def complete(
+        self, event: Event, hibernation: int, report: SessionReport | None = None, why: str = ""
+    ) -> bool:
+        """Apply the end of a hibernation job; return False if a later turn made it obsolete.
+
+        Args:
+            report: what the engine said at its end.
+            why: the session was put to sleep.
+        """
         if self.state is not S.HIBERNATING or hibernation != self.hibernation:
             return False
-        self.apply(event)
+        if report is not None:
+            self.learn(report)
+        self.apply(event, why)
         return True
 
     def take_hints(self, hints: TurnHints, now: float) -> None:
@@ -173,5 +198,6 @@ class Session:
         self.tokens = report.tokens
         self.hot_bytes = report.hot_bytes
         self.cold_bytes = report.cold_bytes
+        self.cold_tokens = report.cold_tokens or (report.tokens if report.cold_bytes else 0)
         self.tier = report.tier
         self.pinned = report.pinned

@@ -211,7 +211,7 @@ class SessionManager:
         session = self._known(ref)
         if session is None:
             return None
-        if kept := await self._moves.hibernate(session, tier):
+        if kept := await self._moves.hibernate(session, tier, "asked"):
             raise SessionKept(kept)
         return self.get(ref)
 
@@ -258,7 +258,7 @@ class SessionManager:
         with self.table.forgetting(ref):
             await self._engine.forget(ref)
         if session.can(Event.EXPIRE):
-            session.apply(Event.EXPIRE)
+            session.apply(Event.EXPIRE, "forgotten")
         return True
 
     def _known(self, ref: SessionRef) -> Session | None:

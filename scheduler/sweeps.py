@@ -107,7 +107,7 @@ class Sweeps:
                 key=lambda x: x.last_used,
             )
             self._start_urgent(
-                jobs, leaving_memory(quiet, missing, self._clock()), "hibernate-memory", "disk"
+                jobs, leaving_memory(quiet, missing, self._clock()), "memory", "disk"
             )
 
     def _relieve_engine(self, jobs: asyncio.TaskGroup, report: EngineReport) -> None:
@@ -124,13 +124,13 @@ class Sweeps:
             config.value_half_life_s,
             config.idle_after_s,
         )
-        self._start_urgent(jobs, chosen, "hibernate-pressure", None)
+        self._start_urgent(jobs, chosen, "pressure", None)
 
     def _let_sleep(self, jobs: asyncio.TaskGroup) -> None:
         hot = self._without_job(Queue.HOT)
         for session in long_idle(hot, self._clock(), self._config.idle_after_s):
             self._observer.decision("hibernate-idle")
-            self._start(jobs, session, self._hibernate(session, None, urgent=False))
+            self._start(jobs, session, self._hibernate(session, None, "idle", urgent=False))
 
     def _without_job(self, queue: Queue) -> Iterator[Session]:
         """Sessions of a queue that have no job."""
@@ -146,9 +146,9 @@ class Sweeps:
         self, jobs: asyncio.TaskGroup, sessions: Iterable[Session], why: str, tier: TierName | None
     ) -> None:
         for session in sessions:
-            self._observer.decision(why)
+            self._observer.decision(f"hibernate-{why}")
             self._urgent[session.number] = session
-            job = self._hibernate(session, tier, urgent=True)
+            job = self._hibernate(session, tier, why, urgent=True)
             self._start(jobs, session, job, self._urgent_job_ended)
 
     def _urgent_job_ended(self, session: Session) -> None:
@@ -168,9 +168,11 @@ class Sweeps:
         self._with_job.add(session.number)
         jobs.create_task(job, name="session-job").add_done_callback(ended)
 
-    async def _hibernate(self, session: Session, tier: TierName | None, *, urgent: bool) -> None:
+    async def _hibernate(
+        self, session: Session, tier: TierName | None, why: str, *, urgent: bool
+    ) -> None:
         with suppress(EngineError):
-            await self._moves.hibernate(session, tier, urgent=urgent)
+            await self._moves.hibernate(session, tier, why, urgent=urgent)
 
     async def _remove(self, session: Session) -> None:
         with suppress(EngineError):

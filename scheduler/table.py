@@ -16,8 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from engines.base import SessionRef, SessionReport
-from scheduler.observer import Observer
+from scheduler.observer import Observer, Step
 from scheduler.session import Event, Session, State, TurnHints
 
 # A report may have been written before its session was forgotten, and come afterwards.
@@ -164,22 +166,29 @@ class SessionTable:
         session.learn(report)
         self._file(session)
 
-    def take(self, session: Session, report: SessionReport | None) -> None:
+    def take(self, session: Session, report: SessionReport | None, why: str = "") -> None:
         """Fold a report into the row; a quiet session's state follows what the engine holds.
 
         Args:
             report: None if the engine does not know the session.
+            why: it may have left a place, in a word; see ``scheduler.observer.Step``.
         """
+        held_by = session.tier
         if report is not None:
-            self.learn(session, report)
+            # One that is lost left the tier where it was.
+            gone = session.state is State.COLD and not (report.hot or report.tier)
+            self.learn(session, msgspec.structs.replace(report, tier=held_by) if gone else report)
         if session.state not in (State.IDLE, State.COLD):
             return
         if report is None or not (report.hot or report.tier):
-            session.apply(Event.LOST)
+            session.apply(Event.LOST, why)
         elif session.state is State.IDLE and not report.hot:
-            session.apply(Event.EVICTED)
+            session.apply(Event.EVICTED, why)
         elif session.state is State.COLD and report.hot:
             session.apply(Event.RESTORED)
+        elif session.state is State.COLD and held_by and session.tier != held_by:
+            step = Step("cold", "moved", "cold", session.tier, held_by, why)
+            self._observer.transition(session.ref, step)
 
     # ---- who was forgotten
 
@@ -205,10 +214,9 @@ class SessionTable:
 
     # ---- queues
 
-    def _changed(self, session: Session, before: State, event: Event) -> None:
-        after = session.state
-        self._observer.transition(session.ref, before.value, event.value, after.value)
-        if after is State.GONE:
+    def _changed(self, session: Session, step: Step) -> None:
+        self._observer.transition(session.ref, step)
+        if session.state is State.GONE:
             self._drop(session)
         self._file(session)
 

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from benchmarks.stacks.lifeline import Lifeline
 from engines.config import EngineConfig, WorkerConfig
 from engines.registry import engine_factory
 from gateway.access.key_list import lines_of
@@ -66,6 +67,7 @@ class FakeStack:
                 stdout=log,
                 stderr=log,
             )
+        self._lifeline = Lifeline(self._process, patience_s=20)
         self.wait_ready()
         return self
 
@@ -83,6 +85,7 @@ class FakeStack:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._lifeline.let_go()
 
     @property
     def process(self) -> psutil.Process:

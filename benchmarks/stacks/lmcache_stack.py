@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import free_port
 from benchmarks.stacks.vllm_stack import START_S, PlainVllm, python_with_vllm
 
@@ -135,6 +136,8 @@ class LmcacheVllm:
             self._server = subprocess.Popen(
                 self._command(), stdout=log, stderr=log, env={**os.environ, **QUIET}
             )
+            lifeline = Lifeline(self._server)
+            exits.callback(lifeline.let_go)
             exits.callback(self._end_server)
             self._wait_for_server()
             exits.enter_context(self.vllm)

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 import aiohttp
 import psutil
 
+from benchmarks.stacks.lifeline import Lifeline
+
 WORDS = """
 river stone market winter garden engine letter bridge summer harbour window forest music doctor
 silver travel kitchen morning village science painter history island captain ocean mountain paper
@@ -93,6 +95,7 @@ class Stack:
         self.root.mkdir(parents=True, exist_ok=True)
         self.log = self.root / "log.txt"
         self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: Lifeline | None = None
 
     @property
     def url(self) -> str:
@@ -112,7 +115,14 @@ class Stack:
                 stderr=log,
                 env=environment,
             )
-        self._wait_ready(self.start_timeout_s)
+        self._lifeline = Lifeline(self._process)
+        try:
+            self._wait_ready(self.start_timeout_s)
+        except BaseException:
+            self._process.terminate()
+            self._process.wait()
+            self._ended()
+            raise
         return self
 
     def _wait_ready(self, timeout_s: float) -> None:
@@ -154,8 +164,14 @@ class Stack:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         code = self._process.wait(timeout=120)
-        self._process = None
+        self._ended()
         return code
+
+    def _ended(self) -> None:
+        self._process = None
+        if self._lifeline is not None:
+            self._lifeline.let_go()
+            self._lifeline = None
 
     def kill(self, *, engine_too: bool = False) -> None:
         """kill -9 of the gateway; the engine notices by itself, if it is not killed as well."""
@@ -168,7 +184,7 @@ class Stack:
         if engine_too:
             engine.kill()
         engine.wait(timeout=60)
-        self._process = None
+        self._ended()
 
     def kill_engine(self, timeout_s: float = 300.0) -> None:
         """kill -9 of the engine; returns when the gateway has started another."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import MIB, Stack, free_port
 from engines.config import EngineConfig, WorkerConfig
 from engines.vllm_plugin.process.command import command, default_environment, environment
@@ -142,6 +143,7 @@ class PlainVllm:
             env=self.environment(),
             start_new_session=True,
         )
+        self._lifeline = Lifeline(self._process, group=True, patience_s=10)
         deadline = time.monotonic() + START_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -161,6 +163,7 @@ class PlainVllm:
         """Kill vLLM with all its processes, which do not always end with the first one."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._lifeline.let_go()
         self._log.close()
         self._folder.cleanup()
 

@@ -200,6 +200,7 @@ class FakeSessions:
             idle_s=self._clock() - session.last_used,
             pinned=session.pinned,
             busy=session.num_turns > 0,
+            cold_tokens=len(session.words) if session.tier else 0,
         )
 
 

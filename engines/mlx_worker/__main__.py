@@ -145,7 +145,7 @@ async def _serve_until(
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
     owner.listen(notifier.hear)
     if store := owner.store:
-        store.listen(verbs.lost)
+        store.listen(verbs.left)
     http = _HttpServer(_http_config(owner, config))
     listener = _listener(folder / "http.sock")
     serving = asyncio.create_task(http.serve([listener]), name="http")
@@ -235,9 +235,9 @@ async def _welcome(
 
 
 def _kv_bytes_per_token(owner: Owner, config: WorkerConfig) -> int:
-    """Bytes of a token's KV, far from the beginning; 0 where live KV is packed itself."""
-    if config.engine.hot_codec:
-        return 0
+    """Bytes of a token's KV, unpacked and far from the beginning; 0 where nobody can tell."""
+    if config.engine.hot_codec:  # what a row takes is packed, too
+        return owner.store.layout.bytes_per_token if owner.store else 0
     return (owner.sequence_bytes(8192) - owner.sequence_bytes(4096)) // 4096
 
 

@@ -44,7 +44,7 @@ T = TypeVar("T")
 # Called on the owner thread once the model is loaded. Returns the store for its KV, or one sentence
 # that says why there is none.
 OpenStore: TypeAlias = Callable[[LoadedModel, CachePlan], OpenedStore | str]
-Listener: TypeAlias = Callable[[Cause, SessionRef], None]
+Listener: TypeAlias = Callable[[Cause, SessionRef, str], None]  # the last: why, or ""
 
 # So many requests may wait for each slot of the batch.
 WAITING_PER_SLOT = 16
@@ -203,14 +203,14 @@ class Owner:
         """Have ``command`` run on the owner thread, between two rounds."""
         self._commands.put(command)
 
-    def tell(self, cause: Cause, session: SessionRef) -> None:
+    def tell(self, cause: Cause, session: SessionRef, why: str = "") -> None:
         """Have the listeners called."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._notify, cause, session)
+            self._loop.call_soon_threadsafe(self._notify, cause, session, why)
 
-    def _notify(self, cause: Cause, session: SessionRef) -> None:
+    def _notify(self, cause: Cause, session: SessionRef, why: str) -> None:
         for listener in self._listeners:
-            listener(cause, session)
+            listener(cause, session, why)
 
     # ---- the owner thread
 

@@ -168,7 +168,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     number: int
     sessions: list[RankSession]
     stats: StoreStats | None = None
-    codec: CodecReport | None = None  # in answers to ``GetStats`` and ``Adopt``
+    codec: CodecReport | None = None  # in answers to ``GetStats``, ``Adopt`` and ``Measure``
     error: str = ""
     pin_limit: str = ""  # the reason why a pin was refused
     more: bool = False  # more sessions come in the next message
@@ -183,9 +183,11 @@ class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class RankLost(msgspec.Struct, frozen=True, tag="lost"):
-    """News that what was stored of a session is gone, by ttl or eviction."""
+    """News that what was stored of a session is gone, or slower to reach."""
 
     session: SessionRef
+    why: str = ""  # "budget", "expired"
+    is_gone: bool = True
 
 
 # ---- front <-> hub

@@ -56,13 +56,17 @@ def page_files(folder: Path = FOLDER) -> PageFiles:
     for name, content in found.items():
         whole.update(f"{name} {len(content)} ".encode() + content)
     version = whole.hexdigest()[:16]
-    modules = [
-        f'<link rel="modulepreload" href="ui/VERSION/{x}">' for x in found if x.endswith(".js")
-    ]
+    scripts = sorted((x for x in found if x.endswith(".js")), key=_needed_first)
+    modules = [f'<link rel="modulepreload" href="ui/VERSION/{x}">' for x in scripts]
     index = found.pop(INDEX).replace(PRELOADS, "\n".join(modules).encode())
     index = index.replace(PLACEHOLDER, f"ui/{version}/".encode())
     others = {name: _file(name, content) for name, content in found.items()}
     return PageFiles(version, _file(INDEX, index), others)
+
+
+def _needed_first(name: str) -> tuple[bool, str]:
+    """What asks for the data comes before what shows it."""
+    return not name.startswith(("live/", "vendor/signals", "vendor/preact")), name
 
 
 def _file(name: str, content: bytes) -> PageFile:

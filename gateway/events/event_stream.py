@@ -43,17 +43,20 @@ class LiveEvents(Response):
         caller: Tenant,
         tenant: str | None,
         last_event_id: str,
+        page_rows: int = 0,
     ) -> None:
         """
         Args:
             tenant: whose sessions are told of; None = everybody's.
             last_event_id: the last event that the reader has had; "" = none.
+            page_rows: tell a snapshot in pages of so many rows; 0 = in one piece.
         """
         super().__init__()
         self._gateway = gateway
         self._caller = caller
         self._tenant = tenant
         self._last_event_id = last_event_id
+        self._page_rows = page_rows
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with (
@@ -72,7 +75,7 @@ class LiveEvents(Response):
         told = scope.resumes(self._last_event_id)
         if told is None:
             told = scope.moment
-            await _send_event(take, "snapshot", scope.event_id(told), scope.snapshot())
+            await self._send_snapshot(scope, take, scope.event_id(told))
         while self._goes_on():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LIFE_EVERY_S):
@@ -84,6 +87,18 @@ class LiveEvents(Response):
                 await _send_event(take, "change", scope.event_id(told), [change])
             else:
                 await take(b": still here\n\n")
+
+    async def _send_snapshot(self, scope: LiveScope, take: Take, event_id: str) -> None:
+        if not self._page_rows:
+            await _send_event(take, "snapshot", event_id, scope.snapshot())
+            return
+        pages = scope.paged(self._page_rows)
+        name, pieces = next(pages)
+        for next_name, next_pieces in pages:
+            # Without an id: who has had a part of it only cannot go on from there.
+            await _send_event(take, name, "", pieces)
+            name, pieces = next_name, next_pieces
+        await _send_event(take, name, event_id, pieces)
 
     def _goes_on(self) -> bool:
         """Tell whether the reader may stay: its key may be gone, or the server may end.
@@ -97,7 +112,8 @@ class LiveEvents(Response):
 
 
 async def _send_event(take: Take, name: str, event_id: str, pieces: Iterable[bytes]) -> None:
-    await take(f"id: {event_id}\nevent: {name}\ndata: ".encode())
+    number = f"id: {event_id}\n" if event_id else ""
+    await take(f"{number}event: {name}\ndata: ".encode())
     for piece in pieces:
         await take(piece)
         await asyncio.sleep(0)  # a snapshot is long: others get their turn

@@ -10,6 +10,8 @@ from gateway.context import caller_of, gateway_of, sees_all
 from gateway.events.event_stream import LiveEvents
 
 router = APIRouter()
+LONGEST_NUMBER = 7
+LEAST_ROWS = 50  # of a page; each is an event
 
 
 @router.get("/v1/events")
@@ -18,4 +20,12 @@ async def events(request: Request) -> Response:
     caller, gateway = caller_of(request), gateway_of(request)
     tenant = None if sees_all(request, caller) else caller.name
     last = request.headers.get("last-event-id", "") or request.query_params.get("last_event_id", "")
-    return LiveEvents(gateway, caller, tenant, last[:100])
+    return LiveEvents(gateway, caller, tenant, last[:100], _page_rows(request))
+
+
+def _page_rows(request: Request) -> int:
+    """Read how many rows a page of the snapshot has; 0 = it comes in one piece."""
+    asked = request.query_params.get("rows", "")
+    if not (asked.isdecimal() and len(asked) < LONGEST_NUMBER):
+        return 0
+    return max(int(asked), LEAST_ROWS)

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from gateway.live.shape import TransitionShown, TurnShown
+from scheduler.observer import Step
 
 MAX_TURNS = 20
 MAX_STEPS = 60
@@ -42,10 +43,10 @@ class Histories:
         """Return a session's past; None if nothing of it is remembered."""
         return self._pasts.get(key)
 
-    def stepped(self, key: Key, before: str, event: str, after: str) -> None:
+    def stepped(self, key: Key, step: Step) -> None:
         """Note a transition."""
         past = self._open(key)
-        past.steps.append(TransitionShown(round(self._wall(), 3), before, event, after))
+        past.steps.append(_shown(step, round(self._wall(), 3)))
         self._close(past)
 
     def turned(self, key: Key, turn: TurnShown) -> None:
@@ -76,3 +77,7 @@ class Histories:
         while self._num_records > self._max_records and len(self._pasts) > 1:
             _, oldest = self._pasts.popitem(last=False)
             self._num_records -= oldest.num_records
+
+
+def _shown(step: Step, at: float) -> TransitionShown:
+    return TransitionShown(at, step.before, step.event, step.after, step.tier, step.why)

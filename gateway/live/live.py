@@ -20,13 +20,14 @@ from msgspec import UNSET
 from engines.base import Engine, EngineError, EngineReport, SessionRef
 from gateway.live.history import Histories
 from gateway.live.memory import memory_shown
-from gateway.live.quality import prefill_speed, quality_shown
+from gateway.live.quality import Verdicts, prefill_speed, quality_shown
 from gateway.live.requests import LiveRequest, of_tenant
 from gateway.live.rows import Key, Rows
 from gateway.live.scope import Parts, Scope
 from gateway.live.shape import NowShown, RequestShown, ServerShown, SessionDetail
 from gateway.live.sums import Sums
 from gateway.live.tally import PrefillSpeed, Tally
+from scheduler.observer import Step
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.live")
@@ -69,6 +70,7 @@ class Live:
         self._speed = PrefillSpeed()
         self._tallies: defaultdict[str | None, Tally] = defaultdict(partial(Tally, wall))
         self.report: EngineReport | None = None  # the latest
+        self._verdicts = Verdicts(wall)
         self._told_at = float("-inf")
         self._scopes: dict[str | None, Scope] = {}
         self._unread_since: dict[str | None, float] = {}
@@ -111,12 +113,15 @@ class Live:
 
     # ---- scheduler.observer.Observer
 
-    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
+    def transition(self, ref: SessionRef, step: Step) -> None:
         key = (ref.tenant, ref.id)
-        if after in ("gone", "leaving"):
+        if step.left:
+            for tenant in (None, ref.tenant):
+                self._tallies[tenant].left(step.left, step.why)
+        if step.after in ("gone", "leaving"):
             self.histories.forget(key)
         else:
-            self.histories.stepped(key, before, event, after)
+            self.histories.stepped(key, step)
 
     def row_changed(self, ref: SessionRef) -> None:
         for scope in self._scopes.values():
@@ -125,6 +130,7 @@ class Live:
 
     def engine_told(self, report: EngineReport) -> None:
         self.report = report
+        self._verdicts.hear(self._engine.codec)
         self._told_at = self._clock()
         told = {(x.tenant, x.session): x for x in report.requests}
         for request in self._requests:
@@ -233,10 +239,15 @@ class Live:
                 self._engine.codec,
                 self._rows.kv_size,
                 self._tallies[tenant].outcomes,
+                self._tallies[tenant].departures,
                 self._sessions.water_marks,
                 admin=admin,
             ),
-            quality=quality_shown(self._engine.codec, welcome is not None and welcome.can_measure),
+            quality=quality_shown(
+                self._engine.codec,
+                welcome is not None and welcome.can_measure,
+                self._verdicts.hear(self._engine.codec),
+            ),
         )
 
     def _server(self, tenant: str | None) -> ServerShown:

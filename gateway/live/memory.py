@@ -14,7 +14,7 @@ from gateway.live.rows import Key, KvSize
 from gateway.live.shape import HotShown, MemoryShown, TierShown
 from gateway.live.sums import Sums
 
-Outcomes: TypeAlias = Mapping[str, Mapping[str, int]]
+Counts: TypeAlias = Mapping[str, Mapping[str, int]]
 
 
 def memory_shown(
@@ -22,7 +22,8 @@ def memory_shown(
     report: EngineReport | None,
     codec: CodecReport | None,
     kv_size: KvSize,
-    outcomes: Outcomes,
+    outcomes: Counts,
+    departures: Counts,
     water: tuple[float, float],
     *,
     admin: bool,
@@ -38,9 +39,10 @@ def memory_shown(
         hot=_hot(sums, report, water, admin),
         tiers=[_tier(x, sums, codec, admin) for x in tiers],
         cold_bytes=sums.cold_bytes,
-        bf16_bytes=kv_size.of(sums.tokens),
+        bf16_bytes=kv_size.of(sums.cold_tokens),
         sessions=dict(sorted(sums.states.items())),
         outcomes={source: dict(reasons) for source, reasons in outcomes.items()},
+        departures={place: dict(whys) for place, whys in departures.items()},
     )
 
 

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
 from engines.calibration.gate.bound import Bound
 from engines.wire import CodecReport
-from gateway.live.shape import BoundShown, QualityRow, QualityShown
+from gateway.live.shape import BoundShown, QualityRow, QualityShown, VerdictShown
 from kvstore.codecs.quality import Quality
 
+MAX_VERDICTS: Final = 20
 
-def quality_shown(codec: CodecReport | None, can_measure: bool) -> QualityShown | None:
+
+class Verdicts:
+    """Remembers what the gate decided, and when; the latest ``MAX_VERDICTS``."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._last: tuple[object, ...] | None = None
+        self._heard: deque[VerdictShown] = deque(maxlen=MAX_VERDICTS)
+
+    def hear(self, codec: CodecReport | None) -> list[VerdictShown]:
+        """Note the engine's report, if it is another verdict; return all that are known."""
+        if codec is None or not codec.id:
+            return list(self._heard)
+        verdict = (codec.tiers, codec.why, codec.unmeasured)
+        if verdict != self._last:
+            self._last = verdict
+            self._heard.append(
+                VerdictShown(
+                    at=round(self._wall(), 1),
+                    tiers=codec.tiers or {},
+                    why=codec.why,
+                    measured=not codec.unmeasured,
+                    worst_kl=max((x.kl for x in codec.rows), default=None),
+                )
+            )
+        return list(self._heard)
+
+
+def quality_shown(
+    codec: CodecReport | None, can_measure: bool, history: list[VerdictShown]
+) -> QualityShown | None:
     """Show the codecs and what they were measured to cost; None while no engine told."""
     if codec is None:
         return None
@@ -22,6 +57,7 @@ def quality_shown(codec: CodecReport | None, can_measure: bool) -> QualityShown 
         can_measure=can_measure,
         bound=_bound(codec.max_kl) if codec.max_kl is not None else None,
         rows=[_row(x, x.codec_id in in_use) for x in (*codec.rows, *codec.others)],
+        history=history,
     )
 
 

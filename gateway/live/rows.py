@@ -73,7 +73,7 @@ class Rows:
         key = (session.ref.tenant, session.ref.id)
         past = self._histories.of(key)
         last = past.turns[-1] if past and past.turns else None
-        whole = self.kv_size.of(session.tokens)
+        unpacked = self.kv_size.of(session.cold_tokens)
         return SessionShown(
             id=session.ref.id,
             tenant=session.ref.tenant if admin else UNSET,
@@ -85,8 +85,10 @@ class Rows:
             tokens=session.tokens,
             bytes=session.hot_bytes if session.hot else session.cold_bytes,
             cold_bytes=session.cold_bytes,
-            bf16_bytes=whole,
-            ratio=round(whole / session.cold_bytes, 2) if whole and session.cold_bytes else None,
+            bf16_bytes=self.kv_size.of(session.tokens),
+            ratio=(
+                round(unpacked / session.cold_bytes, 2) if unpacked and session.cold_bytes else None
+            ),
             idle_since=None if session.num_turns else self._unix(session.last_used),
             pinned=session.pinned,
             last_source=last.source if last else None,

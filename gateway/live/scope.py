@@ -8,7 +8,7 @@ minute, or comes back with ``Last-Event-ID``, gets each changed session once, as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,9 +18,11 @@ from gateway.live.rows import Key, Rows
 from gateway.live.shape import (
     Change,
     MemoryShown,
+    More,
     NowShown,
     QualityShown,
     ServerShown,
+    SessionShown,
     Snapshot,
 )
 from gateway.live.sums import Sums
@@ -139,7 +141,21 @@ class Scope:
 
         ``most``: rows of sessions, those that were used last.
         """
+        yield from self._snapshot(self._rows.latest(self.tenant, most))
+
+    def paged(self, page_rows: int, most: int = MAX_ROWS) -> Iterator[tuple[str, list[bytes]]]:
+        """Make a snapshot of the first rows, then the rest of them: events by name, with data.
+
+        So a reader can show something after the first, however many sessions there are.
+        """
         keys = self._rows.latest(self.tenant, most)
+        yield "snapshot", list(self._snapshot(keys[:page_rows]))
+        for at in range(page_rows, len(keys), page_rows):
+            shown = self._shown(keys[at : at + page_rows])
+            left = max(0, len(keys) - at - page_rows)
+            yield "more", [_encode(More(sessions=shown, left=left))]
+
+    def _snapshot(self, keys: Sequence[Key]) -> Iterator[bytes]:
         head = Snapshot(
             server=self._parts.server,
             now=self._parts.now,
@@ -151,12 +167,15 @@ class Scope:
         yield _encode(head).removesuffix(b"]}")
         separator = b""
         for at in range(0, len(keys), ROWS_AT_ONCE):
-            found = (self._rows.session(key) for key in keys[at : at + ROWS_AT_ONCE])
-            shown = [self._rows.shown(x, admin=self.tenant is None) for x in found if x]
+            shown = self._shown(keys[at : at + ROWS_AT_ONCE])
             if shown:
                 yield separator + _encode(shown)[1:-1]
                 separator = b","
         yield b"]}"
+
+    def _shown(self, keys: Sequence[Key]) -> list[SessionShown]:
+        found = (self._rows.session(key) for key in keys)
+        return [self._rows.shown(x, admin=self.tenant is None) for x in found if x]
 
     def change_since(self, moment: int) -> bytes:
         """Return the data of a change: all that is not as it was at ``moment``."""

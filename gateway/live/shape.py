@@ -80,7 +80,7 @@ class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # hot bytes while hot, packed bytes while cold
     cold_bytes: int
     bf16_bytes: int | None  # what its tokens would take unpacked
-    ratio: float | None  # bf16_bytes over packed bytes
+    ratio: float | None  # of what is packed: its unpacked bytes over its packed ones
     idle_since: float | None  # null while it is served
     pinned: bool
     last_source: str | None  # hot, cold-ram, cold-disk, cold-redis or miss
@@ -128,9 +128,10 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     hot: HotShown
     tiers: list[TierShown]  # fastest first
     cold_bytes: int  # packed bytes of all sessions, each counted once
-    bf16_bytes: int | None  # what all sessions would take unpacked
+    bf16_bytes: int | None  # what these would take unpacked
     sessions: dict[str, int]  # how many are in each state
     outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
+    departures: dict[str, dict[str, int]]  # sessions that left a place, hot or a tier, by why
 
 
 class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +165,16 @@ class BoundShown(msgspec.Struct, frozen=True):
     chain_top1: float
 
 
+class VerdictShown(msgspec.Struct, frozen=True, kw_only=True):
+    """A verdict of the gate, from then on until the next."""
+
+    at: float  # when this server heard of it
+    tiers: dict[TierName, str]  # the codecs' ids
+    why: str
+    measured: bool
+    worst_kl: float | None  # of those in use that lose something
+
+
 class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
     """The gate: the codecs in use, and what they were measured to cost."""
 
@@ -175,6 +186,7 @@ class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
     can_measure: bool  # ``POST /admin/measure`` starts one
     bound: BoundShown | None
     rows: list[QualityRow]
+    history: list[VerdictShown]  # that this server has heard, the oldest first
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +198,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     quality: QualityShown | None  # null while the engine starts
     num_sessions: int  # may be more than are listed
     sessions: list[SessionShown]  # the most recently used first; the last field
+
+
+class More(msgspec.Struct, frozen=True, kw_only=True):
+    """More rows of a snapshot that is told in pages."""
+
+    sessions: list[SessionShown]
+    left: int  # rows that are still to come
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -207,6 +226,8 @@ class TransitionShown(msgspec.Struct, frozen=True):
     before: str
     event: str
     after: str
+    tier: TierName | None  # that held its cold copy then
+    why: str  # its KV left the place where it was; "" if it did not
 
 
 class TurnShown(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,10 +17,10 @@ class _Share(NamedTuple):
 
     state: str
     tier: TierName | None
-    tokens: int
     hot_bytes: int
     idle_bytes: int
     cold_bytes: int
+    cold_tokens: int
 
 
 class Sums(Generic[K]):
@@ -31,7 +31,7 @@ class Sums(Generic[K]):
         self.states: Counter[str] = Counter()
         self.tier_sessions: Counter[TierName] = Counter()
         self.tier_bytes: Counter[TierName] = Counter()
-        self.tokens = self.hot_bytes = self.idle_bytes = self.cold_bytes = 0
+        self.hot_bytes = self.idle_bytes = self.cold_bytes = self.cold_tokens = 0
 
     @property
     def num_sessions(self) -> int:
@@ -50,10 +50,10 @@ class Sums(Generic[K]):
         self.states[share.state] += by
         if not self.states[share.state]:
             del self.states[share.state]
-        self.tokens += by * share.tokens
         self.hot_bytes += by * share.hot_bytes
         self.idle_bytes += by * share.idle_bytes
         self.cold_bytes += by * share.cold_bytes
+        self.cold_tokens += by * share.cold_tokens
         if share.tier is not None:
             self.tier_sessions[share.tier] += by
             self.tier_bytes[share.tier] += by * share.cold_bytes
@@ -64,8 +64,8 @@ def _share_of(session: Session) -> _Share:
     return _Share(
         session.state.value,
         session.tier,
-        session.tokens,
         hot_bytes,
         hot_bytes if session.state is State.IDLE else 0,
         session.cold_bytes,
+        session.cold_tokens,
     )

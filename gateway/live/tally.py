@@ -63,6 +63,7 @@ class Tally:
         self.computed_tokens = 0
         self.answered_tokens = 0
         self.outcomes: dict[str, dict[str, int]] = {}
+        self.departures: dict[str, dict[str, int]] = {}
         self._samples: deque[tuple[float, int, int]] = deque()
 
     def add(self, request: LiveRequest, saved_s: float | None) -> None:
@@ -77,6 +78,11 @@ class Tally:
             reasons = self.outcomes.setdefault(request.cache.source, {})
             reason = request.cache.reason or ""
             reasons[reason] = reasons.get(reason, 0) + 1
+
+    def left(self, place: str, why: str) -> None:
+        """Count a session whose KV left a place."""
+        whys = self.departures.setdefault(place, {})
+        whys[why] = whys.get(why, 0) + 1
 
     @property
     def today(self) -> tuple[int, float, int]:

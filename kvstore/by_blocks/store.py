@@ -280,9 +280,10 @@ class BlockStore:
         self.ledger.adopt(codecs, keep=keep)
 
     def listen(self, on_gone: OnGone) -> None:
-        """``on_gone`` hears, on a store thread, of each session that its ttl or eviction took.
+        """``on_gone`` hears, on a store thread, of each session that ttl took, or eviction,
+        if only from a faster tier.
 
-        It is told within a minute, and of a ``SessionRef`` without a salt.
+        It is told within a minute.
         """
         self.ledger.listen(on_gone)
 

@@ -283,9 +283,10 @@ class ColdStore:
         self.ledger.adopt(codecs, keep=keep)
 
     def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone``, on a store thread, for each session that its ttl or eviction took.
+        """Call ``on_gone``, on a store thread, for each session that ttl took, or
+        eviction, if only from a faster tier.
 
-        It is told within a minute, and of a ``SessionRef`` without a salt.
+        It is told within a minute.
         """
         self.ledger.listen(on_gone)
 

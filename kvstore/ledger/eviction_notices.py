@@ -1,32 +1,42 @@
-"""Telling whoever listens that a session can no longer be restored.
+"""Telling whoever listens that a session left the store, or a tier of it, and why.
 
-A session leaves in two ways: its time runs out, which upkeep says at once, or the tiers evicted it
-to the last blob. Tiers know nothing of sessions, so for the second the sessions are looked through
-now and then, if anything was evicted since. What a Redis server evicts by itself is noticed only
-along with that.
+A session leaves in two ways: its time runs out, which upkeep says at once, or the tiers evicted it,
+to the last blob or from a faster tier only. Tiers know nothing of sessions, so for the second the
+sessions are looked through now and then, if anything was evicted since. What a Redis server evicts
+by itself is noticed only along with that.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef
 
-OnGone = Callable[[SessionRef], None]
+
+class Departure(NamedTuple):
+    """A session that left, without a salt: the store does not keep salts."""
+
+    session: SessionRef
+    why: Literal["budget", "expired"]  # a tier had no room for it; nobody came back in time
+    is_gone: bool = True  # False: a slower tier still has it
+
+
+OnGone = Callable[[Departure], None]
 
 _log = logging.getLogger(__name__)
 
 
 class Restorable(NamedTuple):
-    """A session that the store would restore, and the blob without which it cannot."""
+    """A session that the store would restore, and the blobs by which it is known where it is."""
 
     record_key: bytes
     session: SessionRef  # without a salt: the store does not keep salts
-    first_blob: bytes
+    first_blob: bytes  # without it nothing can be restored
+    last_blob: bytes  # the first that a tier evicts
 
 
 class EvictionNotices:
@@ -40,29 +50,33 @@ class EvictionNotices:
         self._num_evictions = 0
         self._missing: set[bytes] = set()  # record keys of sessions that were not found last time
         self._told: set[bytes] = set()
+        self._levels: dict[bytes, int] = {}  # by record key, of the last blob when last seen
+        self._has_looked = False  # sessions of before this process are where they are
 
     def listen(self, on_gone: OnGone) -> None:
         self._listener = on_gone
 
-    def tell(self, session: SessionRef) -> None:
+    def tell(self, departure: Departure) -> None:
         if self._listener is None:
             return
         try:
-            self._listener(session)
+            self._listener(departure)
         except Exception:  # the listener's own defect must not end the thread that looks
             _log.exception("a listener for sessions that are gone failed")
 
     def look(self) -> None:
-        """Tell of sessions that were evicted since the last look but one.
+        """Tell of sessions that were evicted since the last look, or the last but one.
 
-        Missed twice, because right after a save the slower tiers may still be writing.
+        Those that are gone are missed twice, because right after a save the slower tiers may still
+        be writing.
         """
         with self._looking:
             self._look()
 
     def _look(self) -> None:
         num_evictions = sum(x.evictions for x in self._stack.stats())
-        if num_evictions == self._num_evictions and self._missing <= self._told:
+        unchanged = num_evictions == self._num_evictions and self._missing <= self._told
+        if unchanged and self._has_looked:
             return
         gone = self._gone()
         if gone is None:
@@ -70,15 +84,25 @@ class EvictionNotices:
         self._num_evictions = num_evictions
         sure = self._missing.intersection(gone)
         for key in sure - self._told:
-            self.tell(gone[key])
+            self.tell(Departure(gone[key], "budget"))
         self._told = self._told.intersection(gone) | sure
         self._missing = set(gone)
 
     def _gone(self) -> dict[bytes, SessionRef] | None:
         """Sessions without even their first blob; None while a tier does not say."""
         known = list(self._restorable())
-        located = self._stack.locate([x.first_blob for x in known])
+        located = self._stack.locate([key for x in known for key in (x.first_blob, x.last_blob)])
         if located.down:
             return None
-        levels = zip(known, located.levels, strict=True)
+        self._note_levels(known, located.levels[1::2])
+        levels = zip(known, located.levels[::2], strict=True)
         return {x.record_key: x.session for x, level in levels if level is None}
+
+    def _note_levels(self, known: Sequence[Restorable], levels: Sequence[int | None]) -> None:
+        """Tell of sessions whose end is in a slower tier than it was."""
+        now = {x.record_key: (x, i) for x, i in zip(known, levels, strict=True) if i is not None}
+        for key, (session, level) in now.items():
+            if self._has_looked and level > self._levels.get(key, 0):
+                self.tell(Departure(session.session, "budget", is_gone=False))
+        self._levels = {key: level for key, (_, level) in now.items()}
+        self._has_looked = True

@@ -105,14 +105,16 @@ class SessionIndex(Generic[R]):
         return [x for x in self.all() if self._kind.is_usable(x) and not self.is_over(x)]
 
     def restorable(self) -> Iterator[Restorable]:
-        """The usable sessions, each with the blob without which nothing of it can be restored."""
+        """The usable sessions, each with the blobs that tell where it is."""
         with self._lock:
             entries = list(self._entries.items())
         for key, entry in entries:
             record = entry.record
             first = self._kind.first_blob(record, entry.blob_keys)
             if first is not None and self._kind.is_usable(record) and not self.is_over(record):
-                yield Restorable(key, SessionRef(record.tenant, record.id, b""), first)
+                needed = len(entry.blob_keys) - self._kind.num_spare(record)
+                last = entry.blob_keys[needed - 1] if needed > 0 else first
+                yield Restorable(key, SessionRef(record.tenant, record.id, b""), first, last)
 
     def get(self, key: bytes) -> R | None:
         """The record under this key, from memory only."""

@@ -149,9 +149,10 @@ class Ledger(Generic[R]):
         self._upkeep.expire()
 
     def listen(self, on_gone: OnGone) -> None:
-        """Call ``on_gone``, on a thread of the ledger, for each session that ttl or eviction took.
+        """Call ``on_gone``, on a thread of the ledger, for each session that ttl took, or
+        eviction, if only from a faster tier.
 
-        It is told within a minute, and of a ``SessionRef`` without a salt.
+        It is told within a minute.
         """
         self._notices.listen(on_gone)
 

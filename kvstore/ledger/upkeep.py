@@ -12,7 +12,7 @@ import msgspec
 
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.committer import Committer
-from kvstore.ledger.eviction_notices import EvictionNotices
+from kvstore.ledger.eviction_notices import Departure, EvictionNotices
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.pins import Pins
 from kvstore.ledger.record import R
@@ -130,7 +130,7 @@ class Upkeep(Generic[R]):
                 return
             self._remove(key)
             self._index.note_lapse(key)
-        self._notices.tell(SessionRef(record.tenant, record.id, b""))
+        self._notices.tell(Departure(SessionRef(record.tenant, record.id, b""), "expired"))
 
     def _remove(self, key: bytes) -> bool:
         """Remove a claimed session."""

@@ -41,6 +41,8 @@ SessionContext = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
+# Profiles of machines whose engine computes on a GPU.
+GPU_PROFILES = ("cuda", "gb10")
 # Flag -> setting.
 FLAGS: Mapping[str, str] = {
     "--model": "engine.model",
@@ -65,8 +67,13 @@ FLAGS: Mapping[str, str] = {
 }
 
 
-def chosen(context: typer.Context, environ: Mapping[str, str]) -> EffectiveSettings:
+def chosen(
+    context: typer.Context, environ: Mapping[str, str], *, as_profiled: bool = False
+) -> EffectiveSettings:
     """The settings of a command: its options over all other sources.
+
+    Args:
+        as_profiled: count as on the profile's machine, where that has a GPU and this one has none.
 
     Raises:
         UsageError: a setting is wrong.
@@ -80,18 +87,24 @@ def chosen(context: typer.Context, environ: Mapping[str, str]) -> EffectiveSetti
         assignments=given["assignments"],
         flags=flags,
     )
-    return effective_settings(sources, environ)
+    profile = given["profile"] or environ.get("THERMOCLINE_PROFILE")
+    return effective_settings(sources, environ, assume_gpu=as_profiled and profile in GPU_PROFILES)
 
 
-def fitted(context: typer.Context, environ: Mapping[str, str]) -> EffectiveSettings:
+def fitted(
+    context: typer.Context, environ: Mapping[str, str], *, as_profiled: bool = False
+) -> EffectiveSettings:
     """The settings of a command, with budgets for the capacity that is wished for, if one is.
+
+    Args:
+        as_profiled: see ``chosen``.
 
     Raises:
         UsageError: a setting is wrong, or this machine has no room for the wish; says what it has.
     """
     from launch.capacity.wish import with_capacity  # pulls in the codecs
 
-    return with_capacity(chosen(context, environ))
+    return with_capacity(chosen(context, environ, as_profiled=as_profiled))
 
 
 def _parameter(flag: str) -> str:

@@ -48,7 +48,7 @@ def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str])
     if wanted.machines:
         _print_machines(options.chosen(context, environ), wanted)
     else:
-        _print_plan(options.fitted(context, environ), wanted)
+        _print_plan(options.fitted(context, environ, as_profiled=True), wanted)
 
 
 def _one_length(lengths: str | None) -> int:

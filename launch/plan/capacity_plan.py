@@ -33,6 +33,10 @@ from launch.settings.effective_settings import EffectiveSettings
 
 BF16_BYTES = 2
 GIB = 1 << 30
+ELSEWHERE = (
+    "there is no GPU here: counted in {dtype}, as the profile's GPU serves it; budgets that the"
+    " profile does not set are fitted to this machine"
+)
 MOST_TOKENS = 1 << 24
 USUAL_CONTEXTS = (2048, 8192, 32768)
 
@@ -122,6 +126,8 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         find_profile(effective),
         choices,
     )
+    if effective.assumes_gpu:
+        note = [*note, ELSEWHERE.format(dtype=plan.dtype)]
     return msgspec.structs.replace(plan, engine=effective.engine_kind, notes=[*plan.notes, *note])
 
 

@@ -36,14 +36,20 @@ class EffectiveSettings:
     hot_on_gpu: bool = False  # live KV takes nothing of this machine's own memory
     widens: bool = False  # dtype "auto" means float32, which CPUs multiply fastest
     capacity: tuple[str, ...] = ()  # what was chosen for capacity.sessions, in words
+    assumes_gpu: bool = False  # counted as on a GPU, though there is none here
 
     @property
     def settings(self) -> Settings:
         return self.resolved.settings
 
 
-def effective_settings(layers: Sequence[Layer], environ: Mapping[str, str]) -> EffectiveSettings:
+def effective_settings(
+    layers: Sequence[Layer], environ: Mapping[str, str], *, assume_gpu: bool = False
+) -> EffectiveSettings:
     """Join ``layers``, later ones over earlier ones, and fit open values to this machine.
+
+    Args:
+        assume_gpu: where vLLM is to serve and there is no GPU, count as if there were one.
 
     Raises:
         UsageError: a setting is wrong.
@@ -53,7 +59,8 @@ def effective_settings(layers: Sequence[Layer], environ: Mapping[str, str]) -> E
     gpus = find_gpus()
     kind = engine_kind(chosen.engine, gpus)
     gpus = gpus[: chosen.engine.vllm.tensor_parallel] if kind == "vllm" else []
-    widens = sys.platform == "linux" and kind in ("mlx", "vllm") and not gpus
+    assumes_gpu = assume_gpu and kind == "vllm" and not gpus
+    widens = sys.platform == "linux" and kind in ("mlx", "vllm") and not gpus and not assumes_gpu
     fitted: Layer = {
         "data_dir": Value(str(where.data), "this system"),
         "cache_dir": Value(str(where.cache), "this system"),
@@ -70,7 +77,14 @@ def effective_settings(layers: Sequence[Layer], environ: Mapping[str, str]) -> E
         free_disk(where.data),
         gpu_bytes=_own_memory(gpus),
     )
-    return EffectiveSettings(resolve([fitted, *layers]), where, kind, _own_memory(gpus) > 0, widens)
+    return EffectiveSettings(
+        resolve([fitted, *layers]),
+        where,
+        kind,
+        hot_on_gpu=_own_memory(gpus) > 0,
+        widens=widens,
+        assumes_gpu=assumes_gpu,
+    )
 
 
 def engine_kind(engine: EngineConfig, gpus: Sequence[Gpu]) -> str:

@@ -69,11 +69,15 @@ def frame(
         parts += [Text(), _requests(requests, moment)]
     parts += [Text(), _sessions(rows[:most_rows], moment, _has_tenants(rows))]
     count = int(number(view.whole.get("num_sessions"))) or len(view.rows)
-    words = f"{min(len(rows), most_rows)} of {count} sessions, {kept}, by {order}"
+    words = f"{min(len(rows), most_rows)} of {_sessions_of(count)}, {kept}, by {order}"
     if keys:
         words += "    q quit   s sort   f filter"
     parts.append(_text(words, "dim"))
     return Group(*parts)
+
+
+def _sessions_of(count: int) -> str:
+    return "1 session" if count == 1 else f"{count:,} sessions"
 
 
 def _text(words: str, style: str = "") -> Text:
@@ -119,7 +123,7 @@ def _memory(view: View) -> Table:
         idle = f"{show_bytes(number(hot.get('idle_bytes')))} of idle sessions"
         table.add_row(*_bar("hot", hot, number(hot.get("high_water"))), _text(idle, "dim"))
     for tier in objects(memory.get("tiers")):
-        notes = [str(tier.get("codec") or ""), f"{int(number(tier.get('sessions')))} sessions"]
+        notes = [str(tier.get("codec") or ""), _sessions_of(int(number(tier.get("sessions"))))]
         if not tier.get("available", True):
             notes.append("not available")
         row = _bar(str(tier.get("name")), tier)

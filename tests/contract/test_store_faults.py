@@ -47,7 +47,7 @@ def test_a_session_that_outgrows_a_tier_loses_its_end_first(rig: Rig) -> None:
 def test_it_is_told_once_of_sessions_that_were_evicted(rig: Rig) -> None:
     gone: list[str] = []
     store = rig.open([RamTier(session_bytes(rig) * 22 // 10)])
-    store.listen(lambda session: gone.append(session.id))
+    store.listen(lambda left: gone.append(left.session.id))
     for number, name in enumerate(("first", "second", "third", "fourth")):
         rig.save(store, ref(name), history(100, 20 + number))
     for _ in range(4):

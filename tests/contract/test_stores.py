@@ -158,7 +158,7 @@ def test_nobody_came_back_in_time(rig: Rig, tiers: list[Tier]) -> None:
     rig.save(store, ref("new"), history(100, 3))
     store.expire()
     assert listed(store) == {"kept", "new"}
-    assert [(x.tenant, x.id) for x in gone] == [("t", "old")]
+    assert [(x.session.tenant, x.session.id, x.why) for x in gone] == [("t", "old", "expired")]
     assert rig.back(store, ref("old"), history(20, 9)).reason == "ttl"
     store.close()
 

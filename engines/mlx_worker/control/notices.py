@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 from engines.mlx_worker.control.reports import SessionReports
 from engines.mlx_worker.sessions.hot_cache import Cause
@@ -12,6 +13,8 @@ from engines.wire import Notice, absent
 from kvstore.session import SessionRef
 
 logger = logging.getLogger(__name__)
+
+_Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
 
 
 class Notifier:
@@ -27,14 +30,14 @@ class Notifier:
         self._reports = reports
         self._publish = publish
         self._saved = saved
-        self._changes: dict[tuple[str, str, Cause], SessionRef] = {}
+        self._changes: _Changes = {}
         self._changed = asyncio.Event()
 
-    def hear(self, cause: Cause, session: SessionRef) -> None:
+    def hear(self, cause: Cause, session: SessionRef, why: str = "") -> None:
         """Note a change. Called on the event loop."""
         change = (session.tenant, session.id, cause)
         self._changes.pop(change, None)  # the latest of its kind, in its place in time
-        self._changes[change] = session
+        self._changes[change] = session, why
         self._changed.set()
 
     async def run(self) -> None:
@@ -48,9 +51,9 @@ class Notifier:
             except Exception:  # the edge of this task: later notices matter more than this one
                 logger.exception("a notice could not be written")
 
-    async def _tell(self, changes: dict[tuple[str, str, Cause], SessionRef]) -> None:
-        for (_, _, cause), session in changes.items():
+    async def _tell(self, changes: _Changes) -> None:
+        for (_, _, cause), (session, why) in changes.items():
             if cause == "saved":
                 await self._saved(session)
             report = await asyncio.to_thread(self._reports.session, session)
-            self._publish(Notice(cause, report or absent(session)))
+            self._publish(Notice(cause, report or absent(session), why))

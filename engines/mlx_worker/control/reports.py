@@ -68,6 +68,7 @@ class SessionReports:
             idle_s=0.0 if busy_tokens else self._idle_s(hot, record),
             pinned=self._hot.is_pinned(key) or (record is not None and record.pinned),
             busy=busy_tokens > 0,
+            cold_tokens=cold_tokens,
         )
 
     def _tier(self, record: SessionRecord | None) -> TierName | None:

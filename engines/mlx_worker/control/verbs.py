@@ -18,6 +18,7 @@ from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
 from engines.wire import CodecReport, Done, EngineReport, SessionReport
 from kvstore.errors import PinLimit
+from kvstore.ledger.eviction_notices import Departure
 from kvstore.session import SessionRef, TierName
 
 logger = logging.getLogger(__name__)
@@ -143,12 +144,16 @@ class MlxVerbs:
                 logger.warning("a session that was to be pinned is not: %s", error)
                 self._hot.pin((session.tenant, session.id), False)
 
-    def lost(self, session: SessionRef) -> None:
-        """Note that a session's cold copy is gone, by ttl or eviction. Any thread."""
+    def left(self, departure: Departure) -> None:
+        """Note that a session's cold copy is gone, or slower to reach. Any thread."""
+        session = departure.session
+        if not departure.is_gone:
+            self._owner.tell("moved", session, departure.why)
+            return
         key = (session.tenant, session.id)
         if self._hot.get(key) is None and not self._hot.is_busy(key):
             self._hot.pin(key, False)  # nothing is left that the pin could hold
-        self._owner.tell("lost", session)
+        self._owner.tell("lost", session, departure.why)
 
     async def forget(self, session: SessionRef) -> Done:
         """Remove a session from memory and every tier. A running turn goes on and is not kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -19,26 +19,8 @@ from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.serving_instrument import EngineKV, ServingInstrument
 from engines.vllm_plugin.messages import ForwardDone, JointFindings
 from engines.vllm_plugin.plan import StepWork
-from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.vllm_plugin.worker.paging import PagedCache
 from engines.vllm_plugin.worker.state_layers import StateBlocks
-
-NO_SEAM: Final = (
-    "vLLM was started without our logits processor and worker extension; add"
-    f" --logits-processors {LOGITS_PROCESSOR} --worker-extension-cls {WORKER_EXTENSION}"
-)
-NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
-
-
-def unmeasurable(vllm_config: Any, groups: Groups) -> str:
-    """Say why the engine cannot measure what codecs cost its model; "" if it can."""
-    if vllm_config.model_config.skip_tokenizer_init:
-        return NO_TOKENIZER
-    processors = vllm_config.model_config.logits_processors or ()
-    extension = vllm_config.parallel_config.worker_extension_cls
-    if LOGITS_PROCESSOR not in processors or extension != WORKER_EXTENSION:
-        return NO_SEAM
-    return ""
 
 
 def longest_prompt(vllm_config: Any) -> int:
@@ -66,18 +48,18 @@ class RankMeasuring:
         self._states = states
         self._client = client
         self._measurement: SelfMeasurement | None = None
+        self._open: Callable[[Callable[[], bool]], SelfMeasurement] | None = None
         # The same on every rank, and unknown to clients.
         self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
 
-    def begin(
+    def prepare(
         self,
-        order: CalibrationOrder,
+        order: Callable[[], CalibrationOrder],
         groups: Groups,
         fingerprint: str,
         adopt: Callable[[], None],
-        is_needed: Callable[[], bool],
     ) -> None:
-        """Begin to measure: see ``SelfMeasurement``."""
+        """Know from now on how this model is measured: see ``SelfMeasurement``."""
 
         def opened() -> ServingInstrument:
             return ServingInstrument(
@@ -98,16 +80,26 @@ class RankMeasuring:
 
         # What one rank has kept of an interrupted measurement another may not have.
         several = self._config.parallel_config.world_size > 1
-        self._measurement = SelfMeasurement(
-            order,
-            opened,
-            adopt,
-            engine=f"vllm {vllm.__version__}",
-            resumes=not several,
-            is_needed=is_needed,
-            work=one_thread,
-            partners=self._client if several else ALONE,
-        )
+
+        def begun(is_needed: Callable[[], bool]) -> SelfMeasurement:
+            return SelfMeasurement(
+                order(),
+                opened,
+                adopt,
+                engine=f"vllm {vllm.__version__}",
+                resumes=not several,
+                is_needed=is_needed,
+                work=one_thread,
+                partners=self._client if several else ALONE,
+            )
+
+        self._open = begun
+
+    def begin(self, is_needed: Callable[[], bool] = lambda: True) -> None:
+        """Begin to measure, unless that is being done or cannot be."""
+        if self._open is None or (self._measurement and self._measurement.is_running):
+            return
+        self._measurement = self._open(is_needed)
 
     def fill(self, step: StepWork) -> None:
         """Fill the blocks of the step that get the KV which is ready."""

@@ -30,6 +30,7 @@ from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import PATIENCE_S, Restores
 from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
+from engines.wire import RequestProgress
 from kvstore.session import SessionRef, TierName
 from kvstore.stats import Counters
 
@@ -201,6 +202,14 @@ class RequestTracker:
         """The tier that the tokens being loaded for this request come from."""
         tracked = self._requests.get(request.request_id)
         return tracked.tier if tracked else None
+
+    def progress(self) -> list[RequestProgress]:
+        """Say how far the requests of sessions are that have begun to run. Any thread."""
+        return [
+            x.progress(x.session)
+            for x in list(self._requests.values())
+            if x.reported and x.session is not None
+        ]
 
     @property
     def num_running(self) -> int:

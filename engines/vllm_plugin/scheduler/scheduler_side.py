@@ -16,6 +16,7 @@ from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forwards import Forwards
 from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
+from engines.vllm_plugin.measuring.possible import unmeasurable
 from engines.vllm_plugin.messages import (
     Forward,
     ForwardDone,
@@ -86,6 +87,7 @@ class SchedulerSide:
             block_tokens=blocks.block_tokens,
             counters=counters,
             num_requests=lambda: (self.tracker.num_running, self.tracker.num_waiting),
+            requests=lambda: self.tracker.progress(),
         )
         self._welcome = Welcome(
             engine="vllm",
@@ -95,6 +97,7 @@ class SchedulerSide:
             codec=CodecReport(name=""),
             hibernation=True,
             template=template_rules(vllm_config.model_config),
+            can_measure=not unmeasurable(vllm_config, groups),
         )
         self._control = ControlServer(settings.token, self._welcomed, self._verbs)
         control = self._control.serve(settings.control_address)
@@ -147,7 +150,7 @@ class SchedulerSide:
         """Pass on to the gateway what ranks say unasked. On the hub's event loop."""
         match news:
             case RankLost():
-                self._hub.spawn(partial(self._tell_lost, news.session))
+                self._hub.spawn(partial(self._tell_lost, news))
             case RankSaved() if self._saves.completes(news):
                 self._hub.spawn(partial(self._tell, "saved", news.session))
             case Forward():
@@ -162,11 +165,13 @@ class SchedulerSide:
         if report is not None:
             self._control.publish(Notice(cause, report))
 
-    async def _tell_lost(self, session: SessionRef) -> None:
-        """Tell the gateway that a session is lost, if it is still.
+    async def _tell_lost(self, news: RankLost) -> None:
+        """Tell the gateway that a session is lost, if it is still, or where it is now.
 
         One rank's share is enough to lose it; a turn may have saved it anew meanwhile.
         """
-        report = await self._verbs.look(session)
+        report = await self._verbs.look(news.session)
         if report is None or report.tier is None:
-            self._control.publish(Notice("lost", report or absent(session)))
+            self._control.publish(Notice("lost", report or absent(news.session), news.why))
+        elif not news.is_gone:
+            self._control.publish(Notice("moved", report, news.why))

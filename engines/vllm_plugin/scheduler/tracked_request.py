@@ -7,6 +7,7 @@ from typing import Any
 
 from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.vllm_plugin.messages import Staged
+from engines.wire import RequestProgress
 from kvstore.session import MissReason, SessionRef, TierName
 
 
@@ -45,6 +46,17 @@ class TrackedRequest:
         # Even of a hot prompt the last few tokens are looked for in vain; that is no news.
         is_news = (source, self.reason) != ("hot", "never-stored")
         return source, self.reason if is_news else None
+
+    def progress(self, session: SessionRef) -> RequestProgress:
+        """Say how much of its prompt vLLM has, reused tokens included, and of its answer."""
+        prompt = int(self.request.num_prompt_tokens)
+        return RequestProgress(
+            session.tenant,
+            session.id,
+            prompt,
+            min(prompt, int(self.request.num_computed_tokens)),
+            int(self.request.num_output_tokens),
+        )
 
     def cache_header(self, num_computed_tokens: int) -> str:
         """The value of the cache header, worded as by every engine of ours."""

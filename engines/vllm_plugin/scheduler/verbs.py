@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+import msgspec
+
 from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions, SessionName, name_of
@@ -25,8 +27,10 @@ from engines.wire import (
     Forget,
     GetStats,
     ListSessions,
+    Measure,
     Pin,
     Prefetch,
+    RequestProgress,
     SessionReport,
     TierReport,
     Unpin,
@@ -60,19 +64,30 @@ class VllmVerbs:
         block_tokens: int,
         counters: Counters,
         num_requests: Callable[[], tuple[int, int]],
+        requests: Callable[[], list[RequestProgress]] = list,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``num_requests`` gives the numbers of running and of waiting requests."""
+        """
+        Args:
+            num_requests: the numbers of running and of waiting requests.
+            requests: how far those are that run.
+        """
         self._hub = hub
         self._resident = resident
         self._block_tokens = block_tokens
         self._counters = counters
         self._num_requests = num_requests
+        self._requests = requests
         self._clock = clock
 
     async def adopt(self) -> CodecReport:
         """Have every rank adopt the codec that the profile of its share of the model allows."""
         return _codec([x.codec for x in await self._hub.ask(Adopt(), ADOPT_S)])
+
+    async def measure(self) -> CodecReport:
+        """Have every rank begin to measure what the codecs cost its share, in idle moments."""
+        codec = _codec([x.codec for x in await self._hub.ask(Measure(), LOOK_S)])
+        return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
 
     async def codec(self) -> CodecReport:
         """The codec in use: one for the engine."""
@@ -185,6 +200,7 @@ class VllmVerbs:
             tiers=_tiers(stores),
             counters=self._all_counters(stores),
             codec=_codec([x.codec for x in answers]),
+            requests=self._requests(),
         )
 
     def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:
@@ -223,6 +239,7 @@ class VllmVerbs:
             idle_s=idle_s,
             pinned=cold.pinned if cold else False,
             busy=self._resident.is_busy(name),
+            cold_tokens=cold.tokens if cold else 0,
         )
 
 

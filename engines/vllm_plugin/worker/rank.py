@@ -40,6 +40,7 @@ from engines.wire import (
     Forget,
     GetStats,
     ListSessions,
+    Measure,
     Pin,
     Prefetch,
     Unpin,
@@ -60,6 +61,7 @@ NUM_VERB_THREADS: Final = 8  # some wait for saves
 # Seconds that a verb waits for saves to end; both are below the deadline of whoever asks.
 SETTLE_S: Final = 5.0
 FORGET_S: Final = 60.0
+_ABOUT_CODECS: Final = (GetStats, Adopt, Measure)
 
 
 def packed_bytes_per_token(store: BlockStore) -> int:
@@ -115,6 +117,9 @@ class Measurement(Protocol):
     @property
     def progress(self) -> str:
         """One sentence on how far it is; "" when nothing is being measured."""
+
+    def begin(self) -> None:
+        """Begin to measure, unless that is being done or cannot be."""
 
     def hear(self, news: ForwardDone | JointFindings) -> None:
         """Hear from the hub how it goes on."""
@@ -273,7 +278,7 @@ class RankLink:
         try:
             records = self._obey(message.verb)
             stats = self._stats() if isinstance(message.verb, GetStats) else None
-            codec = self._report() if isinstance(message.verb, GetStats | Adopt) else None
+            codec = self._report() if isinstance(message.verb, _ABOUT_CODECS) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)
         except StoreClosed:
             return
@@ -304,6 +309,9 @@ class RankLink:
                 return self._store.records()
             case Adopt():
                 self.adopt()
+                return []
+            case Measure():
+                self._measurement.begin()
                 return []
             case Demote(session, tier) if tier is not None:
                 self._store.demote(session, tier)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,11 +22,8 @@ from engines.vllm_plugin.device.device_check import blocks_for
 from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
-from engines.vllm_plugin.measuring.rank_measuring import (
-    RankMeasuring,
-    longest_prompt,
-    unmeasurable,
-)
+from engines.vllm_plugin.measuring.possible import unmeasurable
+from engines.vllm_plugin.measuring.rank_measuring import RankMeasuring, longest_prompt
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.affinity import unbound_threads
@@ -54,7 +52,7 @@ from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore
 from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
-from kvstore.session import SessionRef
+from kvstore.ledger.eviction_notices import Departure
 from kvstore.tiers.registry import open_usable_tiers
 
 logger = logging.getLogger("thermocline.vllm")
@@ -78,7 +76,7 @@ class WorkerSide:
         self._store = store
         self._measuring = measuring
         self._patience_s = 0.0
-        store.listen(self._lost)
+        store.listen(self._left)
 
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads, before the model runs."""
@@ -124,8 +122,8 @@ class WorkerSide:
         self._link.close()
         self._store.close()
 
-    def _lost(self, session: SessionRef) -> None:
-        self._link.send(RankLost(session))
+    def _left(self, departure: Departure) -> None:
+        self._link.send(RankLost(*departure))
 
     def _saved(self, save: Save, kept: bool) -> None:
         self._link.send(RankSaved(save.job, save.session, kept))
@@ -177,18 +175,15 @@ def open_worker_side(
         codecs,
         measuring,
     )
+    # A state can only sleep behind whole blocks, which may be hundreds of tokens long.
+    sleeps = SLEEPS if layout is not None and layout.has_matrices else 0
+    least = (sleeps + 1) * cache.block_tokens
+    longest = longest_prompt(vllm_config)
+    if not why:
+        order = partial(first_order, settings.store, longest, str(data), least)
+        measuring.prepare(order, groups, identity, link.adopt)
     if config.calibrate and codecs.report.unmeasured:
-        # A state can only sleep behind whole blocks, which may be hundreds of tokens long.
-        sleeps = SLEEPS if layout is not None and layout.has_matrices else 0
-        least = (sleeps + 1) * cache.block_tokens
-        order = first_order(settings.store, longest_prompt(vllm_config), str(data), least)
-        measuring.begin(
-            order,
-            groups,
-            identity,
-            link.adopt,
-            lambda: codecs.report.unmeasured,
-        )
+        measuring.begin(lambda: codecs.report.unmeasured)
     worker = WorkerSide(transfer, link, store, measuring)
     ways = type(cache.views[0][0]).__name__, type(blocks).__name__
     logger.info("rank %d: %s, %s", rank, *ways)

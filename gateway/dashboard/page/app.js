@@ -129,4 +129,3 @@ function AskForKey() {
 }
 
 render(html`<${App} />`, document.getElementById("app"));
-start();

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engines.headers import CacheOutcome
 from engines.wire import CodecReport, EngineReport, SessionRef, TierReport
 from gateway.metrics import Gauges, Metrics, PromptDetails, Usage
+from scheduler.observer import Step
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 REPORT = EngineReport(
@@ -101,7 +102,7 @@ def test_without_an_engine_its_figures_are_absent() -> None:
 
 def test_the_scheduler_is_observed() -> None:
     metrics = Metrics()
-    metrics.transition(SessionRef("t", "s", b""), "idle", "hibernate", "hibernating")
+    metrics.transition(SessionRef("t", "s", b""), Step("idle", "hibernate", "hibernating"))
     metrics.decision("hibernate-idle")
     metrics.turn_waited(0.5)
     found = samples(metrics)

@@ -20,6 +20,7 @@ from engines.base import (
     Welcome,
 )
 from scheduler.config import SchedulerConfig
+from scheduler.observer import Step
 from scheduler.sessions import SessionManager
 
 
@@ -34,12 +35,15 @@ class Clock:
 class Log:
     def __init__(self) -> None:
         self.transitions: list[tuple[str, str, str, str]] = []
+        self.departures: list[tuple[str, str, str]] = []
         self.decisions: list[str] = []
         self.waits: list[float] = []
         self.levels: list[tuple[str, int]] = []
 
-    def transition(self, ref: SessionRef, before: str, event: str, after: str) -> None:
-        self.transitions.append((ref.id, before, event, after))
+    def transition(self, ref: SessionRef, step: Step) -> None:
+        self.transitions.append((ref.id, step.before, step.event, step.after))
+        if step.left:
+            self.departures.append((ref.id, step.left, step.why))
 
     def row_changed(self, ref: SessionRef) -> None:
         pass

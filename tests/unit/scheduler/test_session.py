@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import SessionRef
+from scheduler.observer import Step
 from scheduler.session import TRANSITIONS, Event, IllegalTransition, Session, State
 
 
@@ -86,7 +87,7 @@ def test_each_transition_is_told_once():
         ref=ref, state=State.ACTIVE, last_used=0.0, listener=lambda *x: told.append(x)
     )
     session.apply(Event.QUIET)
-    assert told == [(session, State.ACTIVE, Event.QUIET)]
+    assert told == [(session, Step("active", "quiet", "idle"))]
 
 
 @given(st.lists(st.sampled_from(Event)))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.base import CacheOutcome, EngineUnavailable, Notice, SessionRef
+from engines.wire import absent
 from scheduler.config import SchedulerConfig
 from scheduler.moves import KEPT_RETRY_S
 from scheduler.session import State
@@ -274,3 +275,46 @@ async def _live_through(steps) -> None:
         assert session.state in (State.IDLE, State.COLD)
         assert engine.held[session.ref.tenant, session.ref.id].hot == (session.state is State.IDLE)
     assert {x.id for x in manager.list("alice")} == {id for _, id in engine.held}
+
+
+async def test_it_is_told_which_place_a_session_left_and_why(
+    manager, engine, clock, ref, talk, log
+):
+    """Quiet for long, by hand, by the engine, by a tier's budget, and for good."""
+    for name in ("quiet", "asked", "dropped", "lapsed"):
+        await talk(manager, ref(name))
+        clock.now += 1
+    await manager.demote(ref("asked"))
+    engine.held[("alice", "dropped")].hot = False
+    manager.follower.hear(Notice("dropped", engine.report(ref("dropped"))))
+    engine.held[("alice", "dropped")].tier = "disk"
+    manager.follower.hear(Notice("moved", engine.report(ref("dropped")), "budget"))
+    assert manager.get(ref("dropped")).tier == "disk"
+    await manager.demote(ref("lapsed"))
+    manager.follower.hear(Notice("lost", absent(ref("lapsed")), "expired"))
+    clock.now += 59
+    await manager.sweeps.sweep()
+    await manager.forget(ref("asked"))
+    assert log.departures == [
+        ("asked", "hot", "asked"),
+        ("dropped", "hot", "engine"),
+        ("dropped", "ram", "budget"),
+        ("lapsed", "hot", "asked"),
+        ("lapsed", "ram", "expired"),
+        ("quiet", "hot", "idle"),
+        ("asked", "ram", "forgotten"),
+    ]
+
+
+async def test_a_session_under_pressure_says_so(manager, engine, clock, ref, talk, log):
+    engine.capacity = 100
+    await talk(manager, ref("a"))
+    await manager.sweeps.sweep()
+    assert log.departures == [("a", "hot", "pressure")]
+
+
+async def test_a_refused_turn_leaves_no_departure(manager, ref, log):
+    async with manager.turn(ref("a")):
+        pass  # the engine never answered
+    assert manager.get(ref("a")) is None
+    assert log.departures == []

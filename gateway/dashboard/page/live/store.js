@@ -6,6 +6,8 @@ export const TIERS = ["hot", "ram", "disk", "redis"];
 export const TIER_NAMES = { hot: "Hot", ram: "Packed RAM", disk: "Disk", redis: "Redis" };
 const MAX_MOVES = 60;
 const MAX_POINTS = 600;
+const MAX_STEPS = 32; // versions of the rows of which it is known what changed
+const TELL_MS = 300;
 
 export const connection = signal({ phase: "connecting", why: "" });
 export const server = signal(null);
@@ -16,6 +18,8 @@ export const numSessions = signal(0); // may be more than are listed
 export const tick = signal(Date.now() / 1000); // the server's clock, once a second
 export const rows = new Map();
 export const rowsVersion = signal(0);
+export const clients = new Map(); // how many sessions each client and each tenant has
+export const tenants = new Map();
 export const places = signal(emptyPlaces());
 export const moves = signal([]); // sessions that went from one tier to another, newest first
 export const points = signal(0); // grows with ``history``
@@ -44,27 +48,33 @@ setInterval(() => {
 
 export function snapshot(said) {
   batch(() => {
-    rows.clear();
-    places.value = emptyPlaces();
+    clear();
     takeParts(said);
     putRows(said.sessions ?? [], false);
-    rowsVersion.value += 1;
+    publish();
   });
+}
+
+// More rows of a snapshot. Views hear of them now and then, and of the last.
+export function more(said) {
+  takeRows(said.sessions ?? []);
+  if (said.left > 0 && performance.now() - published < TELL_MS) return;
+  batch(publish);
 }
 
 export function change(said) {
   batch(() => {
     takeParts(said);
-    const changed = putRows(said.sessions ?? [], true) + dropRows(said.gone ?? []);
-    if (changed) rowsVersion.value += 1;
+    putRows(said.sessions ?? [], true);
+    dropRows(said.gone ?? []);
+    publish();
   });
 }
 
 export function reset() {
   batch(() => {
-    rows.clear();
-    places.value = emptyPlaces();
-    rowsVersion.value += 1;
+    clear();
+    publish();
     for (const part of [server, now, memory, quality]) part.value = null;
     moves.value = [];
     for (const line of Object.values(history)) line.length = 0;
@@ -103,6 +113,63 @@ function note(figures) {
 
 // ---- sessions
 
+// What became of rows, version by version, so that a sorted list need not be sorted anew:
+// {version, gone: rows that are no longer as they were, come: rows as they are now}; whole: all are.
+const steps = [];
+let step = { gone: new Set(), come: new Set(), whole: false };
+let counted = emptyPlaces();
+let published = 0;
+
+function clear() {
+  rows.clear();
+  clients.clear();
+  tenants.clear();
+  counted = emptyPlaces();
+  step.whole = true;
+}
+
+function publish() {
+  if (!step.whole && step.gone.size + step.come.size === 0) return;
+  published = performance.now();
+  rowsVersion.value += 1;
+  places.value = { ...counted };
+  steps.push({ version: rowsVersion.value, ...step });
+  if (steps.length > MAX_STEPS) steps.shift();
+  step = { gone: new Set(), come: new Set(), whole: false };
+}
+
+// All that changed after a version; null = it is not known, or everything did.
+export function changesSince(version) {
+  const later = steps.filter((x) => x.version > version);
+  if (later.length !== rowsVersion.peek() - version || later.some((x) => x.whole)) return null;
+  const gone = new Set();
+  const come = new Set();
+  for (const x of later) {
+    for (const row of x.gone) if (!come.delete(row)) gone.add(row);
+    for (const row of x.come) come.add(row);
+  }
+  return { gone, come };
+}
+
+function put(key, row, before) {
+  rows.set(key, row);
+  if (before) remove(before);
+  step.come.add(row);
+  add(row, 1);
+}
+
+function remove(row) {
+  if (!step.come.delete(row)) step.gone.add(row);
+  add(row, -1);
+}
+
+function takeRows(said) {
+  for (const row of said) {
+    const key = rowKey(row);
+    put(key, row, rows.get(key));
+  }
+}
+
 function emptyPlaces() {
   return Object.fromEntries(
     ["", ...TIERS].map((name) => [name, { sessions: 0, bytes: 0, saved: 0, pinned: 0 }]),
@@ -110,46 +177,43 @@ function emptyPlaces() {
 }
 
 function putRows(changed, tell) {
-  const counted = { ...places.value };
   const moved = [];
   for (const said of changed) {
     const key = rowKey(said);
     const before = rows.get(key);
-    const row = { ...before, ...said };
-    rows.set(key, row);
-    if (before) add(counted, before, -1);
-    add(counted, row, 1);
+    const row = before ? { ...before, ...said } : said;
+    put(key, row, before);
     const to = placeOf(row);
     const from = before ? placeOf(before) : "";
     if (tell && to && from !== to) {
       moved.push({ number: ++numMoves, at: serverTime(), row, from, to });
     }
   }
-  places.value = counted;
   if (moved.length) moves.value = [...moved.reverse(), ...moves.value].slice(0, MAX_MOVES);
-  return changed.length;
 }
 
 function dropRows(gone) {
-  const counted = { ...places.value };
   for (const said of gone) {
     const key = typeof said === "string" ? rowKey({ id: said }) : rowKey(said);
     const before = rows.get(key);
     if (!before) continue;
-    add(counted, before, -1);
     rows.delete(key);
+    remove(before);
   }
-  places.value = counted;
-  return gone.length;
 }
 
-function add(counted, row, by) {
-  const name = placeOf(row);
-  const sum = counted[name] ?? { sessions: 0, bytes: 0, saved: 0, pinned: 0 };
-  counted[name] = {
-    sessions: sum.sessions + by,
-    bytes: sum.bytes + by * (row.bytes ?? 0),
-    saved: sum.saved + by * (row.saved_s ?? 0),
-    pinned: sum.pinned + (row.pinned ? by : 0),
-  };
+function add(row, by) {
+  const sum = (counted[placeOf(row)] ??= { sessions: 0, bytes: 0, saved: 0, pinned: 0 });
+  sum.sessions += by;
+  sum.bytes += by * (row.bytes ?? 0);
+  sum.saved += by * (row.saved_s ?? 0);
+  if (row.pinned) sum.pinned += by;
+  tally(clients, row.client, by);
+  tally(tenants, row.tenant, by);
+}
+
+function tally(counts, name, by) {
+  const count = (counts.get(name) ?? 0) + by;
+  if (count) counts.set(name, count);
+  else counts.delete(name);
 }

@@ -6,6 +6,7 @@
 import * as store from "./store.js";
 import { ApiError, call, send } from "./api.js";
 
+const PAGE = 250; // sessions in the first event of a stream, and in each that has more of them
 const SILENT_MS = 45_000; // the server gives a sign of life more often
 const ASK_AGAIN_MS = 2_000;
 const FIRST_RETRY_MS = 500;
@@ -64,7 +65,7 @@ async function follow(mine, heard) {
   const resume = lastId ? { "last-event-id": lastId } : {};
   const watch = new AbortController();
   mine.signal.addEventListener("abort", () => watch.abort(), { once: true });
-  const answer = await send("GET", "v1/events", null, resume, watch.signal);
+  const answer = await send("GET", `v1/events?rows=${PAGE}`, null, resume, watch.signal);
   store.takeClock(answer.headers.get("date"));
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let timer = 0;
@@ -96,7 +97,10 @@ function take(event) {
   }
   if (fields.id) lastId = fields.id;
   if (!fields.data) return;
-  if (fields.event === "snapshot") store.snapshot(JSON.parse(fields.data));
+  if (fields.event === "snapshot") {
+    lastId = fields.id ?? ""; // one that is told in pages can be resumed from its last
+    store.snapshot(JSON.parse(fields.data));
+  } else if (fields.event === "more") store.more(JSON.parse(fields.data));
   else if (fields.event === "change") store.change(JSON.parse(fields.data));
   else return;
   if (store.connection.value.phase !== "live") store.connection.value = { phase: "live", why: "" };

@@ -24,6 +24,21 @@ export const REASONS = {
   unavailable: "its tier was down",
   disabled: "this engine does not hibernate",
 };
+// Why a conversation's KV left the place where it was.
+export const LEFT = {
+  idle: "quiet for long enough",
+  pressure: "hot memory was over its mark",
+  memory: "the machine ran short of memory",
+  asked: "somebody asked for it",
+  engine: "the engine needed the room",
+  budget: "the tier ran out of room",
+  share: "its tenant's share was used up",
+  expired: "nobody came back in time",
+  forgotten: "forgotten",
+  missing: "the engine no longer knew it",
+  "no-copy": "there was no packed copy",
+};
+export const leftWords = (why) => LEFT[why] ?? why;
 const CLIENTS = {
   "claude-code": "Claude Code",
   codex: "Codex",

@@ -42,15 +42,15 @@ export function Journey({ row, steps, turns }) {
   </section>`;
 }
 
-// Places with their times, out of states. A state does not say which tier a sleep was in: the turn
-// that ended it does, and the row says it of a sleep that goes on.
+// Places with their times, out of states. A sleep's tier is told with its step; of one that an older
+// server told without, the turn that ended it says it, or the row.
 function staysOf(row, steps, turns, until) {
   const stays = [];
   let asleep = "ram";
   for (const [i, step] of steps.entries()) {
     const to = steps[i + 1]?.at ?? until;
     let place = "hot";
-    if (step.after === "cold") place = asleep = wokenFrom(turns, steps, i) ?? (lastSleep(steps, i) ? (row.tier ?? asleep) : asleep);
+    if (step.after === "cold") place = asleep = step.tier ?? wokenFrom(turns, steps, i) ?? (lastSleep(steps, i) ? (row.tier ?? asleep) : asleep);
     else if (step.after === "waking") place = asleep;
     else if (!HOT.has(step.after)) continue;
     const last = stays.at(-1);

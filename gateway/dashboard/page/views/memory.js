@@ -1,10 +1,10 @@
-// Each tier against its budget, what plain bf16 would need, and why turns found less than they might.
+// Each tier against its budget, what it would need unpacked, and why turns found less than they might.
 
 import { html } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
-import { REASONS, sourceWords, tierOf } from "../parts/badges.js";
+import { leftWords, REASONS, sourceWords, tierOf } from "../parts/badges.js";
 import { sum } from "../parts/strip.js";
-import { memory, places, TIER_NAMES } from "../live/store.js";
+import { memory, places, TIER_NAMES, TIERS } from "../live/store.js";
 import { bytes, count, percent, plural, ratio } from "../live/format.js";
 
 const ORDER = ["hot", "cold-ram", "cold-disk", "cold-redis", "miss"];
@@ -20,8 +20,9 @@ export function Memory() {
         ${it.tiers.map((x) => html`<${Cold} key=${x.name} tier=${x} />`)}
       </div>
     </section>
+    <${Departures} departures=${it.departures ?? {}} />
     <div class="halves">
-      <${AsBf16} it=${it} />
+      <${Unpacked} it=${it} />
       <${Outcomes} outcomes=${it.outcomes ?? {}} />
     </div>
   `;
@@ -66,17 +67,34 @@ function Cold({ tier }) {
   </article>`;
 }
 
-function AsBf16({ it }) {
+function Departures({ departures }) {
+  const left = TIERS.filter((x) => departures[x]);
+  return html`<section class="card" aria-labelledby="departures">
+    <h2 id="departures">Why conversations left</h2>
+    ${left.length === 0
+      ? html`<p class="hint">None has left a place yet, since this server began.</p>`
+      : html`<dl class="departures">${left.map(
+          (x) => html`<div key=${x}><dt><span class="mark ${x}">${TIER_NAMES[x]}</span></dt><dd>${whys(departures[x])}</dd></div>`,
+        )}</dl>`}
+  </section>`;
+}
+
+const whys = (counts) =>
+  Object.entries(counts)
+    .sort((a, b) => b[1] - a[1])
+    .map(([why, n]) => html`<span class="why"><b>${count(n)}</b> ${leftWords(why)}</span>`);
+
+function Unpacked({ it }) {
   const whole = it.bf16_bytes;
   const held = it.cold_bytes;
   const capacity = it.hot.capacity_bytes;
-  return html`<section class="card" aria-labelledby="bf16">
-    <h2 id="bf16">What plain bf16 would need</h2>
+  return html`<section class="card" aria-labelledby="unpacked">
+    <h2 id="unpacked">What it would need unpacked</h2>
     ${whole
-      ? html`<p class="amount"><b>${bytes(whole)}</b> for the tokens of all sessions; packed they are ${bytes(held)}${held ? html`, <b>${ratio(whole / held)}</b> smaller` : ""}.</p>
+      ? html`<p class="amount"><b>${bytes(whole)}</b> as this engine keeps live KV; packed it is ${bytes(held)}${held ? html`, <b>${ratio(whole / held)}</b> smaller` : ""}.</p>
           <div class="compare">
-            <span>bf16</span><${Meter} parts=${[{ name: bytes(whole), value: whole, tone: "bf16" }]} total=${Math.max(whole, held)} tall
-              marks=${capacity && capacity < whole ? [{ at: capacity, name: `the hot budget: ${bytes(capacity)}` }] : []} words=${`bf16: ${bytes(whole)}`} />
+            <span>unpacked</span><${Meter} parts=${[{ name: bytes(whole), value: whole, tone: "bf16" }]} total=${Math.max(whole, held)} tall
+              marks=${capacity && capacity < whole ? [{ at: capacity, name: `the hot budget: ${bytes(capacity)}` }] : []} words=${`unpacked: ${bytes(whole)}`} />
             <span>packed</span><${Meter} parts=${[{ name: bytes(held), value: held, tone: "ram" }]} total=${Math.max(whole, held)} tall words=${`packed: ${bytes(held)}`} />
           </div>
           ${capacity && whole > capacity ? html`<p class="hint">Hot memory alone would hold ${percent(capacity / whole)} of it; the rest would be computed again at every return.</p>` : ""}`

@@ -6,6 +6,7 @@ import { say } from "../parts/said.js";
 import { call } from "../live/api.js";
 import { quality, server, TIER_NAMES } from "../live/store.js";
 import { count, fixed, percent } from "../live/format.js";
+import { Picture, Verdicts } from "./verdicts.js";
 
 const FLOORS = new Set(["fp8", "q8"]); // what others do: measured beside ours, never used
 
@@ -22,7 +23,8 @@ export function Quality() {
       ${it.why && html`<p class="why-codec">${it.why}</p>`}
       <${Measuring} it=${it} />
     </section>
-    ${it.rows.length ? html`<${Measured} it=${it} />` : html`<p class="hint card">${isExact(it) ? "Sessions are packed exactly here: that costs no quality." : "What this codec costs this model was not measured, or loses nothing: the words above say which."}</p>`}
+    ${it.rows.length ? html`<${Picture} rows=${it.rows} bound=${it.bound} /><${Measured} it=${it} />` : html`<p class="hint card">${isExact(it) ? "Sessions are packed exactly here: that costs no quality." : "What this codec costs this model was not measured, or loses nothing: the words above say which."}</p>`}
+    <${Verdicts} history=${it.history ?? []} />
   `;
 }
 

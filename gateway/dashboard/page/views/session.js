@@ -4,6 +4,7 @@ import { html, useEffect, useState } from "../parts/html.js";
 import { Client, Source, Whereabouts } from "../parts/badges.js";
 import { Confirm } from "../parts/confirm.js";
 import { say } from "../parts/said.js";
+import { Steps } from "./steps.js";
 import { call, sessionPath } from "../live/api.js";
 import { isHot, rowKey, TIER_NAMES } from "../live/store.js";
 import { bytes, count, plural, ratio, seconds } from "../live/format.js";
@@ -24,12 +25,13 @@ export function Session({ row, close }) {
     <dl class="facts">
       <dt>Tokens</dt><dd>${count(row.tokens)}</dd>
       <dt>${isHot(row) ? "Hot bytes" : "Packed bytes"}</dt><dd>${bytes(row.bytes)}</dd>
-      <dt>As bf16</dt><dd>${bytes(row.bf16_bytes)}${row.ratio ? html` <span class="faint">packed ${ratio(row.ratio)} smaller</span>` : ""}</dd>
+      <dt>Unpacked</dt><dd>${bytes(row.bf16_bytes)}${row.ratio ? html` <span class="faint">packed ${ratio(row.ratio)} smaller</span>` : ""}</dd>
       <dt>Cold copy</dt><dd>${row.tier ? TIER_NAMES[row.tier] : "none yet"}${row.cold_bytes ? html` <span class="faint">${bytes(row.cold_bytes)}</span>` : ""}</dd>
       <dt>Last return</dt><dd><${Source} source=${row.last_source} reason=${row.last_reason} /></dd>
       <dt>Prefill saved</dt><dd>${seconds(row.saved_s)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
     </dl>
     <${Journey} row=${row} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />
+    <${Steps} steps=${detail?.timeline ?? []} />
     <${Turns} turns=${detail?.last_turns ?? []} prefix=${detail?.prefix} known=${!!detail} />
   `;
 }

@@ -3,7 +3,7 @@
 import { computed, html, signal, useEffect, useRef } from "../parts/html.js";
 import { Client, clientName, Since, Source, Whereabouts } from "../parts/badges.js";
 import { Rows } from "../parts/rows.js";
-import { idOf, numSessions, placeOf, rowKey, rows, rowsVersion, TIER_NAMES } from "../live/store.js";
+import { changesSince, clients, idOf, numSessions, placeOf, rowKey, rows, rowsVersion, tenants, TIER_NAMES } from "../live/store.js";
 import { bytes, count, ratio, seconds } from "../live/format.js";
 import { Session } from "./session.js";
 import { TryIt } from "./try_it.js";
@@ -26,40 +26,57 @@ const BY = {
   turns: (x) => x.turns ?? 0,
 };
 
+// The list that is shown. What changes between two versions is merged into it: sorting ten thousand
+// rows every second would cost more than all else.
+let last = { version: -1, rows: [] };
 const found = computed(() => {
-  rowsVersion.value;
-  const { words, place, client, last, pinned } = filter.value;
+  const version = rowsVersion.value;
+  const wanted = filter.value;
+  const order = sort.value;
+  const known = last.wanted === wanted && last.order === order ? changesSince(last.version) : null;
+  const fits = fitting(wanted);
+  const compare = comparing(order);
+  const list = known
+    ? merged(known.gone.size ? last.rows.filter((x) => !known.gone.has(x)) : last.rows, [...known.come].filter(fits).sort(compare), compare)
+    : [...rows.values()].filter(fits).sort(compare);
+  last = { version, wanted, order, rows: list };
+  return list;
+});
+
+function fitting({ words, place, client, last, pinned }) {
   const needle = words.trim().toLowerCase();
-  const all = [];
-  for (const row of rows.values()) {
-    if (place && placeOf(row) !== place) continue;
-    if (client && row.client !== client) continue;
-    if (last && row.last_source !== last) continue;
-    if (pinned && !row.pinned) continue;
-    if (needle && !matches(row, needle)) continue;
-    all.push(row);
-  }
-  const key = BY[sort.value.by];
-  const sign = sort.value.down ? -1 : 1;
-  return all.sort((a, b) => {
+  return (row) =>
+    (!place || placeOf(row) === place) &&
+    (!client || row.client === client) &&
+    (!last || row.last_source === last) &&
+    (!pinned || row.pinned) &&
+    (!needle || matches(row, needle));
+}
+
+function comparing({ by, down }) {
+  const key = BY[by];
+  const sign = down ? -1 : 1;
+  return (a, b) => {
     const x = key(a);
     const y = key(b);
     return x < y ? -sign : x > y ? sign : 0;
-  });
-});
-const manyTenants = computed(() => {
-  rowsVersion.value;
-  let first;
-  for (const { tenant } of rows.values()) {
-    first ??= tenant;
-    if (tenant !== first) return true;
+  };
+}
+
+function merged(list, come, compare) {
+  if (come.length === 0) return list;
+  const all = [];
+  let i = 0;
+  for (const row of come) {
+    while (i < list.length && compare(list[i], row) <= 0) all.push(list[i++]);
+    all.push(row);
   }
-  return false;
-});
-const clients = computed(() => {
-  rowsVersion.value;
-  return [...new Set([...rows.values()].map((x) => x.client).filter(Boolean))].sort();
-});
+  while (i < list.length) all.push(list[i++]);
+  return all;
+}
+
+const manyTenants = computed(() => (rowsVersion.value, tenants.size > 1));
+const clientNames = computed(() => (rowsVersion.value, [...clients.keys()].filter(Boolean).sort()));
 
 const matches = (row, needle) =>
   [row.id, row.parent, row.tenant, row.client].some((x) => x?.toLowerCase().includes(needle));
@@ -115,7 +132,7 @@ function Filters({ shown }) {
       <input type="search" placeholder="Find by id, parent, client" value=${it.words} onInput=${set("words")} /></label>
     <${Choice} label="Where" value=${it.place} set=${set("place")} options=${TIER_NAMES} any="anywhere" />
     <${Choice} label="Client" value=${it.client} set=${set("client")} any="any client"
-      options=${Object.fromEntries(clients.value.map((x) => [x, clientName(x)]))} />
+      options=${Object.fromEntries(clientNames.value.map((x) => [x, clientName(x)]))} />
     <${Choice} label="Last return" value=${it.last} set=${set("last")} any="any last return"
       options=${{ hot: "went on hot", "cold-ram": "from RAM", "cold-disk": "from disk", "cold-redis": "from Redis", miss: "missed" }} />
     <label class="check"><input type="checkbox" checked=${it.pinned} onChange=${set("pinned")} /> pinned</label>

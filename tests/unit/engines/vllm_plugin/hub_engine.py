@@ -60,6 +60,10 @@ class Unmeasured:
     """A rank that measures nothing."""
 
     progress = ""
+    num_begun = 0
+
+    def begin(self) -> None:
+        self.num_begun += 1
 
     def hear(self, news: object) -> None:
         """Nobody waits for it."""
@@ -84,6 +88,7 @@ class Engine:
         self.hub.start(ControlServer("secret", welcomed, self.verbs).serve(f"unix:{self.address}"))
         self.stores = [self._store(i, folder) for i in range(2)]
         self.staging = [StagingArea(), StagingArea()]
+        self.measurements = [Unmeasured(), Unmeasured()]
         self.links = [self._link(i, folder) for i in range(2)]
         wait(lambda: self.hub.ready)
         self._folder = folder
@@ -112,7 +117,7 @@ class Engine:
             store.stats,
             self._wait_saved,
             served(),
-            Unmeasured(),
+            self.measurements[i],
         )
 
     def _wait_saved(self, session: SessionRef, within_s: float) -> bool:

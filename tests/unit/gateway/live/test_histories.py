@@ -9,6 +9,7 @@ from gateway.live.requests import LiveRequest
 from gateway.live.shape import TurnShown
 from gateway.live.tally import PrefillSpeed, Tally
 from gateway.metrics import PromptDetails, Usage
+from scheduler.observer import Step
 
 REF = SessionRef("alice", "s", b"")
 KEY = ("alice", "s")
@@ -76,7 +77,7 @@ def test_pasts_are_bounded_each_and_together():
     pasts = Histories(clock, max_records=200)
     for _ in range(100):
         pasts.turned(KEY, turn(clock))
-        pasts.stepped(KEY, "idle", "turn", "active")
+        pasts.stepped(KEY, Step("idle", "turn", "active"))
     past = pasts.of(KEY)
     assert past is not None
     assert (len(past.turns), len(past.steps)) == (MAX_TURNS, MAX_STEPS)

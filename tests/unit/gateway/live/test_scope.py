@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.base import EngineReport, SessionRef, SessionReport
@@ -210,3 +211,34 @@ async def test_an_engine_that_serves_without_sleep_is_asked_for_its_figures(watc
             while snapshot(scope)["memory"]["hot"]["bytes"] != 7:
                 await scope.beyond(scope.moment)
     assert asked == [1000.0], "what is fresh is not asked for again"
+
+
+async def test_a_ratio_compares_what_is_packed_with_itself(watched: Watched):
+    """A session grows before what it grew by is packed: that saves nothing yet."""
+    watched.turn("s", tokens=100)  # 10,000 bytes unpacked, 2,000 packed
+    row = watched.sessions.table.row("alice", "s")
+    assert row is not None
+    grown = msgspec.structs.replace(
+        report("alice", "s", 330), cold_bytes=2000, cold_tokens=100, busy=True
+    )
+    watched.sessions.table.learn(row, grown)
+    with watched.reader(None) as scope:
+        told = snapshot(scope)
+        (shown,) = told["sessions"]
+        assert (shown["tokens"], shown["bf16_bytes"], shown["ratio"]) == (330, 33_000, 5.0)
+        memory = told["memory"]
+        assert (memory["cold_bytes"], memory["bf16_bytes"]) == (2000, 10_000)
+
+
+async def test_a_snapshot_in_pages_tells_of_each_session_once(watched: Watched):
+    for i in range(130):
+        watched.clock.now += 1
+        watched.turn(f"s{i}")
+    with watched.reader("alice") as scope:
+        events = [(name, json.loads(b"".join(data))) for name, data in scope.paged(50)]
+        assert [name for name, _ in events] == ["snapshot", "more", "more"]
+        assert [x.get("left") for _, x in events] == [None, 80 - 50, 0]
+        assert events[0][1]["num_sessions"] == 130
+        told = [row["id"] for _, data in events for row in data["sessions"]]
+        assert told == [f"s{i}" for i in reversed(range(130))]
+        assert [name for name, _ in scope.paged(500)] == ["snapshot"]

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from kvstore.errors import PinLimit
+from kvstore.ledger.eviction_notices import Departure
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import check_rows, hashes, open_store, ram_and_disk, ref, save
@@ -323,7 +324,7 @@ def test_it_is_told_of_sessions_that_nobody_came_back_to():
     store.pin(ref("kept"), True)
     now[0] += 61
     store.expire()
-    assert gone == [ref("old")]
+    assert gone == [Departure(ref("old"), "expired")]
     store.close()
 
 
@@ -335,10 +336,10 @@ def test_it_is_told_once_of_sessions_that_were_evicted():
         save(store, ref(session), hashes(list(range(1000 * i, 1000 * i + 100))))
     for _ in range(4):
         store.expire()
-    assert {x.id for x in gone} == {"first", "second"}
+    assert {x.session.id for x in gone} == {"first", "second"}
     assert len(gone) == 2
     save(store, ref("first"), LONG)
     for _ in range(2):
         store.expire()
-    assert [x.id for x in gone].count("third") == 1
+    assert [x.session.id for x in gone].count("third") == 1
     store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.ledger.eviction_notices import Departure
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     Clock,
@@ -47,7 +48,7 @@ def test_whoever_listens_hears_of_sessions_whose_time_ran_out():
     clock.now += 110
     for _ in range(3):
         store.expire()
-    assert gone == [ref("old", salt=b"")]
+    assert gone == [Departure(ref("old", salt=b""), "expired")]
     store.close()
 
 
@@ -61,11 +62,11 @@ def test_whoever_listens_hears_once_of_sessions_that_were_evicted():
     assert 0 < len(kept) < 10
     for _ in range(4):
         store.expire()
-    assert sorted(x.id for x in gone) == sorted({str(i) for i in range(10)} - kept)
-    first = gone[0].id
+    assert sorted(x.session.id for x in gone) == sorted({str(i) for i in range(10)} - kept)
+    first = gone[0].session.id
     save(store, ref(first), tokens(100, int(first)))
     store.expire()
-    assert [x.id for x in gone].count(first) == 1
+    assert [x.session.id for x in gone].count(first) == 1
     store.close()
 
 
@@ -131,4 +132,23 @@ def test_who_came_back_last_is_evicted_last():
     save(store, ref("d"), tokens(200, 1))
     held = {x: store.match(ref(x), ref().salt, tokens(200, ord(x)), 200).num_tokens for x in "abc"}
     assert held["a"] == held["c"] == 200 and held["b"] < 200
+    store.close()
+
+
+def test_whoever_listens_hears_that_a_session_went_down_a_tier(tmp_path):
+    store = open_store([ram(100_000), disk(tmp_path)])
+    left = []
+    store.listen(left.append)
+    save(store, ref("first"), tokens(100, 1))
+    assert store.flush(10)
+    store.expire()
+    for i in range(2, 8):
+        save(store, ref(str(i)), tokens(100, i))
+        assert store.flush(10)
+        store.expire()
+    assert left[0] == Departure(ref("first", salt=b""), "budget", is_gone=False)
+    assert not any(x.is_gone for x in left)
+    assert [x.session.id for x in left].count("first") == 1
+    record = store.record(ref("first"))
+    assert record is not None and store.tier_of(record) == "disk"
     store.close()

@@ -227,3 +227,19 @@ def test_every_option_of_serve_sets_something():
     serve = get_command(app).commands["serve"]
     flags = {flag for parameter in serve.params for flag in parameter.opts}
     assert flags == {*FLAGS, "--profile", "--config", "--set"}
+
+
+@pytest.mark.parametrize(
+    ("profile", "width", "noted"),
+    [("gb10", 2, True), ("cpu", 4 if sys.platform == "linux" else 2, False)],
+)
+def test_a_plan_counts_what_the_machine_of_the_profile_would_serve(
+    run, model, monkeypatch, profile, width, noted
+):
+    monkeypatch.setenv("PATH", "/nowhere")  # nobody finds a GPU
+    code, out, _ = run("plan", "--model", str(model), "--profile", profile, "--json")
+    assert code == 0
+    plan = json.loads(out)
+    per_token = 2 * 2 * (64 + 64) * width  # layers, heads, keys and values
+    assert plan["live_bytes_per_token"] == per_token
+    assert any("no GPU here" in x for x in plan["notes"]) == noted

@@ -146,3 +146,11 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from([*SNAPSHOT]), JSON))
 def test_a_frame_is_drawn_of_anything_that_another_version_may_send(told):
     text_of(view_of(("snapshot", {**SNAPSHOT, **told})))
+
+
+def test_one_session_is_one():
+    alone = {**SNAPSHOT, "num_sessions": 1, "sessions": [ROW]}
+    alone["memory"] = {"tiers": [{"name": "ram", "bytes": 1, "sessions": 1}]}
+    text = text_of(view_of(("snapshot", alone)))
+    assert "1 of 1 session, all" in text
+    assert "1 sessions" not in text

@@ -7,6 +7,7 @@ import pytest
 from engines.vllm_plugin.messages import Release, Stage
 from engines.vllm_plugin.scheduler.restores import PATIENCE_S
 from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest
+from engines.wire import RequestProgress
 from tests.block_sessions import BLOCK
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import PROMPT, Request
 
@@ -120,3 +121,16 @@ def test_prompt_logprobs_need_every_token_computed(bench):
 )
 def test_the_cache_header(reason, tokens, expected):
     assert TrackedRequest(None, None, reason=reason).cache_header(tokens) == expected
+
+
+def test_it_says_how_far_the_requests_of_sessions_are(bench):
+    request = Request(PROMPT, num_prompt_tokens=len(PROMPT), num_output_tokens=0)
+    request.num_computed_tokens = 24  # restored or hot
+    bench.tracker.add(request)
+    assert bench.tracker.progress() == []  # it waits
+    bench.tracker.take_step([("r1", 24)])
+    assert bench.tracker.progress() == [RequestProgress("t", "s", len(PROMPT), 24, 0)]
+    request.num_computed_tokens, request.num_output_tokens = len(PROMPT) + 3, 4
+    assert bench.tracker.progress() == [RequestProgress("t", "s", len(PROMPT), len(PROMPT), 4)]
+    bench.tracker.finished(request, [[]])
+    assert bench.tracker.progress() == []

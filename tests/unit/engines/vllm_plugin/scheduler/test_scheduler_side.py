@@ -30,8 +30,10 @@ class Bench:
         )
         config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=BLOCK),
-            parallel_config=SimpleNamespace(world_size=1),
-            model_config=SimpleNamespace(model="m", max_model_len=1000),
+            parallel_config=SimpleNamespace(world_size=1, worker_extension_cls=""),
+            model_config=SimpleNamespace(
+                model="m", max_model_len=1000, skip_tokenizer_init=False, logits_processors=None
+            ),
             device_config=SimpleNamespace(device_type="cpu"),
         )
         self.side = SchedulerSide(settings, config, DENSE, "0")
@@ -47,7 +49,7 @@ class Bench:
             served(),
             Unmeasured(),
         )
-        self.store.listen(lambda session: self.link.send(RankLost(session)))
+        self.store.listen(lambda left: self.link.send(RankLost(*left)))
         wait(lambda: self.side.ready)
         self.gateway = socket.socket(socket.AF_UNIX)
         self.gateway.settimeout(30)

@@ -10,11 +10,13 @@ from engines.vllm_plugin.messages import (
 )
 from engines.wire import (
     MAX_FRAME_BYTES,
+    Adopted,
     Demote,
     Done,
     Forget,
     GetStats,
     ListSessions,
+    Measure,
     Pin,
     Prefetch,
     Refused,
@@ -23,7 +25,7 @@ from engines.wire import (
     Unpin,
 )
 from tests.block_sessions import BLOCK, ref, save
-from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, wait
+from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, Engine, wait
 
 TOO_LITTLE = 1000 / (1 << 26)  # of a tier's bytes: less than a session takes
 
@@ -190,3 +192,10 @@ def test_stats_add_the_ranks_up(engine):
     ram = next(x for x in answer.report.tiers if x.name == "ram")
     assert ram.num_blobs == 2 * 8  # seven blobs and a record on each rank
     assert answer.report.counters["saves"] == 1  # of the engine, not of each rank
+
+
+def test_every_rank_begins_to_measure_when_it_is_asked_to(engine: Engine) -> None:
+    answer = engine.ask(Measure())
+    assert isinstance(answer, Adopted)
+    assert answer.codec.progress == "measuring: it begins"
+    assert [x.num_begun for x in engine.measurements] == [1, 1]

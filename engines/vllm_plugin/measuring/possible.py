@@ -1,0 +1,25 @@
+"""Says whether the engine can measure what codecs cost its model. Without vllm."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
+
+NO_SEAM: Final = (
+    "vLLM was started without our logits processor and worker extension; add"
+    f" --logits-processors {LOGITS_PROCESSOR} --worker-extension-cls {WORKER_EXTENSION}"
+)
+NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
+
+
+def unmeasurable(vllm_config: Any, groups: Groups) -> str:
+    """Say why the engine cannot measure what codecs cost its model; "" if it can."""
+    if vllm_config.model_config.skip_tokenizer_init:
+        return NO_TOKENIZER
+    processors = vllm_config.model_config.logits_processors or ()
+    extension = vllm_config.parallel_config.worker_extension_cls
+    if LOGITS_PROCESSOR not in processors or extension != WORKER_EXTENSION:
+        return NO_SEAM
+    return ""

@@ -1,0 +1,43 @@
+"""Servers of a benchmark that was ended from outside end, too."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.stacks.fake_stack import ROOT, FakeStack
+
+BENCHMARK = """
+import sys, time
+from pathlib import Path
+from benchmarks.stacks.fake_stack import FakeStack
+with FakeStack(Path(sys.argv[1])) as stack:
+    print(stack.process.pid, stack.engine.pid, flush=True)
+    time.sleep(600)
+"""
+WAIT_S = 60
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_benchmark_that_is_ended_leaves_no_server(tmp_path: Path, how: signal.Signals):
+    command = [sys.executable, "-c", BENCHMARK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as benchmark:
+        assert benchmark.stdout is not None
+        servers = [psutil.Process(int(x)) for x in benchmark.stdout.readline().split()]
+        assert len(servers) == 2
+        benchmark.send_signal(how)
+    _, left = psutil.wait_procs(servers, timeout=WAIT_S)
+    assert left == []
+    assert "ended in good order" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_benchmark_that_ends_its_server_leaves_no_watch(tmp_path: Path):
+    with FakeStack(tmp_path):
+        watches = [x for x in psutil.Process().children() if "lifeline.py" in " ".join(x.cmdline())]
+        assert len(watches) == 1
+    assert not watches[0].is_running()

@@ -1,0 +1,182 @@
+"""What is in use loses nothing: a session is acted on while the real engine answers it.
+
+Gateway and mlx engine are processes, the model is tiny and random, and greedy: so an answer that
+was disturbed is not the one that the same prompt gets undisturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
+from typing import Any
+
+import pytest
+
+from benchmarks.stacks.product_stack import Stack
+from gateway.keys import generate_key
+
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
+
+ADMIN = generate_key("root")
+SOON = 3  # events of the answer that are read before somebody acts
+WAIT_S = 60
+BODY = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "tell me of rivers and of stones " * 20}],
+    "max_tokens": 400,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+class Server:
+    """The product, with its admin's key."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.url = stack.url
+
+    def open(
+        self, method: str, path: str, key: str, body: Any = None, session: str = ""
+    ) -> HTTPResponse:
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        if session:
+            headers["x-session-id"] = session
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=WAIT_S)
+        return answer
+
+    def ask(self, method: str, path: str, key: str, body: Any = None) -> tuple[int, Any]:
+        try:
+            with self.open(method, path, key, body) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def new_key(self) -> tuple[str, str]:
+        """A key of the tenant, and the key's id."""
+        status, made = self.ask("POST", "/admin/keys", ADMIN[0], {"tenant": "alice"})
+        assert status == 201, made
+        return made["key"], made["id"]
+
+    def num_running(self) -> int:
+        with self.open("GET", "/v1/events", ADMIN[0]) as events:
+            for line in events:
+                if line.startswith(b"data: "):
+                    return int(json.loads(line[6:])["now"]["running"])
+        raise AssertionError("no snapshot")
+
+    def answer(self, key: str, session: str, act: Callable[[], None] = lambda: None) -> list[Any]:
+        """A whole streamed answer; ``act`` is done in the midst of it."""
+        with self.open("POST", "/v1/chat/completions", key, BODY, session) as answer:
+            events, acted = [], False
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    events.append(json.loads(line[6:]))
+                if len(events) >= SOON and not acted:
+                    acted = True
+                    act()
+                    assert self.num_running() == 1, "it was over before anybody could disturb it"
+                if line.startswith(b"data: [DONE]"):
+                    return events
+        raise AssertionError("the answer has no end")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from tests.integration.tiny_models import write_model
+
+    folder = tmp_path_factory.mktemp("model")
+    write_model("llama", folder)
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.touch(0o600)
+    keys.write_text(generate_key("somebody")[1] + "\n")
+    settings = {
+        "engine": {"kind": "mlx", "model": str(folder), "served_model_name": "tiny"},
+        "gateway": {"api_keys_file": str(keys), "admin_keys": [ADMIN[1]]},
+        "store": {"ram_bytes": 64 << 20, "disk_bytes": 64 << 20},
+        "scheduler": {"idle_after_s": 3600.0},
+    }
+    with Stack(settings) as stack:
+        yield Server(stack)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[Any]:
+    events = server.answer(server.new_key()[0], "undisturbed")
+    assert events[-1]["usage"]["completion_tokens"] == BODY["max_tokens"]
+    return events
+
+
+def text_of(events: list[Any]) -> tuple[str, str, int]:
+    """What was said, how it ended, how many tokens it was."""
+    choices = [x for event in events for x in event["choices"]]
+    said = "".join(x["delta"].get("content") or "" for x in choices)
+    (end,) = {x["finish_reason"] for x in choices} - {None}
+    assert not [x for x in events if "error" in x]
+    return said, end, events[-1]["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("method", "verb", "body", "status"),
+    [
+        ("POST", "/demote", {}, 409),
+        ("POST", "/demote", {"tier": "disk"}, 409),
+        ("POST", "/pin", {}, 200),
+        ("POST", "/unpin", {}, 200),
+        ("POST", "/prefetch", {}, 200),
+        ("DELETE", "", None, 200),
+    ],
+)
+def test_a_running_answer_is_not_disturbed(
+    server: Server, undisturbed: list[Any], method: str, verb: str, body: Any, status: int
+) -> None:
+    key, session = server.new_key()[0], f"{method}{verb[1:]}{len(str(body))}"
+    # What is acted on has a hot copy and a cold one already.
+    server.answer(key, session)
+
+    def act() -> None:
+        told, said = server.ask(method, f"/v1/sessions/{session}{verb}", key, body)
+        assert told == status, said
+
+    assert text_of(server.answer(key, session, act)) == text_of(undisturbed)
+
+
+def test_a_session_that_was_forgotten_while_it_answered_is_gone_with_what_it_saved(
+    server: Server, undisturbed: list[Any]
+) -> None:
+    key, path = server.new_key()[0], "/v1/sessions/gone"
+
+    def act() -> None:
+        assert server.ask("DELETE", path, key)[0] == 200
+        assert server.ask("GET", path, key)[0] == 404
+
+    assert text_of(server.answer(key, "gone", act)) == text_of(undisturbed)
+    end = time.monotonic() + WAIT_S
+    while True:  # a sweep removes what its end has saved
+        with server.open("GET", "/v1/events", ADMIN[0]) as events:
+            told = next(json.loads(x[6:]) for x in events if x.startswith(b"data: "))
+        if "gone" not in [x["id"] for x in told["sessions"]]:
+            break
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert server.ask("GET", path, key)[0] == 404
+
+
+def test_a_key_that_is_revoked_ends_nothing_that_it_began(
+    server: Server, undisturbed: list[Any]
+) -> None:
+    key, key_id = server.new_key()
+
+    def act() -> None:
+        assert server.ask("DELETE", f"/admin/keys/{key_id}", ADMIN[0])[0] == 200
+        assert server.ask("GET", "/v1/sessions", key)[0] == 401
+
+    assert text_of(server.answer(key, "revoked", act)) == text_of(undisturbed)
+    assert server.ask("POST", "/v1/chat/completions", key, BODY)[0] == 401
