@@ -79,6 +79,10 @@ class FaultyTier:
         self._call("delete_many")
         return self.inner.delete_many(keys)
 
+    def drop_quarantine(self) -> None:
+        self._call("drop_quarantine")
+        self.inner.drop_quarantine()
+
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         self._call("scan")
         yield from self.inner.scan(prefix)

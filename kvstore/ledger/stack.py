@@ -179,6 +179,15 @@ class TierStack:
             self._count_down(i)
             return False
 
+    def drop_quarantine(self, i: int) -> bool:
+        """Remove what a tier put aside as damaged; False if it could not be asked to."""
+        try:
+            self._tiers[i].drop_quarantine()
+            return True
+        except TierUnavailable:
+            self._count_down(i)
+            return False
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note in every tier that these were used, ``keys[0]`` as the most recent."""
         for i in range(len(self)):

@@ -100,6 +100,13 @@ class Tier(Protocol):
             TierUnavailable: they may still be there.
         """
 
+    def drop_quarantine(self) -> None:
+        """Remove what was put aside as damaged: nobody can say whether it holds what is forgotten.
+
+        Raises:
+            TierUnavailable: it is still there.
+        """
+
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         """Yield keys that start with ``prefix`` and their blobs, in key order; for records only.
 

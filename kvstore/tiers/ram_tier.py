@@ -93,6 +93,9 @@ class RamTier:
                 del self._blobs[key]
             return len(present)
 
+    def drop_quarantine(self) -> None:
+        """Do nothing: memory that is damaged ends the process."""
+
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         with self._lock:
             found = sorted(item for item in self._blobs.items() if item[0].startswith(prefix))

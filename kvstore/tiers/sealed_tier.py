@@ -90,6 +90,9 @@ class SealedTier:
     def delete_many(self, keys: Iterable[bytes]) -> int:
         return self._inner.delete_many(self._names(keys))
 
+    def drop_quarantine(self) -> None:
+        self._inner.drop_quarantine()
+
     # Recency
 
     def touch(self, keys: Sequence[bytes]) -> None:

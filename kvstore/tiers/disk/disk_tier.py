@@ -87,7 +87,8 @@ class DiskTier:
         """Go on with an empty file where calls have found the one there damaged, if that opens."""
         if not self._guard.damaged:
             return
-        with self._writing, self._guard.mend() as damaged:
+        # The calls inside end first, and some of them have yet to write.
+        with self._guard.mend() as damaged, self._writing:
             if not damaged:
                 return
             limit = file_bytes_limit(self._index.capacity_bytes)
@@ -186,6 +187,7 @@ class DiskTier:
             return self._write(update, blobs, remains)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
+        self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
                 present = [key for key in dict.fromkeys(keys) if key in self._index]
@@ -201,6 +203,10 @@ class DiskTier:
             finally:
                 self._erasing = frozenset()
             return len(present)
+
+    def drop_quarantine(self) -> None:
+        with self._guard.call(), self._writing:
+            self._folder.drop_quarantine()
 
     def _sizes(self, blobs: Mapping[bytes, memoryview]) -> dict[bytes, int]:
         return {key: self._blobs.nbytes(len(blob)) for key, blob in blobs.items()}

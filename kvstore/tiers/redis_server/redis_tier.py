@@ -167,6 +167,9 @@ class RedisTier:
                 self._forget(batch)
         return count
 
+    def drop_quarantine(self) -> None:
+        """Do nothing: what is damaged is deleted."""
+
     def _forget(self, keys: Iterable[bytes]) -> None:
         """Stop counting blobs that the server no longer has."""
         with self._lock:
