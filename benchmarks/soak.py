@@ -10,13 +10,16 @@ Fairness is Jain's index of the turns that each user got.
 
 With ``--kill-every`` the engine and a Redis of its own are killed in turns, kill -9, and come back;
 the codec is then ``raw``, and some of the answers are asked for again, by a tenant that has no
-cache: other text would be wrong tokens.
+cache: other text would be wrong tokens. Some clients leave in mid-answer then. Open files, the disk
+tier's file and what Redis holds are watched like memory: their budgets are small, so they fill up
+early, and must stay where they are. Where nothing was restored there must be a reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import statistics
 import time
@@ -29,6 +32,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import psutil
+from redis import Redis
+from redis.exceptions import RedisError
 
 from benchmarks.stacks.product_stack import (
     MIB,
@@ -47,6 +52,7 @@ from tests.redis_server import RedisServer
 SAMPLE_S = 2.0
 SERIES_EVERY = 3  # samples
 DOWN_S = 5.0  # Redis, each time
+LEAVES_S = 10.0  # at the latest, who leaves
 ASKED_AGAIN = 40
 ACCOUNTED = ("thermocline_engine_active_bytes ", 'thermocline_tier_bytes{tier="ram"} ')
 
@@ -64,6 +70,7 @@ class Habits:
     answer_tokens: tuple[int, int] = (4, 12)
     most_turns: int = 4
     fields: Mapping[str, Any] = field(default_factory=dict)  # of each request
+    leaves: float = 0.0  # the share of requests whose client goes away before the end
     said: list[Said] | None = None  # all that was asked and answered, if anybody wants it
 
     def message(self, rng: random.Random, seed: str, *, is_first: bool) -> dict[str, str]:
@@ -83,12 +90,18 @@ async def user(
             conversation, history, longest = conversation + 1, [], 2 * most
         history.append(habits.message(rng, f"{number}-{turns}", is_first=not history))
         max_tokens = rng.randint(*habits.answer_tokens)
-        reply = await client.chat(
+        asking = client.chat(
             history,
             session=f"u{number}-{conversation}",
             max_tokens=max_tokens,
             **habits.fields,
         )
+        if rng.random() < habits.leaves:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asking, LEAVES_S * rng.random())
+            history.pop()
+            continue
+        reply = await asking
         replies.append(reply)
         if habits.said is not None and reply.ok:
             habits.said.append((list(history), max_tokens, reply.text))
@@ -128,10 +141,10 @@ def growth(samples: list[float]) -> dict[str, Any]:
     late = samples[len(samples) // 2 :]
     slope = statistics.linear_regression(range(len(late)), late).slope
     return {
-        "second_quarter_mib": round(statistics.mean(samples[quarter : 2 * quarter]), 1),
-        "last_quarter_mib": round(statistics.mean(samples[-quarter:]), 1),
-        "last_half_mib_per_min": round(slope * 60 / SAMPLE_S, 2),
-        f"every_{SAMPLE_S * SERIES_EVERY:g}_s_mib": [round(x) for x in samples[::SERIES_EVERY]],
+        "second_quarter": round(statistics.mean(samples[quarter : 2 * quarter]), 1),
+        "last_quarter": round(statistics.mean(samples[-quarter:]), 1),
+        "last_half_per_min": round(slope * 60 / SAMPLE_S, 2),
+        f"every_{SAMPLE_S * SERIES_EVERY:g}_s": [round(x) for x in samples[::SERIES_EVERY]],
     }
 
 
@@ -166,6 +179,9 @@ def summary(replies: list[Reply], turns: list[int]) -> dict[str, Any]:
         "error_codes": Counter(str((x.error or {}).get("code")) for x in replies if not x.ok),
         "sources": Counter(x.cache.split(";")[0] for x in good),
         "reasons": Counter(x.cache.partition("reason=")[2] for x in good if "reason=" in x.cache),
+        "misses_without_reason": sum(
+            x.cache.startswith("miss") and "reason=" not in x.cache for x in good
+        ),
         "cached_token_share": round(
             sum(x.cached_tokens for x in good) / sum(x.prompt_tokens for x in good), 4
         ),
@@ -214,16 +230,24 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
     keys = [key for key, _ in pairs] or [""]
     said: list[Said] = []
-    habits = Habits(said=said if args.kill_every and pairs else None)
+    redis = None
+    habits = Habits(
+        said=said if args.kill_every and pairs else None, leaves=0.05 if args.kill_every else 0.0
+    )
     async with AsyncExitStack() as around:
         if args.kill_every:
             redis = around.enter_context(RedisServer())
-            settings["store"] |= {"codec": "raw", "redis_url": redis.url}
+            settings["store"] |= {
+                "codec": "raw",
+                "disk_bytes": 2 * args.ram_mib * MIB,
+                "redis_bytes": 2 * args.ram_mib * MIB,
+                "redis_url": redis.url,
+            }
         stack = around.enter_context(Stack(settings))
         killing = None
-        if args.kill_every:
+        if redis is not None:
             killing = asyncio.create_task(kill_in_turns(stack, redis, args.kill_every))
-        watched = partial(memory_of, stack)
+        watched = partial(sample_of, stack, redis)
         _, result = await soak(stack, args.users, args.minutes, habits, watched, keys)
         if killing is not None:
             killing.cancel()
@@ -234,12 +258,17 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def memory_of(stack: Stack) -> dict[str, float]:
-    """As ``memory_mib``; nothing while there is no engine."""
-    try:
-        return memory_mib(stack)
-    except (RuntimeError, OSError, psutil.Error):
-        return {}
+def sample_of(stack: Stack, redis: RedisServer | None) -> dict[str, float]:
+    """As ``memory_mib``, and what else may grow; nothing of what is down just now."""
+    found: dict[str, float] = {"gateway_files": stack.gateway.num_fds()}
+    data = stack.root / "data"
+    found["disk_mib"] = sum(x.stat().st_size for x in data.rglob("data.mdb")) / MIB
+    with contextlib.suppress(RuntimeError, OSError, psutil.Error):
+        found |= {"engine_files": stack.engine.num_fds(), **memory_mib(stack)}
+    if redis is not None:
+        with contextlib.suppress(RedisError), Redis.from_url(redis.url) as client:
+            found["redis_mib"] = client.info("memory")["used_memory"] / MIB
+    return found
 
 
 def main() -> None:

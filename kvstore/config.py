@@ -61,6 +61,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_snapshots: Annotated[int, msgspec.Meta(ge=1, le=64)] = STATES_PER_SESSION
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
+    # So much of each tier is divided between the tenants that used it within a day: what one holds
+    # within its part is not evicted for others. 0 = whoever was away longest gives way.
+    guaranteed_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # Pinned sessions take at most so much of the smallest tier; a pin beyond it is refused.
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     # Of that, one tenant gets at most so much.

@@ -53,17 +53,20 @@ class FaultyTier:
         self._call("get_many")
         return self.inner.get_many(keys)
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
         self._call("put_many")
-        return self.inner.put_many(items)
+        return self.inner.put_many(items, owner)
 
-    def replace(self, key: bytes, blob: Blob) -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
         self._call("replace")
-        return self.inner.replace(key, blob)
+        return self.inner.replace(key, blob, owner)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         self._call("contains_many")
         return self.inner.contains_many(keys)
+
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        self.inner.own(owner, keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._call("touch")
@@ -78,6 +81,10 @@ class FaultyTier:
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._call("delete_many")
         return self.inner.delete_many(keys)
+
+    def drop_quarantine(self) -> None:
+        self._call("drop_quarantine")
+        self.inner.drop_quarantine()
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         self._call("scan")

@@ -8,6 +8,7 @@ from typing import Any
 
 from engines.config import EngineConfig
 from engines.host.fair_shares import FairShares
+from engines.host.line_order import length_class
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.batches import Batches
@@ -78,7 +79,9 @@ def assemble(
     prefiller = Prefiller(model, config.prefill_step, takes_snapshots=plan.needs_state)
     batches = Batches(model, config.max_batch)
     shares = FairShares()
-    queue: FairQueue[PrefillTask] = FairQueue(lambda x: shares.first(x, budget.places))
+    queue: FairQueue[PrefillTask] = FairQueue(
+        lambda x: shares.first(x, budget.places), lambda task: length_class(len(task.tokens))
+    )
     budget = MemoryBudget(
         config.hot_bytes, config.max_batch, plan.cost, batches, prefiller, hot, queue
     )

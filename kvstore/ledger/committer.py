@@ -113,4 +113,4 @@ class Committer(Generic[R]):
         self, record: R, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
     ) -> Delivery:
         key, blob = self._index.key(record), self._kind.pack(record)
-        return Delivery(key, blob, self._index.blob_keys(record), fresh, obsolete)
+        return Delivery(key, blob, self._index.blob_keys(record), fresh, obsolete, record.tenant)

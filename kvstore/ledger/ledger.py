@@ -80,6 +80,7 @@ class Ledger(Generic[R]):
             ttl_s=config.ttl_s,
         )
         self.index.load()
+        self._say_whose_blobs()
         self.pins = Pins(self.stack, config.pinned_share, config.tenant_pinned_share)
         self._slower = [
             WriteBehind(
@@ -104,6 +105,16 @@ class Ledger(Generic[R]):
         )
         self._rounds = itertools.count(1)
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
+
+    def _say_whose_blobs(self) -> None:
+        """Tell tiers what an earlier run left to whom."""
+        keys: dict[str, list[bytes]] = {}
+        for record in self.index.all():
+            owned = (self.index.key(record), *self.index.owned(record))
+            keys.setdefault(record.tenant, []).extend(owned)
+        for level in self.stack.local:
+            for tenant, its_keys in keys.items():
+                self.stack.own_in(level, tenant, its_keys)
 
     def _keep_house(self) -> None:
         if next(self._rounds) % HOUSEKEEPING_EVERY:

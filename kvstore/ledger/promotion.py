@@ -44,7 +44,8 @@ class Promotion(Generic[R]):
             slow: those of them that were read from a slower tier.
         """
         wanted = self._wanted(record_key, slow)
-        if wanted and self._stack.put(0, wanted):
+        record = None if record_key is None else self._index.get(record_key)
+        if wanted and self._stack.put(0, wanted, record.tenant if record else ""):
             self._counters.add("promoted_blobs", len(wanted))
         # Meanwhile the session may have been saved, or forgotten.
         still = {key for key, _ in self._wanted(record_key, wanted)}

@@ -150,19 +150,19 @@ class TierStack:
                 levels[j] = i if yes else None
         return Located(levels, down)
 
-    def put(self, i: int, items: Sequence[tuple[bytes, Blob]]) -> bool:
-        """Write blobs to one tier; True if it now holds every one of them."""
+    def put(self, i: int, items: Sequence[tuple[bytes, Blob]], tenant: str = "") -> bool:
+        """Write blobs of a tenant to one tier; True if it now holds every one of them."""
         tags = self._tags[i]
         named = [(tags.new(key, blob), blob) for key, blob in items]
         try:
-            return not items or self._tiers[i].put_many(named) == len(items)
+            return not items or self._tiers[i].put_many(named, tenant) == len(items)
         except TierUnavailable:
             self._count_down(i)
             return False
 
-    def replace(self, i: int, key: bytes, blob: Blob) -> bool:
+    def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "") -> bool:
         try:
-            return self._tiers[i].replace(self._tags[i].new(key, blob), blob)
+            return self._tiers[i].replace(self._tags[i].new(key, blob), blob, tenant)
         except TierUnavailable:
             self._count_down(i)
             return False
@@ -174,6 +174,19 @@ class TierStack:
         try:
             if keys:
                 self._tiers[i].delete_many(names)
+            return True
+        except TierUnavailable:
+            self._count_down(i)
+            return False
+
+    def own_in(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
+        """Say to one tier whose blobs these are, as far as it does not know."""
+        self._tiers[i].own(tenant, self._tags[i].all(keys))
+
+    def drop_quarantine(self, i: int) -> bool:
+        """Remove what a tier put aside as damaged; False if it could not be asked to."""
+        try:
+            self._tiers[i].drop_quarantine()
             return True
         except TierUnavailable:
             self._count_down(i)

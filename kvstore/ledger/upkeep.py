@@ -182,5 +182,6 @@ class _Deletions(Generic[R]):
                 self._delete(level, still)
 
     def _delete(self, level: int, keys: Sequence[bytes]) -> None:
-        if not self._stack.delete(level, keys):
+        # In this order: a tier that finds its file damaged while it deletes puts it aside then.
+        if not (self._stack.delete(level, keys) and self._stack.drop_quarantine(level)):
             self._owed.append((level, keys))

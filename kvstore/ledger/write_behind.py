@@ -37,6 +37,7 @@ class Delivery:
         chain: keys of every blob that the record needs, in order.
         fresh: those blobs that this save made, still in memory.
         obsolete: keys of blobs that the older record needed and nobody does now.
+        tenant: whose session it is.
     """
 
     record_key: bytes
@@ -44,6 +45,7 @@ class Delivery:
     chain: Sequence[bytes]
     fresh: Mapping[bytes, Blob] = field(default_factory=dict)
     obsolete: Sequence[bytes] = ()
+    tenant: str = ""
     done: Future[bool] = field(default_factory=Future)
 
     @property
@@ -71,9 +73,11 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
     # Part of a session is better than none, but not than an older one that is whole.
     if not complete and stack.may_hold(level, delivery.record_key):
         return Delivered(False, False)
-    if not stack.replace(level, delivery.record_key, delivery.record):
+    if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant):
         return Delivered(False, False)
-    stack.touch_in(level, [delivery.record_key, *delivery.chain])
+    keys = [delivery.record_key, *delivery.chain]
+    stack.own_in(level, delivery.tenant, keys)
+    stack.touch_in(level, keys)
     return Delivered(True, stack.delete(level, delivery.obsolete) and complete)
 
 
@@ -82,22 +86,20 @@ def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[b
     # Pinned meanwhile, so that the end of a long session never makes room by evicting its head.
     with stack.pinned_in(level, delivery.chain):
         done = [
-            _write_batch(stack, level, delivery.fresh, missing[i : i + WRITE_BATCH])
+            _write_batch(stack, level, delivery, missing[i : i + WRITE_BATCH])
             for i in range(0, len(missing), WRITE_BATCH)
         ]
     return all(done)
 
 
-def _write_batch(
-    stack: TierStack, level: int, fresh: Mapping[bytes, Blob], keys: Sequence[bytes]
-) -> bool:
-    blobs = {key: fresh[key] for key in keys if key in fresh}
+def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequence[bytes]) -> bool:
+    blobs = {key: delivery.fresh[key] for key in keys if key in delivery.fresh}
     for faster in range(level):
         rest = [key for key in keys if key not in blobs]
         found = stack.find(faster, rest) if rest else []
         blobs |= {key: x for key, x in zip(rest, found, strict=True) if x is not None}
     items = [(key, blobs[key]) for key in keys if key in blobs]
-    return stack.put(level, items) and len(items) == len(keys)
+    return stack.put(level, items, delivery.tenant) and len(items) == len(keys)
 
 
 class WriteBehind:

@@ -54,18 +54,19 @@ class Tier(Protocol):
             TierUnavailable: nothing could be read (not for a plain miss).
         """
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
         """Keep these blobs of one chain, evicting others; return how many of the keys are now held.
 
         A key that exists keeps its blob. Each blob is written whole or not at all. All keys become
-        recent, the first one most. A blob that cannot fit beside the pinned ones and those written
-        before it in the same call is refused. Never raises for want of room.
+        recent, the first one most. A blob that cannot fit beside the pinned ones, those that are
+        guaranteed to other tenants than ``owner``, and those written before it in the same call is
+        refused. Never raises for want of room.
 
         Raises:
             TierUnavailable: nothing could be written.
         """
 
-    def replace(self, key: bytes, blob: Blob) -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
         """Keep a blob in place of the key's older one (records and tails); False if refused.
 
         After a refusal the older blob may still be there, as the next to be evicted.
@@ -80,6 +81,9 @@ class Tier(Protocol):
         Raises:
             TierUnavailable: a server did not answer.
         """
+
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Say whose blobs these are that an earlier run left here; absent ones are left alone."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used; ``keys[0]`` becomes the most recent of all."""
@@ -98,6 +102,13 @@ class Tier(Protocol):
 
         Raises:
             TierUnavailable: they may still be there.
+        """
+
+    def drop_quarantine(self) -> None:
+        """Remove what was put aside as damaged: nobody can say whether it holds what is forgotten.
+
+        Raises:
+            TierUnavailable: it is still there.
         """
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:

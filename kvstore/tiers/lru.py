@@ -10,21 +10,28 @@ useless once one before it is gone:
   long chain keeps its head instead of its end.
 * Pinned keys are out of the order; the last ``unpin`` brings them back as just used.
 
+And one makes it fair: a tenant's guaranteed part of the budget is left out of the order while
+others write (``tenant_parts``).
+
 Not thread-safe: the owning tier calls it under its own lock.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from kvstore.tiers.tenant_parts import TenantParts
 
 
 class RecencyEntry(NamedTuple):
-    """A key's size, and its place in the eviction order."""
+    """A key's size, its place in the eviction order, and its tenant."""
 
     nbytes: int
     stamp: int  # grows with every use; a tier may persist it to restore the order
+    owner: str = ""
 
 
 class IndexUpdate(NamedTuple):
@@ -42,16 +49,29 @@ class RecencyIndex:
 
     Args:
         capacity_bytes: the budget that ``add`` and ``shrink`` keep.
+        guaranteed_share: of it, divided between active tenants; 0 = order of use alone.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        guaranteed_share: float = 0.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.capacity_bytes = capacity_bytes
+        self._guaranteed_share = guaranteed_share
+        self._monotonic = monotonic
+        self._parts = TenantParts(guaranteed_share * capacity_bytes, monotonic)
         self._evictable: OrderedDict[bytes, RecencyEntry] = OrderedDict()  # least recent first
         self._pinned: dict[bytes, RecencyEntry] = {}  # present, but exempt
         self._num_pins: dict[bytes, int] = {}  # of absent keys, too
         self._evictable_bytes = 0
         self._pinned_bytes = 0
         self._last_stamp = 0
+
+    def emptied(self) -> RecencyIndex:
+        """Make one of the same budget without keys and pins."""
+        return RecencyIndex(self.capacity_bytes, self._guaranteed_share, self._monotonic)
 
     def __len__(self) -> int:
         return len(self._evictable) + len(self._pinned)
@@ -82,27 +102,47 @@ class RecencyIndex:
         """Return the entry of a key, None if it is absent."""
         return self._evictable.get(key) or self._pinned.get(key)
 
-    def add(self, sizes: Mapping[bytes, int]) -> IndexUpdate:
+    def add(self, sizes: Mapping[bytes, int], owner: str = "") -> IndexUpdate:
         """Add the keys of a chain (``key -> nbytes``) that fit, evicting others; all become recent.
 
-        A key that is present keeps its size and is in neither list of the update.
+        A key that is present keeps its size and is in neither list of the update. One that cannot
+        fit beside what is pinned, and guaranteed to other tenants than ``owner``, is not added.
         """
         added: list[bytes] = []
         evicted: list[tuple[bytes, RecencyEntry]] = []
+        self._parts.use(owner)
+        room = self.capacity_bytes - self._parts.kept_for_others(owner)
         own = 0  # evictable bytes of this very chain; they stand at the recent end
         for key, nbytes in sizes.items():
             if key not in self:
-                if self._pinned_bytes + own + nbytes > self.capacity_bytes:
+                if self._pinned_bytes + own + nbytes > room:
                     continue
-                evicted.extend(self._make_room(nbytes))
-                self.insert(key, nbytes)
+                evicted.extend(self._make_room(nbytes, owner, own))
+                self.insert(key, nbytes, owner=owner)
                 added.append(key)
             elif key in self._evictable:
-                self._evictable.move_to_end(key)
+                self._make_recent(key)
             if key in self._evictable:
                 own += self._evictable[key].nbytes
         self.touch(list(sizes))
         return IndexUpdate(added, evicted)
+
+    def own(self, owner: str, keys: Iterable[bytes]) -> None:
+        """Say whose these keys are, as far as they are here and nobody's yet."""
+        found = {key: entry for key in keys if (entry := self.entry(key)) and not entry.owner}
+        for key, entry in found.items():
+            now = entry._replace(owner=owner)
+            if key in self._evictable:
+                self._evictable[key] = now
+                self._parts.leave("", key, entry.nbytes)
+                self._parts.enter(owner, key, entry.nbytes)
+            else:
+                self._pinned[key] = now
+                self._parts.pin("", -entry.nbytes)
+                self._parts.pin(owner, entry.nbytes)
+        if found and owner:
+            self._parts.use(owner)
+            self._parts.sort(owner, self._stamp)
 
     def shrink(self) -> list[tuple[bytes, RecencyEntry]]:
         """Evict until the budget holds, as far as pins allow; return what was evicted."""
@@ -114,21 +154,51 @@ class RecencyIndex:
         Stops early where the next one is in ``spare``. Returns what was evicted.
         """
         evicted: list[tuple[bytes, RecencyEntry]] = []
-        while nbytes > 0 and self._evictable and next(iter(self._evictable)) not in spare:
-            key, entry = self._evictable.popitem(last=False)
-            self._evictable_bytes -= entry.nbytes
+        while nbytes > 0 and self._evictable:
+            key = self._next_victim() or next(iter(self._evictable))
+            if key in spare:
+                break
+            entry = self._take_out(key)
             evicted.append((key, entry))
             nbytes -= entry.nbytes
         return evicted
 
-    def _make_room(self, nbytes: int) -> Iterator[tuple[bytes, RecencyEntry]]:
+    def _make_room(
+        self, nbytes: int, owner: str = "", own: int = 0
+    ) -> Iterator[tuple[bytes, RecencyEntry]]:
         """Evict the least recent keys until ``nbytes`` more would fit; yield each."""
         while self._evictable and self.nbytes + nbytes > self.capacity_bytes:
-            key, entry = self._evictable.popitem(last=False)
-            self._evictable_bytes -= entry.nbytes
-            yield key, entry
+            key = self._next_victim(owner, nbytes, own)
+            if key is None:
+                return
+            yield key, self._take_out(key)
 
-    def insert(self, key: bytes, nbytes: int, stamp: int | None = None) -> None:
+    def _next_victim(self, owner: str = "", nbytes: int = 0, own: int = 0) -> bytes | None:
+        """The least recent key of those whose tenants hold more than is guaranteed to them.
+
+        Where nobody does, pins take what is left: then whoever writes makes way for itself.
+        """
+        gives = self._parts.givers(owner, nbytes, own)
+        oldest, entry = next(iter(self._evictable.items()))
+        if gives(entry.owner):
+            return oldest
+        surplus = min(self._parts.oldest(gives), key=self._stamp, default=None)
+        return surplus or self._parts.oldest_of(owner, own)
+
+    def _stamp(self, key: bytes) -> int:
+        return self._evictable[key].stamp
+
+    def _take_out(self, key: bytes) -> RecencyEntry:
+        entry = self._evictable.pop(key)
+        self._evictable_bytes -= entry.nbytes
+        self._parts.leave(entry.owner, key, entry.nbytes)
+        return entry
+
+    def _make_recent(self, key: bytes) -> None:
+        self._evictable.move_to_end(key)
+        self._parts.move(self._evictable[key].owner, key, last=True)
+
+    def insert(self, key: bytes, nbytes: int, stamp: int | None = None, owner: str = "") -> None:
         """Enter an absent key as the most recent, even beyond the budget.
 
         Args:
@@ -136,54 +206,59 @@ class RecencyIndex:
         """
         if stamp is not None:
             self._last_stamp = stamp - 1
-        entry = RecencyEntry(nbytes, self._next_stamp())
+        entry = RecencyEntry(nbytes, self._next_stamp(), owner)
         if key in self._num_pins:
-            self._pinned[key] = entry
-            self._pinned_bytes += nbytes
+            self._enter_pinned(key, entry)
         else:
             self._evictable[key] = entry
             self._evictable_bytes += nbytes
+            self._parts.enter(owner, key, nbytes)
+
+    def _enter_pinned(self, key: bytes, entry: RecencyEntry) -> None:
+        self._pinned[key] = entry
+        self._pinned_bytes += entry.nbytes
+        self._parts.pin(entry.owner, entry.nbytes)
 
     def undo(self, update: IndexUpdate) -> None:
         """Take an ``add`` back: remove its keys, return the evicted ones as the least recent."""
         for key in update.added:
             self.remove(key)
         for key, entry in reversed(update.evicted):
-            self.insert(key, entry.nbytes)
+            self.insert(key, entry.nbytes, owner=entry.owner)
             if key in self._evictable:
                 self._evictable[key] = entry
                 self._evictable.move_to_end(key, last=False)
+                self._parts.move(entry.owner, key, last=False)
 
     def remove(self, key: bytes) -> RecencyEntry | None:
         """Remove a key and return its entry, None if it was absent.
 
         Its pins stay: they hold for the next blob of that key as well.
         """
-        entry = self._evictable.pop(key, None)
-        if entry is not None:
-            self._evictable_bytes -= entry.nbytes
-            return entry
+        if key in self._evictable:
+            return self._take_out(key)
         entry = self._pinned.pop(key, None)
         if entry is not None:
             self._pinned_bytes -= entry.nbytes
+            self._parts.pin(entry.owner, -entry.nbytes)
         return entry
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used; ``keys[0]`` becomes the most recent of all."""
         for key in reversed(keys):
             if key in self._evictable:
-                self._evictable[key] = RecencyEntry(self._evictable[key].nbytes, self._next_stamp())
-                self._evictable.move_to_end(key)
+                entry = self._evictable[key]
+                self._evictable[key] = entry._replace(stamp=self._next_stamp())
+                self._make_recent(key)
+        if keys and (first := self.entry(keys[0])) is not None:
+            self._parts.use(first.owner)
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Exempt keys from eviction, present or not; counted per key."""
         for key in keys:
             self._num_pins[key] = self._num_pins.get(key, 0) + 1
-            entry = self._evictable.pop(key, None)
-            if entry is not None:
-                self._pinned[key] = entry
-                self._evictable_bytes -= entry.nbytes
-                self._pinned_bytes += entry.nbytes
+            if key in self._evictable:
+                self._enter_pinned(key, self._take_out(key))
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Take one pin off each key; a key without pins is left alone."""
@@ -195,7 +270,7 @@ class RecencyIndex:
             entry = self._pinned.get(key)
             if entry is not None:
                 self.remove(key)
-                self.insert(key, entry.nbytes)
+                self.insert(key, entry.nbytes, owner=entry.owner)
 
     def _next_stamp(self) -> int:
         self._last_stamp += 1

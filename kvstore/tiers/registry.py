@@ -37,9 +37,10 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
         raise ValueError("store.encrypt needs store.secret_file")
     tiers: list[Tier] = []
     if config.ram_bytes:
-        tiers.append(RamTier(config.ram_bytes))
+        tiers.append(RamTier(config.ram_bytes, config.guaranteed_share))
     if config.disk_bytes:
-        disk = DiskTier(disk_path / "cold", capacity_within(config.disk_bytes))
+        capacity_bytes = capacity_within(config.disk_bytes)
+        disk = DiskTier(disk_path / "cold", capacity_bytes, config.guaranteed_share)
         tiers.append(_sealed(disk, secret, config))
     if config.redis_url and config.redis_bytes:
         if not secret:
@@ -78,6 +79,7 @@ def _redis(config: StoreConfig) -> Tier:
         config.redis_bytes,
         deadline_s=config.redis_deadline_s,
         ttl_s=config.ttl_s,
+        guaranteed_share=config.guaranteed_share,
     )
     # Nobody waits for the answer: a server that hangs must not hold up the engine's start.
     threading.Thread(target=tier.greet, name="kvstore-redis-greeting", daemon=True).start()

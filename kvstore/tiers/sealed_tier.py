@@ -79,18 +79,24 @@ class SealedTier:
 
     # Writing
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
         return self._inner.put_many(
-            [(key + self._behind, self._seal.close(key, blob)) for key, blob in items]
+            [(key + self._behind, self._seal.close(key, blob)) for key, blob in items], owner
         )
 
-    def replace(self, key: bytes, blob: Blob) -> bool:
-        return self._inner.replace(key + self._behind, self._seal.close(key, blob))
+    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
+        return self._inner.replace(key + self._behind, self._seal.close(key, blob), owner)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         return self._inner.delete_many(self._names(keys))
 
+    def drop_quarantine(self) -> None:
+        self._inner.drop_quarantine()
+
     # Recency
+
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        self._inner.own(owner, self._names(keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(self._names(keys))

@@ -126,6 +126,39 @@ def test_a_chain_longer_than_the_tier_keeps_its_head(tiers: TierRig) -> None:
     assert tier.contains_many(keys(0, 1, 2, 3, 4)) == [True, True, True, False, False]
 
 
+@pytest.mark.parametrize("length", [SMALL, LARGE])
+def test_what_is_guaranteed_to_a_tenant_stays_whatever_another_writes(
+    tiers: TierRig, length: int
+) -> None:
+    tier = tiers.open(8 * tiers.cost(length), guaranteed_share=0.5)
+    tier.put_many(chain(0, 4, length), "quiet")
+    for i in range(10, 30):
+        tier.put_many(chain(i, i + 1, length), "greedy")
+    assert tier.contains_many(keys(0, 1, 2, 3)) == [True, True, False, False]
+    # One long chain, a replacement, and a third tenant's blobs do not change that.
+    assert tier.put_many(chain(40, 60, length), "greedy") == 6
+    assert tier.replace(key(40), blob_of(1, length), "greedy")
+    assert tier.put_many(chain(60, 61, length), "third") == 1
+    assert tier.contains_many(keys(0, 60)) == [True, True]
+
+
+def test_a_newcomer_gets_its_part_of_a_full_tier(tiers: TierRig) -> None:
+    tier = tiers.open(8 * tiers.cost(SMALL), guaranteed_share=0.5)
+    tier.put_many(chain(0, 8), "greedy")
+    assert tier.put_many(chain(10, 12), "new") == 2
+    tier.put_many(chain(20, 40), "greedy")
+    assert tier.contains_many(keys(10, 11)) == [True, True]
+
+
+def test_blobs_of_an_earlier_run_get_their_owner(tiers: TierRig) -> None:
+    tier = tiers.open(8 * tiers.cost(SMALL), guaranteed_share=0.5)
+    tier.put_many(chain(0, 2))
+    tier.put_many(chain(2, 4))
+    tier.own("quiet", keys(0, 1, 77))
+    tier.put_many(chain(20, 40), "greedy")
+    assert tier.contains_many(keys(0, 1, 2, 3)) == [True, True, False, False]
+
+
 def test_the_budget_holds_whatever_the_sizes(tiers: TierRig) -> None:
     tier = tiers.open(4 * tiers.cost(LARGE))
     for i in range(40):

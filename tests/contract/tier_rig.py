@@ -32,25 +32,27 @@ class TierRig:
         self._server = server
         self._costs: dict[int, int] = {}
 
-    def open(self, capacity_bytes: int = AMPLE) -> Tier:
+    def open(self, capacity_bytes: int = AMPLE, guaranteed_share: float = 0.0) -> Tier:
         """An empty tier."""
-        tier = self._open(capacity_bytes)
+        tier = self._open(capacity_bytes, guaranteed_share)
         if self.kind in ("signed disk", "sealed redis"):
             encrypt = self.kind == "sealed redis"
             tier = SealedTier(tier, Seal(b"the rig's own secret", tier.name, encrypt=encrypt))
         self._stack.callback(tier.close)
         return tier
 
-    def _open(self, capacity_bytes: int) -> Tier:
+    def _open(self, capacity_bytes: int, share: float) -> Tier:
         if self.kind.endswith("disk"):
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tl-disk-"))
-            return DiskTier(Path(folder) / "cold", capacity_bytes)
+            return DiskTier(Path(folder) / "cold", capacity_bytes, share)
         if self.kind.endswith("redis"):
             assert self._server is not None
             with redis.Redis.from_url(self._server.url) as client:
                 client.flushall()
-            return RedisTier(self._server.url, capacity_bytes, deadline_s=10.0)
-        return RamTier(capacity_bytes)
+            return RedisTier(
+                self._server.url, capacity_bytes, deadline_s=10.0, guaranteed_share=share
+            )
+        return RamTier(capacity_bytes, share)
 
     def cost(self, length: int) -> int:
         """Measure how much of the budget a blob of this length under a ``key()`` takes."""

@@ -371,6 +371,62 @@ def test_damage_under_an_open_tier_costs_its_blobs_and_not_the_tier(folder: Path
     assert nothing_left(folder)
 
 
+def test_who_is_forgotten_in_a_damaged_file_is_gone_with_it(folder: Path) -> None:
+    blobs = fill(folder)
+    tier = DiskTier(folder, 64 * MB)
+    flip_in_file(folder, b"c%032d\0\0" % 5, offset=30)
+    with pytest.raises(TierUnavailable):
+        tier.get_many(list(blobs))
+    tier.delete_many(list(blobs)[:1])
+    assert (folder / "data.damaged").exists()
+    tier.drop_quarantine()
+    assert not (folder / "data.damaged").exists()
+    tier.drop_quarantine()
+    tier.close()
+
+
+class SlowToEnter:
+    """The lock of writers, which one thread reaches late: after ``taken`` by another, if ever."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.arrived = threading.Event()
+        self.taken = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread().name == "late":
+            self.arrived.set()
+            self.taken.wait(1.0)
+            self.lock.acquire()
+        else:
+            self.lock.acquire()
+            self.taken.set()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_a_damaged_file_is_replaced_beside_a_call_that_has_yet_to_write(folder: Path) -> None:
+    blobs = fill(folder)
+    tier = DiskTier(folder, 64 * MB)
+    writing = SlowToEnter()
+    tier._writing = writing  # type: ignore[assignment]
+    late = threading.Thread(target=lambda: tier.flush(), name="late", daemon=True)
+    late.start()
+    assert writing.arrived.wait(20)
+    flip_in_file(folder, b"c%032d\0\0" % 5, offset=30)
+    with pytest.raises(TierUnavailable):
+        tier.get_many(list(blobs))
+    writer = threading.Thread(target=tier.put_many, args=([(b"new", b"blob")],), daemon=True)
+    writer.start()
+    writer.join(20)
+    late.join(20)
+    assert not writer.is_alive()
+    assert not late.is_alive()
+    assert tier.get_many([b"new"]) == [b"blob"]
+    tier.close()
+
+
 def test_a_damaged_file_is_kept_aside_for_a_week(folder: Path) -> None:
     blobs = fill(folder)
     flip_in_file(folder, b"c%032d" % 5, offset=33 + 8)

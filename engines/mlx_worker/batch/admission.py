@@ -80,6 +80,11 @@ class Admission:
         return self._queue.head()
 
     @property
+    def heads(self) -> list[PrefillTask]:
+        """The task that is next of each tenant."""
+        return self._queue.heads()
+
+    @property
     def parked(self) -> list[PrefillTask]:
         """All that wait with their KV, those that made way last behind."""
         return [x for x in self._queue.items() if x.parked_bytes]

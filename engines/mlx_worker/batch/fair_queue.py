@@ -1,9 +1,8 @@
 """The queue of requests that wait for memory or a place, fair between tenants.
 
 The tenant that was served least is next (``engines.host.fair_shares``), and within a tenant its
-sessions take turns. A tenant with a hundred requests delays another's single one by one request,
-not by a hundred. Nobody overtakes the head of the queue, but a tenant that was served less: a long
-prompt that needs room gets it as soon as running sequences end.
+sessions take turns, short prompts a little before long ones (``engines.host.line_order``). A tenant
+with a hundred requests delays another's single one by one request, not by a hundred.
 
 Who ran already and had to make way waits before the others of its own tenant, not of all.
 """
@@ -15,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
+from engines.host.line_order import next_of
 from engines.mlx_worker.generation import QueueFull
 
 T = TypeVar("T")
@@ -23,25 +23,34 @@ T = TypeVar("T")
 class _Tenant(Generic[T]):
     """All that waits of one tenant."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: Callable[[T], int]) -> None:
+        self._length = length
+        self._num_begun = 0
         self.back: deque[T] = deque()  # ran already; the one that made way first is first
-        self.sessions: dict[str, deque[T]] = {}
+        self.sessions: dict[str, deque[T]] = {}  # the one that had no turn for longest is first
 
     def queues(self) -> Iterable[deque[T]]:
         return (self.back, *self.sessions.values())
 
     def head(self) -> T:
-        return next(queue[0] for queue in self.queues() if queue)
+        return self.back[0] if self.back else self.sessions[self._next_session()][0]
 
     def pop(self) -> T:
         if self.back:
             return self.back.popleft()
-        session, queue = next(iter(self.sessions.items()))
+        session = self._next_session()
+        self._num_begun += 1
+        queue = self.sessions.pop(session)
         item = queue.popleft()
-        del self.sessions[session]
         if queue:
             self.sessions[session] = queue
         return item
+
+    def _next_session(self) -> str:
+        def length(session: str) -> int:
+            return self._length(self.sessions[session][0])
+
+        return next_of(list(self.sessions), length, self._num_begun)
 
     def remove(self, item: T) -> bool:
         for queue in self.queues():
@@ -63,9 +72,19 @@ def first_come(tenants: Iterable[str]) -> str:
 class FairQueue(Generic[T]):
     """One queue per tenant and session, served in turns. Belongs to the owner thread."""
 
-    def __init__(self, first: Callable[[Iterable[str]], str] = first_come) -> None:
-        """``first`` chooses among the tenants that wait, the longest-waiting first."""
+    def __init__(
+        self,
+        first: Callable[[Iterable[str]], str] = first_come,
+        length: Callable[[T], int] = lambda item: 0,
+    ) -> None:
+        """Make an empty one.
+
+        Args:
+            first: chooses among the tenants that wait, the longest-waiting first.
+            length: of an item, as ``line_order.length_class`` tells them apart.
+        """
         self._first = first
+        self._length = length
         self._tenants: dict[str, _Tenant[T]] = {}
 
     def __len__(self) -> int:
@@ -84,13 +103,17 @@ class FairQueue(Generic[T]):
         self._of(tenant).back.append(item)
 
     def _of(self, tenant: str) -> _Tenant[T]:
-        return self._tenants.setdefault(tenant, _Tenant())
+        return self._tenants.setdefault(tenant, _Tenant(self._length))
 
     def head(self) -> T | None:
-        """The next item; stays the same until it is taken, or a tenant comes that goes before."""
+        """The next item; stays the same until it is taken, or somebody comes that goes before."""
         if not self._tenants:
             return None
         return self._tenants[self._first(self._tenants)].head()
+
+    def heads(self) -> list[T]:
+        """The next item of each tenant."""
+        return [tenant.head() for tenant in self._tenants.values()]
 
     def pop(self) -> T:
         """Take the head out, and send its tenant and its session to the back."""

@@ -60,7 +60,20 @@ class TimeSlices:
         for _ in range(self._budget.places.total()):
             head = self._admission.head
             if head is None or not self._make_way_for(head, deliver):
-                return
+                break
+        self._take_turns(deliver)
+
+    def _take_turns(self, deliver: Deliver) -> None:
+        """Let parked rows change places with their own tenant's, whoever is first in the line."""
+        for head in self._admission.heads:
+            while self._is_its_turn(head) and self._budget.missing_slots(len(head.sequences)) > 0:
+                unit = self._longest_run(head.request.tenant)
+                if unit is None:
+                    break
+                self._park(unit, deliver)
+            else:
+                if self._is_its_turn(head):
+                    self._admission.enter(head)
 
     def _make_way_for(self, head: PrefillTask, deliver: Deliver) -> bool:
         """Give ``head`` the places that it lacks, or free some memory; False if nobody is to."""

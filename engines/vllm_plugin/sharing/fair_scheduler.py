@@ -46,8 +46,9 @@ class FairShareMixin(Scheduler):
         order = self._slices.ordered(self.waiting, self.running)
         # Also one that was passed over while its stored blocks were looked for: vLLM looks at it
         # again only where there is a place.
-        head = order[0]
-        if (request := self._to_yield(head)) is not None:
+        if (exchange := self._to_exchange(order)) is not None:
+            head, request = exchange
+            self.running.remove(request)
             self._preempt_request(request, time.monotonic(), self.requires_kv_delivery)
             self._slices.made_way(request)
             order.remove(head)
@@ -55,17 +56,20 @@ class FairShareMixin(Scheduler):
         self.waiting.clear()
         self.waiting.extend(order)
 
-    def _to_yield(self, head: Request) -> Request | None:
-        """Take a request out of those that run, if one is to make way for ``head``."""
-        num_running = len(self.running) + self.num_waiting_for_streaming_input
+    def _to_exchange(self, order: list[Request]) -> tuple[Request, Request] | None:
+        """Find one that waits and one that runs, to change places: with this step one at most."""
+        head, running = order[0], self.running
+        num_running = len(running) + self.num_waiting_for_streaming_input
         for_blocks = num_running < self.max_num_active_reqs
         if for_blocks and head.request_id != self._left_out:
             return None
-        request: Request | None = self._slices.to_yield(head, self.running, for_blocks=for_blocks)
-        if request is None or not self._request_blocks_can_be_freed(request):
+        request = self._slices.to_yield(head, running, for_blocks=for_blocks)
+        exchange = (head, request) if request is not None else None
+        if exchange is None and not for_blocks:
+            exchange = self._slices.turn_within(order, running)
+        if exchange is None or not self._request_blocks_can_be_freed(exchange[1]):
             return None
-        self.running.remove(request)
-        return request
+        return exchange
 
 
 class FairScheduler(FairShareMixin):

@@ -10,11 +10,16 @@ from typing import Any, Final
 
 from engines.about_vllm.fields import PARAMS_FIELD
 from engines.host.fair_shares import PROMPT_TOKEN, QUANTUM, FairShares
+from engines.host.line_order import in_fair_order, in_turns, length_class
 from engines.vllm_plugin.identity import IncomingRequest, ticket_of, weight_of
 
 NEVER: Final = sys.maxsize
 # Who makes way for want of blocks may lose them, and computes or restores them again.
 BLOCKS_QUANTUM: Final = 4 * QUANTUM
+
+
+def _length(request: Any) -> int:
+    return length_class(request.num_prompt_tokens)
 
 
 def tenant_of(request: IncomingRequest) -> str:
@@ -33,18 +38,21 @@ class TimeSlices:
         self._runs: dict[str, int] = {}  # steps since the request came in, or came back
         self._made_way: dict[str, int] = {}  # when it did last; in the order of a count
         self._left_at: dict[str, float] = {}  # what its tenant had been served by then
+        self._num_begun: Counter[str] = Counter()  # requests of each tenant that is here
+        self._came: dict[str, int] = {}  # vLLM's line is put in another order with each step
         self._turns = itertools.count(1)
 
     def follow(self, requests: Mapping[str, Any]) -> None:
         """Take note of the requests that have come and gone; ``requests``: all there are, by id."""
         for request_id in self._tenants.keys() - requests.keys():
             self._shares.leave(self._tenants.pop(request_id))
-            self._runs.pop(request_id, None)
-            self._made_way.pop(request_id, None)
-            self._left_at.pop(request_id, None)
-        for request_id in requests.keys() - self._tenants.keys():
-            request = requests[request_id]
-            tenant = self._tenants[request_id] = tenant_of(request)
+            for known in (self._runs, self._made_way, self._left_at, self._came):
+                known.pop(request_id, None)
+        if not self._tenants:
+            self._num_begun.clear()
+        for request_id in [x for x in requests if x not in self._tenants]:
+            tenant = self._tenants[request_id] = tenant_of(requests[request_id])
+            self._came[request_id] = next(self._turns)
             self._shares.come(tenant, weight_of(request_id))
 
     def count(self, num_tokens: Mapping[str, int]) -> None:
@@ -52,29 +60,46 @@ class TimeSlices:
         for request_id, number in num_tokens.items():
             if (tenant := self._tenants.get(request_id)) is not None:
                 self._shares.serve(tenant, 1 if number == 1 else number * PROMPT_TOKEN)
+                self._num_begun[tenant] += request_id not in self._runs
                 self._runs[request_id] = self._runs.get(request_id, 0) + 1
 
     def ordered(self, waiting: Iterable[Any], running: Collection[Any]) -> list[Any]:
         """Put waiting requests in the order in which they are to run.
 
-        Within a tenant those that ran already are first, who made way first before the others;
-        the rest keep their order.
+        Within a tenant those that ran already are first, who made way first before the others; the
+        rest are in the order of ``line_order``.
         """
         lines: dict[str, list[Any]] = {}
         for request in waiting:
             lines.setdefault(self._tenant(request), []).append(request)
-        for line in lines.values():
-            line.sort(key=lambda x: self._made_way.get(x.request_id, NEVER))
-        if len(lines) < 2:
-            return [x for line in lines.values() for x in line]
-        places, order = self._places(running), []
-        while lines:
-            tenant = self._shares.first(lines, places)
-            order.append(lines[tenant].pop(0))
-            places[tenant] += 1
-            if not lines[tenant]:
-                del lines[tenant]
-        return order
+        ordered = {tenant: self._line(tenant, line) for tenant, line in lines.items()}
+        return in_fair_order(self._shares, ordered, self._places(running))
+
+    def _line(self, tenant: str, line: Sequence[Any]) -> list[Any]:
+        fresh = [x for x in line if x.request_id not in self._runs]
+        if len(fresh) == len(line):
+            ran = []
+        else:  # vLLM itself preempts for want of blocks; it has put those in front
+            ran = [x for x in line if x.request_id in self._runs]
+            ran.sort(key=lambda x: self._made_way.get(x.request_id, NEVER))
+        fresh.sort(key=lambda x: self._came.get(x.request_id, NEVER))
+        return [*ran, *in_turns(fresh, _length, self._num_begun[tenant])]
+
+    def turn_within(self, order: Iterable[Any], running: Sequence[Any]) -> tuple[Any, Any] | None:
+        """Find one that is to change places with one of its own tenant, wherever it is in line.
+
+        Returns:
+            The one that waits, and the one that runs.
+        """
+        heads: dict[str, Any] = {}
+        for request in order:
+            heads.setdefault(self._tenant(request), request)
+        for tenant, head in heads.items():
+            if self._is_its_turn(head, running):
+                request = self._longest_run(tenant, running)
+                if request is not None:
+                    return head, request
+        return None
 
     def to_yield(
         self, head: Any, running: Sequence[Any], *, for_blocks: bool = False

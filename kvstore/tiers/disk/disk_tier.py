@@ -30,7 +30,7 @@ import lmdb
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.disk.budget import batch_bytes, file_bytes_limit
+from kvstore.tiers.disk.budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk.call_guard import CallGuard, is_want_of_room
 from kvstore.tiers.disk.folder import SPARE_MAP_BYTES, DiskFolder
 from kvstore.tiers.disk.lmdb_blobs import FileExtent, LmdbBlobs, erase
@@ -50,11 +50,11 @@ class DiskTier:
     name = "disk"
     persistent = True
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    def __init__(self, folder: Path, capacity_bytes: int, guaranteed_share: float = 0.0) -> None:
         self._guard = CallGuard()
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; held briefly
-        self._index = RecencyIndex(capacity_bytes)
+        self._index = RecencyIndex(capacity_bytes, guaranteed_share)
         self._batch_bytes = batch_bytes(capacity_bytes)
         self._unsaved: set[bytes] = set()  # keys whose recency is not in the file yet
         self._num_evictions = 0
@@ -87,7 +87,8 @@ class DiskTier:
         """Go on with an empty file where calls have found the one there damaged, if that opens."""
         if not self._guard.damaged:
             return
-        with self._writing, self._guard.mend() as damaged:
+        # The calls inside end first, and some of them have yet to write.
+        with self._guard.mend() as damaged, self._writing:
             if not damaged:
                 return
             limit = file_bytes_limit(self._index.capacity_bytes)
@@ -102,7 +103,7 @@ class DiskTier:
 
     def _load(self, limit: int) -> None:
         """Build the index, and bring the file inside the budget if that was lowered."""
-        self._index = RecencyIndex(self._index.capacity_bytes)
+        self._index = self._index.emptied()
         self._blobs = LmdbBlobs(self._env)
         with self._env.begin(buffers=True) as txn:
             found = sorted(self._blobs.entries(txn), key=lambda item: item[1].stamp)
@@ -158,25 +159,25 @@ class DiskTier:
 
     # Writing
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
         blobs = {key: memoryview(blob).cast("B") for key, blob in items}
         self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
-                update = self._index.add(self._sizes(blobs))
+                update = self._index.add(self._sizes(blobs), owner)
                 self._unsaved.update(blobs)
             self._write(update, blobs, [])
         with self._lock:
             return sum(key in self._index for key in blobs)
 
-    def replace(self, key: bytes, blob: Blob) -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
         blobs = {key: memoryview(blob).cast("B")}
         self._mend()
         with self._guard.call(), self._writing:
             remains = self._extents([key])
             with self._lock:
                 old = self._index.remove(key)
-                update = self._index.add(self._sizes(blobs))
+                update = self._index.add(self._sizes(blobs), owner)
                 self._unsaved.add(key)
                 if old is not None:
                     update.evicted.append((key, old))
@@ -186,6 +187,7 @@ class DiskTier:
             return self._write(update, blobs, remains)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
+        self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
                 present = [key for key in dict.fromkeys(keys) if key in self._index]
@@ -201,6 +203,10 @@ class DiskTier:
             finally:
                 self._erasing = frozenset()
             return len(present)
+
+    def drop_quarantine(self) -> None:
+        with self._guard.call(), self._writing:
+            self._folder.drop_quarantine()
 
     def _sizes(self, blobs: Mapping[bytes, memoryview]) -> dict[bytes, int]:
         return {key: self._blobs.nbytes(len(blob)) for key, blob in blobs.items()}
@@ -224,7 +230,7 @@ class DiskTier:
         pending, evicted = list(update.added), list(update.evicted)
         try:
             while pending or evicted:
-                batch = self._first_batch(pending, blobs)
+                batch = first_batch(pending, blobs, self._batch_bytes)
                 self._commit_batch(evicted, batch, blobs, remains)
                 del pending[: len(batch)]
         except lmdb.Error as error:
@@ -283,18 +289,6 @@ class DiskTier:
         self._erase(remains)
         remains.clear()
 
-    def _first_batch(
-        self, pending: Sequence[bytes], blobs: Mapping[bytes, memoryview]
-    ) -> dict[bytes, memoryview]:
-        batch: dict[bytes, memoryview] = {}
-        total = 0
-        for key in pending:
-            total += len(blobs[key])
-            if batch and total > self._batch_bytes:
-                break
-            batch[key] = blobs[key]
-        return batch
-
     def _commit(self, gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
         """Delete, write and save the recency that changed since the last commit, all in one."""
         with self._lock:
@@ -333,6 +327,10 @@ class DiskTier:
                 self._guard.count(error)
 
     # Recency
+
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.own(owner, keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:

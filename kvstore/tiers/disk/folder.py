@@ -4,14 +4,15 @@
     data.mdb      the LMDB file; lock.mdb is its reader table
     closed        written at a clean close: size and time of data.mdb then
     data.foreign  a data.mdb that was not ours, moved aside; at most one, under no limit
-    data.damaged  the last data.mdb that was damaged, for whoever wants to know why; for a week
+    data.damaged  the last data.mdb that was damaged, for whoever wants to know why; for a week, or
+                  until the first session is forgotten
 
 LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
 an error there but an abort or a SIGBUS of the whole engine. So a file that was not closed by us in
 exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
 and trusts nothing (about 0.5 s per GB). One that fails is put aside, and the tier starts empty.
-That is one file at most, never longer than the tier's own may be, and it goes with the first start
-after a week; no ``forget`` reaches what is in it, so whoever cannot have that removes it.
+That is one file at most, never longer than the tier's own may be. It goes with the first start
+after a week, and as a whole as soon as anything is forgotten: whose blobs are in it nobody can say.
 The verifier cannot check the blobs; the store verifies their checksums on every read.
 """
 
@@ -202,11 +203,14 @@ class DiskFolder:
         aside.chmod(0o600)
         os.utime(aside)  # kept from now on
 
+    def drop_quarantine(self) -> None:
+        """Remove the file that was put aside, if there is one. Raises ``OSError``."""
+        (self.path / "data.damaged").unlink(missing_ok=True)
+
     def _drop_old_quarantine(self) -> None:
-        aside = self.path / "data.damaged"
         with contextlib.suppress(OSError):  # most often: there is none
-            if time.time() - aside.lstat().st_mtime > KEEP_DAMAGED_S:
-                aside.unlink()
+            if time.time() - (self.path / "data.damaged").lstat().st_mtime > KEEP_DAMAGED_S:
+                self.drop_quarantine()
 
     def _set_aside(self, why: str) -> None:
         log.warning("the disk tier starts empty: %s moved to data.foreign: %s", self.data, why)

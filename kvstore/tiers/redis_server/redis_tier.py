@@ -35,6 +35,7 @@ class RedisTier:
     Args:
         deadline_s: for one exchange with the server.
         ttl_s: entries expire this long after they were written or touched; 0 = never.
+        guaranteed_share: of the budget, divided between active tenants: see ``tenant_parts``.
 
     Raises:
         ValueError: the URL is not one.
@@ -50,6 +51,7 @@ class RedisTier:
         *,
         deadline_s: float,
         ttl_s: float = 0.0,
+        guaranteed_share: float = 0.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = RedisLink(url, deadline_s, monotonic)
@@ -57,7 +59,7 @@ class RedisTier:
         self._expires = ttl_s > 0
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; not held while the server is asked
-        self._index = RecencyIndex(capacity_bytes)
+        self._index = RecencyIndex(capacity_bytes, guaranteed_share, monotonic)
         self._manifests: dict[bytes, BlobManifest] = {}  # of written blobs of the index
         self._num_evictions = 0
 
@@ -92,7 +94,7 @@ class RedisTier:
 
     # Writing
 
-    def put_many(self, items: Sequence[tuple[bytes, Blob]]) -> int:
+    def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:
         blobs = {key: bytes(blob) for key, blob in items}
         if not blobs:
             return 0
@@ -105,17 +107,17 @@ class RedisTier:
                     for key, blob in blobs.items()
                     if not there[key] or key in self._index
                 }
-                update = self._index.add(sizes)
+                update = self._index.add(sizes, owner)
             written = self._write(update, blobs)
             gone = {key for key, _ in update.evicted}
             return sum(key in written or (there[key] and key not in gone) for key in blobs)
 
-    def replace(self, key: bytes, blob: Blob) -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
         blobs = {key: bytes(blob)}
         with self._writing:
             with self._lock:
                 old = self._index.remove(key)
-                update = self._index.add({key: nbytes_on_server(len(blobs[key]))})
+                update = self._index.add({key: nbytes_on_server(len(blobs[key]))}, owner)
                 if not update.added and old is not None:
                     self._index.undo(IndexUpdate([], [(key, old)]))
             return key in self._write(update, blobs)
@@ -167,6 +169,9 @@ class RedisTier:
                 self._forget(batch)
         return count
 
+    def drop_quarantine(self) -> None:
+        """Do nothing: what is damaged is deleted."""
+
     def _forget(self, keys: Iterable[bytes]) -> None:
         """Stop counting blobs that the server no longer has."""
         with self._lock:
@@ -175,6 +180,10 @@ class RedisTier:
                     self._index.remove(key)
 
     # Recency
+
+    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.own(owner, keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used, here and on the server as far as it answers."""

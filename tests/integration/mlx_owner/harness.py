@@ -108,10 +108,12 @@ class Engine:
         sampling: Sequence[SequenceSampling] = GREEDY,
         stop: Sequence[tuple[int, ...]] = (),
         boundaries: Sequence[int] = (),
+        weight: int = 1,
     ) -> GenerationStream:
-        return self.owner.submit(
-            Generation(list(prompt), sampling, max_tokens, stop, ref, boundaries, top_logprobs=0)
+        generation = Generation(
+            list(prompt), sampling, max_tokens, stop, ref, boundaries, top_logprobs=0, weight=weight
         )
+        return self.owner.submit(generation)
 
     async def turn(self, prompt: Sequence[int], ref: SessionRef | None = None, **how) -> Answer:  # type: ignore[no-untyped-def]
         return await read(self.submit(prompt, ref, **how))

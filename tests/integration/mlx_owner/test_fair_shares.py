@@ -49,6 +49,54 @@ async def test_rows_that_wait_take_turns_with_those_of_their_own_tenant() -> Non
     assert parked >= 2 * LONG // 64 // 2  # the one place goes to and fro
 
 
+async def test_they_do_so_while_another_tenant_is_always_first_in_the_line() -> None:
+    """Both get as many tokens with each step: who was ahead by a few stays so, and is no head."""
+    told: dict[str, Counter[str]] = {"a": Counter(), "b": Counter()}
+    at_the_first_end: dict[str, int] = {}
+    lengths = {"a": 30, "b": 100}  # so that one is ahead by less than a quantum
+
+    async def follow(tenant: str, number: int, begins: asyncio.Event) -> None:
+        name = f"{tenant}{number}"
+        stream = it.submit(text(number, lengths[tenant]), session(name, tenant), max_tokens=LONG)
+        async for event in stream.events():
+            told[tenant][name] += isinstance(event, Token)
+            if told[tenant][name]:
+                begins.set()
+        at_the_first_end.setdefault(tenant, min(told[tenant].values()))
+
+    async with engine("llama", max_batch=6) as it:
+        begins = {f"{tenant}{i}": asyncio.Event() for tenant in told for i in range(3)}
+        rows = [asyncio.create_task(follow(x[0], int(x[1]), begins[x])) for x in begins]
+        await asyncio.gather(*(x.wait() for x in begins.values()))
+        third = [
+            it.submit(text(9 + i, 30), session(f"c{i}", "c"), max_tokens=2 * LONG) for i in range(2)
+        ]
+        reading = [asyncio.create_task(read(x)) for x in third]
+        await asyncio.gather(*rows)
+        for stream in third:
+            stream.cancel()
+        await asyncio.gather(*reading)
+    # Of the three rows of each two run at a time, and none was far behind.
+    assert min(at_the_first_end.values()) >= LONG - 4 * 64
+
+
+async def test_a_short_prompt_does_not_wait_for_ten_long_ones_of_its_tenant() -> None:
+    order: list[str] = []
+
+    async def follow(name: str, num_tokens: int) -> None:
+        stream = it.submit(text(len(name), num_tokens), session(name, "t"), max_tokens=4)
+        async for event in stream.events():
+            if isinstance(event, Token) and name not in order:
+                order.append(name)
+
+    async with engine("llama", max_batch=1) as it:
+        asking = [asyncio.create_task(follow(f"long {i}", 700)) for i in range(10)]
+        await asyncio.sleep(0)
+        asking.append(asyncio.create_task(follow("short", 20)))
+        await asyncio.gather(*asking)
+    assert order.index("short") <= 2  # behind the one that ran, and the oldest
+
+
 async def test_a_parked_row_samples_every_position_once() -> None:
     async with engine("llama", max_batch=2) as it:
         samplers = [Counting() for _ in range(2)]

@@ -185,3 +185,14 @@ def test_who_holds_all_blocks_makes_way(tmp_path):
     assert driven.answers[modest] == driven.expected(modest, 4)
     for request_id in greedy:
         assert driven.answers[request_id] == driven.expected(request_id, 100)
+
+
+def test_a_short_prompt_does_not_wait_for_ten_long_ones_of_its_tenant(driven):
+    long = [driven.add("a", i, 700, 30) for i in range(10)]
+    driven.step()
+    short = driven.add("a", 99, 40, 4)
+    driven.run()
+    begun = sorted(driven.first_step, key=driven.first_step.__getitem__)
+    assert begun.index(short) <= PLACES + 1  # behind those that ran, and the oldest
+    for request_id, length in [*((x, 30) for x in long), (short, 4)]:
+        assert driven.answers[request_id] == driven.expected(request_id, length)

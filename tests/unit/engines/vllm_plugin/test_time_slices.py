@@ -19,12 +19,17 @@ class Asked:
     session_id: str | None = None
     cache_salt: str | None = None
     lora_request: Any = None
+    num_prompt_tokens: int = 20
 
 
-def asked(tenant: str, number: int, weight: int = 1) -> Asked:
+def asked(tenant: str, number: int, weight: int = 1, length: int = 20) -> Asked:
     fields = with_session({}, SessionRef(tenant, f"s{number}", b"salt"))
     answer_id = f"tcm{tenant.encode().hex():0>20}{number:04x}"
-    return Asked(f"chatcmpl-{marked_id(answer_id, weight)}", fields["kv_transfer_params"])  # type: ignore[arg-type]
+    return Asked(
+        f"chatcmpl-{marked_id(answer_id, weight)}",  # type: ignore[arg-type]
+        fields["kv_transfer_params"],
+        num_prompt_tokens=length,
+    )
 
 
 def slices_of(*requests: Asked) -> TimeSlices:
@@ -47,6 +52,39 @@ def test_tenants_go_in_turns_and_each_keeps_its_order() -> None:
     order = slices.ordered([*many, *few], [])
     assert order == [many[0], few[0], many[1], few[1], many[2], many[3]]
     assert slices.ordered([*many[2:], *few], many[:2])[:2] == few
+
+
+def test_a_short_prompt_goes_before_long_ones_and_keeps_none_waiting_for_ever() -> None:
+    long = [asked("a", i, length=2000) for i in range(10)]
+    short = [asked("a", 100 + i) for i in range(60)]
+    slices = slices_of(*long, *short)
+    line, begun = [*long, short[0]], []
+    for number in range(40):
+        chosen = slices.ordered(line, [])[0]
+        slices.count({chosen.request_id: 1})
+        begun.append(chosen)
+        # More short ones than can ever be served; and vLLM's line is in the order of the last step.
+        line = [*short[number + 1 : number + 3], *(x for x in line if x is not chosen)]
+    assert begun[0] is short[0]
+    assert [x for x in begun if x in long] == long
+    assert all(begun.index(x) < 4 * (i + 1) for i, x in enumerate(long))
+
+
+def test_who_made_way_takes_turns_also_where_another_tenant_is_first() -> None:
+    a, b = [asked("a", i) for i in range(3)], [asked("b", i) for i in range(3)]
+    slices = slices_of(*a, *b)
+    running, waiting = [*a[:2], *b[:2]], [a[2], b[2]]
+    slices.count({x.request_id: 1 for x in (*a, *b)})
+    slices.count({b[0].request_id: 30})  # ahead by less than a quantum, for ever
+    for x in waiting:
+        slices.made_way(x)
+    for _ in range(int(QUANTUM)):
+        assert slices.turn_within(slices.ordered(waiting, running), running) is None
+        slices.count({x.request_id: 1 for x in running})
+    order = slices.ordered(waiting, running)
+    assert order == waiting  # a's is the head
+    assert slices.turn_within(order, running) == (a[2], a[0])
+    assert slices.turn_within([b[2]], running) == (b[2], b[0])
 
 
 def test_who_was_served_longest_makes_way_for_another_tenant() -> None:

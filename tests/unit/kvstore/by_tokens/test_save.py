@@ -27,13 +27,13 @@ class CountingRam(RamTier):
         super().__init__(nbytes)
         self.written: list[bytes] = []
 
-    def put_many(self, items: Sequence[tuple[bytes, bytes]]) -> int:
+    def put_many(self, items: Sequence[tuple[bytes, bytes]], owner: str = "") -> int:
         self.written += [key[:1] for key, _ in items]
-        return super().put_many(items)
+        return super().put_many(items, owner)
 
-    def replace(self, key: bytes, blob: bytes) -> bool:
+    def replace(self, key: bytes, blob: bytes, owner: str = "") -> bool:
         self.written.append(key[:1])
-        return super().replace(key, blob)
+        return super().replace(key, blob, owner)
 
 
 class GatedCodec(RawCodec):

@@ -70,7 +70,7 @@ def test_a_tier_that_goes_away_keeps_its_older_record_and_tail(method):
 
 
 def test_a_session_larger_than_its_tier_keeps_its_head():
-    tier = RamTier(20 * 430)
+    tier = RamTier(20 * 558)
     assert not deliver(stack_of(tier), 0, delivery(), whole=True).complete
     held = tier.contains_many(KEYS)
     assert held.index(False) >= 15

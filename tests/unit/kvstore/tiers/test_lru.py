@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
+from kvstore.tiers.tenant_parts import ACTIVE_S
 
 
 def filled(capacity: int, *keys: bytes) -> RecencyIndex:
@@ -94,3 +98,82 @@ def test_evict_takes_the_least_recent_and_stops_at_what_is_spared() -> None:
     assert [key for key, _ in index.evict(11, {b"d"})] == [b"b", b"c"]
     assert index.evict(1, {b"d"}) == []
     assert (sorted(index), index.nbytes) == ([b"a", b"d"], 20)
+
+
+# ---- tenants
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_who_is_away_for_longer_than_a_day_has_no_part() -> None:
+    clock = Clock()
+    index = RecencyIndex(100, 0.5, clock)
+    index.add({b"q1": 10, b"q2": 10}, "quiet")
+    clock.now = ACTIVE_S - 1
+    index.add({b"g%d" % i: 10 for i in range(20)}, "greedy")
+    assert {b"q1", b"q2"} <= set(index)
+    clock.now = ACTIVE_S + 1
+    index.add({b"g%d" % i: 10 for i in range(20, 30)}, "greedy")
+    assert not {b"q1", b"q2"} & set(index)
+
+
+def test_a_touch_keeps_a_tenant_active() -> None:
+    clock = Clock()
+    index = RecencyIndex(100, 0.5, clock)
+    index.add({b"q1": 10}, "quiet")
+    clock.now = ACTIVE_S - 1
+    index.touch([b"q1"])
+    clock.now = 2 * ACTIVE_S - 2
+    index.add({b"g%d" % i: 10 for i in range(20)}, "greedy")
+    assert b"q1" in index
+
+
+def test_what_others_pin_is_not_taken_from_who_writes() -> None:
+    index = RecencyIndex(100, 0.5)
+    index.add({b"p": 70}, "pins")
+    index.pin([b"p"])
+    index.add({b"a": 25}, "a")
+    assert index.add({b"b": 25}, "b").added == []  # a's part, and what is pinned
+    assert index.add({b"a2": 20}, "a") == IndexUpdate([b"a2"], [(b"a", RecencyEntry(25, 4, "a"))])
+    assert index.nbytes == 90
+
+
+NAMES = st.sampled_from("abc")
+CHAINS = st.dictionaries(
+    st.integers(0, 40).map(lambda i: b"%d" % i), st.integers(1, 20), min_size=1, max_size=12
+)
+
+
+@given(st.lists(st.tuples(NAMES, CHAINS), max_size=40), st.sampled_from((0.2, 0.5, 1.0)))
+def test_a_tenants_part_is_nobody_elses_to_take(
+    writes: list[tuple[str, dict[bytes, int]]], share: float
+) -> None:
+    index = RecencyIndex(100, share)
+    for owner, chain in writes:
+        sizes = {owner.encode() + key: nbytes for key, nbytes in chain.items()}
+        before = held(index)
+        fits = sum(sizes.values()) <= 100 - 100 * share
+        update = index.add(sizes, owner)
+        after = held(index)
+        assert index.nbytes == sum(after.values()) <= 100
+        assert not fits or set(sizes) <= set(index)
+        for name in set(before) - {owner}:
+            lost = sum(x.nbytes for _, x in update.evicted if x.owner == name)
+            biggest = max((x.nbytes for _, x in update.evicted if x.owner == name), default=0)
+            assert before[name] - lost == after.get(name, 0)
+            # A third, since there are never more; less by the blob that straddles its border.
+            assert not lost or after.get(name, 0) > 100 * share / 3 - biggest
+
+
+def held(index: RecencyIndex) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for key in index:
+        entry = index.entry(key)
+        assert entry is not None and key.startswith(entry.owner.encode())
+        sums[entry.owner] = sums.get(entry.owner, 0) + entry.nbytes
+    return sums

@@ -1,0 +1,115 @@
+"""What each tenant holds of a tier, and which part of it is guaranteed.
+
+A share of the budget is divided equally between the tenants that used the tier within a day. What
+one of them holds within its part is not evicted for the sake of others, however much they write;
+whoever holds more gives first. The rest of the budget goes by recency alone. A tenant that has been
+away for longer has no part: what it left is evicted as it grows old.
+
+Blobs of which no tenant is known (left by an earlier run, say, and no session needs them) have the
+owner "", who is guaranteed nothing. Not thread-safe: ``RecencyIndex`` owns it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Final
+
+ACTIVE_S: Final = 24 * 3600.0
+
+
+class TenantParts:
+    """Bytes and eviction order by owner.
+
+    Args:
+        guaranteed_bytes: of the budget, for all active tenants together.
+        monotonic: seconds that never jump.
+    """
+
+    def __init__(self, guaranteed_bytes: float, monotonic: Callable[[], float]) -> None:
+        self._guaranteed_bytes = guaranteed_bytes
+        self._monotonic = monotonic
+        self._orders: dict[str, OrderedDict[bytes, None]] = {}  # evictable; least recent first
+        self._evictable: Counter[str] = Counter()  # bytes
+        self._pinned: Counter[str] = Counter()
+        self._used_s: OrderedDict[str, float] = OrderedDict()  # of active tenants; longest first
+
+    def use(self, owner: str) -> None:
+        """Note that a tenant is active."""
+        if owner:
+            self._used_s[owner] = self._monotonic()
+            self._used_s.move_to_end(owner)
+
+    # ---- what is held
+
+    def enter(self, owner: str, key: bytes, nbytes: int) -> None:
+        """Count a blob that can be evicted, as the owner's most recent."""
+        self._orders.setdefault(owner, OrderedDict())[key] = None
+        self._evictable[owner] += nbytes
+
+    def leave(self, owner: str, key: bytes, nbytes: int) -> None:
+        """Count it no more."""
+        order = self._orders[owner]
+        del order[key]
+        self._evictable[owner] -= nbytes
+        if not order:
+            del self._orders[owner], self._evictable[owner]
+
+    def move(self, owner: str, key: bytes, *, last: bool) -> None:
+        """Make a blob the owner's most recent, or its least recent."""
+        self._orders[owner].move_to_end(key, last=last)
+
+    def sort(self, owner: str, stamp: Callable[[bytes], int]) -> None:
+        """Put the owner's blobs in the order of their stamps."""
+        if owner in self._orders:
+            self._orders[owner] = OrderedDict.fromkeys(sorted(self._orders[owner], key=stamp))
+
+    def pin(self, owner: str, nbytes: int) -> None:
+        """Count a blob that cannot be evicted; a negative number: no more."""
+        self._pinned[owner] += nbytes
+        if not self._pinned[owner]:
+            del self._pinned[owner]
+
+    # ---- what is guaranteed
+
+    def kept_for_others(self, owner: str) -> float:
+        """Return how many bytes that could be evicted are not, for the sake of this tenant."""
+        part = self._part()
+        others = (x for x in self._used_s if x != owner)
+        return sum(max(0.0, min(self._evictable[x], part - self._pinned[x])) for x in others)
+
+    def givers(self, writer: str, num_bytes: int, own_bytes: int) -> Callable[[str], bool]:
+        """Return what tells of an owner whether it is to give blobs up for ``writer``'s.
+
+        Args:
+            num_bytes: that the writer wants room for; they count as held.
+            own_bytes: of the very chain that is written, which never gives way to itself.
+        """
+        part = self._part()
+
+        def gives(owner: str) -> bool:
+            held = self._evictable[owner] + self._pinned[owner]
+            if owner == writer:
+                held += num_bytes
+                if self._evictable[owner] <= own_bytes:
+                    return False
+            return held > (part if owner in self._used_s else 0.0)
+
+        return gives
+
+    def oldest(self, gives: Callable[[str], bool]) -> Iterator[bytes]:
+        """Yield the least recent blob of each owner that is to give."""
+        yield from (next(iter(order)) for owner, order in self._orders.items() if gives(owner))
+
+    def oldest_of(self, owner: str, own_bytes: int) -> bytes | None:
+        """Return a tenant's least recent blob, if it holds more than ``own_bytes``."""
+        if self._evictable[owner] <= own_bytes:
+            return None
+        return next(iter(self._orders[owner]))
+
+    def _part(self) -> float:
+        """Return what is guaranteed to each active tenant."""
+        since = self._monotonic() - ACTIVE_S
+        while self._used_s and next(iter(self._used_s.values())) < since:
+            self._used_s.popitem(last=False)
+        return self._guaranteed_bytes / max(1, len(self._used_s))

@@ -1,0 +1,98 @@
+"""What each tenant is guaranteed of every tier, through both stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.disk_tier import DiskTier
+from kvstore.tiers.ram_tier import RamTier
+from kvstore.tiers.redis_server.redis_tier import RedisTier
+from tests.contract.store_rig import LONG, MIB, Rig, history, ref
+from tests.redis_server import RedisServer, find_binary
+
+QUIET, GREEDY = ref("q", "quiet"), [ref(f"g{i}", "greedy") for i in range(12)]
+SHARE = 0.5
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+def opens(kind: str, folder: Path, url: str) -> Callable[[int, float], Tier]:
+    def open_tier(capacity_bytes: int, share: float) -> Tier:
+        if kind == "disk":
+            return DiskTier(folder, capacity_bytes, share)
+        if kind == "redis":
+            with redis.Redis.from_url(url) as client:
+                client.flushall()
+            return RedisTier(url, capacity_bytes, deadline_s=10.0, guaranteed_share=share)
+        return RamTier(capacity_bytes, share)
+
+    return open_tier
+
+
+def taken(rig: Rig, open_tier: Callable[[int, float], Tier]) -> int:
+    """What the quiet tenant's session takes of a tier."""
+    tier = open_tier(64 * MIB, 0.0)
+    store = rig.open([tier])
+    rig.save(store, QUIET, LONG)
+    nbytes = tier.stats().nbytes
+    store.forget(QUIET)
+    store.close()
+    return nbytes
+
+
+def flooded(rig: Rig, tiers: Sequence[Tier]) -> int:
+    """Tokens that the quiet tenant finds after the other has written ten sessions more."""
+    store = rig.open(tiers)
+    rig.save(store, QUIET, LONG)
+    for number, session in enumerate(GREEDY):
+        rig.save(store, session, history(100, 50 + number))
+    back = rig.back(store, QUIET, LONG).num_tokens
+    newest = rig.back(store, GREEDY[-1], history(100, 50 + len(GREEDY) - 1)).num_tokens
+    assert newest == 100  # nobody pays with what was just written
+    store.close()
+    return back
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk", pytest.param("redis", marks=pytest.mark.redis)])
+def test_a_session_within_its_part_survives_another_tenants_flood(
+    rig: Rig, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = ""
+    if kind == "redis":
+        if find_binary() is None:
+            pytest.skip("no redis-server")
+        url = request.getfixturevalue("server").url
+    open_tier = opens(kind, tmp_path / "cold", url)
+    capacity = 5 * taken(rig, open_tier)
+    assert flooded(rig, [open_tier(capacity, 0.0)]) < 100
+    with ExitStack() as stack:
+        if kind == "disk":
+            open_tier = opens(kind, tmp_path / "other", url)
+        tier = open_tier(capacity, SHARE)
+        stack.callback(tier.close)
+        assert flooded(rig, [tier]) == 100
+
+
+def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path) -> None:
+    def disk(share: float) -> Tier:
+        return DiskTier(tmp_path / "cold", capacity, share)
+
+    capacity = 5 * taken(rig, opens("disk", tmp_path / "measured", ""))
+    store = rig.open([disk(SHARE)])
+    rig.save(store, QUIET, LONG)
+    store.close()
+    store = rig.open([disk(SHARE)])
+    for number, session in enumerate(GREEDY):
+        rig.save(store, session, history(100, 50 + number))
+    assert rig.back(store, QUIET, LONG).num_tokens == 100
+    store.close()
