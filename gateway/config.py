@@ -32,6 +32,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # nobody is an admin anywhere else.
     admin_port: Port = 0
     admin_host: str = "127.0.0.1"
+    # A unix socket (0600) besides: whoever may open it is an admin, without a key. "" = none.
+    admin_socket: str = ""
     # Names that the Host header may have. (): on loopback the loopback names; elsewhere any name if
     # keys are needed, else addresses and names without a dot. Otherwise a page in a browser could
     # reach this server under a name of the page's own (DNS rebinding).

@@ -167,13 +167,16 @@ def gateway_of(request: Request) -> Gateway:
 def sees_all(request: Request, caller: Tenant) -> bool:
     """Tell whether the caller is an admin: by its key, or as the one user of this very machine.
 
-    Where admins have a port of their own (``gateway.admin_port``), nobody is one elsewhere.
+    Where admins have a port of their own (``gateway.admin_port``), nobody is one elsewhere, but on
+    their unix socket.
 
     An open server on loopback has one user, who owns its process anyway. Pages of other sites are
     kept out by the checks of ``Host`` and ``Origin``, as they are from that user's chats. Once an
     admin key is set, it is needed here, too.
     """
     gateway = gateway_of(request)
+    if _on_admin_socket(request):
+        return True
     if gateway.config.admin_port and _port_of(request) != gateway.config.admin_port:
         return False
     if caller.admin:
@@ -182,6 +185,12 @@ def sees_all(request: Request, caller: Tenant) -> bool:
     config = gateway.config
     local = config.admin_host in LOOPBACK if config.admin_port else config.on_loopback
     return tenants.open_to_all and not tenants.num_admin_keys and local
+
+
+def _on_admin_socket(request: Request) -> bool:
+    """Tell whether a request came over the admins' unix socket."""
+    path, server = gateway_of(request).config.admin_socket, request.scope.get("server")
+    return bool(path) and server is not None and tuple(server) == (path, None)
 
 
 def _port_of(request: Request) -> int:
@@ -205,10 +214,12 @@ def admin_of(request: Request) -> Tenant:
 
 
 def caller_of(request: Request) -> Tenant:
-    """Authenticate a request by its API key.
+    """Authenticate a request by its API key; on the admins' unix socket none is looked at.
 
     Raises:
         InvalidRequest: 401, no key, an unknown one, or two that differ.
     """
     tenants, headers = gateway_of(request).tenants, request.headers
+    if _on_admin_socket(request):
+        return tenants.operator()
     return tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))

@@ -28,7 +28,8 @@ class Remote:
                 "the API key holds a space, a line break or another character that no key has;"
                 " look at THERMOCLINE_API_KEY, or --api-key"
             )
-        self._url = url.rstrip("/")
+        self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
+        self._url = "http://localhost" if self._socket else url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     def models(self) -> list[dict[str, Any]]:
@@ -81,7 +82,11 @@ class Remote:
     ) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=5)
         async with (
-            aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http,
+            aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=timeout,
+                connector=aiohttp.UnixConnector(self._socket) if self._socket else None,
+            ) as http,
             http.request(method, self._url + path, json=body) as answer,
         ):
             content = await answer.json(content_type=None)

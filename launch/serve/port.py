@@ -1,8 +1,12 @@
-"""The gateway's address: taken before the slow things start, opened to clients after them."""
+"""The gateway's addresses: taken before the slow things start, opened to clients after them."""
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from gateway.config import GatewayConfig
 from launch.errors import LaunchError
@@ -32,6 +36,40 @@ def take_port(config: GatewayConfig) -> socket.socket:
     except OSError as error:
         raise _cannot_listen(config, error) from error
     return sock
+
+
+@contextmanager
+def take_path(path: str) -> Iterator[socket.socket]:
+    """A unix socket bound to ``path``, which only this user may open (0600); removed at the end.
+
+    Raises:
+        LaunchError: another server has it, or something else is there, or it cannot be made.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        mask = os.umask(0o177)  # from the first moment: a chmod would come late
+        try:
+            if Path(path).is_socket() and not _is_served(path):
+                Path(path).unlink()  # its server has died
+            sock.bind(path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise LaunchError(f"cannot make the socket {path}: {reason}") from error
+        finally:
+            os.umask(mask)
+        try:
+            yield sock
+        finally:
+            with suppress(OSError):
+                Path(path).unlink()
+
+
+def _is_served(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            return False
+    return True
 
 
 def listen(sock: socket.socket, config: GatewayConfig) -> None:

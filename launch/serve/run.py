@@ -21,7 +21,7 @@ from launch.calibrate.profile_watch import ProfileWatch
 from launch.machine.open_files import raise_open_files
 from launch.serve.build import BuiltServer, build
 from launch.serve.logs import configure_logging, keep_lines
-from launch.serve.port import listen, take_port, url_of
+from launch.serve.port import listen, take_path, take_port, url_of
 from launch.serve.reload import Reload
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import masked
@@ -51,7 +51,7 @@ def serve(
     raise_open_files(effective.engine_kind)
     with ExitStack() as stack:
         sock = stack.enter_context(take_port(config))
-        sockets = [sock, *_admin_socket(stack, config)]
+        sockets = [sock, *_admin_sockets(stack, config)]
         built = stack.enter_context(build(effective, environ))
         keep_lines(built.app.state.gateway.log_ring)
         for each in sockets:
@@ -67,14 +67,17 @@ def serve(
     return 0 if server.started and not built.engine.gave_up else 1
 
 
-def _admin_socket(stack: ExitStack, config: GatewayConfig) -> list[socket.socket]:
-    """The admins' own port, if they have one."""
-    if not config.admin_port:
-        return []
-    own = msgspec.structs.replace(config, host=config.admin_host, port=config.admin_port)
-    sock = stack.enter_context(take_port(own))
-    log.info("admins: %s", url_of(sock))
-    return [sock]
+def _admin_sockets(stack: ExitStack, config: GatewayConfig) -> list[socket.socket]:
+    """The admins' own port and their unix socket, if they have any."""
+    sockets = []
+    if config.admin_port:
+        own = msgspec.structs.replace(config, host=config.admin_host, port=config.admin_port)
+        sockets.append(stack.enter_context(take_port(own)))
+        log.info("admins: %s", url_of(sockets[-1]))
+    if config.admin_socket:
+        sockets.append(stack.enter_context(take_path(config.admin_socket)))
+        log.info("admins: unix:%s", config.admin_socket)
+    return sockets
 
 
 async def _run(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import stat
+from pathlib import Path
 
 import pytest
 
 from gateway.config import GatewayConfig
 from launch.errors import LaunchError
-from launch.serve.port import listen, take_port
+from launch.serve.port import listen, take_path, take_port
 
 CONFIG = GatewayConfig(port=0)
 
@@ -28,3 +30,19 @@ def test_of_two_servers_that_start_together_one_is_refused():
             listen(first, config)
             with pytest.raises(LaunchError, match="choose another with --port"):
                 listen(second, config)
+
+
+def test_a_unix_socket_is_this_users_own_and_gone_at_the_end(tmp_path: Path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))  # what a server left that was killed
+    with take_path(str(path)) as sock:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        listen(sock, CONFIG)
+        with pytest.raises(LaunchError, match="in use"), take_path(str(path)):
+            pass
+    assert not path.exists()
+    path.write_text("a file of somebody's")
+    with pytest.raises(LaunchError, match="in use"), take_path(str(path)):
+        pass
+    assert path.read_text()

@@ -1,0 +1,61 @@
+"""The admins' unix socket of a server that needs keys: whoever may open it is an admin."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from typer.testing import CliRunner
+
+from gateway.keys import generate_key
+from launch.cli.main import app
+from tests.integration.launch.test_serve import Server
+
+pytestmark = pytest.mark.slow
+
+
+async def first_event(path: Path) -> bytes:
+    """The first event that is told on the socket, to somebody with a key that nobody knows."""
+    headers = {"authorization": "Bearer nonsense"}
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http,
+        http.get("http://localhost/v1/events", headers=headers) as answer,
+    ):
+        assert answer.status == 200
+        async with asyncio.timeout(30):
+            told = await answer.content.readuntil(b"data: ")
+            told += await answer.content.readline()
+            body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+            async with http.post("http://localhost/v1/chat/completions", json=body) as said:
+                assert said.status == 200
+            await answer.content.readuntil(b"event: change")  # it goes on to be told
+            return told
+
+
+def test_who_opens_the_socket_is_an_admin_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, keys, (key, line) = tmp_path / "admin.sock", tmp_path / "keys", generate_key("alice")
+    keys.write_text(line + "\n")
+    monkeypatch.setenv("THERMOCLINE_GATEWAY__ADMIN_SOCKET", str(path))
+    server = Server(tmp_path, "--api-keys", str(keys))
+
+    def run(*arguments: str, url: str = f"unix:{path}", api_key: str = "") -> Any:
+        asked = ["keys", *arguments, "--url", url, "--api-key", api_key]
+        return CliRunner().invoke(app, asked)
+
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        made = run("new", "carol")
+        assert made.exit_code == 0, made.output
+        assert "carol" in run("list").output and "carol:" in keys.read_text()
+        for api_key in ("", key):
+            assert run("list", url=server.url, api_key=api_key).exit_code == 1
+        assert b'"admin":true' in asyncio.run(first_event(path))
+    finally:
+        assert server.stop() == 0
+    assert not path.exists()
