@@ -25,7 +25,7 @@ def asks_for_usage(raw: Json) -> bool:
     options = raw.get("stream_options") or {}
     if not raw.get("stream") or options.get("include_usage"):
         return False
-    raw["stream_options"] = {"include_usage": True}
+    raw["stream_options"] = {**options, "include_usage": True}
     return True
 
 
