@@ -343,15 +343,15 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_turn_is_counted(closes
 
 
 async def test_a_turn_keeps_the_deadline_of_its_last_twin() -> None:
-    app = App(engine := SlowEngine(), request_timeout_s=1.0)
+    app = App(engine := SlowEngine(), request_timeout_s=4.0)
     asking = Asking(app)
     first = asking.ask()
     await until(lambda: engine.asked)
     with asking.running.joined(asyncio.get_running_loop().time() + 60):
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.1)
         engine.head.set()
         engine.slow.say(SAID[0])
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.1)
         engine.slow.say(*SAID[1:], DONE, b"")
         assert (await first).body == b"".join(SAID) + DONE
 
