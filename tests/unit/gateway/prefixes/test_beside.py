@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -107,9 +108,10 @@ async def test_both_at_once() -> None:
     going_on = asyncio.Event()
 
     class Slow(Answered):
-        async def read(self) -> bytes:
+        async def chunks(self) -> AsyncIterator[bytes]:
             await going_on.wait()
-            return await super().read()
+            async for chunk in super().chunks():
+                yield chunk
 
     app = App(RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}")))
     first = asyncio.create_task(asked_as(app, TITLE, x_session_affinity="o"))
