@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install lint type imports test quick check bench reference site
+.PHONY: install lint type imports test quick check bench reference site lock audit
 
 install:
 	bash launch/install.sh test
@@ -37,3 +37,10 @@ reference: install
 # The documentation as pages to browse, in site/; links to nowhere are errors.
 site: reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Lists what serving needs, with hashes, outside of the checkout; and looks it up among known weaknesses.
+lock:
+	bash launch/install.sh lock
+
+audit: lock
+	bash launch/install.sh audit

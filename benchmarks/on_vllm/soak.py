@@ -1,10 +1,13 @@
 """vLLM: sixteen users at once, several turns each, for minutes; then every token is checked.
 
-    python benchmarks/on_vllm/soak.py [--users 16] [--minutes 5] [--control] [--json OUT]
+    python benchmarks/on_vllm/soak.py [--users 16] [--minutes 5] [--kill-every 60] [--control]
+        [--json OUT]
 
 Users chat as in ``soak.py``, through the gateway, with codec raw in float32. Live conversations are
 twice what vLLM's pool holds, and more than the RAM tier holds, too: they go cold and come back, by
 eviction and by demotion, from RAM and from disk.
+
+With ``--kill-every`` vLLM and a Redis of its own are killed in turns, kill -9, and come back.
 
 Then a plain vLLM without any cache reads all that was said, prompts and answers, as tokens. At each
 place of an answer it must prefer the token that our user got: the same prompt, so the same greedy
@@ -17,15 +20,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
 import psutil
 
-from benchmarks.soak import Habits, gauges_mib, soak
+from benchmarks.soak import Habits, gauges_mib, killing_in_turns, sample_of, soak
 from benchmarks.stacks.product_stack import MIB, Reply, Stack, rss_mib, write_json
 from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
+from tests.redis_server import RedisServer
 
 TIE = 1e-3  # of a logprob: a hundred times what the order of sums makes
 MAX_CONTEXT = 2048
@@ -50,7 +56,7 @@ def memory_mib(stack: Stack) -> dict[str, float]:
     """MiB of each process, and of the worker without its RAM tier, which fills up to its limit."""
     used = {"gateway": rss_mib(stack.gateway), **by_role(stack.gateway)}
     ram_tier = gauges_mib(stack, ('thermocline_tier_bytes{tier="ram"} ',))
-    return used | {"worker_without_ram_tier": used["worker"] - ram_tier}
+    return used | {"worker_without_ram_tier": used.get("worker", 0.0) - ram_tier}
 
 
 def by_role(first: psutil.Process) -> dict[str, float]:
@@ -141,19 +147,33 @@ async def check(server: PlainVllm, replies: list[Reply]) -> dict[str, Any]:
     }
 
 
+async def chat(
+    stack: Stack, redis: RedisServer | None, args: argparse.Namespace
+) -> tuple[list[Reply], dict[str, Any]]:
+    habits = replace(HABITS, leaves=0.05 if redis else 0.0)
+    async with killing_in_turns(stack, redis, args.kill_every):
+        sample = partial(sample_of, stack, redis, memory_mib)
+        return await soak(stack, args.users, args.minutes, habits, sample)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     pool_bytes = args.pool_tokens * BYTES_PER_TOKEN
-    with with_plugin(
+    stack = with_plugin(
         pool_bytes,
         "raw",
         ram_bytes=args.ram_mib * MIB,
         max_context=MAX_CONTEXT,
         disk_bytes=args.disk_mib * MIB,
         idle_after_s=1.0,
-    ) as stack:
-        replies, result = asyncio.run(
-            soak(stack, args.users, args.minutes, HABITS, lambda: memory_mib(stack))
-        )
+    )
+    with ExitStack() as around:
+        redis = None
+        if args.kill_every:
+            redis = around.enter_context(RedisServer())
+            more = {"redis_url": redis.url, "redis_bytes": args.disk_mib * MIB}
+            stack.settings["store"] |= more
+        around.enter_context(stack)
+        replies, result = asyncio.run(chat(stack, redis, args))
     good = [x for x in replies if x.ok]
     result["tokens_missing"] = sum(x.completion_tokens - len(x.token_ids) for x in good)
     with PlainVllm(1024 * MIB, max_context=MAX_CONTEXT, prefix_caching=False) as server:
@@ -179,6 +199,7 @@ def main() -> None:
     parser.add_argument("--pool-tokens", type=int, default=4096)
     parser.add_argument("--ram-mib", type=int, default=128)
     parser.add_argument("--disk-mib", type=int, default=2048)
+    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds; 0 = never")
     parser.add_argument("--control", action="store_true", help="plain vLLM afterwards, too")
     parser.add_argument("--json", default="")
     args = parser.parse_args()

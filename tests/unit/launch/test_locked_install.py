@@ -1,0 +1,107 @@
+"""``launch/install.sh`` with a list of hashes, and a uv that only says what it was asked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+UV = """#!/bin/bash
+echo "uv $*" >>"$ASKED"
+[ "$1" = --version ] && exit
+out=""
+while [ $# -gt 0 ]; do
+    [ "$1" = --output-file ] && out=$2
+    shift
+done
+[ -n "$out" ] && printf 'a==1 \\\\\\n    --hash=sha256:00\\n' >"$out"
+exit 0
+"""
+
+
+class Checkout:
+    def __init__(self, folder: Path) -> None:
+        self.asked = folder / "asked"
+        self.lock = folder / "outside" / "locked.txt"
+        self.root = folder / "checkout"
+        (self.root / "launch").mkdir(parents=True)
+        shutil.copy(ROOT / "launch" / "install.sh", self.root / "launch")
+        shutil.copy(ROOT / "pyproject.toml", self.root)
+        commands = folder / "bin"
+        commands.mkdir()
+        (commands / "uv").write_text(UV)
+        (commands / "uv").chmod(0o755)
+        python = self.root / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text("#!/bin/sh\nexit 0\n")
+        python.chmod(0o755)
+        self.env = {
+            **os.environ,
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "ASKED": str(self.asked),
+            "THERMOCLINE_LOCK": str(self.lock),
+        }
+        self.env.pop("UV_PROJECT_ENVIRONMENT", None)
+
+    def install(self, purpose: str) -> subprocess.CompletedProcess[str]:
+        script = str(self.root / "launch" / "install.sh")
+        return subprocess.run(
+            ["bash", script, purpose], env=self.env, capture_output=True, text=True, timeout=60
+        )
+
+    def installed(self) -> list[str]:
+        return [x for x in self.asked.read_text().splitlines() if x.startswith("uv pip install")]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_the_list_has_hashes_and_lies_where_it_is_asked_for(checkout: Checkout) -> None:
+    done = checkout.install("lock")
+    assert done.returncode == 0, done.stderr
+    assert checkout.lock.read_text().count("--hash=sha256") == 2  # and the sample model's
+    assert "2 packages" in done.stderr
+    compiled = [x for x in checkout.asked.read_text().splitlines() if "pip compile" in x]
+    assert len(compiled) == 2
+    assert all("--generate-hashes" in x for x in compiled)
+    assert not any("index" in x for x in compiled)
+
+
+def test_serving_is_installed_from_the_list_alone(checkout: Checkout) -> None:
+    checkout.install("lock")
+    done = checkout.install("serve")
+    assert done.returncode == 0, done.stderr
+    listed, ours = checkout.installed()
+    assert "--no-deps --require-hashes --requirement" in listed
+    assert "--no-deps --editable" in ours
+
+
+def test_another_list_installs_again(checkout: Checkout) -> None:
+    checkout.install("lock")
+    checkout.install("serve")
+    checkout.install("serve")
+    assert len(checkout.installed()) == 2
+    checkout.lock.write_text("b==2 --hash=sha256:01\n")
+    checkout.install("serve")
+    assert len(checkout.installed()) == 4
+
+
+@pytest.mark.parametrize("purpose", ["serve", "audit"])
+def test_without_the_list_it_says_what_makes_it(checkout: Checkout, purpose: str) -> None:
+    done = checkout.install(purpose)
+    assert done.returncode == 1
+    assert "install.sh lock" in done.stderr
+    assert not checkout.asked.exists() or not checkout.installed()
+
+
+def test_an_audit_takes_what_it_cannot_look_up_for_a_failure(checkout: Checkout) -> None:
+    checkout.install("lock")
+    checkout.install("audit")
+    (asked,) = [x for x in checkout.asked.read_text().splitlines() if "pip-audit" in x]
+    assert "--strict --require-hashes" in asked
