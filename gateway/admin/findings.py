@@ -43,7 +43,9 @@ def _engine(gateway: Gateway) -> Iterator[Finding]:
     if welcome is None:
         yield Finding("engine", "failure", gateway.engine.trouble, "Its lines in the log say more.")
         return
-    yield Finding("engine", "ok", f"{welcome.engine} {welcome.engine_version}: {welcome.model}")
+    named = welcome.engine_version.startswith(welcome.engine)  # some say their own name with it
+    engine = "" if named else f"{welcome.engine} "
+    yield Finding("engine", "ok", f"{engine}{welcome.engine_version}: {welcome.model}")
     if not welcome.hibernation:
         yield Finding(
             "sleep",

@@ -78,9 +78,12 @@ class EvictionNotices:
         unchanged = num_evictions == self._num_evictions and self._missing <= self._told
         if unchanged and self._has_looked:
             return
+        is_first = not self._has_looked
         gone = self._gone()
         if gone is None:
             return
+        if is_first:  # what an earlier process has left unusable was not evicted from this one
+            self._told = set(gone)
         self._num_evictions = num_evictions
         sure = self._missing.intersection(gone)
         for key in sure - self._told:

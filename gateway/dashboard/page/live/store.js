@@ -55,11 +55,15 @@ export function snapshot(said) {
   });
 }
 
-// More rows of a snapshot. Views hear of them now and then, and of the last.
+// More rows of a snapshot. Views hear of them now and then, and of the last; until then nothing has
+// them, or a list would have some of them twice.
 export function more(said) {
-  takeRows(said.sessions ?? []);
+  waiting.push(said.sessions ?? []);
   if (said.left > 0 && performance.now() - published < TELL_MS) return;
-  batch(publish);
+  batch(() => {
+    for (const some of waiting.splice(0)) takeRows(some);
+    publish();
+  });
 }
 
 export function change(said) {
@@ -119,12 +123,14 @@ const steps = [];
 let step = { gone: new Set(), come: new Set(), whole: false };
 let counted = emptyPlaces();
 let published = 0;
+const waiting = [];
 
 function clear() {
   rows.clear();
   clients.clear();
   tenants.clear();
   counted = emptyPlaces();
+  waiting.length = 0;
   step.whole = true;
 }
 

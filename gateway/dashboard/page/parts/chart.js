@@ -49,7 +49,7 @@ function make(place, lines) {
       padding: [8, 28, 0, 0],
       scales: { y: { range: (_, low, high) => [0, Math.max(1, high * 1.1)] } },
       axes: [
-        { ...axis, space: 90, size: 28, values: (_, all) => all.map((x) => (history.at.length ? clock(x) : "")) },
+        { ...axis, space: 90, size: 28, values: (_, all) => all.map((x) => (history.at.length > 1 ? clock(x) : "")) },
         { ...axis, size: 44, space: 36, splits: (u) => [0, u.scales.y.max / 2, u.scales.y.max / 1.1],
           values: (u, all) => all.map((x) => (x >= 1000 ? `${(x / 1000).toFixed(1)}k` : x.toFixed(x < 10 ? 1 : 0))) },
       ],

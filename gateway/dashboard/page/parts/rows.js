@@ -5,7 +5,7 @@
 import { html, once, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 
 const ROW = 36; // pixels; the style sheet's --row
-const AROUND = 10; // rows beyond what is in sight
+const AROUND = 6; // rows beyond what is in sight
 
 // columns: [{name, label, cell, number, low}]; ``low``: left out first where there is little room.
 export function Rows({ columns, items, keyOf, chosen, choose, nameOf, sort, setSort, label }) {
@@ -74,18 +74,19 @@ export function Rows({ columns, items, keyOf, chosen, choose, nameOf, sort, setS
 
 const Row = once(({ item, at, columns, name, chosen, reachable, setCursor, choose }) => {
   const open = () => (setCursor(at), choose(item));
+  const [head] = columns;
   return html`<tr aria-rowindex=${at + 2} class=${chosen ? "chosen" : ""} onClick=${open}>
-    ${columns.map((x, j) =>
-      j === 0
-        ? html`<th scope="row" key=${x.name} class=${classOf(x)}>
-            <button type="button" data-at=${at} tabindex=${reachable ? 0 : -1} aria-current=${chosen ? "true" : undefined}
-              onFocus=${() => setCursor(at)}>${name}</button>
-            ${x.cell(item)}
-          </th>`
-        : html`<td key=${x.name} class=${classOf(x)}>${x.cell(item)}</td>`,
-    )}
+    <th scope="row" class=${classOf(head)}>
+      <button type="button" data-at=${at} tabindex=${reachable ? 0 : -1} aria-current=${chosen ? "true" : undefined}
+        onFocus=${() => setCursor(at)}>${name}</button>
+      ${head.cell(item)}
+    </th>
+    <${Cells} item=${item} columns=${columns} />
   </tr>`;
 });
+
+// Apart from the row: where rows only move, as they do every second, no cell is drawn again.
+const Cells = once(({ item, columns }) => columns.slice(1).map((x) => html`<td key=${x.name} class=${classOf(x)}>${x.cell(item)}</td>`));
 
 const classOf = (column) => `is-${column.name} ${column.number ? "number" : ""} ${column.low ? `low${column.low}` : ""}`;
 

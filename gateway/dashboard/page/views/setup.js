@@ -36,7 +36,7 @@ export function Setup() {
       <h2 id="about">This server</h2>
       <dl class="facts">
         <dt>Model</dt><dd>${it.model ?? "not loaded yet"}</dd>
-        <dt>Engine</dt><dd>${it.engine ? `${it.engine} ${it.engine_version ?? ""}` : it.trouble || "starting"}</dd>
+        <dt>Engine</dt><dd>${it.engine ? named(it.engine, it.engine_version ?? "") : it.trouble || "starting"}</dd>
         <dt>Context</dt><dd>${count(it.max_context)} tokens</dd>
         <dt>Sleep</dt><dd>${it.hibernation === false ? it.hibernation_reason : "sessions sleep and come back"}</dd>
         <dt>Dialects</dt><dd>${it.dialects?.join(", ") ?? "–"}</dd>
@@ -96,6 +96,9 @@ function Log() {
   return html`<section class="card" aria-labelledby="log">
     <h2 id="log">Log</h2>
     <label class="check"><input type="checkbox" checked=${follow} onChange=${(event) => setFollow(event.target.checked)} /> follow</label>
-    <pre class="log" tabindex="0" ref=${end} aria-label="The last lines of the log">${lines.map((x) => html`<span key=${x.n} class=${x.level}>${clock(x.at)} ${x.level} ${x.name}: ${x.text}\n</span>`)}</pre>
+    <pre class="log" tabindex="0" ref=${end} aria-label="The last lines of the log">${lines.map((x) => html`<span key=${x.n} class=${x.level}>${clock(x.at)} ${x.level} ${x.name}: ${x.text}${"\n"}</span>`)}</pre>
   </section>`;
 }
+
+// Some engines say their own name with their version.
+const named = (engine, version) => (version.startsWith(engine) ? version : `${engine} ${version}`.trim());

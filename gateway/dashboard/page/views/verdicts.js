@@ -27,7 +27,7 @@ export function Picture({ rows, bound }) {
           </span>
         </div>`,
       )}
-      <div class="line axis"><span class="name faint">KL, nats</span><span class="track">
+      <div class="line scale"><span class="name faint">KL, nats</span><span class="track">
         ${decades.map((x, i) => html`<span class="tick faint ${i === 0 ? "first" : i === decades.length - 1 ? "last" : ""}" style=${{ left: at(x) }}>${x >= 0.001 ? x : x.toExponential(0)}</span>`)}
       </span></div>
     </div>
