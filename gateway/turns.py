@@ -41,6 +41,7 @@ from gateway.prefixes.outline import Outline, outline_of
 from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat, AsItIs, Keep
 from gateway.relay.hidden_usage import HiddenUsage, asks_for_usage
+from gateway.relay.nothing_said import NothingSaid, asks_for_nothing
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from scheduler.session import TurnHints
 
@@ -130,6 +131,8 @@ async def accept(request: Request, operation: Operation) -> Response:
         _even_out(raw, gateway.served.max_context, gateway.config.default_max_tokens)
         if asks_for_usage(raw):
             answer = HiddenUsage(answer)
+        if gateway.served.engine == "vllm" and asks_for_nothing(raw):
+            answer = NothingSaid(answer)
         gateway.metrics.left_out(asked.translated.left_out)
         named = asked.session or _found(gateway, tenant, asked.chain)
         if asked.outline is not None and named_by_agent(request.headers):
