@@ -17,7 +17,7 @@ from gateway.metrics import Usage
 from gateway.relay.answer_format import AnswerFormat, EventStream
 
 # What the event has and no other; a text inside JSON cannot hold it, its quotes are escaped there.
-_NO_CHOICES = (b'"choices":[]', b'"choices": []')
+_COMPACT, _SPACED = b'"choices":[]', b'"choices": []'
 
 
 def asks_for_usage(raw: Json) -> bool:
@@ -68,7 +68,7 @@ class _WithoutUsage:
 
     def feed(self, chunk: bytes) -> bytes:
         out = self._events.feed(chunk)
-        if not any(mark in out for mark in _NO_CHOICES):
+        if _COMPACT not in out and _SPACED not in out:  # for every chunk, so it must be cheap
             return out
         return b"".join(x for x in _split(out) if not _is_usage(x))
 
