@@ -54,7 +54,9 @@ class EvictionNotices:
         self._has_looked = False  # sessions of before this process are where they are
 
     def listen(self, on_gone: OnGone) -> None:
+        """Tell ``on_gone`` from now on; what is not here already has not left."""
         self._listener = on_gone
+        self.look()
 
     def tell(self, departure: Departure) -> None:
         if self._listener is None:
