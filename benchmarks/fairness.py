@@ -4,9 +4,9 @@
 
 *Starvation*: one tenant has eight endless streams, as many as the engine has places; another chats
 every five seconds. Each is measured alone first. What the streams said alone and beside the other
-tenant must be the same text (raw, greedy, float32), as far as both got. Tokens are counted by time,
-and by the engine's processor time, which other programs disturb less; there a token of the chats'
-prompts counts as a quarter, as it does in the shares.
+tenant must be the same text (raw, greedy, float32), as far as both got. The rate of both
+together is that of the answers' tokens; and once more with the chats' prompts, of which a token
+counts a quarter, as it does in the shares.
 
 *Shares*: three tenants ask at 100 : 10 : 1, the last one for somewhat more than a third of what the
 engine can do, so that all of them wait. Jain's index of the tokens that each was served.
@@ -69,11 +69,6 @@ class Tenant:
         url = f"{self._stack.url}/v1/models"
         async with self._http.get(url, headers=self._headers) as answer:
             self.model = (await answer.json())["data"][0]["id"]
-
-    def cpu_s(self) -> float:
-        """Processor time that the engine has taken so far."""
-        processes = [self._stack.engine, *self._stack.engine.children(recursive=True)]
-        return sum(x.cpu_times().user + x.cpu_times().system for x in processes)
 
     async def stream(self, prompt: str, max_tokens: int, session: str, into: Stream) -> Stream:
         body = {
@@ -144,20 +139,18 @@ async def chats(tenant: Tenant, seconds: float, name: str) -> tuple[list[float],
 async def starvation(busy: Tenant, other: Tenant, seconds: float) -> dict[str, Any]:
     await chats(other, 1.0, "warm")
     alone, _ = await chats(other, seconds, "alone")
-    rates, per_cpu_s, texts = {}, {}, {}
+    rates, texts, prompts = {}, {}, 0.0
     beside: list[float] = []
     for phase in ("alone", "beside"):
         async for streams in endless(busy, phase):
-            since, worked_s = time.perf_counter(), busy.cpu_s()
+            since = time.perf_counter()
             others: list[Stream] = []
             if phase == "beside":
                 beside, others = await chats(other, 2 * seconds, "beside")
             else:
                 await asyncio.sleep(2 * seconds)  # as long, since a token costs more the later
-            until, worked_s = time.perf_counter(), busy.cpu_s() - worked_s
-            tokens = sum(x.tokens_between(since, until) for x in (*streams, *others))
-            prompts = PROMPT_TOKEN * sum(x.prompt_tokens for x in others)
-            per_cpu_s[phase] = (tokens + prompts) / worked_s
+            until = time.perf_counter()
+            prompts = PROMPT_TOKEN * sum(x.prompt_tokens for x in others) / (until - since)
             for who, sent in (("busy", streams), ("other", others)):
                 number = sum(x.tokens_between(since, until) for x in sent)
                 rates[f"{who}_{phase}"] = number / (until - since)
@@ -173,7 +166,7 @@ async def starvation(busy: Tenant, other: Tenant, seconds: float) -> dict[str, A
         "chats": len(beside),
         "tokens_per_s": {name: round(x, 2) for name, x in rates.items()},
         "total_ratio": round(total / rates["busy_alone"], 3),
-        "total_per_cpu_s_ratio": round(per_cpu_s["beside"] / per_cpu_s["alone"], 3),
+        "with_prompts_ratio": round((total + prompts) / rates["busy_alone"], 3),
         "same_text": sum(x[: len(y)] == y[: len(x)] for x, y in pairs),
         "compared_characters": sum(min(len(x), len(y)) for x, y in pairs),
         "streams": PLACES,
