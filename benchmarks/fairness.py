@@ -4,7 +4,9 @@
 
 *Starvation*: one tenant has eight endless streams, as many as the engine has places; another chats
 every five seconds. Each is measured alone first. What the streams said alone and beside the other
-tenant must be the same text (raw, greedy, float32), as far as both got.
+tenant must be the same text (raw, greedy, float32), as far as both got. The rate of both
+together is that of the answers' tokens; and once more with the chats' prompts, of which a token
+counts a quarter, as it does in the shares.
 
 *Shares*: three tenants ask at 100 : 10 : 1, the last one for somewhat more than a third of what the
 engine can do, so that all of them wait. Jain's index of the tokens that each was served.
@@ -29,6 +31,7 @@ import aiohttp
 
 from benchmarks.stacks.product_stack import MIB, Stack, prose, write_json
 from benchmarks.stacks.vllm_stack import with_plugin
+from engines.host.fair_shares import PROMPT_TOKEN
 from gateway.keys import generate_key
 
 PLACES = 8
@@ -48,6 +51,7 @@ class Stream:
     text: str = ""
     times: list[float] = field(default_factory=list)
     status: int = 0
+    prompt_tokens: int = 0
 
     def tokens_between(self, since: float, until: float) -> int:
         return sum(since <= x < until for x in self.times)
@@ -73,6 +77,7 @@ class Tenant:
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
+            "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
         headers = {**self._headers, "x-session-id": session}
@@ -81,7 +86,9 @@ class Tenant:
             into.status = answer.status
             async for line in answer.content:
                 if line.startswith(b"data: {"):
-                    for choice in json.loads(line[6:]).get("choices", []):
+                    event = json.loads(line[6:])
+                    into.prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", 0)
+                    for choice in event.get("choices", []):
                         self._take(choice, into)
         return into
 
@@ -132,7 +139,7 @@ async def chats(tenant: Tenant, seconds: float, name: str) -> tuple[list[float],
 async def starvation(busy: Tenant, other: Tenant, seconds: float) -> dict[str, Any]:
     await chats(other, 1.0, "warm")
     alone, _ = await chats(other, seconds, "alone")
-    rates, texts = {}, {}
+    rates, texts, prompts = {}, {}, 0.0
     beside: list[float] = []
     for phase in ("alone", "beside"):
         async for streams in endless(busy, phase):
@@ -141,8 +148,9 @@ async def starvation(busy: Tenant, other: Tenant, seconds: float) -> dict[str, A
             if phase == "beside":
                 beside, others = await chats(other, 2 * seconds, "beside")
             else:
-                await asyncio.sleep(seconds)
+                await asyncio.sleep(2 * seconds)  # as long, since a token costs more the later
             until = time.perf_counter()
+            prompts = PROMPT_TOKEN * sum(x.prompt_tokens for x in others) / (until - since)
             for who, sent in (("busy", streams), ("other", others)):
                 number = sum(x.tokens_between(since, until) for x in sent)
                 rates[f"{who}_{phase}"] = number / (until - since)
@@ -158,6 +166,7 @@ async def starvation(busy: Tenant, other: Tenant, seconds: float) -> dict[str, A
         "chats": len(beside),
         "tokens_per_s": {name: round(x, 2) for name, x in rates.items()},
         "total_ratio": round(total / rates["busy_alone"], 3),
+        "with_prompts_ratio": round((total + prompts) / rates["busy_alone"], 3),
         "same_text": sum(x[: len(y)] == y[: len(x)] for x, y in pairs),
         "compared_characters": sum(min(len(x), len(y)) for x, y in pairs),
         "streams": PLACES,

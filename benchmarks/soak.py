@@ -167,7 +167,11 @@ async def soak(
         )
         samples = await watcher
     result = {"users": users, "minutes": minutes, **summary(replies, turns)}
-    return replies, result | {f"{name}_rss": growth(x) for name, x in samples.items()}
+    return replies, result | {_measure(name): growth(x) for name, x in samples.items()}
+
+
+def _measure(sampled: str) -> str:
+    return sampled if sampled.endswith(("_files", "_mib")) else f"{sampled}_rss"
 
 
 def summary(replies: list[Reply], turns: list[int]) -> dict[str, Any]:
