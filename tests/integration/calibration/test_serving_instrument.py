@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from engines.mlx_worker.measuring.held_prefix import HeldPrefix
 from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.scoring import DRAW, log_probs
-from tests.integration.mlx_owner.harness import Engine, engine, session, text
+from tests.integration.mlx_owner.harness import Engine, engine, read, session, text
 from tests.integration.tiny_models import tiny_model
 
 pytestmark = pytest.mark.mlx
@@ -138,29 +139,33 @@ async def test_gradients_beside_the_service(tmp_path: Path) -> None:
 
 
 async def test_a_request_waits_for_one_step_at_most(tmp_path: Path) -> None:
-    """Counted between its arrival and its last token, which are many rounds."""
+    """Counted on the owner thread: what a client sees of its answer may come much later."""
     async with engine("llama", tmp_path, codec="auto", gate={}) as it:
-        steps, beside = it.owner.idle_steps, serving(it)
-        ends = threading.Event()
+        steps, ends = it.owner.idle_steps, threading.Event()
+        beside: list[int] = []  # for each step, the requests that the owner thread knew of
+
+        def step() -> None:
+            beside.append(len(it.owner.parts.requests.all()))
+            time.sleep(0.001)
 
         def measure() -> None:
             while not ends.is_set():
-                beside.prefill(text(3, 900))
+                steps.run(step)
 
         measuring = asyncio.create_task(asyncio.to_thread(measure))
         try:
             for number in range(6):
-                while steps.num_done < 3 * (number + 1):
+                while len(beside) < 3 * (number + 1):
                     await asyncio.sleep(0.001)
+                before = len(beside)
                 stream = it.submit(text(10 + number, 200), max_tokens=20)
-                before = steps.num_done  # from here on the owner thread knows of the request
-                seen = []
-                async for _ in stream.events():
-                    seen.append(steps.num_done)
-                assert seen[-2] - before <= 1, seen
+                known = await it.owner.call(lambda: len(beside))  # behind the request, in its line
+                assert known - before <= 1
+                assert (await read(stream)).finished == {0: "length"}
         finally:
             ends.set()
             await measuring
+        assert beside == [0] * len(beside)
 
 
 async def test_its_memory_goes_to_requests_that_need_it(tmp_path: Path) -> None:

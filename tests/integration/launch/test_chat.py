@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.stacks.fake_stack import FakeStack
+from launch.chat.program import PROMPT
 from launch.chat.screen import Screen
 from launch.remote.turn import Turn
 
@@ -75,6 +76,8 @@ class Terminal:
                 self._seen += os.read(self._screen, 65536).decode(errors="replace")
 
     def type(self, text: str) -> None:
+        """Type at the prompt: what is typed before it is there may be lost."""
+        self.until(PROMPT)
         self._seen = ""
         os.write(self._screen, text.encode())
 
@@ -87,7 +90,6 @@ class Terminal:
 @pytest.mark.slow
 def test_a_chat_at_a_terminal(stack):
     screen = Terminal("--url", stack.url, "--session", "shown")
-    screen.until("> ")
     screen.type("Hello\n")
     screen.until("session shown is idle")
     screen.type("/sleep\n")

@@ -58,7 +58,7 @@ def test_one_frame_for_a_pipe(stack):
     assert "tenant alice" in shown.output
     assert "hers" in shown.output
     assert "his" not in shown.output.split()
-    assert "0 of 1 sessions, pinned" in top(stack, "--only", "pinned").output
+    assert "0 of 1 session, pinned" in top(stack, "--only", "pinned").output
 
 
 def test_the_snapshot_as_json(stack):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -146,6 +147,7 @@ async def engine(
         folder: of the disk tier; None = no cold store at all.
         gate: the store's settings of what a codec must keep, and any others.
     """
+    gc.collect()  # what earlier engines left: MLX counts memory by process
     settings = EngineConfig(**{"prefill_step": 64, **config})  # type: ignore[arg-type]
     name, tiers = f"tiny-{kind}", list[Tier]()
     if folder is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from typing import cast
 
 import mlx.core as mx
@@ -129,7 +128,6 @@ async def test_more_sessions_stay_hot_in_the_same_budget(tmp_path):
 
 
 async def test_the_bytes_that_are_counted_are_the_bytes_that_are_taken(tmp_path):
-    gc.collect()  # what earlier engines left
     async with engine("llama", tmp_path, codec="tq3", hot_codec="tq3") as it:
         before = await it.owner.call(mx.get_active_memory)
         for i in range(6):
