@@ -99,3 +99,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def on_loopback(self) -> bool:
         return self.host in LOOPBACK
+
+    def is_admin_socket(self, server: tuple[str, int | None] | None) -> bool:
+        """Tell whether ``server``, as ASGI names an address, is the admins' unix socket."""
+        path, port = server or ("", 0)
+        return bool(path) and (path, port) == (self.admin_socket, None)
+
+    def is_for_admins(self, server: tuple[str, int | None] | None) -> bool:
+        """Tell whether ``server`` is an address of the admins alone, their socket or port."""
+        port = server[1] if server else None
+        return self.is_admin_socket(server) or (bool(port) and port == self.admin_port)

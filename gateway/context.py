@@ -175,7 +175,7 @@ def sees_all(request: Request, caller: Tenant) -> bool:
     admin key is set, it is needed here, too.
     """
     gateway = gateway_of(request)
-    if _on_admin_socket(request):
+    if gateway.config.is_admin_socket(request.scope.get("server")):
         return True
     if gateway.config.admin_port and _port_of(request) != gateway.config.admin_port:
         return False
@@ -185,12 +185,6 @@ def sees_all(request: Request, caller: Tenant) -> bool:
     config = gateway.config
     local = config.admin_host in LOOPBACK if config.admin_port else config.on_loopback
     return tenants.open_to_all and not tenants.num_admin_keys and local
-
-
-def _on_admin_socket(request: Request) -> bool:
-    """Tell whether a request came over the admins' unix socket."""
-    path, server = gateway_of(request).config.admin_socket, request.scope.get("server")
-    return bool(path) and server is not None and tuple(server) == (path, None)
 
 
 def _port_of(request: Request) -> int:
@@ -220,6 +214,6 @@ def caller_of(request: Request) -> Tenant:
         InvalidRequest: 401, no key, an unknown one, or two that differ.
     """
     tenants, headers = gateway_of(request).tenants, request.headers
-    if _on_admin_socket(request):
+    if gateway_of(request).config.is_admin_socket(request.scope.get("server")):
         return tenants.operator()
     return tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))

@@ -80,7 +80,7 @@ class FrontMiddleware:
         share = state["body_share"] = BodyShare(self._bodies)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:
-            refusal = self._refusal(scope["method"], headers)
+            refusal = self._refusal(scope, headers)
             app = refusal.response_for(path, response.request_id) if refusal else self._app
             await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
@@ -97,11 +97,13 @@ class FrontMiddleware:
                 place.leave()
             self._done(scope, response)
 
-    def _refusal(self, method: str, headers: Headers) -> Failure | None:
-        host = headers.get("host", "")
+    def _refusal(self, scope: Scope, headers: Headers) -> Failure | None:
+        method, host = scope["method"], headers.get("host", "")
         if not host:
             return Failure(400, "A Host header is needed.", None, "host_missing")
-        if not self._host_allowed(_host_name(host)):
+        # A page of another name cannot reach a socket in the file system.
+        on_socket = self._config.is_admin_socket(scope.get("server"))
+        if not on_socket and not self._host_allowed(_host_name(host)):
             message = "This server does not go by that name. Allow it in gateway.allowed_hosts."
             return Failure(403, message, None, "host_not_allowed")
         origin = headers.get("origin")

@@ -142,7 +142,8 @@ class Tenants:
                 must not be guessed.
         """
         anonymous = Tenant(ANONYMOUS, self.salt_of(ANONYMOUS))
-        if self.open_to_all and not self._admin_keys:
+        keys = (*self._keys, *self._admin_keys)  # another thread may replace them meanwhile
+        if not keys:
             return anonymous
         scheme, _, bearer = (authorization or "").partition(" ")
         bearer = bearer.strip() if scheme.lower() == "bearer" else ""
@@ -156,7 +157,7 @@ class Tenants:
         shown = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found: _Key | None = None
         # Always all of them, so that the time tells nothing.
-        for key_line in (*self._keys, *self._admin_keys):
+        for key_line in keys:
             if hmac.compare_digest(key_line.digest, shown):
                 found = key_line
         if found is None and self.open_to_all:  # clients often send some word where none is needed
@@ -164,7 +165,7 @@ class Tenants:
         if found is None:
             raise _unauthorised("The API key is not valid here.")
         salt = self.salt_of(found.tenant)
-        weight = max(x.weight for x in (*self._keys, *self._admin_keys) if x.tenant == found.tenant)
+        weight = max(x.weight for x in keys if x.tenant == found.tenant)
         return Tenant(found.tenant, salt, _id_of(found), found.limits, found.admin, weight)
 
     def operator(self) -> Tenant:

@@ -65,8 +65,8 @@ class FaultyTier:
         self._call("contains_many")
         return self.inner.contains_many(keys)
 
-    def own(self, owner: str, keys: Sequence[bytes]) -> None:
-        self.inner.own(owner, keys)
+    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+        self.inner.own(owner, keys, idle_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._call("touch")

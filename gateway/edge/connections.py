@@ -1,9 +1,9 @@
 """Counts connections, in total and per address, and says which must go.
 
 A place is given to whoever comes. At the limit the connection that has been idle longest makes
-room; where none is idle, the newcomer is refused. One address may hold so many at once: of IPv6 a
-/64, since a client has all of it. Proxies that are trusted speak for many clients and are counted
-in the total only.
+room; where none is idle, the newcomer is refused, except a few that come where only admins do. One
+address may hold so many at once: of IPv6 a /64, since a client has all of it. Proxies that are
+trusted speak for many clients and are counted in the total only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol
 log = logging.getLogger("thermocline.gateway")
 
 LOG_EVERY_S = 10.0
+ADMIN_PLACES = 8  # beyond the total: a full server can still be looked at
 
 
 class Evictable(Protocol):
@@ -64,17 +65,20 @@ class Connections:
     def num_open(self) -> int:
         return len(self._clients)
 
-    def admit(self, connection: Evictable, address: str) -> str:
+    def admit(self, connection: Evictable, address: str, *, for_admins: bool = False) -> str:
         """Give a new connection a place; return why not in a word, "" if it has one.
 
         Args:
             address: the client's, "" where it has none (a unix socket).
+            for_admins: it came in where only admins do.
         """
         client = self._client(address)
         if client and self._per_client[client] >= self._max_per_address:
             self.ended("address")
             return "address"
-        if len(self._clients) >= self._max_total and not self._make_room():
+        total = self._max_total + (ADMIN_PLACES if for_admins else 0)
+        full = len(self._clients) >= self._max_total and not self._make_room()
+        if full and len(self._clients) >= total:
             self.ended("total")
             return "total"
         self._clients[connection] = client

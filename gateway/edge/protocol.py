@@ -55,7 +55,9 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        refused = self.places.admit(self, self.client[0] if self.client else "")
+        address = self.client[0] if self.client else ""
+        for_admins = self.limits.is_for_admins(self.server)
+        refused = self.places.admit(self, address, for_admins=for_admins)
         if refused:  # it must not hold a file any longer
             transport.write(_answer(_NO_PLACE))
             close_soon(self.loop, transport)

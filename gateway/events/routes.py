@@ -12,6 +12,7 @@ from gateway.events.event_stream import LiveEvents
 router = APIRouter()
 LONGEST_NUMBER = 7
 LEAST_ROWS = 50  # of a page; each is an event
+MOST_ROWS = 1000  # nobody else is served while one is made
 
 
 @router.get("/v1/events")
@@ -20,12 +21,13 @@ async def events(request: Request) -> Response:
     caller, gateway = caller_of(request), gateway_of(request)
     tenant = None if sees_all(request, caller) else caller.name
     last = request.headers.get("last-event-id", "") or request.query_params.get("last_event_id", "")
-    return LiveEvents(gateway, caller, tenant, last[:100], _page_rows(request))
+    return LiveEvents(
+        gateway, caller, tenant, last[:100], page_rows(request.query_params.get("rows", ""))
+    )
 
 
-def _page_rows(request: Request) -> int:
+def page_rows(asked: str) -> int:
     """Read how many rows a page of the snapshot has; 0 = it comes in one piece."""
-    asked = request.query_params.get("rows", "")
     if not (asked.isdecimal() and len(asked) < LONGEST_NUMBER):
         return 0
-    return max(int(asked), LEAST_ROWS)
+    return min(max(int(asked), LEAST_ROWS), MOST_ROWS)

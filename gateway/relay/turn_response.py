@@ -158,7 +158,7 @@ class TurnResponse(Response):
             await self._told.nobody_reads()
             if self._told.over:  # all that is left is to count it
                 await asyncio.Event().wait()
-            self._told.end(EngineUnavailable("its client left"))  # nobody joins what is cancelled
+            self._told.end(EngineUnavailable("all clients left"))  # nobody joins what is cancelled
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[tuple[Turn | None, Upstream]]:
@@ -257,11 +257,11 @@ class TurnResponse(Response):
         )
         try:
             failure = await relay(out.send)
-        except ClientGone:
-            if self._told is None or not (self._told.num_twins or self._told.over):
+        except ClientGone:  # it takes nothing, but another one does or did
+            if self._told is None:
                 raise
-            self._left = True
-            failure = await relay(_nowhere)  # its client takes nothing, but another does or did
+            for_twins = partial(relay, _nowhere)
+            failure = await while_client_stays(_gone, for_twins, self._twins_left)
         self._used(turn, events.usage())
         if (pace := self._live.token_s) is not None:
             self._metrics.per_token(*self._named, pace)
@@ -320,6 +320,11 @@ class TurnResponse(Response):
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._began
+
+
+async def _gone() -> Message:
+    """Take the place of the ``receive`` of a client that is as good as gone."""
+    return {"type": "http.disconnect"}
 
 
 async def _nowhere(message: Message) -> None:

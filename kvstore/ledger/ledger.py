@@ -109,12 +109,16 @@ class Ledger(Generic[R]):
     def _say_whose_blobs(self) -> None:
         """Tell tiers what an earlier run left to whom."""
         keys: dict[str, list[bytes]] = {}
+        idle_s: dict[str, float] = {}
+        now_s = self.clock()  # as records are dated; tiers count by another clock
         for record in self.index.all():
             owned = (self.index.key(record), *self.index.owned(record))
             keys.setdefault(record.tenant, []).extend(owned)
+            age_s = now_s - record.last_used_s
+            idle_s[record.tenant] = min(age_s, idle_s.get(record.tenant, age_s))
         for level in self.stack.local:
             for tenant, its_keys in keys.items():
-                self.stack.own_in(level, tenant, its_keys)
+                self.stack.own_in(level, tenant, its_keys, idle_s[tenant])
 
     def _keep_house(self) -> None:
         if next(self._rounds) % HOUSEKEEPING_EVERY:

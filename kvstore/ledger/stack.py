@@ -179,9 +179,9 @@ class TierStack:
             self._count_down(i)
             return False
 
-    def own_in(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
-        """Say to one tier whose blobs these are, as far as it does not know."""
-        self._tiers[i].own(tenant, self._tags[i].all(keys))
+    def own_in(self, i: int, tenant: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+        """Say to one tier whose blobs these are, as far as it does not know; see ``Tier.own``."""
+        self._tiers[i].own(tenant, self._tags[i].all(keys), idle_s)
 
     def drop_quarantine(self, i: int) -> bool:
         """Remove what a tier put aside as damaged; False if it could not be asked to."""

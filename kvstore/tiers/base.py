@@ -82,8 +82,11 @@ class Tier(Protocol):
             TierUnavailable: a server did not answer.
         """
 
-    def own(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Say whose blobs these are that an earlier run left here; absent ones are left alone."""
+    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+        """Say whose blobs these are that an earlier run left here; absent ones are left alone.
+
+        ``idle_s``: for how many seconds the owner has used none of them; see ``tenant_parts``.
+        """
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used; ``keys[0]`` becomes the most recent of all."""

@@ -127,8 +127,11 @@ class RecencyIndex:
         self.touch(list(sizes))
         return IndexUpdate(added, evicted)
 
-    def own(self, owner: str, keys: Iterable[bytes]) -> None:
-        """Say whose these keys are, as far as they are here and nobody's yet."""
+    def own(self, owner: str, keys: Iterable[bytes], idle_s: float = 0.0) -> None:
+        """Say whose these keys are, as far as they are here and nobody's yet.
+
+        ``idle_s``: for how many seconds the owner has used none of them.
+        """
         found = {key: entry for key in keys if (entry := self.entry(key)) and not entry.owner}
         for key, entry in found.items():
             now = entry._replace(owner=owner)
@@ -141,7 +144,7 @@ class RecencyIndex:
                 self._parts.pin("", -entry.nbytes)
                 self._parts.pin(owner, entry.nbytes)
         if found and owner:
-            self._parts.use(owner)
+            self._parts.used_before(owner, idle_s)
             self._parts.sort(owner, self._stamp)
 
     def shrink(self) -> list[tuple[bytes, RecencyEntry]]:

@@ -95,8 +95,8 @@ class SealedTier:
 
     # Recency
 
-    def own(self, owner: str, keys: Sequence[bytes]) -> None:
-        self._inner.own(owner, self._names(keys))
+    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+        self._inner.own(owner, self._names(keys), idle_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(self._names(keys))

@@ -11,6 +11,7 @@ owner "", who is guaranteed nothing. Not thread-safe: ``RecencyIndex`` owns it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -39,6 +40,13 @@ class TenantParts:
         if owner:
             self._used_s[owner] = self._monotonic()
             self._used_s.move_to_end(owner)
+
+    def used_before(self, owner: str, idle_s: float) -> None:
+        """Note that a tenant used something ``idle_s`` seconds ago, perhaps in an earlier run."""
+        at = self._monotonic() - max(idle_s, 0.0)
+        if owner and idle_s <= ACTIVE_S and at > self._used_s.get(owner, -math.inf):
+            self._used_s[owner] = at
+            self._used_s = OrderedDict(sorted(self._used_s.items(), key=lambda x: x[1]))
 
     # ---- what is held
 

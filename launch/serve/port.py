@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gateway.config import GatewayConfig
@@ -45,22 +47,56 @@ def take_path(path: str) -> Iterator[socket.socket]:
     Raises:
         LaunchError: another server has it, or something else is there, or it cannot be made.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        mask = os.umask(0o177)  # from the first moment: a chmod would come late
+    with ExitStack() as stack:
         try:
-            if Path(path).is_socket() and not _is_served(path):
-                Path(path).unlink()  # its server has died
-            sock.bind(path)
+            stack.enter_context(_locked(f"{path}.lock"))
+            sock = stack.enter_context(_bound(path))
         except OSError as error:
             reason = error.strerror or str(error)
             raise LaunchError(f"cannot make the socket {path}: {reason}") from error
+        yield sock
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold the lock that says whose socket it is, also before it listens and while it drains.
+
+    The file stays: were it removed, two servers could each lock one of that name.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from error
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _bound(path: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        # Its server has died: it holds no lock, and another program's would answer.
+        if Path(path).is_socket() and not _is_served(path):
+            Path(path).unlink()
+        mask = os.umask(0o177)  # from the first moment: a chmod would come late
+        try:
+            sock.bind(path)
         finally:
             os.umask(mask)
+        own = _file_id(path)
         try:
             yield sock
         finally:
             with suppress(OSError):
-                Path(path).unlink()
+                if _file_id(path) == own:  # else somebody has put another one there
+                    Path(path).unlink()
+
+
+def _file_id(path: str) -> tuple[int, int]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino
 
 
 def _is_served(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
+from kvstore.tiers.tenant_parts import ACTIVE_S
 from tests.contract.store_rig import LONG, MIB, Rig, history, ref
 from tests.redis_server import RedisServer, find_binary
 
@@ -83,7 +85,8 @@ def test_a_session_within_its_part_survives_another_tenants_flood(
         assert flooded(rig, [tier]) == 100
 
 
-def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("away_s", [0.0, ACTIVE_S - 600.0, ACTIVE_S + 600.0])
+def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float) -> None:
     def disk(share: float) -> Tier:
         return DiskTier(tmp_path / "cold", capacity, share)
 
@@ -91,8 +94,9 @@ def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path) -> None:
     store = rig.open([disk(SHARE)])
     rig.save(store, QUIET, LONG)
     store.close()
-    store = rig.open([disk(SHARE)])
+    store = rig.open([disk(SHARE)], clock=lambda: time.time() + away_s)
     for number, session in enumerate(GREEDY):
         rig.save(store, session, history(100, 50 + number))
-    assert rig.back(store, QUIET, LONG).num_tokens == 100
+    # Who was away for longer than a day has no part any more.
+    assert (rig.back(store, QUIET, LONG).num_tokens == 100) == (away_s < ACTIVE_S)
     store.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.tiers.tenant_parts import ACTIVE_S
 from tests.contract.tier_rig import KINDS, TierRig, blob_of, key, rig
 from tests.redis_server import RedisServer, find_binary
 
@@ -157,6 +158,16 @@ def test_blobs_of_an_earlier_run_get_their_owner(tiers: TierRig) -> None:
     tier.own("quiet", keys(0, 1, 77))
     tier.put_many(chain(20, 40), "greedy")
     assert tier.contains_many(keys(0, 1, 2, 3)) == [True, True, False, False]
+
+
+def test_who_was_away_for_longer_than_a_day_has_no_part_of_what_an_earlier_run_left(
+    tiers: TierRig,
+) -> None:
+    tier = tiers.open(8 * tiers.cost(SMALL), guaranteed_share=0.5)
+    tier.put_many(chain(0, 2))
+    tier.own("quiet", keys(0, 1), ACTIVE_S + 1)
+    tier.put_many(chain(20, 40), "greedy")
+    assert tier.contains_many(keys(0, 1)) == [False, False]
 
 
 def test_the_budget_holds_whatever_the_sizes(tiers: TierRig) -> None:

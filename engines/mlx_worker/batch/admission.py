@@ -110,11 +110,13 @@ class Admission:
             pass
 
     def enter(self, task: PrefillTask) -> bool:
-        """Let a waiting task in; False if there is no room for it."""
-        if not self._may_enter(task):
+        """Let a waiting task in; False if there is no room for it, or it waits no longer.
+
+        Its request may have failed through a sibling that was to make way for it.
+        """
+        if not self._may_enter(task) or not self._queue.take(task):
             return False
         self._blocked_since_s = None
-        self._queue.take(task)
         self._stop_waiting(task.request)
         self._prefiller.admit(task)
         if task.parked_bytes:  # goes on where it was

@@ -124,16 +124,16 @@ class FairQueue(Generic[T]):
             self._tenants[name] = tenant
         return item
 
-    def take(self, item: T) -> None:
-        """Take out ``item``, the head of its tenant, as ``pop`` would."""
+    def take(self, item: T) -> bool:
+        """Take out ``item``, the head of its tenant, as ``pop`` would; False if it is gone."""
         for name, tenant in self._tenants.items():
             if tenant.head() is item:
                 del self._tenants[name]
                 tenant.pop()
                 if len(tenant):
                     self._tenants[name] = tenant
-                return
-        self.remove(item)
+                return True
+        return self.remove(item)
 
     def remove(self, item: T) -> bool:
         """Take ``item`` out, wherever it is; False if it does not wait here."""

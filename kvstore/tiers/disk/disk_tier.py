@@ -328,9 +328,9 @@ class DiskTier:
 
     # Recency
 
-    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         with self._lock:
-            self._index.own(owner, keys)
+            self._index.own(owner, keys, idle_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:

@@ -181,9 +181,9 @@ class RedisTier:
 
     # Recency
 
-    def own(self, owner: str, keys: Sequence[bytes]) -> None:
+    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         with self._lock:
-            self._index.own(owner, keys)
+            self._index.own(owner, keys, idle_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used, here and on the server as far as it answers."""

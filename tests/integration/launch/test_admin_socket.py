@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,28 @@ def test_who_opens_the_socket_is_an_admin_and_nobody_else(
     finally:
         assert server.stop() == 0
     assert not path.exists()
+
+
+def test_who_opens_the_socket_gets_into_a_server_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "admin.sock"
+    monkeypatch.setenv("THERMOCLINE_GATEWAY__ADMIN_SOCKET", str(path))
+    monkeypatch.setenv("THERMOCLINE_GATEWAY__MAX_CONNECTIONS", "1")
+    server = Server(tmp_path)
+    try:
+        with urllib.request.urlopen(f"{server.url}/v1/events", timeout=30) as events:
+            assert events.readline()
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                urllib.request.urlopen(f"{server.url}/livez", timeout=30)
+            assert asyncio.run(status_on(path, "/livez")) == 200
+    finally:
+        assert server.stop() == 0
+
+
+async def status_on(path: Path, target: str) -> int:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http,
+        http.get(f"http://localhost{target}") as answer,
+    ):
+        return answer.status

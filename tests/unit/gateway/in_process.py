@@ -150,6 +150,7 @@ class App:
         **settings: Any,
     ) -> None:
         self.engine = engine or RecordingEngine()
+        self.address: tuple[str, int | None] = ("127.0.0.1", 8080)  # where requests come in
         self.memory: int | None = None  # what the machine has left
         config = GatewayConfig(**settings)
         tenants = Tenants(b"a secret of the tests", *lines_of(config))
@@ -204,7 +205,7 @@ class App:
             "root_path": "",
             "headers": [(k.encode(), v.encode("latin-1")) for k, v in given.items() if v],
             "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 8080),
+            "server": self.address,
         }
         return await _collect(self.app, scope, body, leaves or asyncio.Event(), reads)
 

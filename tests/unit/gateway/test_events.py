@@ -13,6 +13,7 @@ from engines.asgi import ClientGone
 from engines.base import SessionRef
 from gateway.context import caller_of, sees_all
 from gateway.events.event_stream import GOODBYE, LiveEvents
+from gateway.events.routes import page_rows
 from gateway.keys import ANONYMOUS, Tenant, generate_key
 from tests.unit.gateway.in_process import App
 
@@ -49,6 +50,13 @@ async def test_a_reader_that_takes_nothing_is_cut_and_its_place_is_free(takes: i
             await LiveEvents(app.gateway, CALLER, None, "")({}, reader.receive, reader.send)
         assert len(reader.body) < 500_000, "what it did not take was not even made"
     await app.gateway.live.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows"), [("", 0), ("-1", 0), ("1", 50), ("250", 250), ("20000", 1000)]
+)
+def test_a_page_is_neither_tiny_nor_the_whole(asked: str, rows: int) -> None:
+    assert page_rows(asked) == rows
 
 
 ALICE, BOB = generate_key("alice"), generate_key("bob")

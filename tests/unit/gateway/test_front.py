@@ -82,6 +82,15 @@ async def test_other_names_are_refused_on_loopback_only() -> None:
     assert (await app.get("/livez", host="localhost")).status == 403
 
 
+async def test_on_the_admins_socket_any_name_will_do_and_pages_are_refused_still() -> None:
+    app = App(allowed_hosts=("box.lan",), admin_socket="/run/admins")
+    app.address = ("/run/admins", None)
+    assert (await app.get("/livez", host="localhost")).status == 200
+    assert (await app.post(CHAT, BODY, origin="https://evil.example")).status == 403
+    app.address = ("/run/other", None)
+    assert (await app.get("/livez", host="localhost")).status == 403
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [

@@ -133,6 +133,24 @@ def test_other_keys_are_taken_all_at_once_or_not_at_all() -> None:
         Tenants(SECRET).replace([line_new])
 
 
+class ReplacedMeanwhile(Tenants):
+    """Gets other keys while it looks at one that it has found."""
+
+    def salt_of(self, name: str) -> bytes:
+        if name == "alice":
+            self.replace([generate_key("bob")[1]])
+        return super().salt_of(name)
+
+
+def test_a_key_that_goes_while_it_is_looked_at_is_no_defect() -> None:
+    key, line = generate_key("alice")
+    tenants = ReplacedMeanwhile(SECRET, [line + " weight=3"])
+    caller = tenants.authenticate(f"Bearer {key}")
+    assert caller.weight == 3 and not tenants.holds(caller)
+    with pytest.raises(InvalidRequest):
+        tenants.authenticate(f"Bearer {key}")
+
+
 def test_a_weight_stands_beside_limits_and_changes_none() -> None:
     key, line = generate_key("alice")
     for words, weight, limits in (

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from gateway.edge.connections import LOG_EVERY_S, Connections
+from gateway.config import GatewayConfig
+from gateway.edge.connections import ADMIN_PLACES, LOG_EVERY_S, Connections
 from gateway.edge.open_files import MAX_CONNECTIONS, most_connections
 
 
@@ -48,6 +49,31 @@ def test_the_longest_idle_makes_room_and_the_busy_stay() -> None:
     room.idle(held[0])  # its request is over
     assert room.admit(Held(), "5.6.7.8") == "" and held[0].evicted
     assert counts.open == room.num_open == 3 and counts.ended == ["idle", "total", "idle"]
+
+
+def test_admins_get_a_few_places_of_a_full_server_and_nobody_elses() -> None:
+    counts = Counts()
+    room = places(2, 9, counts)
+    for x in (Held(), Held()):
+        assert room.admit(x, "1.2.3.4") == ""
+        room.busy(x)
+    admins = [Held() for _ in range(ADMIN_PLACES)]
+    for x in admins:
+        assert room.admit(x, "", for_admins=True) == ""
+        room.busy(x)
+    assert room.admit(Held(), "", for_admins=True) == "total"
+    room.leave(admins[0])
+    assert room.admit(Held(), "1.2.3.4") == "total"
+    assert room.admit(Held(), "", for_admins=True) == ""
+
+
+def test_an_address_of_the_admins_alone_is_known() -> None:
+    config = GatewayConfig(admin_port=9000, admin_socket="/run/s")
+    assert config.is_for_admins(("127.0.0.1", 9000)) and config.is_for_admins(("/run/s", None))
+    for other in (("127.0.0.1", 8080), ("/run/other", None), None):
+        assert not config.is_for_admins(other)
+    for other in (("127.0.0.1", 0), ("", None), None):
+        assert not GatewayConfig().is_for_admins(other)
 
 
 @pytest.mark.parametrize(

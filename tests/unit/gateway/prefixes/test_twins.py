@@ -342,6 +342,38 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_turn_is_counted(closes
     assert b'thermocline_tokens_total{kind="answered"} 3.0' in (await app.get("/metrics")).body
 
 
+async def test_a_turn_ends_when_its_client_was_cut_and_then_its_twin_leaves() -> None:
+    app = App(engine := SlowEngine(), client_stall_s=0.05)
+    asking = Asking(app)
+    leaves = asyncio.Event()
+    first = asking.ask(reads=asyncio.Event())
+    await until(lambda: engine.asked)
+    second = asking.ask(leaves)
+    await asking.joined(1)
+    engine.head.set()
+    engine.slow.say(*SAID)
+    # All of it is taken for the first one only after that was cut.
+    await until(lambda: asking.running.first.used_so_far().completion_tokens == len(SAID))
+    assert app.sessions.num_running == 1
+    leaves.set()
+    await until(lambda: engine.num_ended)
+    await asyncio.gather(first, second)
+    assert app.sessions.num_running == 0
+
+
+async def test_the_turn_of_a_client_that_takes_nothing_is_joined_no_more() -> None:
+    app = App(engine := SlowEngine(), client_stall_s=0.05)
+    asking = Asking(app)
+    first = asking.ask(reads=asyncio.Event())
+    await until(lambda: engine.asked)
+    engine.may_end.clear()  # the engine takes its time to let go of it
+    engine.head.set()
+    engine.slow.say(SAID[0])
+    await until(lambda: asking.running.over)
+    engine.may_end.set()
+    await first
+
+
 async def test_a_turn_keeps_the_deadline_of_its_last_twin() -> None:
     app = App(engine := SlowEngine(), request_timeout_s=4.0)
     asking = Asking(app)

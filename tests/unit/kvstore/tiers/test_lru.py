@@ -133,6 +133,21 @@ def test_a_touch_keeps_a_tenant_active() -> None:
     assert b"q1" in index
 
 
+def test_a_part_that_began_in_an_earlier_run_ends_a_day_after_its_tenants_last_use() -> None:
+    clock = Clock()
+    index = RecencyIndex(100, 0.5, clock)
+    index.insert(b"q1", 10)
+    index.insert(b"r1", 10)
+    index.own("new", [b"r1"], 0.0)
+    index.own("quiet", [b"q1"], ACTIVE_S - 10)  # after one that was used later
+    clock.now = 9
+    index.add({b"g%d" % i: 10 for i in range(20)}, "greedy")
+    assert {b"q1", b"r1"} <= set(index)
+    clock.now = 11
+    index.add({b"g%d" % i: 10 for i in range(20, 30)}, "greedy")
+    assert b"q1" not in index and b"r1" in index
+
+
 def test_what_others_pin_is_not_taken_from_who_writes() -> None:
     index = RecencyIndex(100, 0.5)
     index.add({b"p": 70}, "pins")

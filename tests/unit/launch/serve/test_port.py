@@ -46,3 +46,22 @@ def test_a_unix_socket_is_this_users_own_and_gone_at_the_end(tmp_path: Path):
     with pytest.raises(LaunchError, match="in use"), take_path(str(path)):
         pass
     assert path.read_text()
+
+
+def test_a_unix_socket_that_does_not_listen_yet_is_taken_all_the_same(tmp_path: Path):
+    path = str(tmp_path / "s")
+    with take_path(path):
+        with pytest.raises(LaunchError, match="in use"), take_path(path):
+            pass
+        assert Path(path).is_socket()
+    with take_path(path):
+        pass
+
+
+def test_a_server_leaves_a_unix_socket_that_another_has_put_in_place_of_its_own(tmp_path: Path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as other:
+        with take_path(str(path)):
+            path.unlink()
+            other.bind(str(path))
+        assert path.is_socket()

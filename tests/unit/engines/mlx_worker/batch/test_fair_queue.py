@@ -28,6 +28,14 @@ def test_tenants_take_turns_and_so_do_their_sessions() -> None:
     assert drained(queue) == ["a1", "b1", "a4", "a2", "a3"]
 
 
+def test_who_has_left_cannot_be_taken() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "a2"):
+        queue.push(name, "a", "one")
+    assert queue.remove("a1") and not queue.take("a1")
+    assert queue.take("a2") and not queue.take("a2")
+
+
 def test_the_head_stays_the_head_whoever_comes() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("a1", "a", "one")
