@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 
 from starlette.requests import Request
-from starlette.types import Scope
 
 from engines.asgi import read_body
 from engines.openai.errors import InvalidRequest
 from gateway.config import GatewayConfig
-from gateway.edge.body_budget import BodyShare
-
-
-def body_share_of(scope: Scope) -> BodyShare:
-    """Return what a request has of the budget of all bodies; ``FrontMiddleware`` has made it."""
-    share = scope["state"]["body_share"]
-    assert isinstance(share, BodyShare)
-    return share
+from gateway.edge.body_budget import body_share_of
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
     """Read the whole body; it is not parsed here.
 
-    Its bytes count in the budget of all bodies until ``body_share_of`` is given back.
+    Its bytes count in the budget of all bodies, as its caller's, until ``body_share_of`` is given
+    back.
 
     Raises:
         Refused: 503, the bodies of all requests take too much.
