@@ -43,8 +43,9 @@ async def test_bytes_that_never_come_keep_nobody_out() -> None:
     app = App(max_bodies_bytes=100_000)
     started = [asyncio.Event() for _ in range(8)]
     idle = [asyncio.create_task(begun(app, event)) for event in started]
-    for event in started:
-        await event.wait()
+    async with asyncio.timeout(10):
+        for event in started:
+            await event.wait()
     assert app.gateway.bodies.nbytes == 8  # of 480,000 that they declare
     assert (await app.chat(TEXT)).status == 200
     for task in idle:
