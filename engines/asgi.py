@@ -24,7 +24,7 @@ async def read_body(
     """Read the whole body. Nothing beyond the limit is ever held in memory.
 
     Args:
-        on_size: told how many bytes the body declares, or has; what it raises ends the reading.
+        on_size: told how many bytes have come so far; what it raises ends the reading.
 
     Raises:
         InvalidRequest: 413, the body is larger than ``max_bytes``.
@@ -33,8 +33,6 @@ async def read_body(
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    if declared.isdecimal():
-        on_size(int(declared))
     chunks: list[bytes] = []
     nbytes = 0
     async for chunk in request.stream():

@@ -1,29 +1,91 @@
-"""Request bodies: JSON only, of bounded size, in bounded time."""
+"""Request bodies: JSON only, of bounded size and weight, in bounded time.
+
+What asks the engine for something enters by ``asked_by``; what does not, by ``parsed``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
-from starlette.types import Scope
 
 from engines.asgi import read_body
 from engines.openai.errors import InvalidRequest
+from engines.openai.requests import Json, parse_json
 from gateway.config import GatewayConfig
-from gateway.edge.body_budget import BodyShare
+from gateway.context import Gateway, gateway_of
+from gateway.edge.body_budget import LARGE_BODY_BYTES, body_share_of, check_weight
+from gateway.keys import Tenant
+
+T = TypeVar("T")
 
 
-def body_share_of(scope: Scope) -> BodyShare:
-    """Return what a request has of the budget of all bodies; ``FrontMiddleware`` has made it."""
-    share = scope["state"]["body_share"]
-    assert isinstance(share, BodyShare)
-    return share
+class ParsedBody(NamedTuple):
+    """A body's JSON, and the size that it came in."""
+
+    json: Json
+    nbytes: int
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on it; on a thread if it is large, so that streams go on meanwhile."""
+        return await _beside(self.nbytes, work)
+
+
+@asynccontextmanager
+async def asked_by(
+    tenant: Tenant, request: Request, *, empty: bytes = b""
+) -> AsyncIterator[ParsedBody]:
+    """Let in a request that asks the engine for something, within what its key may take.
+
+    See ``parsed``. The key's place is left when the request has ended.
+
+    Raises (on entering), besides:
+        Refused: 429, the key has used up what it may.
+        EngineUnavailable: there is no engine, or none again in time.
+    """
+    gateway = gateway_of(request)
+    gateway.limits.enter(tenant, request.scope)
+    await gateway.served_soon()  # before the body is read: a request that waits holds no memory
+    async with parsed(gateway, request, empty=empty) as body:
+        yield body
+
+
+@asynccontextmanager
+async def parsed(
+    gateway: Gateway, request: Request, *, empty: bytes = b""
+) -> AsyncIterator[ParsedBody]:
+    """Read a body and parse it. While the context is held, no other large body is parsed.
+
+    Args:
+        empty: taken for a body of no bytes.
+
+    Raises (on entering):
+        Refused: 503, the bodies of all requests take too much.
+        InvalidRequest: it is no JSON object, or has too many values; see ``read_json_body``, too.
+    """
+    body = await read_json_body(request, gateway.config) or empty
+    async with gateway.bodies.parsing(len(body)):
+        yield ParsedBody(await _beside(len(body), partial(_parsed, body)), len(body))
+
+
+async def _beside(nbytes: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if nbytes > LARGE_BODY_BYTES else work()
+
+
+def _parsed(body: bytes) -> Json:
+    check_weight(body)
+    return parse_json(body)
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
     """Read the whole body; it is not parsed here.
 
-    Its bytes count in the budget of all bodies until ``body_share_of`` is given back.
+    Its bytes count in the budget of all bodies, as its caller's, until ``body_share_of`` is given
+    back.
 
     Raises:
         Refused: 503, the bodies of all requests take too much.

@@ -55,7 +55,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sessions_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_event_streams: Positive = 8  # of ``GET /v1/events`` at once, for each tenant
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
-    # Bytes of all bodies together, from their first byte until the engine has them; beyond it 503.
+    # Bytes of all bodies together, from their first byte until their turn is called; beyond it 503.
+    # One tenant's have at most three quarters of it.
     max_bodies_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 128 << 20
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 32 << 10
     # Open at once; 0 = what the limit of open files leaves, at most MAX_CONNECTIONS.

@@ -15,7 +15,7 @@ from engines.wire import Welcome
 from gateway.access.key_list import KeyList
 from gateway.access.log_ring import LogRing
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.edge.body_budget import BodyBudget
+from gateway.edge.body_budget import BodyBudget, body_share_of
 from gateway.errors import Failure, Refused
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
@@ -210,10 +210,15 @@ def admin_of(request: Request) -> Tenant:
 def caller_of(request: Request) -> Tenant:
     """Authenticate a request by its API key; on the admins' unix socket none is looked at.
 
+    From here on its body counts as this tenant's.
+
     Raises:
         InvalidRequest: 401, no key, an unknown one, or two that differ.
     """
     tenants, headers = gateway_of(request).tenants, request.headers
     if gateway_of(request).config.is_admin_socket(request.scope.get("server")):
-        return tenants.operator()
-    return tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))
+        caller = tenants.operator()
+    else:
+        caller = tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))
+    body_share_of(request.scope).tenant = caller.name
+    return caller

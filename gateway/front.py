@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engines.asgi import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.edge.body_budget import BodyBudget, BodyShare
+from gateway.edge.body_budget import BODY_SHARE, BodyBudget, BodyShare
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
 from gateway.limits.key_limits import key_share_of
 from gateway.metrics import Metrics
@@ -77,7 +77,7 @@ class FrontMiddleware:
         path, state = scope["path"], scope.setdefault("state", {})
         response = _TrackedResponse(send, _request_id(headers), scope)
         state["request_id"] = response.request_id
-        share = state["body_share"] = BodyShare(self._bodies)
+        share = state[BODY_SHARE] = BodyShare(self._bodies)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:
             refusal = self._refusal(scope, headers)

@@ -10,11 +10,10 @@ first; where the answer is to be stored, the translation says how it is kept.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -22,11 +21,10 @@ from starlette.responses import Response
 
 from engines.base import Engine, SessionRef
 from engines.openai.errors import unknown_model
-from engines.openai.requests import ChatRequest, CompletionRequest, Json, parse_json
+from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
-from gateway.body import read_json_body
+from gateway.body import asked_by
 from gateway.context import Gateway, caller_of, gateway_of
-from gateway.edge.body_budget import LARGE_BODY_BYTES, check_weight
 from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
 from gateway.identity.client_names import client_name
@@ -44,8 +42,6 @@ from gateway.relay.hidden_usage import HiddenUsage, asks_for_usage
 from gateway.relay.nothing_said import NothingSaid, asks_for_nothing
 from gateway.relay.turn_response import TurnRequest, TurnResponse
 from scheduler.session import TurnHints
-
-T = TypeVar("T")
 
 # Fields that only the gateway may set for an engine, and names of sessions, which it has read.
 _PRIVATE_FIELDS = frozenset(
@@ -113,17 +109,13 @@ async def accept(request: Request, operation: Operation) -> Response:
     """
     gateway = gateway_of(request)
     tenant = caller_of(request)
-    gateway.limits.enter(tenant, request.scope)
-    await gateway.served_soon()  # before the body is read: a request that waits holds no memory
-    body = await read_json_body(request, gateway.config)
-    async with gateway.bodies.parsing(len(body)):
-        said = await beside(body, partial(_parsed, body))
+    async with asked_by(tenant, request) as body:
         translate = operation.translate
         if operation.recall is not None:
-            translate = await operation.recall(gateway, tenant, said)
+            translate = await operation.recall(gateway, tenant, body.json)
         rules = gateway.served.template
-        check = partial(_check, operation, translate, tenant, request.headers, rules, said)
-        asked = await beside(body, check)
+        check = partial(_check, operation, translate, tenant, request.headers, rules, body.json)
+        asked = await body.beside(check)
         raw, answer = asked.translated.raw, asked.translated.answer
         raw["model"] = served_name(gateway, asked.model)
         if gateway.config.keep_reasoning and "messages" in raw:
@@ -144,7 +136,7 @@ async def accept(request: Request, operation: Operation) -> Response:
         if asked.outline is not None:
             compared = gateway.prefixes.compare(tenant.name, named.id, asked.outline)
             operation.compared(gateway, tenant, answer, compared)
-        for_engine, digest = await beside(body, partial(_encode, gateway.engine, raw, session))
+        for_engine, digest = await body.beside(partial(_encode, gateway.engine, raw, session))
     hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
     turn = TurnRequest(
         operation.name,
@@ -160,16 +152,6 @@ async def accept(request: Request, operation: Operation) -> Response:
     )
     request_id = request_id_of(request.scope)
     return TurnResponse(gateway, turn, request_id, answer, asked.translated.keep)
-
-
-async def beside(body: bytes, work: Callable[[], T]) -> T:
-    """Do ``work`` on a body; on a thread if the body is large, so that streams go on meanwhile."""
-    return await asyncio.to_thread(work) if len(body) > LARGE_BODY_BYTES else work()
-
-
-def _parsed(body: bytes) -> Json:
-    check_weight(body)
-    return parse_json(body)
 
 
 def _check(

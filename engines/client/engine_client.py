@@ -127,7 +127,9 @@ class EngineClient:
         exchange = HttpExchange(self._stall_timeout_s)
         self._exchanges.add(exchange)
         try:
-            await exchange.begin(self._address, path, {**headers, **self._bearer}, body)
+            await exchange.send(self._address, path, {**headers, **self._bearer}, body)
+            del body  # megabytes perhaps, and the answer may take an hour
+            await exchange.head()
             yield exchange
         finally:
             exchange.close()

@@ -27,13 +27,13 @@ class HttpExchange:
         self._stall_timeout_s = stall_timeout_s
         self._response = HttpResponse()
 
-    async def begin(
+    async def send(
         self, address: HttpAddress, path: str, headers: Mapping[str, str], body: bytes
     ) -> None:
-        """Send the request and wait for the head of the response.
+        """Send the request; ``head`` waits for the answer, for which the body is not needed.
 
         Raises:
-            EngineUnavailable: no connection, or it ended, or ``fail`` was called.
+            EngineUnavailable: no connection.
             ValueError: a header has more than one line.
         """
         try:
@@ -44,6 +44,13 @@ class HttpExchange:
             raise EngineUnavailable("it takes no connections") from error
         transport.write(address.request_head("POST", path, headers, len(body)))
         transport.write(body)
+
+    async def head(self) -> None:
+        """Wait for the head of the response.
+
+        Raises:
+            EngineUnavailable: the connection ended, or ``fail`` was called.
+        """
         await self._response.head()
 
     @property

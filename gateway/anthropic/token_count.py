@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.openai.requests import Json, checked, parse_json, validate_chat
+from engines.openai.requests import Json, checked, validate_chat
 from gateway.anthropic.request import CountRequest
 from gateway.anthropic.translation import prompt_fields
-from gateway.body import read_json_body
-from gateway.context import caller_of, gateway_of
+from gateway.body import asked_by
+from gateway.context import Gateway, caller_of, gateway_of
 from gateway.errors import ANTHROPIC_PATH
-from gateway.relay.prompt_count import prompt_tokens
-from gateway.turns import beside, served_name
+from gateway.relay.prompt_count import count_question, prompt_tokens
+from gateway.turns import served_name
 
 router = APIRouter()
 
 
-def chat_of(body: bytes, strip_attribution: bool) -> Json:
+def chat_of(asked: Json, strip_attribution: bool) -> Json:
     """Translate a body into what an engine is asked for the tokens of.
 
     Raises:
         InvalidRequest: it is no request for a message.
     """
-    request = checked(parse_json(body), CountRequest)
+    request = checked(asked, CountRequest)
     fields, _ = prompt_fields(request, strip_attribution)
     chat = {"model": request.model, **fields}
     validate_chat(chat)
@@ -34,14 +36,21 @@ def chat_of(body: bytes, strip_attribution: bool) -> Json:
 
 async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens; nothing is computed or kept."""
-    gateway = gateway_of(request)
-    caller_of(request)
-    await gateway.served_soon()
-    body = await read_json_body(request, gateway.config)
-    chat = await beside(body, lambda: chat_of(body, gateway.config.strip_attribution))
-    chat["model"] = served_name(gateway, chat["model"])
-    counted = {"input_tokens": await prompt_tokens(gateway, chat)}
+    question = await _question(request)  # what was parsed is gone while the engine works
+    counted = {"input_tokens": await prompt_tokens(gateway_of(request).engine, question)}
     return Response(msgspec.json.encode(counted), media_type="application/json")
+
+
+async def _question(request: Request) -> bytes:
+    gateway = gateway_of(request)
+    async with asked_by(caller_of(request), request) as body:
+        return await body.beside(partial(_for_engine, gateway, body.json))
+
+
+def _for_engine(gateway: Gateway, asked: Json) -> bytes:
+    chat = chat_of(asked, gateway.config.strip_attribution)
+    chat["model"] = served_name(gateway, chat["model"])
+    return count_question(gateway.served.template, gateway.config.keep_reasoning, chat)
 
 
 router.add_route(f"{ANTHROPIC_PATH}/count_tokens", count_tokens, methods=["POST"])

@@ -1,20 +1,25 @@
 """Bounds what the bodies of all requests take together: their bytes, and what is made of them.
 
-A body counts from the bytes that it declares, or that have come, until the engine has it. Parsed,
-a body of tiny values takes many times its bytes, so large ones are parsed one after the other, and
-how much they may become is known before that.
+A body counts by the bytes that have come, not by those that it declares, until its turn is called:
+through the waiting line, but not while the engine computes. One tenant's leave room for others.
+Parsed, a body of tiny values takes many times its bytes, so large ones are parsed one after the
+other, and how much they may become is known before that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+from starlette.types import Scope
 
 from engines.openai.errors import InvalidRequest
 from gateway.errors import Failure, Refused
 
+BODY_SHARE = "body_share"  # where a request's share is in the scope's state
 LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
 # What a parsed body may weigh, about 64 bytes for each: a number or a text is 1.
 MAX_WEIGHT = 1 << 20
@@ -30,17 +35,24 @@ class BodyBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._max_of_one = max_bytes - max_bytes // 4  # a quarter is for others than one tenant
+        self._of: Counter[str] = Counter()  # bytes of each tenant
         self._parsing = asyncio.Semaphore(1)
         self.nbytes = 0
 
-    def take(self, nbytes: int) -> None:
-        """Count bytes that are about to come. Raises ``Refused`` (503) where there is no room."""
-        if self.nbytes + nbytes > self._max_bytes:
+    def take(self, tenant: str, nbytes: int) -> None:
+        """Count bytes that have come. Raises ``Refused`` (503) where there is no room."""
+        if self.nbytes + nbytes > self._max_bytes or self._of[tenant] + nbytes > self._max_of_one:
             raise Refused(_FULL)
         self.nbytes += nbytes
+        self._of[tenant] += nbytes
 
-    def give_back(self, nbytes: int) -> None:
+    def give_back(self, tenant: str, nbytes: int) -> None:
+        """Count bytes no longer that ``take`` has counted."""
         self.nbytes -= nbytes
+        self._of[tenant] -= nbytes
+        if not self._of[tenant]:
+            del self._of[tenant]
 
     @asynccontextmanager
     async def parsing(self, nbytes: int) -> AsyncIterator[None]:
@@ -58,17 +70,26 @@ class BodyShare:
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self._nbytes = 0
+        self.tenant = ""  # whose body it is; told before the first byte is read
 
     def grow(self, nbytes: int) -> None:
         """Have ``nbytes`` in all, if that is more than now. Raises ``Refused`` (503)."""
         if nbytes > self._nbytes:
-            self._budget.take(nbytes - self._nbytes)
+            self._budget.take(self.tenant, nbytes - self._nbytes)
             self._nbytes = nbytes
 
     def give_back(self) -> None:
         """Count the body no longer: it was answered, or somebody else has it."""
-        self._budget.give_back(self._nbytes)
-        self._nbytes = 0
+        nbytes, self._nbytes = self._nbytes, 0
+        if nbytes:
+            self._budget.give_back(self.tenant, nbytes)
+
+
+def body_share_of(scope: Scope) -> BodyShare:
+    """Return what a request has of the budget of all bodies; ``FrontMiddleware`` has made it."""
+    share = scope["state"][BODY_SHARE]
+    assert isinstance(share, BodyShare)
+    return share
 
 
 def check_weight(body: bytes) -> None:

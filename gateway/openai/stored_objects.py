@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from engines.openai.requests import checked, parse_json
-from gateway.body import read_json_body
+from engines.openai.requests import checked
+from gateway.body import parsed
 from gateway.context import caller_of, gateway_of
 from gateway.openai.lists import query_of, shown, shown_list
 from gateway.stored.shelf import Entry, Kind, Shelf
@@ -104,5 +104,6 @@ class StoredKind(NamedTuple):
 
 
 async def json_of(request: Request) -> Json:
-    """Read a small body; none at all is an empty object."""
-    return parse_json(await read_json_body(request, gateway_of(request).config) or b"{}")
+    """Read a body; none at all is an empty object."""
+    async with parsed(gateway_of(request), request, empty=b"{}") as body:
+        return body.json

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.openai.requests import Json, parse_json
+from engines.openai.requests import Json
 from engines.openai.tokenizing import (
     DETOKENIZE_PATH,
     TOKENIZE_PATH,
     validate_detokenize,
     validate_tokenize,
 )
-from gateway.body import read_json_body
-from gateway.context import caller_of, gateway_of
+from gateway.body import asked_by
+from gateway.context import Gateway, caller_of, gateway_of
 from gateway.relay.question import answer_to
 from gateway.turns import served_name
 
@@ -40,14 +42,21 @@ async def detokenize(request: Request) -> Response:
 
 async def _ask(request: Request, path: str, validate: Callable[[Json], Any]) -> Response:
     gateway = gateway_of(request)
-    caller_of(request)
-    await gateway.served_soon()
-    raw = parse_json(await read_json_body(request, gateway.config))
+    question = await _question(request, validate)  # what was parsed is gone while the engine works
+    answer = await answer_to(gateway.engine, path, question)
+    return Response(answer, media_type="application/json")
+
+
+async def _question(request: Request, validate: Callable[[Json], Any]) -> bytes:
+    async with asked_by(caller_of(request), request) as body:
+        return await body.beside(partial(_for_engine, gateway_of(request), validate, body.json))
+
+
+def _for_engine(gateway: Gateway, validate: Callable[[Json], Any], raw: Json) -> bytes:
     raw.setdefault("model", gateway.served.model)  # optional, as in vLLM
     model = served_name(gateway, validate(raw).model)
     question = {name: raw[name] for name in _TAKEN & raw.keys()}
-    answer = await answer_to(gateway.engine, path, {**question, "model": model})
-    return Response(answer, media_type="application/json")
+    return msgspec.json.encode({**question, "model": model})
 
 
 router.add_route(TOKENIZE_PATH, tokenize, methods=["POST"])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-
-import msgspec
 
 from engines.base import Engine
 from engines.openai.errors import InvalidRequest
@@ -14,17 +11,16 @@ from gateway.relay.passthrough import engine_failure
 QUESTION_S = 60.0
 
 
-async def answer_to(engine: Engine, path: str, question: Mapping[str, object]) -> bytes:
-    """POST ``question`` to the engine; returns the body of its answer.
+async def answer_to(engine: Engine, path: str, question: bytes) -> bytes:
+    """POST ``question``, a body of JSON, to the engine; returns the body of its answer.
 
     Raises:
         InvalidRequest: the engine refused it, with the engine's words.
         EngineUnavailable: there is no engine, or it went away.
         TimeoutError: no answer within ``QUESTION_S``.
     """
-    body = msgspec.json.encode(question)
     headers = {"content-type": "application/json"}
-    async with asyncio.timeout(QUESTION_S), engine.open(path, body, headers) as upstream:
+    async with asyncio.timeout(QUESTION_S), engine.open(path, question, headers) as upstream:
         answer = await upstream.read()
         if upstream.status < 400:
             return answer

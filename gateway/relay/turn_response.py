@@ -22,8 +22,8 @@ from engines.headers import (
     patience_header,
     weight_header,
 )
-from gateway.body import body_share_of
 from gateway.context import Gateway
+from gateway.edge.body_budget import body_share_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
@@ -168,6 +168,7 @@ class TurnResponse(Response):
             with running.joined(self._deadline.at) as twin, suppress(FirstLeft):
                 self._live.shares = running.first
                 await twin.begin()
+                self._let_go()
                 log.info("request %s shares a running turn", self._request_id)
                 self._taken(twin)
                 yield None, twin
@@ -190,7 +191,9 @@ class TurnResponse(Response):
             self._live.admitted()
             headers |= patience_header(turn.patience_s) | weight_header(self._weight)
             headers |= self._trace.headers()
-            async with engine.open(self._path, self._body, headers) as upstream:
+            opening = engine.open(self._path, self._body, headers)
+            self._let_go()
+            async with opening as upstream:
                 self._taken(upstream)
                 if upstream.status < 400:
                     turn.engine_answered(self._cache)
@@ -202,10 +205,16 @@ class TurnResponse(Response):
                     if self._live.usage is None and upstream.status < 400:
                         self._count(turn, self._live.used_so_far())
 
-    def _taken(self, upstream: Upstream) -> None:
-        """Let go of the body, which the engine has, and read what it says of its cache."""
+    def _let_go(self) -> None:
+        """Count the body no longer, and hold it no longer: it goes to the engine, or is not used.
+
+        A turn that computes for minutes keeps nobody else's body out.
+        """
         self._body = b""
         self._share.give_back()
+
+    def _taken(self, upstream: Upstream) -> None:
+        """Read what the engine says of its cache."""
         said = upstream.headers.get(CACHE_HEADER, "")
         self._cache = self._live.cache = CacheOutcome.parse(said)
         if self._cache is None:

@@ -7,14 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.requests import checked, parse_json
-from gateway.body import read_json_body
-from gateway.context import caller_of, gateway_of
+from engines.openai.requests import Json, checked
+from gateway.body import asked_by, read_json_body
+from gateway.context import Gateway, caller_of, gateway_of
 from gateway.openai.lists import shown
 from gateway.openai.responses.fields import ResponseFields
-from gateway.openai.responses.history import context_of
+from gateway.openai.responses.history import Context, context_of
 from gateway.openai.responses.translation import translation, validate
-from gateway.relay.prompt_count import prompt_tokens
+from gateway.relay.prompt_count import count_question, prompt_tokens
 
 router = APIRouter()
 
@@ -22,20 +22,29 @@ router = APIRouter()
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a request's whole input; nothing is answered or stored."""
-    gateway, tenant = gateway_of(request), caller_of(request)
-    asked = parse_json(await read_json_body(request, gateway.config) or b"{}")
-    if asked.get("model") is None:
-        asked["model"] = gateway.served.model
-    fields = checked(asked, ResponseFields)
-    context = await context_of(gateway.stored, tenant, fields)
-    made = translation(fields, asked, context.past.items, context.own, False)
-    validate(made.chat)
-    made.chat["model"] = gateway.served.model
+    question = await _question(request)  # what was parsed is gone while the engine works
     try:
-        count = await prompt_tokens(gateway, made.chat)
+        count = await prompt_tokens(gateway_of(request).engine, question)
     except InvalidRequest as error:  # the engine's words are of a chat
         raise InvalidRequest(error.message, "input", error.code, error.status) from error
     return shown({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _question(request: Request) -> bytes:
+    gateway, tenant = gateway_of(request), caller_of(request)
+    async with asked_by(tenant, request, empty=b"{}") as body:
+        if body.json.get("model") is None:
+            body.json["model"] = gateway.served.model
+        fields = await body.beside(lambda: checked(body.json, ResponseFields))
+        context = await context_of(gateway.stored, tenant, fields)
+        return await body.beside(lambda: _for_engine(gateway, fields, body.json, context))
+
+
+def _for_engine(gateway: Gateway, fields: ResponseFields, asked: Json, context: Context) -> bytes:
+    made = translation(fields, asked, context.past.items, context.own, False)
+    validate(made.chat)
+    made.chat["model"] = gateway.served.model
+    return count_question(gateway.served.template, gateway.config.keep_reasoning, made.chat)
 
 
 @router.post("/v1/responses/compact")

@@ -10,8 +10,8 @@ import pytest
 
 from engines.headers import CACHE_HEADER
 from engines.wire import TemplateRules
+from gateway.edge.body_budget import LARGE_BODY_BYTES
 from gateway.keys import generate_key
-from gateway.turns import LARGE_BODY_BYTES
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 PRIVATE: dict[str, Any] = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.requests import validate_chat
+from engines.openai.requests import parse_json, validate_chat
 from gateway.anthropic.token_count import chat_of
 from gateway.anthropic.translation import translated
 from tests.unit.gateway.in_process import MODEL, App
@@ -75,7 +75,7 @@ def test_a_body_is_a_chat_or_refused(body: dict[str, Any]) -> None:
 @given(st.binary(max_size=60) | st.just(b'{"model":"m","messages":[{"role":"user"}]}'))
 def test_any_bytes_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        chat_of(body, True)
+        chat_of(parse_json(body), True)
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])

@@ -14,9 +14,27 @@ from gateway.edge.body_budget import LARGE_BODY_BYTES, BodyBudget, BodyShare, ch
 from gateway.errors import Refused
 
 
+def share_of(budget: BodyBudget, tenant: str) -> BodyShare:
+    share = BodyShare(budget)
+    share.tenant = tenant
+    return share
+
+
+def test_one_tenant_leaves_a_quarter_to_others() -> None:
+    budget = BodyBudget(100)
+    first, second = share_of(budget, "one"), share_of(budget, "one")
+    first.grow(60)
+    second.grow(15)
+    with pytest.raises(Refused):
+        second.grow(16)
+    share_of(budget, "other").grow(25)
+    first.give_back()
+    second.grow(75)
+
+
 def test_shares_never_exceed_the_budget_and_come_back() -> None:
     budget = BodyBudget(100)
-    one, other = BodyShare(budget), BodyShare(budget)
+    one, other = share_of(budget, "one"), share_of(budget, "other")
     one.grow(60)
     one.grow(40)  # less than it has
     with pytest.raises(Refused):

@@ -1,0 +1,92 @@
+"""What is asked beside turns (tokens, counts) is within the key's limits, and of bounded weight."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import FrameType
+
+import pytest
+
+from engines.base import Upstream
+from gateway.edge.body_budget import LARGE_BODY_BYTES
+from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+
+HI = [{"role": "user", "content": "hi"}]
+QUESTIONS = {
+    "/tokenize": {"model": MODEL, "prompt": "hi"},
+    "/detokenize": {"model": MODEL, "tokens": [1]},
+    "/v1/responses/input_tokens": {"model": MODEL, "input": "hi"},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": HI},
+}
+# Of 500,000 objects, each of which takes many times its bytes.
+HEAVY = b'{"model": "' + MODEL.encode() + b'", "x": [' + b"{}," * 500_000 + b"{}]}"
+
+
+def counting_engine() -> RecordingEngine:
+    return RecordingEngine(Answered(200, {"content-type": "application/json"}, b'{"count": 3}'))
+
+
+class Computing(RecordingEngine):
+    """Says nothing until ``going_on``."""
+
+    def __init__(self) -> None:
+        super().__init__(counting_engine().answer)
+        self.going_on = asyncio.Event()
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[Upstream]:
+        async with super().open(path, body, headers) as upstream:
+            await self.going_on.wait()
+            yield upstream
+
+
+@pytest.mark.parametrize("path", QUESTIONS)
+async def test_a_question_is_a_request_of_its_key(path: str) -> None:
+    app = App(counting_engine(), requests_per_minute=1)
+    first = await app.post(path, QUESTIONS[path])
+    assert first.status == 200, first.body
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    assert (await app.post(path, QUESTIONS[path])).status == 429
+
+
+@pytest.mark.parametrize("path", QUESTIONS)
+async def test_a_question_runs_until_it_is_answered(path: str) -> None:
+    engine = Computing()
+    app = App(engine, concurrent_requests=1)
+    first = asyncio.create_task(app.post(path, QUESTIONS[path]))
+    async with asyncio.timeout(10):
+        while not engine.asked:
+            await asyncio.sleep(0)
+        assert (await app.post(path, QUESTIONS[path])).status == 429
+    engine.going_on.set()
+    assert (await first).status == 200
+    assert (await app.post(path, QUESTIONS[path])).status == 200
+
+
+@pytest.mark.parametrize("path", [*QUESTIONS, "/v1/conversations", "/v1/conversations/conv_1"])
+async def test_too_many_values_are_refused_before_they_are_parsed(path: str) -> None:
+    reply = await App(counting_engine()).post(path, HEAVY)
+    assert reply.status == 400, reply.body
+    assert b"too many values" in reply.body
+
+
+async def test_a_large_question_is_parsed_on_a_thread() -> None:
+    """Streams go on meanwhile: the event loop's thread has no part in it."""
+    app = App(counting_engine())
+    here: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        here.add(frame.f_code.co_name)
+
+    question = {"model": MODEL, "prompt": "x " * LARGE_BODY_BYTES}
+    sys.setprofile(note)  # of this thread
+    try:
+        assert (await app.post("/tokenize", question)).status == 200
+    finally:
+        sys.setprofile(None)
+    assert "asked_by" in here and not here & {"check_weight", "parse_json", "_for_engine"}
