@@ -104,11 +104,15 @@ class Gateway:
         return seen is not None and seen.state not in ("active", "waking")
 
     def has_room_for(self, tenant: Tenant, session_id: str) -> bool:
-        """Tell whether the tenant has that session, or may open one more."""
-        most = self.limits.of(tenant).sessions
-        if not most or self.knows(tenant, session_id):
+        """Tell whether the tenant has that session, or may open one more.
+
+        Sessions that running requests will open count as if they were there.
+        """
+        most, coming = self.limits.of(tenant).sessions, self.limits.coming(tenant)
+        if not most or session_id in coming or self.knows(tenant, session_id):
             return True
-        return self.sessions.num_sessions(tenant.name) < most
+        num_new = sum(not self.knows(tenant, x) for x in coming)
+        return self.sessions.num_sessions(tenant.name) + num_new < most
 
     def check_new_session(self, tenant: Tenant, session_id: str) -> None:
         """Raise ``Refused`` (429) if the tenant has all the sessions it may, and not this one."""

@@ -130,6 +130,7 @@ async def accept(request: Request, operation: Operation) -> Response:
         if asked.outline is not None and named_by_agent(request.headers):
             named = _row_of(gateway, tenant, named, asked.outline)
         gateway.check_new_session(tenant, named.id)
+        gateway.limits.comes(tenant, named.id, request.scope)
         session = gateway.session(tenant, named.id)
         request.scope["state"]["session"] = named.id
         compared = None

@@ -2,12 +2,15 @@
 
 The counts are of this process: several gateways each allow as much. Tokens are counted when an
 answer has ended, since nobody knows before, so a key may go over once and waits for it afterwards.
+A session has no row before its turn has a slot, so the ids on their way there are counted here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial
 
 from starlette.types import Scope
 
@@ -39,6 +42,7 @@ class KeyLimits:
         self.usual = usual  # may be replaced at any time
         self._clock = clock
         self._counts: dict[str, _Counts] = {}
+        self._coming: dict[str, Counter[str]] = {}  # by tenant: the sessions of running requests
 
     def of(self, tenant: Tenant) -> Limits:
         """Return what the caller's key may take."""
@@ -58,6 +62,25 @@ class KeyLimits:
             counts.limit_to(limits)
         counts.admit()
         scope["state"][KEY_SHARE] = KeyShare(counts)
+
+    def coming(self, tenant: Tenant) -> Collection[str]:
+        """Return the sessions that requests of the tenant are about now, with a row or without."""
+        return self._coming.get(tenant.name, ())
+
+    def comes(self, tenant: Tenant, session_id: str, scope: Scope) -> None:
+        """Note which session a request is about, until it ends; it has been let in by ``enter``."""
+        self._coming.setdefault(tenant.name, Counter())[session_id] += 1
+        share = key_share_of(scope)
+        assert share is not None
+        share.on_leaving(partial(self._gone, tenant.name, session_id))
+
+    def _gone(self, tenant: str, session_id: str) -> None:
+        ids = self._coming[tenant]
+        ids[session_id] -= 1
+        if not ids[session_id]:
+            del ids[session_id]
+        if not ids:
+            del self._coming[tenant]
 
 
 class _Counts:
@@ -116,6 +139,11 @@ class KeyShare:
     def __init__(self, counts: _Counts) -> None:
         self._counts = counts
         self._inside = True
+        self._on_leaving: Callable[[], None] = lambda: None
+
+    def on_leaving(self, then: Callable[[], None]) -> None:
+        """Have ``then`` called when the request has ended."""
+        self._on_leaving = then
 
     def headers(self) -> Headers:
         """Return ``x-ratelimit-*``, in OpenAI's words."""
@@ -130,6 +158,7 @@ class KeyShare:
         if self._inside:
             self._inside = False
             self._counts.running -= 1
+            self._on_leaving()
 
 
 def key_share_of(scope: Scope) -> KeyShare | None:

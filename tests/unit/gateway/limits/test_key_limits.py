@@ -14,6 +14,7 @@ from gateway.errors import Refused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.limits.bucket import Bucket
 from gateway.limits.key_limits import KeyLimits, KeyShare, key_share_of
+from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import Answered, App, RecordingEngine
 
 
@@ -187,6 +188,35 @@ async def test_requests_at_once_of_one_key() -> None:
     assert (await app.get("/v1/models")).status == 200  # costs the engine nothing
     going_on.set()
     assert (await first).status == 200
+
+
+async def test_sessions_that_come_together() -> None:
+    """A row is there only once its turn has a slot; until then the ids count."""
+    going_on = asyncio.Event()
+
+    class Slow(Answered):
+        async def chunks(self) -> AsyncIterator[bytes]:
+            await going_on.wait()
+            yield b"{}"
+
+    engine = RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}"))
+    app = App(engine, SchedulerConfig(max_running=1), sessions_per_tenant=1)
+    names = ["a", "b", "c", "a", "d"]
+    asked = [asyncio.create_task(app.chat(f"{i}", session_id=x)) for i, x in enumerate(names)]
+    async with asyncio.timeout(10):
+        while sum(x.done() for x in asked) < 3 or not app.sessions.num_waiting:
+            await asyncio.sleep(0)
+    going_on.set()
+    assert [(await x).status for x in asked] == [200, 429, 429, 200, 429]
+    assert app.sessions.num_sessions("local") == 1
+
+
+async def test_a_session_that_came_to_nothing_leaves_its_place() -> None:
+    app = App(sessions_per_tenant=1)
+    app.sessions.stop_admitting()
+    assert (await app.chat(session_id="b")).status == 503
+    assert (await app.chat(session_id="c")).status == 503  # not 429
+    assert not app.gateway.limits.coming(app.gateway.tenants.operator())
 
 
 async def test_sessions_of_one_tenant() -> None:
