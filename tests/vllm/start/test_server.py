@@ -247,6 +247,7 @@ def test_an_abandoned_prefill_ends_with_its_step_and_is_gone_on_with(served):
     assert prompt_tokens > 5 * STEP_TOKENS
     assert headers[CACHE_HEADER].startswith("hot; tokens=")
     assert 0 < cached_tokens(answer) <= prompt_tokens - 2 * STEP_TOKENS
+    served.wait_whole()
 
 
 def test_a_stop_lets_saves_end(served, faults):
