@@ -14,7 +14,7 @@ import pytest
 from engines.client.child.servers import VllmServer
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.headers import CACHE_HEADER
-from engines.wire import SessionRef
+from engines.wire import EngineReport, SessionRef
 from kvstore.blobs.chain import RECORD
 from kvstore.blobs.format import parse
 from kvstore.by_blocks.records import decode_block_record
@@ -120,16 +120,20 @@ class Served:
     def wait_whole(self) -> None:
         """Wait until no request is served and no block is held by anybody."""
 
-        async def whole() -> None:
-            async with asyncio.timeout(60):
-                while True:
-                    report = await self.server.stats()
-                    held = report.hot_bytes - report.idle_hot_bytes
-                    if not (held or report.num_running or report.num_waiting):
-                        return
-                    await asyncio.sleep(0.05)
+        def is_whole(report: EngineReport) -> bool:
+            held = report.hot_bytes - report.idle_hot_bytes
+            return not (held or report.num_running or report.num_waiting)
 
-        self.run(whole())
+        self.run(self._reports(is_whole))
+
+    def wait_all_saved(self) -> None:
+        """Wait until nothing is left to save."""
+        self.run(self._reports(lambda report: not report.save_queue_bytes))
+
+    async def _reports(self, wanted: Callable[[EngineReport], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not wanted(await self.server.stats()):
+                await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +251,11 @@ def test_an_abandoned_prefill_ends_with_its_step_and_is_gone_on_with(served):
     assert prompt_tokens > 5 * STEP_TOKENS
     assert headers[CACHE_HEADER].startswith("hot; tokens=")
     assert 0 < cached_tokens(answer) <= prompt_tokens - 2 * STEP_TOKENS
-    served.wait_whole()
 
 
 def test_a_stop_lets_saves_end(served, faults):
     """The last test: the engine is gone afterwards, and its disk tier can be looked into."""
+    served.wait_all_saved()  # what earlier tests have left would be slowed down as well
     faults.delay_encoding(1.0)
     served.chat("last words", max_tokens=1)
     served.run(until(faults.is_encoding))
