@@ -80,10 +80,10 @@ class FairShares:
         next place by weight would always be the heaviest's.
         """
         is_held = any(places.values())
-        ahead = max((self._count(x) for x, number in places.items() if number), default=0.0)
+        ahead = max((self.count(x) for x, number in places.items() if number), default=0.0)
 
         def rank(tenant: str) -> tuple[float, float]:
-            count = self._count(tenant)
+            count = self.count(tenant)
             is_behind = not is_held or ahead - count >= QUANTUM
             return (0 if is_behind else self.held(tenant, places.get(tenant, 0) + 1)), count
 
@@ -113,16 +113,17 @@ class FairShares:
         others = [x for x, number in places.items() if number and x != claimant]
         if not others:
             return None
-        most = max(others, key=lambda x: (self.held(x, places[x]), self._count(x)))
+        most = max(others, key=lambda x: (self.held(x, places[x]), self.count(x)))
         after = self.held(claimant, places.get(claimant, 0) + wanted)
         # Without the second condition places would go to and fro with every step.
         keeps_as_many = self.held(most, places[most] - missing) >= after
-        if keeps_as_many and self._count(claimant) - self._count(most) < quantum:
+        if keeps_as_many and self.count(claimant) - self.count(most) < quantum:
             return most
-        ahead = max(others, key=self._count)
-        return ahead if self._count(ahead) - self._count(claimant) >= quantum else None
+        ahead = max(others, key=self.count)
+        return ahead if self.count(ahead) - self.count(claimant) >= quantum else None
 
-    def _count(self, tenant: str) -> float:
+    def count(self, tenant: str) -> float:
+        """Return what a tenant was served, by weight; only differences count."""
         return self._served.get(tenant, 0.0)
 
     def _weight(self, tenant: str) -> int:

@@ -70,14 +70,19 @@ def in_fair_order(
     if len(lines) < 2:
         return [x for line in lines.values() for x in line]
     held = {tenant: places.get(tenant, 0) for tenant in lines}
-    counts = {x: shares.tokens(x) * shares.held(x, 1) for x in {*lines, *places}}
-    ahead = max((counts[x] for x, number in places.items() if number), default=0.0)
+    counts = {x: shares.count(x) for x in {*lines, *places}}
+    taken = dict.fromkeys(lines, 0)
+    order: list[T] = []
+    if not any(places.values()):  # where nobody holds any the least served is first
+        least = min(lines, key=counts.__getitem__)
+        order.append(lines[least][0])
+        taken[least] = held[least] = 1
+    holders = [x for x, number in {**places, **held}.items() if number]
+    ahead = max((counts[x] for x in holders), default=0.0)
     # Who is behind a holder goes first, and as a whole, since its own places put nobody behind.
     by_count = sorted(lines, key=counts.__getitem__)
     heap = [(shares.held(x, held[x] + 1), counts[x], i, x) for i, x in enumerate(lines)]
     heapq.heapify(heap)
-    taken = dict.fromkeys(lines, 0)
-    order: list[T] = []
     num_behind = 0
     while heap:
         while num_behind < len(by_count) and ahead - counts[by_count[num_behind]] >= QUANTUM:

@@ -12,6 +12,7 @@ from starlette.types import Message
 from engines.asgi import ClientGone
 from engines.base import SessionRef
 from gateway.context import caller_of, sees_all
+from gateway.edge.body_budget import BODY_SHARE, BodyShare
 from gateway.events.event_stream import GOODBYE, LiveEvents
 from gateway.events.routes import page_rows
 from gateway.keys import ANONYMOUS, Tenant, generate_key
@@ -100,6 +101,7 @@ def request(app: App, port: int, **headers: str) -> Request:
         "app": app.app,
         "server": ("127.0.0.1", port),
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
+        "state": {BODY_SHARE: BodyShare(app.gateway.bodies)},
     }
     return Request(scope)
 
