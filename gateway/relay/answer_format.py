@@ -77,3 +77,34 @@ class AsItIs:
 
     def refusal(self, failure: Failure) -> Response:
         return failure.response()
+
+
+class EventsAround:
+    """An ``EventStream`` around another: a subclass says what becomes of what is fed."""
+
+    def __init__(self, events: EventStream) -> None:
+        self._events = events
+
+    @property
+    def begun(self) -> bool:
+        return self._events.begun
+
+    @property
+    def complete(self) -> bool:
+        return self._events.complete
+
+    @property
+    def failed(self) -> bool:
+        return self._events.failed
+
+    def opening(self) -> bytes:
+        return self._events.opening()
+
+    def feed(self, chunk: bytes) -> bytes:
+        return self._events.feed(chunk)
+
+    def ending(self, failure: Failure | None) -> bytes:
+        return self._events.ending(failure)
+
+    def usage(self) -> Usage | None:
+        return self._events.usage()

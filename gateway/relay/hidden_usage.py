@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from engines.openai.messages import Json
 from gateway.errors import Failure
-from gateway.metrics import Usage
-from gateway.relay.answer_format import AnswerFormat, EventStream
+from gateway.relay.answer_format import AnswerFormat, EventsAround
 
 # What the event has and no other; a text inside JSON cannot hold it, its quotes are escaped there.
 _COMPACT, _SPACED = b'"choices":[]', b'"choices": []'
@@ -45,38 +44,14 @@ class HiddenUsage:
         return self._answer.refusal(failure)
 
 
-class _WithoutUsage:
-    """See ``EventStream``."""
-
-    def __init__(self, events: EventStream) -> None:
-        self._events = events
-
-    @property
-    def begun(self) -> bool:
-        return self._events.begun
-
-    @property
-    def complete(self) -> bool:
-        return self._events.complete
-
-    @property
-    def failed(self) -> bool:
-        return self._events.failed
-
-    def opening(self) -> bytes:
-        return self._events.opening()
+class _WithoutUsage(EventsAround):
+    """The events but for that of the token counts."""
 
     def feed(self, chunk: bytes) -> bytes:
         out = self._events.feed(chunk)
         if _COMPACT not in out and _SPACED not in out:  # for every chunk, so it must be cheap
             return out
         return b"".join(x for x in _split(out) if not _is_usage(x))
-
-    def ending(self, failure: Failure | None) -> bytes:
-        return self._events.ending(failure)
-
-    def usage(self) -> Usage | None:
-        return self._events.usage()
 
 
 class _Event(msgspec.Struct, frozen=True):

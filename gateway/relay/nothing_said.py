@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from engines.openai.messages import Json
 from gateway.errors import Failure
-from gateway.metrics import Usage
-from gateway.relay.answer_format import AnswerFormat, EventStream
+from gateway.relay.answer_format import AnswerFormat, EventsAround, EventStream
 from gateway.relay.chat_chunks import DONE, KEEPALIVE, EventReader
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
@@ -47,36 +46,15 @@ class NothingSaid:
         return self._answer.refusal(failure)
 
 
-class _EmptiedEvents:
-    """See ``EventStream``."""
+class _EmptiedEvents(EventsAround):
+    """The events with nothing said in them."""
 
     def __init__(self, events: EventStream) -> None:
-        self._events = events
+        super().__init__(events)
         self._reader = EventReader()
-
-    @property
-    def begun(self) -> bool:
-        return self._events.begun
-
-    @property
-    def complete(self) -> bool:
-        return self._events.complete
-
-    @property
-    def failed(self) -> bool:
-        return self._events.failed
-
-    def opening(self) -> bytes:
-        return self._events.opening()
 
     def feed(self, chunk: bytes) -> bytes:
         return b"".join(self._events.feed(_event(data)) for data in self._reader.feed(chunk))
-
-    def ending(self, failure: Failure | None) -> bytes:
-        return self._events.ending(failure)
-
-    def usage(self) -> Usage | None:
-        return self._events.usage()
 
 
 def _event(data: bytes) -> bytes:
