@@ -119,9 +119,13 @@ class Engine(Protocol):
         """
 
     def open(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AbstractAsyncContextManager[Upstream]:
         """POST ``body`` to the engine. Leaving the context early cancels the request there.
+
+        Args:
+            wait_s: for how long an engine that ends before it has said anything is waited for; once
+                it is there again it is asked once more.
 
         Raises (on entering):
             EngineUnavailable: no engine to talk to.

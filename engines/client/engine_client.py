@@ -15,6 +15,7 @@ from engines.base import Demoted, EngineError, EngineStalled, EngineUnavailable
 from engines.client.address import HttpAddress
 from engines.client.control_link import SILENCE_S, ControlLink
 from engines.client.http_exchange import HttpExchange
+from engines.client.next_life import NextLife
 from engines.config import WorkerConfig
 from engines.headers import session_headers
 from engines.wire import (
@@ -120,14 +121,17 @@ class EngineClient:
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AsyncIterator[HttpExchange]:
         if not self.ready:
             raise EngineUnavailable(self.trouble)
-        exchange = HttpExchange(self._stall_timeout_s)
+        next_life = None
+        if wait_s:
+            next_life = NextLife(self._link, wait_s, lambda: self._stopping or self.gave_up)
+        exchange = HttpExchange(self._address, self._stall_timeout_s, next_life)
         self._exchanges.add(exchange)
         try:
-            await exchange.send(self._address, path, {**headers, **self._bearer}, body)
+            await exchange.send(path, {**headers, **self._bearer}, body)
             del body  # megabytes perhaps, and the answer may take an hour
             await exchange.head()
             yield exchange

@@ -9,40 +9,60 @@ from collections.abc import AsyncIterator, Mapping
 from engines.base import EngineStalled, EngineUnavailable
 from engines.client.address import HttpAddress
 from engines.client.http_response import HttpResponse
+from engines.client.next_life import NextLife
 from engines.client.stall_watchdog import StallWatchdog
 
 log = logging.getLogger("thermocline.engines")
 
 CONNECT_S = 5.0
+MAX_KEPT_BYTES = 1 << 20  # of a body that is held to be sent once more; some 250,000 tokens of text
 
 
 class HttpExchange:
     """A request and its response; an ``engines.base.Upstream``.
 
+    An engine that ends before it has said anything of its answer, and is there again in time, is
+    asked once more: whoever waits for the answer sees a longer wait, not an error. Once: a request
+    that its engine dies of is not to kill it for ever.
+
     A stream must show a sign of life every ``stall_timeout_s`` seconds. A response that comes whole
     has no such limit: ``EngineClient`` ends it with ``fail`` when the engine is found dead.
     """
 
-    def __init__(self, stall_timeout_s: float) -> None:
-        self._stall_timeout_s = stall_timeout_s
-        self._response = HttpResponse()
-
-    async def send(
-        self, address: HttpAddress, path: str, headers: Mapping[str, str], body: bytes
+    def __init__(
+        self, address: HttpAddress, stall_timeout_s: float, next_life: NextLife | None = None
     ) -> None:
-        """Send the request; ``head`` waits for the answer, for which the body is not needed.
+        """``next_life``: of the engine; None = it is asked but once."""
+        self._address = address
+        self._stall_timeout_s = stall_timeout_s
+        self._next_life = next_life
+        self._response = HttpResponse()
+        self._kept: tuple[bytes, bytes] | None = None  # head and body, to be sent once more
+
+    async def send(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
+        """Send the request; ``head`` waits for the answer, for which a large body is not needed.
 
         Raises:
             EngineUnavailable: no connection.
             ValueError: a header has more than one line.
         """
+        request = self._address.request_head("POST", path, headers, len(body)), body
+        if self._next_life is not None and len(body) <= MAX_KEPT_BYTES:
+            self._kept = request
+        try:
+            await self._write(*request)
+        except EngineUnavailable:
+            if not await self._asked_again():
+                raise
+
+    async def _write(self, head: bytes, body: bytes) -> None:
         try:
             async with asyncio.timeout(CONNECT_S):
-                transport = await address.connect(self._response)
+                transport = await self._address.connect(self._response)
         except OSError as error:  # TimeoutError is one
             log.info("no connection to the engine: %s", error or type(error).__name__)
             raise EngineUnavailable("it takes no connections") from error
-        transport.write(address.request_head("POST", path, headers, len(body)))
+        transport.write(head)
         transport.write(body)
 
     async def head(self) -> None:
@@ -51,7 +71,29 @@ class HttpExchange:
         Raises:
             EngineUnavailable: the connection ended, or ``fail`` was called.
         """
+        try:
+            await self._response.head()
+        except EngineUnavailable:
+            if not await self._asked_again():
+                raise
+        else:
+            if self.status >= 500:  # perhaps vLLM's last words
+                await self._asked_again()
+
+    async def _asked_again(self) -> bool:
+        """Ask once more if the engine ended and is there again, up to the head of the response.
+
+        Returns whether it was; if not, what is here stays as it is.
+        """
+        request, self._kept = self._kept, None
+        if request is None or self._next_life is None or not await self._next_life.ready():
+            return False
+        log.warning("the engine ended with a request, and is asked once more")
+        self._response.close()
+        self._response = HttpResponse()
+        await self._write(*request)
         await self._response.head()
+        return True
 
     @property
     def status(self) -> int:
@@ -67,20 +109,49 @@ class HttpExchange:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See ``engines.base.Upstream``."""
-        next_chunk = self._response.next_chunk
         watchdog = StallWatchdog(self._stall_timeout_s, self._stalled)
         if not self.is_stream:
             watchdog.stop()
         try:
-            while True:
+            chunk = await self._first_chunk(watchdog)
+            next_chunk = self._response.next_chunk
+            while chunk:
+                yield chunk
                 watchdog.edges += 1
                 chunk = await next_chunk()
                 watchdog.edges += 1  # what follows is the reader's time, not the engine's
-                if not chunk:
-                    return
-                yield chunk
         finally:
             watchdog.stop()
+
+    async def _first_chunk(self, watchdog: StallWatchdog) -> bytes:
+        """Return the first chunk; that of the next engine, if this one ended before it."""
+        chunk, failure = b"", None
+        try:
+            chunk = await self._watched_chunk(watchdog)
+        except EngineUnavailable as error:
+            failure = error
+        ended = self._next_life is not None and self._next_life.ended  # then it is a last word
+        if (failure or ended) and await self._promised_again():
+            return await self._watched_chunk(watchdog)
+        self._kept = None
+        if failure is not None:
+            raise failure
+        return chunk
+
+    async def _watched_chunk(self, watchdog: StallWatchdog) -> bytes:
+        watchdog.edges += 1
+        try:
+            return await self._response.next_chunk()
+        finally:
+            watchdog.edges += 1
+
+    async def _promised_again(self) -> bool:
+        """Ask once more behind a head that was read; the answer must be of the kind it said."""
+        kind = self.status, self.is_stream
+        asked = await self._asked_again()
+        if asked and kind != (self.status, self.is_stream):
+            raise EngineUnavailable(f"it came back, and answered with status {self.status}")
+        return asked
 
     async def read(self) -> bytes:
         """See ``engines.base.Upstream``."""

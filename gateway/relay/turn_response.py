@@ -191,7 +191,8 @@ class TurnResponse(Response):
             self._live.admitted()
             headers |= patience_header(turn.patience_s) | weight_header(self._weight)
             headers |= self._trace.headers()
-            opening = engine.open(self._path, self._body, headers)
+            wait_s = self._gateway.config.engine_wait_s
+            opening = engine.open(self._path, self._body, headers, wait_s)
             self._let_go()
             async with opening as upstream:
                 self._taken(upstream)

@@ -94,18 +94,6 @@ async def test_kill_9_in_mid_stream(stack: FakeStack, http: aiohttp.ClientSessio
     assert said(parsed) == "You said: hello big world" and parsed[-1] == "[DONE]"
 
 
-async def test_kill_9_while_a_whole_answer_is_awaited(
-    stack: FakeStack, http: aiohttp.ClientSession
-) -> None:
-    waiting = asyncio.create_task(status_and_code(http, asked("delay_s=1000", stream=False)))
-    await until_running(http, True)
-    stack.engine.kill()
-    status, code = await asyncio.wait_for(waiting, 60)
-    assert status in (503, 504) and code in ("engine_unavailable", "engine_stalled")
-    stack.wait_ready()
-    assert (await status_and_code(http, asked(stream=False)))[0] == 200
-
-
 @pytest.mark.slow
 async def test_an_engine_that_kills_itself_three_times(http: aiohttp.ClientSession) -> None:
     for _ in range(3):
@@ -179,12 +167,11 @@ async def test_a_slow_reader_is_held_in_bounds_and_hurts_nobody(
 async def test_a_stopped_engine_is_noticed_replaced_and_forgotten(
     stack: FakeStack, http: aiohttp.ClientSession
 ) -> None:
-    """SIGSTOP: its sockets stay open, but nothing comes. It is ended and another one started."""
+    """SIGSTOP: its sockets stay open, but nothing comes. Another one is started, and answers."""
     frozen = stack.engine
     frozen.send_signal(signal.SIGSTOP)
     waiting = asyncio.create_task(status_and_code(http, asked(stream=False)))
-    status, code = await asyncio.wait_for(waiting, 60)
-    assert (status, code) == (504, "engine_stalled")
+    assert await asyncio.wait_for(waiting, 60) == (200, None)
     async with asyncio.timeout(60):
         while not _gone(frozen):
             await asyncio.sleep(0.1)

@@ -1,0 +1,48 @@
+"""The wait for an engine that ended while a request was with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engines.client.control_link import ControlLink
+
+POLL_S = 0.05
+# The two connections of an engine that ends are closed together, but not heard of in one order.
+NOTICED_S = 0.2
+
+
+class NextLife:
+    """Tells whether the engine that was there when this was made has ended, and awaits the next.
+
+    It has if its control connection was lost, whether its process ended or was given up as hung.
+    """
+
+    def __init__(self, link: ControlLink, wait_s: float, no_hope: Callable[[], bool]) -> None:
+        """Remember the engine of now.
+
+        Args:
+            wait_s: the longest wait for the next one, in seconds.
+            no_hope: tells that none will come.
+        """
+        self._link = link
+        self._engine = link.welcome  # one object for as long as the connection lasts
+        self._wait_s = wait_s
+        self._no_hope = no_hope
+
+    @property
+    def ended(self) -> bool:
+        """True once the engine of then has ended."""
+        return self._link.welcome is not self._engine
+
+    async def ready(self) -> bool:
+        """Wait until the engine has ended and is there again; False if not in time."""
+        loop = asyncio.get_running_loop()
+        noticed, end = loop.time() + NOTICED_S, loop.time() + self._wait_s
+        while loop.time() < end and not self._no_hope():
+            if self.ended and self._link.welcome is not None:
+                return True
+            if not self.ended and loop.time() > noticed:
+                return False
+            await asyncio.sleep(POLL_S)
+        return False
