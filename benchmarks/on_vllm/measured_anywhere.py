@@ -36,7 +36,13 @@ STORE = {
     "ram_bytes": 512 * MIB,
     "disk_bytes": 0,
 }
-SMALL = ("--kv-cache-memory-bytes", str(512 * MIB), "--dtype", "float32", "--enforce-eager")
+SMALL: tuple[str, ...] = (
+    "--kv-cache-memory-bytes",
+    str(512 * MIB),
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+)
 SMALL += ("--block-size", "32", "--max-model-len", "4096", "--max-num-seqs", "4")
 
 
