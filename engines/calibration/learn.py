@@ -40,7 +40,7 @@ LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is 
 
 
 class Windows(NamedTuple):
-    """How much is read to learn from: ``num`` windows of texts, of ``tokens`` each.
+    """The texts to learn from: ``num`` windows of them, of ``tokens`` each.
 
     ``probed_share``: of each; the gradients of its end say which errors before it matter.
     """
