@@ -11,6 +11,8 @@ import re
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPException
 from typing import Any
 
 import pytest
@@ -56,7 +58,7 @@ def browser(stepping: Stack) -> Iterator[Browser]:
 
 
 class Events(threading.Thread):
-    """Reads the events of a server until it is closed; knows what was said of requests."""
+    """Reads a server's events until it ends; knows what was said of prompts and measurements."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -66,12 +68,10 @@ class Events(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        try:
+        with self._answer, suppress(OSError, HTTPException):  # the server has ended
             for line in self._answer:
                 if line.startswith(b"data: "):
                     self._take(json.loads(line[6:]))
-        except (OSError, ValueError):  # it was closed
-            return
 
     def _take(self, said: dict[str, Any]) -> None:
         for request in said.get("now", {}).get("requests", []):
@@ -80,15 +80,10 @@ class Events(threading.Thread):
         if words := said.get("quality", {}).get("progress"):
             self.measuring.append(words)
 
-    def close(self) -> None:
-        self._answer.close()
-
 
 @pytest.fixture
-def events(stepping: Stack) -> Iterator[Events]:
-    reader = Events(stepping.url)
-    yield reader
-    reader.close()
+def events(stepping: Stack) -> Events:
+    return Events(stepping.url)
 
 
 def ask(url: str, num_words: int) -> int:
