@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from kvstore.tiers.eviction_causes import EvictionCause, EvictionCauses
 from kvstore.tiers.tenant_parts import TenantParts
 
 
@@ -69,6 +70,7 @@ class RecencyIndex:
         self._pinned_bytes = 0
         self._last_stamp = 0
         self._first_stamp = 0
+        self._causes = EvictionCauses()
 
     def emptied(self) -> RecencyIndex:
         """Make one of the same budget without keys and pins."""
@@ -166,6 +168,7 @@ class RecencyIndex:
             key = self._next_victim() or next(iter(self._evictable))
             if key in spare:
                 break
+            self._causes.remember(key, "budget")
             entry = self._take_out(key)
             evicted.append((key, entry))
             nbytes -= entry.nbytes
@@ -179,6 +182,7 @@ class RecencyIndex:
             key = self._next_victim(owner, nbytes, own)
             if key is None:
                 return
+            self._causes.remember(key, self._cause(key, owner, nbytes, own))
             yield key, self._take_out(key)
 
     def _next_victim(self, owner: str = "", nbytes: int = 0, own: int = 0) -> bytes | None:
@@ -192,6 +196,17 @@ class RecencyIndex:
             return oldest
         surplus = min(self._parts.oldest(gives), key=self._stamp, default=None)
         return surplus or self._parts.oldest_of(owner, own)
+
+    def _cause(self, key: bytes, writer: str, nbytes: int, own: int) -> EvictionCause:
+        """Say why a key is the next victim of what this tenant writes."""
+        owner = self._evictable[key].owner
+        is_over = self._parts.has_part(owner) and self._parts.givers(writer, nbytes, own)(owner)
+        makes_way = writer not in ("", owner) or key != next(iter(self._evictable))
+        return "share" if is_over and makes_way else "budget"
+
+    def why_evicted(self, keys: Iterable[bytes]) -> list[EvictionCause | None]:
+        """Say of each key why it was evicted; None: it was not, or too long ago."""
+        return self._causes.of(keys)
 
     def _stamp(self, key: bytes) -> int:
         return self._evictable[key].stamp
@@ -224,6 +239,7 @@ class RecencyIndex:
             self._make_oldest(key)
 
     def _enter(self, key: bytes, entry: RecencyEntry) -> None:
+        self._causes.came_back(key)
         if key in self._num_pins:
             self._enter_pinned(key, entry)
         else:

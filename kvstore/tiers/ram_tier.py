@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.eviction_causes import EvictionCause
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 
 # What CPython keeps per blob besides the bytes of key and blob: object headers, an entry in two
@@ -129,6 +130,10 @@ class RamTier:
                 errors=0,
                 available=True,
             )
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        with self._lock:
+            return self._index.why_evicted(keys)
 
     def flush(self) -> None:
         pass

@@ -34,6 +34,7 @@ from kvstore.tiers.disk.budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk.call_guard import CallGuard, is_want_of_room
 from kvstore.tiers.disk.folder import SPARE_MAP_BYTES, DiskFolder
 from kvstore.tiers.disk.lmdb_blobs import FileExtent, LmdbBlobs, erase
+from kvstore.tiers.eviction_causes import EvictionCause
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 
 MAX_READS = 4
@@ -212,10 +213,7 @@ class DiskTier:
         return {key: self._blobs.nbytes(len(blob)) for key, blob in blobs.items()}
 
     def _write(
-        self,
-        update: IndexUpdate,
-        blobs: Mapping[bytes, memoryview],
-        remains: list[FileExtent],
+        self, update: IndexUpdate, blobs: Mapping[bytes, memoryview], remains: list[FileExtent]
     ) -> bool:
         """Carry out an update of the index, batch by batch; False if something was refused.
 
@@ -372,6 +370,10 @@ class DiskTier:
                 errors=self._guard.num_errors,
                 available=not self._guard.damaged,
             )
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        with self._lock:
+            return self._index.why_evicted(keys)
 
     def flush(self) -> None:
         with self._guard.call(), self._writing:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
+from kvstore.tiers.eviction_causes import EvictionCause
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs
 from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry
@@ -293,6 +294,10 @@ class RedisTier:
                 errors=self._link.num_errors,
                 available=self._link.available,
             )
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        with self._lock:
+            return self._index.why_evicted(keys)
 
     def flush(self) -> None:
         """Do nothing: a call that writes returns when the server has the blob."""
