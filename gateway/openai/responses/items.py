@@ -1,7 +1,8 @@
 """Items of a response's input, written as the messages of a chat.
 
 What an assistant did in one go, thinking, speaking and calling, is several items and one message.
-So the same conversation gives the same messages, and the same tokens, as in a chat.
+So the same conversation gives the same messages, and the same tokens, as in a chat. A compaction
+is opened, and becomes a message of the user that tells what it stands for.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ import msgspec
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
+from gateway.openai.sealed_text import NotOurs, Open
 from gateway.openai.tools import custom_arguments
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
+# Codex has called it by other names, too.
+_COMPACTIONS = frozenset({"compaction", "compaction_summary", "context_compaction"})
+_STANDS_FOR = (
+    "(The earlier answers, tool calls and their results are not shown any more."
+    " This is a summary of them:)\n"
+)
+_NOT_OURS = (
+    "this compaction was not made here for this key, or was changed, or is older than the server's"
+    " secret: send the conversation itself, or compact it again"
+)
 
 
 def kind_of(item: Json) -> str:
@@ -31,7 +43,9 @@ def kind_of(item: Json) -> str:
 class MessageWriter:
     """Writes messages, item by item. ``skipped`` has the kinds that no chat can hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_sealed: Open) -> None:
+        """``open_sealed`` opens what was sealed for this tenant."""
+        self._open_sealed = open_sealed
         self.skipped: list[str] = []
         self._messages: list[Json] = []
         self._thought = ""
@@ -59,8 +73,30 @@ class MessageWriter:
             self._add_output(item, where)
         elif kind.endswith("_call") and isinstance(item.get("call_id"), str):
             self._add_call(kind, item, where)
+        elif kind in _COMPACTIONS:
+            self._add_summary(item, f"{where}.encrypted_content")
+        elif kind == "compaction_trigger":
+            raise _wrong(where, "a compaction is made by POST /v1/responses/compact")
         else:
             self.skipped.append(kind)
+
+    def _add_summary(self, item: Json, where: str) -> None:
+        sealed = item.get("encrypted_content")
+        if not isinstance(sealed, str):
+            raise _wrong(where, "a compaction holds what POST /v1/responses/compact gave")
+        try:
+            summary = self._open_sealed(sealed)
+        except NotOurs:
+            message = (
+                "this compaction was not made here for this key, or was changed, or is older than"
+                " the server's secret: send the conversation itself, or compact it again"
+            )
+            raise InvalidRequest(
+                f"{where}: {message}", where, "invalid_encrypted_content"
+            ) from None
+        self._thought = ""
+        if summary:
+            self._messages.append({"role": "user", "content": _STANDS_FOR + summary})
 
     def _add_message(self, item: Json, where: str) -> None:
         role = item.get("role")

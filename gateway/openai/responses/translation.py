@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from engines.openai.errors import InvalidRequest
@@ -10,8 +9,10 @@ from engines.openai.messages import Json
 from engines.openai.requests import ChatRequest, validate_chat
 from gateway.openai.responses.answer import ResponseAnswer, renamed
 from gateway.openai.responses.fields import ResponseFields
+from gateway.openai.responses.history import Context
 from gateway.openai.responses.items import MessageWriter
 from gateway.openai.responses.response import Draft
+from gateway.openai.sealed_text import Open
 from gateway.openai.tools import offer
 
 # Taken as they are: a chat has them under the same name. Those behind the first line are not
@@ -32,22 +33,22 @@ class Translation(NamedTuple):
 
 
 def translation(
-    fields: ResponseFields, asked: Json, past: Sequence[Json], own: Sequence[Json], stores: bool
+    fields: ResponseFields, asked: Json, context: Context, open_sealed: Open, stores: bool = False
 ) -> Translation:
     """Translate a request.
 
     Args:
         asked: the body, for fields that a chat has, too.
-        past: the items of the turns before.
-        own: the request's own items.
+        context: the items of the turns before, and the request's own.
+        open_sealed: opens the tenant's compactions.
         stores: the response will be stored.
 
     Raises:
         InvalidRequest: it cannot be served; names the client's field.
     """
-    writer = MessageWriter()
-    writer.add_all(past, "conversation")
-    writer.add_all(own, "input")
+    writer = MessageWriter(open_sealed)
+    writer.add_all(context.past.items, "conversation")
+    writer.add_all(context.own, "input")
     offered = offer(fields.tools or (), fields.tool_choice, nested=False)
     chat: Json = {
         "model": fields.model,

@@ -70,7 +70,7 @@ class SlowEngine(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AsyncIterator[Upstream]:
         try:
             async with super().open(path, body, headers):
