@@ -31,7 +31,7 @@ from gateway.openai.responses.history import Context, full_items, recalled
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import shown_usage
-from gateway.openai.responses.translation import translation, validate
+from gateway.openai.responses.translation import Known, translation, validate
 from gateway.openai.sealed_text import SealedText
 from gateway.relay.answer_format import AsItIs
 from gateway.relay.chat_chunks import read_chunk
@@ -101,7 +101,7 @@ def _translate(
         _plain(fields, _summary_tokens(gateway.served.max_context, is_empty=not items)),
         {**_DEFAULTS, **asked},
         context._replace(own=[*context.own, asking]),
-        sealed.open,
+        Known(sealed.open, gateway.sight),
     )
     if "tools" in made.chat:
         made.chat["tool_choice"] = "none"  # they stay in the prompt

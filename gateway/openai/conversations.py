@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
+from engines.openai.images import BLIND
 from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.context import caller_of, gateway_of
@@ -120,8 +121,9 @@ async def delete_item(request: Request) -> Response:
 
 def _checked_items(request: Request, items: list[Json]) -> list[Json]:
     """Check that a chat can be made of items, and write them in full."""
-    opened = SealedText(gateway_of(request).tenants, caller_of(request).name).open
-    MessageWriter(opened).add_all(items, "items")
+    gateway, tenant = gateway_of(request), caller_of(request)
+    sight = gateway.sight if gateway.engine.ready else BLIND
+    MessageWriter(SealedText(gateway.tenants, tenant.name).open, sight).add_all(items, "items")
     return full_items(items)
 
 

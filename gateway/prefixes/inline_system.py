@@ -53,7 +53,7 @@ def _text_of(message: Json) -> str:
 def _add_note(made: list[Json], note: str, rules: TemplateRules) -> None:
     before = made[-1]
     if not rules.repeated_users and before["role"] in ("user", "tool"):
-        made[-1] = {**before, "content": f"{_text_of(before)}\n\n{note}"}
+        made[-1] = _joined(before, {"content": note})
     else:
         made.append({"role": "user", "content": note})
 
@@ -63,8 +63,22 @@ def _alternating(messages: Sequence[Json]) -> list[Json]:
     made: list[Json] = []
     for message in messages:
         if made and made[-1]["role"] == message["role"] == "user":
-            joined = f"{_text_of(made[-1])}\n\n{_text_of(message)}"
-            made[-1] = {**made[-1], "content": joined}
+            made[-1] = _joined(made[-1], message)
         else:
             made.append(message)
     return made
+
+
+def _joined(before: Json, after: Json) -> Json:
+    """Return ``before`` with the content of both: as text, or as parts if one holds an image."""
+    parts = [*_parts(before), *_parts(after)]
+    if all(part.get("type") == "text" for part in parts):
+        return {**before, "content": f"{_text_of(before)}\n\n{_text_of(after)}"}
+    return {**before, "content": parts}
+
+
+def _parts(message: Json) -> list[Json]:
+    content = message.get("content")
+    if isinstance(content, list):
+        return [part for part in content if isinstance(part, dict)]
+    return [{"type": "text", "text": str(content or "")}]

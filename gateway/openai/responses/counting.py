@@ -13,8 +13,8 @@ from gateway.context import Gateway, caller_of, gateway_of
 from gateway.openai.lists import shown
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, context_of
-from gateway.openai.responses.translation import translation, validate
-from gateway.openai.sealed_text import Open, SealedText
+from gateway.openai.responses.translation import Known, translation, validate
+from gateway.openai.sealed_text import SealedText
 from gateway.relay.prompt_count import count_question, prompt_tokens
 
 router = APIRouter()
@@ -38,14 +38,14 @@ async def _question(request: Request) -> bytes:
             body.json["model"] = gateway.served.model
         fields = await body.beside(lambda: checked(body.json, ResponseFields))
         context = await context_of(gateway.stored, tenant, fields)
-        opened = SealedText(gateway.tenants, tenant.name).open
-        return await body.beside(lambda: _for_engine(gateway, fields, body.json, context, opened))
+        known = Known(SealedText(gateway.tenants, tenant.name).open, gateway.sight)
+        return await body.beside(lambda: _for_engine(gateway, fields, body.json, context, known))
 
 
 def _for_engine(
-    gateway: Gateway, fields: ResponseFields, asked: Json, context: Context, open_sealed: Open
+    gateway: Gateway, fields: ResponseFields, asked: Json, context: Context, known: Known
 ) -> bytes:
-    made = translation(fields, asked, context, open_sealed)
-    validate(made.chat)
+    made = translation(fields, asked, context, known)
+    validate(made.chat, known.sight)
     made.chat["model"] = gateway.served.model
     return count_question(gateway.served.template, gateway.config.keep_reasoning, made.chat)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from engines.openai.errors import InvalidRequest
+from engines.openai.images import SHOWN_BELOW, Sight
 from engines.openai.messages import Json
 from gateway.openai.sealed_text import NotOurs, Open
 from gateway.openai.tools import custom_arguments
@@ -43,15 +44,18 @@ def kind_of(item: Json) -> str:
 class MessageWriter:
     """Writes messages, item by item. ``skipped`` has the kinds that no chat can hold."""
 
-    def __init__(self, open_sealed: Open) -> None:
+    def __init__(self, open_sealed: Open, sight: Sight) -> None:
         """``open_sealed`` opens what was sealed for this tenant."""
         self._open_sealed = open_sealed
+        self._sight = sight
+        self._shown: list[Json] = []  # images that tools gave, until the last of their outputs
         self.skipped: list[str] = []
         self._messages: list[Json] = []
         self._thought = ""
 
     def messages(self) -> list[Json]:
         """Return all messages so far."""
+        self._end_outputs()
         return self._messages
 
     def add_all(self, items: Sequence[Json], where: str) -> None:
@@ -65,6 +69,8 @@ class MessageWriter:
 
     def _add(self, item: Json, where: str) -> None:
         kind = kind_of(item)
+        if not kind.endswith("_call_output"):
+            self._end_outputs()
         if kind == "message":
             self._add_message(item, where)
         elif kind == "reasoning":
@@ -102,6 +108,11 @@ class MessageWriter:
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise _wrong(f"{where}.role", "use user, assistant, system or developer")
+        if role == "user":
+            self._thought = ""
+            said = self._content(item.get("content"), f"{where}.content")
+            self._messages.append({"role": role, "content": said})
+            return
         text = _text(item.get("content"), f"{where}.content")
         if role != "assistant":
             self._thought = ""
@@ -137,8 +148,42 @@ class MessageWriter:
         if not isinstance(call_id, str):
             raise _wrong(f"{where}.call_id", "an output names the call that it answers")
         self._thought = ""
-        text = _output_text(item.get("output"), f"{where}.output")
+        text, images = self._output(item.get("output"), f"{where}.output")
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._shown += images
+
+    def _output(self, output: Any, where: str) -> tuple[str, list[Json]]:
+        """Return what a tool gave: text, or as JSON what is no text; and images."""
+        if output is None or isinstance(output, str):
+            return output or "", []
+        if not isinstance(output, list) or not all(
+            isinstance(x, dict) and "type" in x for x in output
+        ):
+            return msgspec.json.encode(output).decode(), []
+        said = self._content(output, where)
+        if isinstance(said, str):
+            return said, []
+        images = [x for x in said if x["type"] == "image_url"]
+        return "".join(x["text"] for x in said if x["type"] == "text") or SHOWN_BELOW, images
+
+    def _content(self, content: Any, where: str) -> str | list[Json]:
+        """Return a content as text, or as parts if there are images in it."""
+        if not isinstance(content, list) or not any(_is_image(part) for part in content):
+            return _text(content, where)
+        return [self._part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+
+    def _part(self, part: Any, where: str) -> Json:
+        if not _is_image(part):
+            return {"type": "text", "text": _part_text(part, where)}
+        if part.get("file_id"):
+            raise _wrong(f"{where}.file_id", "no files are kept here: send the image itself")
+        return self._sight.part(part.get("image_url"), where, "input_image", part.get("detail"))
+
+    def _end_outputs(self) -> None:
+        """Show the images of tools in a message of the user: templates know no others."""
+        if self._shown:
+            self._messages.append({"role": "user", "content": self._shown})
+            self._shown = []
 
 
 def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
@@ -155,13 +200,8 @@ def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
     return name, given if kind == "function_call" else custom_arguments(given)
 
 
-def _output_text(output: Any, where: str) -> str:
-    """Return what a tool gave: its text, or as JSON what is no text."""
-    if output is None or isinstance(output, str):
-        return output or ""
-    if isinstance(output, list) and all(isinstance(x, dict) and "type" in x for x in output):
-        return _text(output, where)
-    return msgspec.json.encode(output).decode()
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
 
 
 def _text(content: Any, where: str) -> str:
@@ -180,7 +220,7 @@ def _part_text(part: Any, where: str) -> str:
     elif kind == "refusal":
         text = part.get("refusal")
     elif kind in _NOT_TEXT:
-        raise _wrong(f"{where}.type", f"this engine is text only; {kind!r} is not taken")
+        raise _wrong(f"{where}.type", f"only text is taken here; {kind!r} is not")
     else:
         raise _wrong(f"{where}.type", "use input_text or output_text")
     if not isinstance(text, str):

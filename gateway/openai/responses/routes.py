@@ -22,7 +22,7 @@ from gateway.openai.responses.event_writer import EventWriter
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, keep_response, recalled
 from gateway.openai.responses.replay import replayed
-from gateway.openai.responses.translation import translation, validate
+from gateway.openai.responses.translation import Known, translation, validate
 from gateway.openai.sealed_text import SealedText
 from gateway.openai.stored_objects import StoredKind
 from gateway.relay.passthrough import EVENT_STREAM
@@ -42,8 +42,8 @@ def _translate(
     gateway: Gateway, tenant: Tenant, fields: ResponseFields, context: Context, asked: Json
 ) -> Translated:
     stores = fields.stores and gateway.stored.enabled
-    opened = SealedText(gateway.tenants, tenant.name).open
-    made = translation(fields, asked, context, opened, stores)
+    known = Known(SealedText(gateway.tenants, tenant.name).open, gateway.sight)
+    made = translation(fields, asked, context, known, stores)
     keep = None
     if stores or fields.conversation_id:
         keep = partial(_keep, gateway, fields, context.own, made.answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engines.openai.errors import InvalidRequest
+from engines.openai.images import Sight
 from engines.openai.messages import Json
 from engines.openai.requests import ChatRequest, validate_chat
 from gateway.openai.responses.answer import ResponseAnswer, renamed
@@ -24,6 +25,13 @@ _SAME = (
 )
 
 
+class Known(NamedTuple):
+    """What this server knows of a tenant's items: how they are opened, and what may be in them."""
+
+    open_sealed: Open
+    sight: Sight
+
+
 class Translation(NamedTuple):
     """A request for a response as a chat, and who writes its answer."""
 
@@ -33,20 +41,20 @@ class Translation(NamedTuple):
 
 
 def translation(
-    fields: ResponseFields, asked: Json, context: Context, open_sealed: Open, stores: bool = False
+    fields: ResponseFields, asked: Json, context: Context, known: Known, stores: bool = False
 ) -> Translation:
     """Translate a request.
 
     Args:
         asked: the body, for fields that a chat has, too.
         context: the items of the turns before, and the request's own.
-        open_sealed: opens the tenant's compactions.
+        known: what opens the tenant's compactions, and which images are taken.
         stores: the response will be stored.
 
     Raises:
         InvalidRequest: it cannot be served; names the client's field.
     """
-    writer = MessageWriter(open_sealed)
+    writer = MessageWriter(known.open_sealed, known.sight)
     writer.add_all(context.past.items, "conversation")
     writer.add_all(context.own, "input")
     offered = offer(fields.tools or (), fields.tool_choice, nested=False)
@@ -65,10 +73,10 @@ def translation(
     return Translation(chat, answer, offered.skipped + writer.skipped)
 
 
-def validate(chat: Json) -> ChatRequest:
+def validate(chat: Json, sight: Sight) -> ChatRequest:
     """Check the chat. Raises ``InvalidRequest``, which names the client's fields."""
     try:
-        return validate_chat(chat)
+        return validate_chat(chat, sight)
     except InvalidRequest as error:
         param = renamed(error.param)
         message = error.message
