@@ -26,7 +26,7 @@ _SAME = (
 
 
 class Known(NamedTuple):
-    """What this server knows of a tenant's items: how they are opened, and what may be in them."""
+    """The ways that this server opens the items of a tenant, and what may be in them."""
 
     open_sealed: Open
     sight: Sight
