@@ -219,6 +219,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
     kv_bytes_per_token: int = 0  # of a token's live KV, unpacked; 0: not said
+    sees_images: bool = False  # in chats, as ``image_url`` parts
     version: int = WIRE_VERSION
 
 

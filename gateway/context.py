@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
+from engines.openai.images import Sight
 from engines.openai.requests import InvalidRequest
 from engines.wire import Welcome
 from gateway.access.key_list import KeyList
@@ -68,6 +69,11 @@ class Gateway:
         if welcome is None:
             raise EngineUnavailable(self.engine.trouble)
         return welcome
+
+    @property
+    def sight(self) -> Sight:
+        """The images that the engine takes. Raises ``EngineUnavailable`` as ``served`` does."""
+        return Sight(self.served.sees_images, self.config.remote_images)
 
     async def served_soon(self) -> Welcome:
         """Return ``served``; an engine that died first gets ``engine_wait_s`` to come back.

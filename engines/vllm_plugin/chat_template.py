@@ -1,4 +1,4 @@
-"""Finds out which orders of messages the chat template of vLLM's model takes."""
+"""Finds out what chats vLLM's model takes: in which order, and whether with images."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from engines.host.template_rules import rules_of
 from engines.wire import TemplateRules
 
 logger = logging.getLogger("thermocline.vllm")
+
+
+def sees_images(model_config: Any) -> bool:
+    """Tell whether the model takes images, and vLLM was not told to take none."""
+    if not getattr(model_config, "supports_multimodal_inputs", False):
+        return False
+    try:
+        from vllm.multimodal import MULTIMODAL_REGISTRY  # the rest runs without vLLM
+
+        kinds = MULTIMODAL_REGISTRY.get_processing_info(model_config).supported_mm_limits
+        limit = model_config.get_multimodal_config().get_limit_per_prompt("image")
+    except Exception as error:  # a model of somebody else's making must not end the engine
+        logger.warning("whether the model sees images is not known: %s", error)
+        return False
+    return "image" in kinds and limit > 0
 
 
 def template_rules(model_config: Any) -> TemplateRules:

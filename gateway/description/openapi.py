@@ -35,6 +35,7 @@ _BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponseFields,
     "/v1/responses/input_tokens": ResponseFields,
+    "/v1/responses/compact": ResponseFields,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/detokenize": Detokenize,

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs
 from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry
@@ -37,7 +37,7 @@ from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.writer_name import WriterName
 
 
-class RedisTier:
+class RedisTier(IndexedTier):
     """Implements ``base.Tier`` on the server at ``url``, which is connected to at the first use.
 
     Args:
@@ -273,14 +273,6 @@ class RedisTier:
                 others = self._server.manifests([key for key in keys if key not in manifests])
             self._server.touch(manifests, others)
 
-    def pin(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._index.pin(keys)
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._index.unpin(keys)
-
     # Life
 
     def stats(self) -> TierStats:
@@ -294,10 +286,6 @@ class RedisTier:
                 errors=self._link.num_errors,
                 available=self._link.available,
             )
-
-    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
-        with self._lock:
-            return self._index.why_evicted(keys)
 
     def flush(self) -> None:
         """Do nothing: a call that writes returns when the server has the blob."""

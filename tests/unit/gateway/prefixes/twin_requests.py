@@ -11,9 +11,7 @@ from typing import Any
 
 from engines.base import Upstream
 from gateway.live.requests import LiveRequest
-from gateway.prefixes.twins import (
-    SharedTurn,
-)
+from gateway.prefixes.twins import SharedTurn
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply
 
 EVENTS = {"content-type": "text/event-stream"}
@@ -56,7 +54,7 @@ class SlowEngine(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AsyncIterator[Upstream]:
         try:
             async with super().open(path, body, headers):
