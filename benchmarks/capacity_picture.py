@@ -3,6 +3,7 @@
     python benchmarks/capacity_picture.py measure plain 80      one point: nothing sleeps, 80 MiB
     python benchmarks/capacity_picture.py measure product 80    the same memory, shared out
     python benchmarks/capacity_picture.py draw                  docs/pictures/capacity.png
+    python benchmarks/capacity_picture.py --engine vllm draw    docs/pictures/capacity-vllm.png
 
 Each point is ``thermocline bench --find-capacity`` against a server: sessions are opened until some
 do not come back. *plain* has all of the memory for live KV and its prefix cache; *product* gives as
@@ -32,7 +33,7 @@ from launch.sample.sample_model import sample_model
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 POINTS = FOLDER / "capacity.json"
-PICTURE = FOLDER / "capacity.png"
+PICTURES = {"mlx": FOLDER / "capacity.png", "vllm": FOLDER / "capacity-vllm.png"}
 LIVE_MIB = {"mlx": 52, "vllm": 64}  # of the product's memory: one running session, somewhat more
 WORDS = {"mlx": 205, "vllm": 600}
 MAX_CONTEXT = 1024
@@ -105,7 +106,7 @@ def draw(engine: str) -> None:
     axes.set_xticks(range(len(budgets)), [f"{mib} MiB" for mib in budgets])
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
-    figure.savefig(PICTURE, dpi=120, facecolor="white")
+    figure.savefig(PICTURES[engine], dpi=120, facecolor="white")
 
 
 def main() -> None:

@@ -281,7 +281,7 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
     cause: Literal["saved", "dropped", "moved", "restored", "lost", "turn"]
     session: SessionReport
-    why: str = ""  # of "moved" and "lost": "budget", "expired", ...; "" = not said
+    why: str = ""  # of "moved" and "lost": "budget", "share", ...; "" = not said
 
 
 FromEngine: TypeAlias = ControlReply | Notice

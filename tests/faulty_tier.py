@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, Tier, TierStats
+from kvstore.tiers.eviction_causes import EvictionCause
 
 
 class FaultyTier:
@@ -67,6 +68,9 @@ class FaultyTier:
 
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         self.inner.own(owner, keys, idle_s)
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        return self.inner.why_evicted(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._call("touch")

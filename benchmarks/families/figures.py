@@ -1,12 +1,12 @@
 """Puts models of every family to sleep with the preset that the gate gives them, and wakes them.
 
     python -m benchmarks.families.figures --models mamba2,delta [--json FILE]
-    python -m benchmarks.families.figures --models windowed --source SAMPLE_MODEL --contexts 2048
+    python -m benchmarks.families.figures --models windowed,latent --source SAMPLE_MODEL
 
 Each model is measured by the survey of ``thermocline calibrate``, ``auto`` chooses by that, and
 sessions are saved into a cold store with these codecs, loaded and gone on with. Trained models
-are judged by texts of their task and by the answers to it, the model with windows by the usual
-texts. Bytes are the store's own count: packed rows, two states, headers.
+are judged by texts of their task and by the answers to it, the sample model with windows or with
+latents by the usual texts. Bytes are the store's own count: packed rows, two states, headers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.families.latent import write_latent
 from benchmarks.families.tasks import ITEM, answer_places, recall_text
 from benchmarks.families.trained import trained_model
 from benchmarks.families.windowed import write_windowed
 from benchmarks.stacks.product_stack import write_json
+from engines.calibration.corpus import held_out_texts
 from engines.calibration.first_order import FIRST_PRESETS
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import HeldSession
@@ -97,9 +99,14 @@ def trained(kind: str, data: Path) -> Sleeper:
     return Sleeper(kind, found.instrument, found.plan, found.report, data, texts)
 
 
-def windowed(source: Path, data: Path, contexts: tuple[int, ...], num_windows: int) -> Sleeper:
-    """The sample model with windows, measured on the usual texts."""
-    folder = write_windowed(source, data / "windowed")
+REWRITTEN = {"windowed": write_windowed, "latent": write_latent}
+
+
+def rewritten(
+    kind: str, source: Path, data: Path, contexts: tuple[int, ...], num_windows: int
+) -> Sleeper:
+    """The sample model with windows or latents, measured on the usual texts."""
+    folder = REWRITTEN[kind](source, data / kind)
     order = {
         "contexts": contexts,
         "num_windows": num_windows,
@@ -108,16 +115,14 @@ def windowed(source: Path, data: Path, contexts: tuple[int, ...], num_windows: i
         "num_chains": 2,
         "presets": ("dense3", "balanced", "tq4"),
     }
-    found = measured("windowed", folder, data, order)
-    from engines.calibration.corpus import held_out_texts
-
+    found = measured(kind, folder, data, order)
     longest = max(contexts)
     texts = []
     for text in held_out_texts():
         ids = found.instrument.encode(text.content)
         if len(ids) >= longest + 64:
             texts.append((ids[:longest], ids[longest : longest + 64]))
-    return Sleeper("windowed", found.instrument, found.plan, found.report, data, texts[:2])
+    return Sleeper(kind, found.instrument, found.plan, found.report, data, texts[:2])
 
 
 # ---- sleeping
@@ -243,18 +248,18 @@ def as_text(found: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="mamba2,delta")
-    parser.add_argument("--source", type=Path, help="the sample model, for windowed")
-    parser.add_argument("--contexts", default="2048", help="of windowed")
-    parser.add_argument("--windows", type=int, default=16, help="to learn from, of windowed")
+    parser.add_argument("--source", type=Path, help="the sample model, for windowed and latent")
+    parser.add_argument("--contexts", default="2048", help="in tokens, of windowed and latent")
+    parser.add_argument("--windows", type=int, default=16, help="to learn from, of both")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     results = []
     for name in args.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            if name == "windowed":
+            if name in REWRITTEN:
                 contexts = tuple(map(int, args.contexts.split(",")))
-                of = windowed(args.source, Path(folder), contexts, args.windows)
+                of = rewritten(name, args.source, Path(folder), contexts, args.windows)
             else:
                 of = trained(name, Path(folder))
             results.append(figures(of))

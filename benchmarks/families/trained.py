@@ -1,11 +1,10 @@
-"""Tiny models of the recurrent families and of latents, trained on recall until they know it.
+"""Tiny models of the recurrent families, trained on recall until they know it.
 
     python -m benchmarks.families.trained [--kinds delta,mamba2] [--folder FOLDER]
 
     delta    a gated delta net under a layer of attention (qwen3_next), which is muted, so that the
              state has to carry everything
     mamba2   two layers of Mamba-2, and no attention at all
-    latent   two layers of multi-head latent attention (deepseek_v2)
 
 Trained with mlx on the CPU, in minutes each. A folder is named by a digest of the task and of how
 the model is trained on it, so that is done once. They are ordinary folders of models, which any
@@ -96,20 +95,6 @@ CONFIGS: Final[dict[str, dict[str, object]]] = {
         "use_conv_bias": True,
         "time_step_limit": [0.0, 100.0],
         "time_step_rank": "auto",
-    },
-    "latent": {
-        **_COMMON,
-        "model_type": "deepseek_v2",
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 32,
-        "rope_scaling": {"factor": 1.0, "original_max_position_embeddings": 2048},
-        "n_routed_experts": 2,  # in layers that there are none of
-        "first_k_dense_replace": 2,
     },
 }
 

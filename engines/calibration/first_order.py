@@ -15,6 +15,7 @@ FIRST_PRESETS: Final = ("dense3", "balanced", "tq4", "safe")
 FIRST_CONTEXT: Final = 1024
 FIRST_SCORED: Final = 64
 FIRST_WINDOWS: Final = 8
+FIRST_PROBED: Final = 0.125  # of each window: gradients take half of what prefilling them all takes
 FIRST_CHAINS: Final = 3
 LEAST_CONTEXT: Final = 128  # fewer tokens are never packed
 
@@ -46,6 +47,7 @@ def first_order(
         contexts=(context,),
         num_windows=FIRST_WINDOWS,
         window_tokens=min(context, FIRST_CONTEXT),
+        probed_share=FIRST_PROBED,
         num_scored=FIRST_SCORED,
         depths=(0.5,),
         with_bounds=False,  # nobody looks at them, and they cost as much as learning
@@ -59,7 +61,7 @@ def first_order(
 def tokens_to_compute(order: CalibrationOrder) -> int:
     """Reckon how many tokens a measurement has the model compute, to learn from and to judge by.
 
-    Gradients, where the engine has them, take about twice as long as the texts to learn from.
+    Gradients, where the engine has them, take about as long as the texts to learn from.
     """
     num_cases = len(held_out_texts()) + len(order.depths) + order.num_chains
     learned = order.num_windows * order.window_tokens

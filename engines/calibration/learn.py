@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import (
@@ -34,20 +34,34 @@ from kvstore.shapes import KVRun, slice_tokens
 logger = logging.getLogger(__name__)
 
 LAYER: Final = Scope("layer")
-PROBED_FROM: Final = 0.75  # of a window: the gradients of its end say which errors before it matter
+PROBED_SHARE: Final = 0.25
 MOST_PIECES: Final = 8  # of a window, where sliding windows are shorter
 LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is cut there
+
+
+class Windows(NamedTuple):
+    """The texts to learn from: ``num`` windows of them, of ``tokens`` each.
+
+    ``probed_share``: of each; the gradients of its end say which errors before it matter.
+    """
+
+    num: int
+    tokens: int
+    probed_share: float = PROBED_SHARE
+
+    def first_probed(self, window: Sequence[int]) -> int:
+        """Return the number of the first token whose loss gives gradients."""
+        return int(len(window) * (1 - self.probed_share))
 
 
 def samples_of(
     instrument: Instrument,
     texts: Sequence[Text],
-    num_windows: int,
-    window_tokens: int,
+    wanted: Windows,
     scratch: Scratch | None = None,
     tell: Tell = quiet,
 ) -> Samples:
-    """Prefill ``num_windows`` windows of ``texts``, with gradients where the engine has them.
+    """Prefill windows of ``texts``, with gradients where the engine has them.
 
     Args:
         scratch: where the windows' rows are kept; None = in memory.
@@ -58,7 +72,7 @@ def samples_of(
         ValueError: no text is long enough, or the model turns its keys in a way that is not
             understood.
     """
-    windows = list(deal(texts, instrument, num_windows, window_tokens))
+    windows = list(deal(texts, instrument, wanted.num, wanted.tokens))
     if not windows:
         raise ValueError(f"no text to learn from has {LEAST_WINDOW} tokens")
     ropes = instrument.ropes
@@ -76,9 +90,9 @@ def samples_of(
         logger.info("read %d of %d windows to learn from", number, len(windows))
     samples = Samples(instrument.layout, ropes, runs)
     if states is not None:
-        return _with_session_metrics(instrument, samples, windows, 0, tell)
+        return _with_session_metrics(instrument, samples, windows, wanted, 0, tell)
     if isinstance(instrument, Differentiable):
-        return _with_metrics(instrument, samples, windows, tell)
+        return _with_metrics(instrument, samples, windows, wanted, tell)
     return samples
 
 
@@ -86,6 +100,7 @@ def _with_session_metrics(
     instrument: Instrument,
     samples: Samples,
     windows: Sequence[Sequence[int]],
+    wanted: Windows,
     part: int,
     tell: Tell,
 ) -> Samples:
@@ -100,7 +115,7 @@ def _with_session_metrics(
     def found() -> Iterator[KVRun]:
         for number, window in enumerate(windows):
             tell(f"{number} of {len(windows)} texts looked back on")
-            first = int(len(window) * PROBED_FROM)
+            first = wanted.first_probed(window)
             yield instrument.session_gradients(window[:first], window[first:])[part]
 
     try:
@@ -113,8 +128,7 @@ def _with_session_metrics(
 def window_samples_of(
     instrument: Instrument,
     texts: Sequence[Text],
-    num_windows: int,
-    window_tokens: int,
+    wanted: Windows,
     scratch: Scratch | None = None,
     tell: Tell = quiet,
 ) -> Samples:
@@ -126,10 +140,10 @@ def window_samples_of(
     assert isinstance(instrument, StatefulInstrument)
     states = instrument.states
     assert states is not None and states.windows is not None
-    short = min(states.window_tokens, window_tokens)
-    wanted = num_windows * min(window_tokens // short, MOST_PIECES)
+    short = min(states.window_tokens, wanted.tokens)
+    num_pieces = wanted.num * min(wanted.tokens // short, MOST_PIECES)
     runs: list[KVRun] = []
-    pieces = list(deal(texts, instrument, wanted, short, min(short, LEAST_WINDOW)))
+    pieces = list(deal(texts, instrument, num_pieces, short, min(short, LEAST_WINDOW)))
     for number, piece in enumerate(pieces):
         tell(f"{number} of {len(pieces)} short texts to learn from")
         session = instrument.prefill_whole(piece)
@@ -140,7 +154,7 @@ def window_samples_of(
         kept = [(k.copy(), v.copy()) for k, v in run]
         runs.append(scratch.keep_stored(kept, layout.dtype) if scratch is not None else kept)
     samples = Samples(states.windows, instrument.window_ropes(), runs)
-    return _with_session_metrics(instrument, samples, pieces, 1, tell)
+    return _with_session_metrics(instrument, samples, pieces, wanted, 1, tell)
 
 
 def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile:
@@ -151,10 +165,14 @@ def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile
 
 
 def _with_metrics(
-    instrument: Differentiable, samples: Samples, windows: Sequence[Sequence[int]], tell: Tell
+    instrument: Differentiable,
+    samples: Samples,
+    windows: Sequence[Sequence[int]],
+    wanted: Windows,
+    tell: Tell,
 ) -> Samples:
     try:
-        metrics = head_metrics(samples, _gradients(instrument, samples, windows, tell))
+        metrics = head_metrics(samples, _gradients(instrument, samples, windows, wanted, tell))
     except NotDifferentiable as error:
         logger.warning("all errors in stored KV count alike: %s", error)
         return samples
@@ -167,12 +185,13 @@ def _gradients(
     instrument: Differentiable,
     samples: Samples,
     windows: Sequence[Sequence[int]],
+    wanted: Windows,
     tell: Tell,
 ) -> Iterator[KVRun]:
     """Gradients of the loss at the end of each window by the KV before it."""
     for number, (text, window) in enumerate(zip(samples.texts, windows, strict=True), 1):
         tell(f"{number - 1} of {len(windows)} texts looked back on")
-        first = int(len(window) * PROBED_FROM)
+        first = wanted.first_probed(window)
         run = samples.as_engine_has(slice_tokens(text, 0, first))
         yield instrument.gradients(run, window[first:])
         logger.info("looked back from the end of %d of %d windows", number, len(windows))

@@ -25,6 +25,8 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     eval_texts: tuple[str, ...] = ()  # files to judge by; none = those of ``corpus``
     num_windows: Positive = 48  # to learn from
     window_tokens: Annotated[int, msgspec.Meta(ge=128)] = 1024
+    # Of each window: the gradients of its end say which errors before it matter.
+    probed_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.25
     num_scored: Positive = 256  # tokens after each prefix that are compared
     depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles
     num_chains: Annotated[int, msgspec.Meta(ge=0)] = 4  # prefixes with problems; 0 = none

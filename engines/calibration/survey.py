@@ -13,7 +13,7 @@ from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.profiles import make_folder, save
 from engines.calibration.instrument import Instrument, states_of
-from engines.calibration.learn import learn, samples_of, window_samples_of, yardsticks
+from engines.calibration.learn import Windows, learn, samples_of, window_samples_of, yardsticks
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
 from engines.calibration.measuring.chains import chain_cases
 from engines.calibration.measuring.measure import Tell, measure, quiet
@@ -170,10 +170,10 @@ def _learned(
         return _with_windows(instrument, order, profile, presets, unfinished, tell), {}
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
     tell("reading texts to learn from")
-    windows = (order.num_windows, order.window_tokens)
+    windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
     # Beside a model that serves its rows are not to take memory.
     with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
-        samples = samples_of(instrument, texts, *windows, scratch, tell)
+        samples = samples_of(instrument, texts, windows, scratch, tell)
         # They are of rows alone, and a session with states is more.
         wanted = order.with_bounds and states is None
         sticks = yardsticks(samples, order.presets) if wanted else {}
@@ -205,9 +205,9 @@ def _with_windows(
     if states is None or states.windows is None or not missing:
         return profile
     texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
-    windows = (order.num_windows, order.window_tokens)
+    windows = Windows(order.num_windows, order.window_tokens, order.probed_share)
     with Scratch(_folder(order)) if unfinished is not None else nullcontext() as scratch:
-        samples = window_samples_of(instrument, texts, *windows, scratch, tell)
+        samples = window_samples_of(instrument, texts, windows, scratch, tell)
         for name in missing:
             tell(f"learning {name} for windows")
             found = learn(samples, instrument.fingerprint, [name])

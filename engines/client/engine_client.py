@@ -127,7 +127,9 @@ class EngineClient:
             raise EngineUnavailable(self.trouble)
         next_life = None
         if wait_s:
-            next_life = NextLife(self._link, wait_s, lambda: self._stopping or self.gave_up)
+            next_life = NextLife(
+                lambda: self._link.welcome, wait_s, lambda: self._stopping or self.gave_up
+            )
         exchange = HttpExchange(self._address, self._stall_timeout_s, next_life)
         self._exchanges.add(exchange)
         try:

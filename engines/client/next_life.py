@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engines.client.control_link import ControlLink
-
 POLL_S = 0.05
 # The two connections of an engine that ends are closed together, but not heard of in one order.
 NOTICED_S = 0.2
@@ -18,29 +16,32 @@ class NextLife:
     It has if its control connection was lost, whether its process ended or was given up as hung.
     """
 
-    def __init__(self, link: ControlLink, wait_s: float, no_hope: Callable[[], bool]) -> None:
+    def __init__(
+        self, engine: Callable[[], object], wait_s: float, no_hope: Callable[[], bool]
+    ) -> None:
         """Remember the engine of now.
 
         Args:
+            engine: returns one object for as long as the control connection lasts, None without.
             wait_s: the longest wait for the next one, in seconds.
             no_hope: tells that none will come.
         """
-        self._link = link
-        self._engine = link.welcome  # one object for as long as the connection lasts
+        self._engine = engine
+        self._then = engine()
         self._wait_s = wait_s
         self._no_hope = no_hope
 
     @property
     def ended(self) -> bool:
         """True once the engine of then has ended."""
-        return self._link.welcome is not self._engine
+        return self._engine() is not self._then
 
     async def ready(self) -> bool:
         """Wait until the engine has ended and is there again; False if not in time."""
         loop = asyncio.get_running_loop()
         noticed, end = loop.time() + NOTICED_S, loop.time() + self._wait_s
         while loop.time() < end and not self._no_hope():
-            if self.ended and self._link.welcome is not None:
+            if self.ended and self._engine() is not None:
                 return True
             if not self.ended and loop.time() > noticed:
                 return False

@@ -186,7 +186,7 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
     """News that what was stored of a session is gone, or slower to reach."""
 
     session: SessionRef
-    why: str = ""  # "budget", "expired"
+    why: str = ""  # "budget", "share", "expired"
     is_gone: bool = True
 
 

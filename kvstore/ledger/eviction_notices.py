@@ -15,13 +15,14 @@ from typing import Literal, NamedTuple
 
 from kvstore.ledger.stack import TierStack
 from kvstore.session import SessionRef
+from kvstore.tiers.eviction_causes import EvictionCause
 
 
 class Departure(NamedTuple):
     """A session that left, without a salt: the store does not keep salts."""
 
     session: SessionRef
-    why: Literal["budget", "expired"]  # a tier had no room for it; nobody came back in time
+    why: EvictionCause | Literal["expired"]  # the tier's cause; nobody came back in time
     is_gone: bool = True  # False: a slower tier still has it
 
 
@@ -88,12 +89,14 @@ class EvictionNotices:
             self._told = set(gone)
         self._num_evictions = num_evictions
         sure = self._missing.intersection(gone)
+        slowest_first = range(len(self._stack) - 1, -1, -1)
         for key in sure - self._told:
-            self.tell(Departure(gone[key], "budget"))
+            why = self._stack.why_evicted(gone[key].first_blob, slowest_first) or "budget"
+            self.tell(Departure(gone[key].session, why))
         self._told = self._told.intersection(gone) | sure
         self._missing = set(gone)
 
-    def _gone(self) -> dict[bytes, SessionRef] | None:
+    def _gone(self) -> dict[bytes, Restorable] | None:
         """Sessions without even their first blob; None while a tier does not say."""
         known = list(self._restorable())
         located = self._stack.locate([key for x in known for key in (x.first_blob, x.last_blob)])
@@ -101,13 +104,15 @@ class EvictionNotices:
             return None
         self._note_levels(known, located.levels[1::2])
         levels = zip(known, located.levels[::2], strict=True)
-        return {x.record_key: x.session for x, level in levels if level is None}
+        return {x.record_key: x for x, level in levels if level is None}
 
     def _note_levels(self, known: Sequence[Restorable], levels: Sequence[int | None]) -> None:
         """Tell of sessions whose end is in a slower tier than it was."""
         now = {x.record_key: (x, i) for x, i in zip(known, levels, strict=True) if i is not None}
         for key, (session, level) in now.items():
-            if self._has_looked and level > self._levels.get(key, 0):
-                self.tell(Departure(session.session, "budget", is_gone=False))
+            was = self._levels.get(key, 0)
+            if self._has_looked and level > was:
+                why = self._stack.why_evicted(session.last_blob, range(level - 1, was - 1, -1))
+                self.tell(Departure(session.session, why or "budget", is_gone=False))
         self._levels = {key: level for key, (_, level) in now.items()}
         self._has_looked = True

@@ -19,6 +19,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TIER_NAMES, TierName
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob, Tier, TierStats
+from kvstore.tiers.eviction_causes import EvictionCause
 
 MAX_MET: Final = 64  # tags of codecs that only others have, or that were used long ago
 # What was pinned, tier by tier, under the names that it had.
@@ -229,6 +230,14 @@ class TierStack:
             yield from self._tiers[i].scan(prefix)
         except TierUnavailable:
             self._count_down(i)
+
+    def why_evicted(self, key: bytes, levels: Sequence[int]) -> EvictionCause | None:
+        """Say why the first of these tiers that knows evicted a blob; None if none does."""
+        for i in levels:
+            causes = set(self._tiers[i].why_evicted(self._tags[i].all([key]))) - {None}
+            if causes:
+                return "share" if "share" in causes else "budget"
+        return None
 
     def stats(self) -> list[TierStats]:
         return [x.stats() for x in self._tiers]

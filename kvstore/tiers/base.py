@@ -17,6 +17,8 @@ from typing import Protocol
 
 import msgspec
 
+from kvstore.tiers.eviction_causes import EvictionCause
+
 Blob = bytes | bytearray | memoryview
 
 
@@ -120,6 +122,9 @@ class Tier(Protocol):
         Raises:
             TierUnavailable: the rest cannot be listed or read.
         """
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        """Say of each key why this process evicted it; None: it did not, or too long ago."""
 
     def stats(self) -> TierStats:
         """Return the numbers of this moment. Never raises, never waits for the medium."""

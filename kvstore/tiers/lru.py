@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from kvstore.tiers.eviction_causes import EvictionCause, EvictionCauses
 from kvstore.tiers.tenant_parts import TenantParts
 
 
@@ -68,6 +69,8 @@ class RecencyIndex:
         self._evictable_bytes = 0
         self._pinned_bytes = 0
         self._last_stamp = 0
+        self._first_stamp = 0
+        self._causes = EvictionCauses()
 
     def emptied(self) -> RecencyIndex:
         """Make one of the same budget without keys and pins."""
@@ -127,6 +130,10 @@ class RecencyIndex:
         self.touch(list(sizes))
         return IndexUpdate(added, evicted)
 
+    def expect(self, owner: str, idle_s: float) -> None:
+        """Note that a tenant used ``idle_s`` seconds ago what is entered only later."""
+        self._parts.used_before(owner, idle_s)
+
     def own(self, owner: str, keys: Iterable[bytes], idle_s: float = 0.0) -> None:
         """Say whose these keys are, as far as they are here and nobody's yet.
 
@@ -161,6 +168,7 @@ class RecencyIndex:
             key = self._next_victim() or next(iter(self._evictable))
             if key in spare:
                 break
+            self._causes.remember(key, "budget")
             entry = self._take_out(key)
             evicted.append((key, entry))
             nbytes -= entry.nbytes
@@ -174,6 +182,7 @@ class RecencyIndex:
             key = self._next_victim(owner, nbytes, own)
             if key is None:
                 return
+            self._causes.remember(key, self._cause(key, owner, nbytes, own))
             yield key, self._take_out(key)
 
     def _next_victim(self, owner: str = "", nbytes: int = 0, own: int = 0) -> bytes | None:
@@ -187,6 +196,17 @@ class RecencyIndex:
             return oldest
         surplus = min(self._parts.oldest(gives), key=self._stamp, default=None)
         return surplus or self._parts.oldest_of(owner, own)
+
+    def _cause(self, key: bytes, writer: str, nbytes: int, own: int) -> EvictionCause:
+        """Say why a key is the next victim of what this tenant writes."""
+        owner = self._evictable[key].owner
+        is_over = self._parts.has_part(owner) and self._parts.givers(writer, nbytes, own)(owner)
+        makes_way = writer not in ("", owner) or key != next(iter(self._evictable))
+        return "share" if is_over and makes_way else "budget"
+
+    def why_evicted(self, keys: Iterable[bytes]) -> list[EvictionCause | None]:
+        """Say of each key why it was evicted; None: it was not, or too long ago."""
+        return self._causes.of(keys)
 
     def _stamp(self, key: bytes) -> int:
         return self._evictable[key].stamp
@@ -209,13 +229,27 @@ class RecencyIndex:
         """
         if stamp is not None:
             self._last_stamp = stamp - 1
-        entry = RecencyEntry(nbytes, self._next_stamp(), owner)
+        self._enter(key, RecencyEntry(nbytes, self._next_stamp(), owner))
+
+    def insert_oldest(self, key: bytes, nbytes: int, owner: str = "") -> None:
+        """Enter an absent key as the least recent of all, even beyond the budget."""
+        self._first_stamp -= 1
+        self._enter(key, RecencyEntry(nbytes, self._first_stamp, owner))
+        if key in self._evictable:
+            self._make_oldest(key)
+
+    def _enter(self, key: bytes, entry: RecencyEntry) -> None:
+        self._causes.came_back(key)
         if key in self._num_pins:
             self._enter_pinned(key, entry)
         else:
             self._evictable[key] = entry
-            self._evictable_bytes += nbytes
-            self._parts.enter(owner, key, nbytes)
+            self._evictable_bytes += entry.nbytes
+            self._parts.enter(entry.owner, key, entry.nbytes)
+
+    def _make_oldest(self, key: bytes) -> None:
+        self._evictable.move_to_end(key, last=False)
+        self._parts.move(self._evictable[key].owner, key, last=False)
 
     def _enter_pinned(self, key: bytes, entry: RecencyEntry) -> None:
         self._pinned[key] = entry
@@ -230,8 +264,7 @@ class RecencyIndex:
             self.insert(key, entry.nbytes, owner=entry.owner)
             if key in self._evictable:
                 self._evictable[key] = entry
-                self._evictable.move_to_end(key, last=False)
-                self._parts.move(entry.owner, key, last=False)
+                self._make_oldest(key)
 
     def remove(self, key: bytes) -> RecencyEntry | None:
         """Remove a key and return its entry, None if it was absent.

@@ -10,6 +10,7 @@ import msgspec
 
 from kvstore.errors import Corrupt
 from kvstore.tiers.base import Blob, Tier, TierStats
+from kvstore.tiers.eviction_causes import EvictionCause
 from kvstore.tiers.seal import SEAL_BYTES, Seal
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,9 @@ class SealedTier:
         return [key + self._behind for key in keys]
 
     # Life
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        return self._inner.why_evicted(self._names(keys))
 
     def stats(self) -> TierStats:
         inner = self._inner.stats()

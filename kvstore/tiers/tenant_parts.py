@@ -80,6 +80,10 @@ class TenantParts:
 
     # ---- what is guaranteed
 
+    def has_part(self, owner: str) -> bool:
+        """Tell whether anything is guaranteed to this tenant now."""
+        return self._part() > 0 and owner in self._used_s
+
     def kept_for_others(self, owner: str) -> float:
         """Return how many bytes that could be evicted are not, for the sake of this tenant."""
         part = self._part()

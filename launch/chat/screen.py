@@ -78,7 +78,8 @@ def _session_words(session: dict[str, Any] | None) -> list[str]:
     if session.get("tier"):
         words.append(f"cold copy in {session['tier']}")
     if session.get("tokens"):
-        words.append(f"{session['tokens']} tokens in {show_bytes(session.get('bytes') or 0)}")
+        size = f" in {show_bytes(session['bytes'])}" if session.get("bytes") else ""
+        words.append(f"{session['tokens']} tokens{size}")
     if float(session.get("idle_s") or 0) >= 1:
         words.append(f"quiet for {show_duration(round(float(session['idle_s']), 1))}")
     if session.get("pinned"):

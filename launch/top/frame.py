@@ -62,6 +62,8 @@ def frame(
     moment = time.time() if now is None else now
     rows = chosen(view, order, kept)
     parts: list[RenderableType] = [_head(view, moment), _now(view), _memory(view)]
+    if view.part("quality").get("name"):
+        parts.append(_quality(view))
     if trouble:
         parts.append(_text(trouble, "red"))
     requests = objects(view.part("now").get("requests"))
@@ -133,6 +135,22 @@ def _memory(view: View) -> Table:
         words = f"{show_bytes(packed)} packed, {show_bytes(plain)} unpacked: {plain / packed:.1f}x"
         table.add_row(_text("asleep"), _text(""), _text(words), _text(""))
     return table
+
+
+def _quality(view: View) -> Text:
+    """The gate's verdict: the codec, what it was measured to cost, and how far a measurement is."""
+    quality = view.part("quality")
+    words = [f"codec {quality.get('name')}"]
+    in_use = [x for x in objects(quality.get("rows")) if x.get("in_use")]
+    if not quality.get("measured"):
+        words.append("not measured on this model")
+    elif in_use:
+        bound = quality.get("bound")
+        most = f" of at most {number(bound.get('kl')):g}" if isinstance(bound, dict) else ""
+        words.append(f"measured: KL {max(number(x.get('kl')) for x in in_use):.4f}{most}")
+    if quality.get("progress"):
+        words.append(str(quality["progress"]))
+    return _text(" · ".join(words))
 
 
 def _bar(name: str, tier: Mapping[str, Any], mark: float = 0.0) -> tuple[Text, Text, Text]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from kvstore.ledger.eviction_notices import Departure
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
@@ -99,4 +100,36 @@ def test_it_survives_it_after_a_restart(rig: Rig, tmp_path: Path, away_s: float)
         rig.save(store, session, history(100, 50 + number))
     # Who was away for longer than a day has no part any more.
     assert (rig.back(store, QUIET, LONG).num_tokens == 100) == (away_s < ACTIVE_S)
+    store.close()
+
+
+@pytest.mark.parametrize("share", [0.0, SHARE])
+def test_who_held_more_than_its_part_is_told_so(rig: Rig, tmp_path: Path, share: float) -> None:
+    capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
+    store = rig.open([RamTier(capacity, share), DiskTier(tmp_path / "cold", 64 * MIB)])
+    told: list[Departure] = []
+    store.listen(told.append)
+    rig.save(store, QUIET, LONG)
+    for number, session in enumerate(GREEDY):
+        rig.save(store, session, history(100, 50 + number))
+        store.expire()
+    causes = {x.session.tenant: x.why for x in told}
+    assert causes == ({"greedy": "share"} if share else {"greedy": "budget", "quiet": "budget"})
+    assert not any(x.is_gone for x in told)
+    store.close()
+
+
+def test_it_is_told_of_those_that_no_tier_has_any_more(rig: Rig, tmp_path: Path) -> None:
+    capacity = 5 * taken(rig, opens("ram", tmp_path, ""))
+    store = rig.open([RamTier(capacity, SHARE)])
+    told: list[Departure] = []
+    store.listen(told.append)
+    rig.save(store, QUIET, LONG)
+    for number, session in enumerate(GREEDY):
+        rig.save(store, session, history(100, 50 + number))
+    for _ in range(2):  # what is gone is looked for twice
+        store.expire()
+    assert told and {(x.session.tenant, x.why, x.is_gone) for x in told} == {
+        ("greedy", "share", True)
+    }
     store.close()

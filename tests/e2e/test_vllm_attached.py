@@ -5,30 +5,22 @@ One start of vLLM serves all tests of this file.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shlex
 import shutil
-import signal
-import socket
-import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.stacks.product_stack import MIB, Stack, free_port, prose
-from engines.about_vllm.environment import import_path, inspect_environment
-from launch.machine.folders import default_cache_dir
+from benchmarks.stacks.attached_vllm import Elsewhere, started
+from benchmarks.stacks.product_stack import MIB, Stack, prose
+from engines.about_vllm.environment import inspect_environment
 from launch.machine.interpreters import find_python
-from launch.sample.sample_model import sample_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -36,132 +28,19 @@ PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
 if not PYTHON or inspect_environment(PYTHON).problem:
     pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
-HEADING = "### A vLLM that was started elsewhere"
-TOKEN = "a-token-of-the-test"
 # For a small CPU, beside what the documentation says; a pool for three of the tests' chats.
 SMALL = (
     "--kv-cache-memory-bytes 268435456 --dtype float32 --enforce-eager --block-size 32"
     " --max-model-len 1024 --max-num-seqs 2"
 )
 POOL_BLOCKS = 60
-
-
-@dataclass
-class Elsewhere:
-    """vLLM by hand. ``log`` has what it said."""
-
-    folder: Path
-    port: int
-    control_port: int
-    argv: list[str]
-    env: dict[str, str]
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "vllm.log"
-
-    def start(self) -> None:
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                self.argv, env=self.env, stdout=out, stderr=out, start_new_session=True
-            )
-
-    def end(self, within_s: float) -> int:
-        """As a container is stopped: asked by SIGTERM, and then all that is left is killed."""
-        os.kill(self.process.pid, signal.SIGTERM)
-        code = self.process.wait(within_s)
-        self.kill()
-        return code
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    @property
-    def settings(self) -> dict[str, dict[str, object]]:
-        """The gateway's, by which it attaches."""
-        return {
-            "engine": {
-                "url": f"http://127.0.0.1:{self.port}",
-                "control": f"tcp://127.0.0.1:{self.control_port}",
-                "token": TOKEN,
-            },
-            # The gateway lets all of them be hot, so what turns cold is vLLM's doing.
-            "scheduler": {"idle_after_s": 3600.0, "high_water": 1.0},
-        }
-
-    def wait_for_port(self, within_s: float = 900.0) -> None:
-        end = time.monotonic() + within_s
-        while self.process.poll() is None and time.monotonic() < end:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                return
-            time.sleep(0.2)
-        raise AssertionError(self.log.read_text()[-4000:])
-
-    def drop_blocks(self, within_s: float = 60.0) -> None:
-        """vLLM refuses while blocks are held for a save."""
-        url = f"http://127.0.0.1:{self.port}/reset_prefix_cache"
-        request = urllib.request.Request(url, method="POST")
-        request.add_header("authorization", f"Bearer {TOKEN}")
-        end = time.monotonic() + within_s
-        while True:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                if json.load(answer)["success"]:
-                    return
-            assert time.monotonic() < end, "blocks are still held"
-            time.sleep(0.05)
-
-
-def documented() -> tuple[dict[str, object], dict[str, str], list[str]]:
-    """The plug-in's settings, vLLM's environment, and the options behind ``vllm serve MODEL``."""
-    text = DOC.read_text().partition(HEADING)[2]
-    settings, commands = re.findall(r"```(?:json)?\n(.*?)```", text, re.DOTALL)[:2]
-    words = shlex.split(commands.split("\n\n")[0].replace("\\\n", ""))
-    program = words.index("vllm")
-    assert words[program : program + 3] == ["vllm", "serve", "MODEL"]
-    return json.loads(settings), dict(x.split("=") for x in words[:program]), words[program + 3 :]
-
-
-def started(folder: Path) -> Elsewhere:
-    settings, variables, words = documented()
-    port, control_port = free_port(), free_port()
-    run = folder / "run"
-    run.mkdir(mode=0o700)
-    plugin = folder / "plugin.json"
-    plugin.touch(mode=0o600)
-    own = {
-        "store": {"codec": "raw", "ram_bytes": 512 * MIB, "disk_bytes": 1024 * MIB},
-        "runtime_dir": str(run),
-        "disk_path": str(folder / "cold"),
-        "token": TOKEN,
-        "control": f"tcp://127.0.0.1:{control_port}",
-    }
-    assert own.keys() <= settings.keys()
-    plugin.write_text(json.dumps(settings | own))
-    options = [x.replace("/run/thermocline/plugin.json", str(plugin)) for x in words]
-    options[options.index("--port") + 1] = str(port)
-    model = str(sample_model(default_cache_dir(os.environ)))
-    argv = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    argv += [*options, *shlex.split(SMALL), "--num-gpu-blocks-override", str(POOL_BLOCKS)]
-    env = {
-        **os.environ,
-        **variables,
-        "VLLM_API_KEY": TOKEN,
-        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-        "PYTHONPATH": import_path(),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    engine = Elsewhere(folder, port, control_port, argv, env)
-    engine.start()
-    return engine
+STORE = {"codec": "raw", "ram_bytes": 512 * MIB, "disk_bytes": 1024 * MIB}
 
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
-    engine = started(tmp_path_factory.mktemp("elsewhere"))
+    options = [*shlex.split(SMALL), "--num-gpu-blocks-override", str(POOL_BLOCKS)]
+    engine = started(PYTHON, tmp_path_factory.mktemp("elsewhere"), STORE, options)
     yield engine
     engine.kill()
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.families.latent import write_latent
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.messages import CalibrationOrder
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.calibrate import calibrate
 from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVLayer
@@ -55,6 +58,18 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
     for pair, other in zip(run, back, strict=True):
         for array, found in zip(pair, other, strict=True):
             assert 0 < np.linalg.norm(array - found) < 0.6 * np.linalg.norm(array)
+
+
+def test_a_llama_with_latents_is_the_same_model(tmp_path: Path) -> None:
+    """The sample model is measured so (``benchmarks.families.figures``)."""
+    plain = tiny_model("llama")
+    write_model("llama", tmp_path)
+    latent = load_model(str(write_latent(tmp_path, tmp_path / "latent")), "float32")
+    assert set(probe(latent.model).layout.layers) == {KVLayer(1, 136, 128)}
+    tokens = mx.array([[*range(3, 60)]])
+    exact, found = (np.array(x.model(tokens)) for x in (plain, latent))
+    assert np.abs(exact - found).max() < 1e-3 * np.abs(exact).max()
+    assert np.array_equal(exact.argmax(-1), found.argmax(-1))
 
 
 def test_turned_channels_may_be_the_last_ones(tmp_path: Path) -> None:

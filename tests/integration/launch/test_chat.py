@@ -107,3 +107,12 @@ def test_control_characters_of_an_answer_do_nothing(capsys):
     out, err = capsys.readouterr()
     assert out == "a?[31mb?\n"
     assert "\x1b[2J" not in err
+
+
+def test_a_size_that_nobody_knows_yet_is_not_told(capsys):
+    session = {"id": "a", "state": "idle", "tokens": 45, "bytes": 0}
+    Screen().session(session, "a")
+    Screen().session({**session, "bytes": 2 << 20}, "a")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("is idle · 45 tokens")
+    assert second.endswith("is idle · 45 tokens in 2 MiB")

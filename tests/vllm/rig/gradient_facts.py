@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import NotDifferentiable
-from engines.calibration.learn import samples_of
+from engines.calibration.learn import Windows, samples_of
 from kvstore.shapes import KVPair, KVRun, slice_tokens
 from tests.vllm.rig.calibration_facts import TOKENS, order
 
@@ -49,7 +49,7 @@ def main(folder: Path) -> dict[str, object]:
     past, tokens = slice_tokens(run, 0, PAST), TOKENS[PAST:WINDOW]
     gradients = instrument.gradients(past, tokens)
     instrument.gradients_done()
-    samples = samples_of(instrument, TEXTS, 2, 200)
+    samples = samples_of(instrument, TEXTS, Windows(2, 200))
     facts = {
         "slopes": slopes(instrument, past, tokens, gradients),
         "shapes": _shapes(gradients) == _shapes(past),

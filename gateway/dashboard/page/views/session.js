@@ -73,16 +73,27 @@ function Actions({ row, close }) {
   };
   const asleep = (said) => `${row.id} sleeps now${said?.tier ? `, in ${TIER_NAMES[said.tier]}` : ""}.`;
   const hot = isHot(row);
-  const busyNow = busy || row.state === "active" || row.state === "waking";
+  const stays = whyItStays(row);
+  const why = stays ? "why-it-stays" : undefined;
+  const inUse = row.state === "active" || row.state === "waking";
+  const gone = () => `${row.id} is forgotten${inUse ? "; the answer on its way still comes to its end" : ""}.`;
   return html`<div class="actions" role="group" aria-label="Actions">
     ${hot
-      ? html`<button type="button" disabled=${busyNow || row.pinned} onClick=${() => act("demote", asleep)}>Let it sleep</button>`
-      : html`<button type="button" disabled=${busyNow} onClick=${() => act("prefetch", () => `${row.id} is awake.`)}>Wake</button>`}
-    ${row.tier === "ram" && !row.pinned && html`<button type="button" disabled=${busyNow} onClick=${() => act("demote", asleep, { tier: "disk" })}>Move to disk</button>`}
+      ? html`<button type="button" disabled=${busy || stays} aria-describedby=${why} onClick=${() => act("demote", asleep)}>Let it sleep</button>`
+      : html`<button type="button" disabled=${busy || inUse} aria-describedby=${why} onClick=${() => act("prefetch", () => `${row.id} is awake.`)}>Wake</button>`}
+    ${row.tier === "ram" && !row.pinned && html`<button type="button" disabled=${busy || inUse} aria-describedby=${why} onClick=${() => act("demote", asleep, { tier: "disk" })}>Move to disk</button>`}
     ${row.pinned
       ? html`<button type="button" disabled=${busy} onClick=${() => act("unpin", () => `${row.id} may sleep again.`)}>Unpin</button>`
       : html`<button type="button" disabled=${busy} onClick=${() => act("pin", () => `${row.id} is pinned: it stays as it is.`)}>Pin</button>`}
     <${Confirm} label="Forget" question="Remove it from every tier, for good?" yes="Forget it" disabled=${busy}
-      act=${() => act("forget", () => `${row.id} is forgotten.`)} />
-  </div>`;
+      act=${() => act("forget", gone)} />
+  </div>
+  ${stays && html`<p class="hint" id=${why}>${stays}</p>`}`;
+}
+
+// What is in use is never taken away: said where the buttons for it are.
+function whyItStays(row) {
+  if (row.state === "active") return "It is answering, so it stays where it is; it can sleep once this turn has ended.";
+  if (row.state === "waking") return "It is waking, so it stays where it is.";
+  return row.pinned && isHot(row) ? "It is pinned, so it does not sleep." : "";
 }

@@ -9,7 +9,7 @@ import pytest
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import NotDifferentiable
-from engines.calibration.learn import learn, samples_of
+from engines.calibration.learn import Windows, learn, samples_of
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun
@@ -67,7 +67,7 @@ class Failing(Seeing):
 
 
 def learned(instrument: Blind) -> Profile:
-    return learn(samples_of(instrument, TEXTS, 3, 200), instrument.fingerprint, ["dense3"])
+    return learn(samples_of(instrument, TEXTS, Windows(3, 200)), instrument.fingerprint, ["dense3"])
 
 
 def test_what_matters_is_asked_at_the_end_of_every_window() -> None:

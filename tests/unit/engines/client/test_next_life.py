@@ -12,15 +12,15 @@ import pytest
 
 from engines.base import EngineUnavailable
 from engines.client.address import HttpAddress
-from engines.client.control_link import ControlLink
 from engines.client.engine_client import EngineClient
 from engines.client.http_exchange import HttpExchange
 from engines.client.next_life import NextLife
+from engines.wire import Welcome
 from tests.unit.engines.conftest import WELCOME, FakeProcess, until
 
 
 def life(client: EngineClient, wait_s: float = 60.0, hopeless: bool = False) -> NextLife:
-    return NextLife(client._link, wait_s, lambda: hopeless)
+    return NextLife(lambda: client.welcome, wait_s, lambda: hopeless)
 
 
 async def test_an_engine_that_stays_has_no_next_life(client: EngineClient) -> None:
@@ -55,8 +55,7 @@ class Engine:
     def __init__(self, folder: Path, answers: list[bytes]) -> None:
         self.answers = answers
         self.bodies: list[bytes] = []
-        self.link = ControlLink("unix:/nowhere", "", welcome_timeout_s=1.0)
-        self.link.welcome = WELCOME
+        self.welcome: Welcome | None = WELCOME
         self._path = str(folder / "engine.sock")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -65,7 +64,7 @@ class Engine:
         self.bodies.append(await reader.readexactly(length))
         answer = self.answers.pop(0)
         if self.answers:
-            self.link.welcome = msgspec.structs.replace(WELCOME)  # equal, and another one
+            self.welcome = msgspec.structs.replace(WELCOME)  # equal, and another one
         writer.write(answer)
         await writer.drain()
         writer.close()
@@ -73,7 +72,7 @@ class Engine:
     @asynccontextmanager
     async def asked(self, body: bytes = b"{}", wait_s: float = 10.0) -> AsyncIterator[HttpExchange]:
         async with await asyncio.start_unix_server(self._serve, self._path):
-            next_life = NextLife(self.link, wait_s, lambda: False)
+            next_life = NextLife(lambda: self.welcome, wait_s, lambda: False)
             exchange = HttpExchange(HttpAddress(self._path), 60.0, next_life)
             await exchange.send("/", {}, body)
             try:
@@ -130,7 +129,7 @@ async def test_a_stream_that_has_begun_is_not_asked_for_again(folder: Path) -> N
         await exchange.head()
         chunks = exchange.chunks()
         assert await anext(chunks) == b"said"
-        engine.link.welcome = None
+        engine.welcome = None
         with pytest.raises(EngineUnavailable):
             await anext(chunks)
     assert len(engine.bodies) == 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvstore.tiers.eviction_causes import MAX_REMEMBERED, EvictionCauses
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.tenant_parts import ACTIVE_S
 
@@ -195,3 +196,53 @@ def held(index: RecencyIndex) -> dict[str, int]:
         assert entry is not None and key.startswith(entry.owner.encode())
         sums[entry.owner] = sums.get(entry.owner, 0) + entry.nbytes
     return sums
+
+
+def test_the_tiers_room_is_the_cause_where_nobody_has_a_part() -> None:
+    index = RecencyIndex(30)
+    index.add({b"a": 10, b"b": 10, b"c": 10}, "one")
+    index.add({b"d": 10}, "two")
+    assert index.why_evicted([b"a", b"b", b"c", b"d"]) == [None, None, "budget", None]
+
+
+def test_the_share_is_the_cause_where_another_tenant_needs_the_room() -> None:
+    index = RecencyIndex(40, 0.5)
+    for key in (b"a", b"b", b"c", b"d"):
+        index.add({key: 10}, "one")
+    index.add({b"e": 10}, "two")
+    assert index.why_evicted([b"a", b"e"]) == ["share", None]
+    index.add({b"a": 10}, "one")  # and it is here again
+    assert index.why_evicted([b"a"]) == [None]
+
+
+def test_one_tenant_alone_makes_way_for_itself_because_of_the_room() -> None:
+    index = RecencyIndex(30, 0.5)
+    for key in (b"a", b"b", b"c", b"d"):
+        index.add({key: 10}, "one")
+    assert index.why_evicted([b"a"]) == ["budget"]
+
+
+def test_who_writes_beyond_its_share_is_told_so_while_older_ones_are_guaranteed() -> None:
+    index = RecencyIndex(40, 0.5)
+    index.add({b"a": 10}, "two")  # the oldest, and two's part
+    for key in (b"b", b"c", b"d", b"e"):
+        index.add({key: 10}, "one")
+    assert index.why_evicted([b"a", b"b"]) == [None, "share"]
+
+
+def test_the_room_is_the_cause_for_who_was_away_for_a_day() -> None:
+    clock = Clock()
+    index = RecencyIndex(30, 0.5, clock)
+    index.add({b"a": 10}, "one")
+    clock.now = ACTIVE_S + 1.0
+    for key in (b"b", b"c", b"d"):
+        index.add({key: 10}, "two")
+    assert index.why_evicted([b"a"]) == ["budget"]
+
+
+def test_only_so_many_causes_are_remembered() -> None:
+    causes = EvictionCauses()
+    for number in range(MAX_REMEMBERED + 1):
+        causes.remember(number.to_bytes(4, "big"), "share")
+    first, last = (0).to_bytes(4, "big"), MAX_REMEMBERED.to_bytes(4, "big")
+    assert causes.of([first, last]) == [None, "share"]

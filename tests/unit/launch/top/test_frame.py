@@ -82,6 +82,34 @@ def test_a_frame_tells_of_server_memory_requests_and_sessions():
     )
 
 
+@pytest.mark.parametrize(
+    ("quality", "words"),
+    [
+        (
+            {"name": "raw", "measured": False, "progress": "measuring: 2 of 9"},
+            "codec raw · not measured on this model · measuring: 2 of 9",
+        ),
+        (
+            {
+                "name": "dense3",
+                "measured": True,
+                "bound": {"kl": 0.01},
+                "rows": [
+                    {"kl": 0.0094, "in_use": True},
+                    {"kl": 0.0031, "in_use": True},
+                    {"kl": 1.5, "in_use": False},
+                ],
+            },
+            "codec dense3 · measured: KL 0.0094 of at most 0.01",
+        ),
+        ({"name": "raw", "measured": True, "rows": []}, "codec raw"),
+    ],
+)
+def test_a_frame_tells_the_gates_verdict(quality, words):
+    lines = text_of(view_of(("snapshot", {**SNAPSHOT, "quality": quality}))).splitlines()
+    assert words in [x.strip() for x in lines]
+
+
 def test_changes_replace_rows_and_gone_ones_go():
     view = view_of(
         ("snapshot", SNAPSHOT),

@@ -1,0 +1,129 @@
+"""What the dashboard and its events say of real vLLM: a prompt that is being read, a measurement.
+
+vLLM takes its prompt in small steps here, so that it is read for seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPException
+from typing import Any
+
+import pytest
+
+from benchmarks.stacks.product_stack import MIB, Stack, prose
+from engines.about_vllm.environment import inspect_environment
+from launch.machine.interpreters import find_python
+from tests.integration.dashboard.browser import Browser, chromium
+
+pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+STEP_TOKENS = 64
+WAIT_S = 300
+
+
+@pytest.fixture(scope="module")
+def stepping() -> Iterator[Stack]:
+    """Gateway and vLLM; nobody has measured the model, and nobody does by himself."""
+    python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
+    if not python or inspect_environment(python).problem:
+        pytest.skip("no vLLM here; run: bash launch/install.sh vllm")
+    settings = {
+        "engine": {
+            "kind": "vllm",
+            "vllm.python": python,
+            "vllm.args": ["--max-num-batched-tokens", str(STEP_TOKENS)],
+            "hot_bytes": 512 * MIB,
+            "max_context": 8192,
+            "max_batch": 4,
+            "dtype": "float32",
+        },
+        "store": {"codec": "auto", "accept_loss": False, "ram_bytes": 512 * MIB},
+        "scheduler": {"idle_after_s": 3600.0},
+    }
+    with Stack(settings, start_timeout_s=900.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser(stepping: Stack) -> Iterator[Browser]:
+    with chromium() as launched:
+        yield Browser(launched, stepping.url, wait_ms=WAIT_S * 1000)
+
+
+class Events(threading.Thread):
+    """Reads a server's events until it ends; knows what was said of prompts and measurements."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._answer = urllib.request.urlopen(f"{url}/v1/events", timeout=WAIT_S)
+        self.prefilled: list[int] = []
+        self.measuring: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        with self._answer, suppress(OSError, HTTPException):  # the server has ended
+            for line in self._answer:
+                if line.startswith(b"data: "):
+                    self._take(json.loads(line[6:]))
+
+    def _take(self, said: dict[str, Any]) -> None:
+        for request in said.get("now", {}).get("requests", []):
+            if request["prefilled_tokens"] is not None:
+                self.prefilled.append(request["prefilled_tokens"])
+        if words := said.get("quality", {}).get("progress"):
+            self.measuring.append(words)
+
+
+@pytest.fixture
+def events(stepping: Stack) -> Events:
+    return Events(stepping.url)
+
+
+def ask(url: str, num_words: int) -> int:
+    """Returns the number of the prompt's tokens."""
+    model = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=WAIT_S))["data"][0]["id"]
+    text = prose("a long prompt", num_words)
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    headers = {"content-type": "application/json", "x-session-id": "long"}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        return int(json.load(answer)["usage"]["prompt_tokens"])
+
+
+def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Events) -> None:
+    page = browser.open()
+    page.get_by_role("tab", name=re.compile("^Now")).wait_for()
+    told: list[int] = []
+    asking = threading.Thread(target=lambda: told.append(ask(stepping.url, 6000)))
+    asking.start()
+    page.get_by_role("img", name=re.compile(r"^[1-9]\d? % of the prompt$")).first.wait_for()
+    while asking.is_alive():
+        page.wait_for_timeout(100)
+    (num_tokens,) = told
+    between = [x for x in events.prefilled if 0 < x < num_tokens]
+    assert between, "nothing was told of a prompt that took seconds"
+    assert between == sorted(between), "it only grows"
+    assert any(x % STEP_TOKENS == 0 for x in between)
+    page.context.close()
+
+
+def test_a_measurement_is_begun_by_a_click(
+    stepping: Stack, browser: Browser, events: Events
+) -> None:
+    page = browser.open("quality")
+    page.get_by_role("button", name="Measure now").click()
+    page.get_by_text("The engine measures in its idle moments").wait_for()
+    page.get_by_role("tabpanel").get_by_text(re.compile(r"\d+ of \d+")).first.wait_for()
+    page.get_by_role("button", name="Measure now").wait_for(state="detached")
+    assert any(re.search(r"\d+ of \d+", x) for x in events.measuring)
+    browser.check()
+    page.context.close()

@@ -1,0 +1,130 @@
+"""Clicks on a session while its answer is streamed: what is in use stays, and the page says why."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks.stacks.fake_stack import MODEL
+from tests.integration.dashboard.conftest import KEYS
+
+pytestmark = pytest.mark.slow
+
+CHUNKS = 120
+WAIT_S = 60
+
+
+class Stream:
+    """An answer that comes slowly enough for somebody to click meanwhile."""
+
+    def __init__(self, url: str, session: str) -> None:
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "one two three"}],
+            "stream": True,
+            "metadata": {"fake": f"chunks={CHUNKS} delay_s=0.1"},
+        }
+        headers = {
+            "authorization": f"Bearer {KEYS['alice'][0]}",
+            "content-type": "application/json",
+            "x-session-id": session,
+        }
+        self._request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
+        )
+        self.lines: list[bytes] = []
+        self.began = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self.began.wait(WAIT_S)
+
+    def end(self) -> list[str]:
+        """The words of the whole answer."""
+        self._thread.join(WAIT_S)
+        assert self.lines[-1] == b"data: [DONE]", "the answer was cut"
+        choices = [c for x in self.lines[:-1] for c in json.loads(x[6:])["choices"]]
+        assert choices[-1]["finish_reason"] is not None
+        return [c["delta"]["content"] for c in choices if c["delta"].get("content")]
+
+    def _read(self) -> None:
+        with urllib.request.urlopen(self._request, timeout=WAIT_S) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    self.lines.append(line.strip())
+                    self.began.set()
+
+
+@contextmanager
+def streamed(url: str, session: str) -> Iterator[Stream]:
+    stream = Stream(url, session)
+    stream.start()
+    yield stream
+    assert len(stream.end()) == CHUNKS
+
+
+def test_what_answers_stays_hot_and_the_page_says_why(server, browser):
+    with streamed(server.url, "in-use") as stream:
+        page = browser.open("sessions//in-use", key=KEYS["alice"][0])
+        side = page.get_by_role("complementary")
+        why = side.get_by_text("It is answering, so it stays where it is")
+        why.wait_for()
+        sleep = side.get_by_role("button", name="Let it sleep")
+        assert sleep.is_disabled()
+        assert sleep.get_attribute("aria-describedby") == why.get_attribute("id")
+        # Whoever does not ask the page but the server gets the same answer.
+        status, code = page.evaluate(
+            """async key => {
+                const headers = { authorization: `Bearer ${key}` };
+                headers["content-type"] = "application/json";
+                const asked = { method: "POST", headers, body: "{}" };
+                const answer = await fetch("/v1/sessions/in-use/demote", asked);
+                return [answer.status, (await answer.json()).error.code];
+            }""",
+            KEYS["alice"][0],
+        )
+        assert (status, code) == (409, "session_busy")
+        assert stream.is_running, "it was over before anybody could disturb it"
+    why.wait_for(state="detached")
+    sleep.click()
+    side.get_by_role("button", name="Wake").wait_for()
+    page.context.close()
+
+
+def test_it_is_pinned_while_it_answers(server, browser):
+    with streamed(server.url, "pinned-in-use") as stream:
+        page = browser.open("sessions//pinned-in-use", key=KEYS["alice"][0])
+        side = page.get_by_role("complementary")
+        side.get_by_role("button", name="Pin", exact=True).click()
+        side.get_by_role("button", name="Unpin").wait_for()
+        assert stream.is_running, "it was over before anybody could disturb it"
+    side.get_by_text("It is pinned, so it does not sleep.").wait_for()
+    assert side.get_by_role("button", name="Let it sleep").is_disabled()
+    side.get_by_role("button", name="Unpin").click()
+    side.get_by_role("button", name="Let it sleep", disabled=False).click()
+    side.get_by_role("button", name="Wake").wait_for()
+    page.context.close()
+
+
+def test_it_is_forgotten_while_it_answers_and_the_answer_ends_whole(server, browser):
+    with streamed(server.url, "forgotten-in-use") as stream:
+        page = browser.open("sessions//forgotten-in-use", key=KEYS["alice"][0])
+        side = page.get_by_role("complementary")
+        side.get_by_text("It is answering").wait_for()
+        side.get_by_role("button", name="Forget").click()
+        side.get_by_role("button", name="Forget it").click()
+        page.get_by_text("the answer on its way still comes to its end").wait_for()
+        assert stream.is_running, "it was over before anybody could disturb it"
+    page.goto(f"{server.url}/ui#sessions//forgotten-in-use")
+    page.get_by_text("This session is gone").wait_for()
+    page.context.close()
