@@ -25,6 +25,7 @@ from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.control.notices import Notifier
 from engines.mlx_worker.control.reports import SessionReports
 from engines.mlx_worker.control.verbs import MlxVerbs
+from engines.mlx_worker.embeddings.embedder import Embedder
 from engines.mlx_worker.http import create_app
 from engines.mlx_worker.measuring.measuring import Measuring
 from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_model
@@ -185,8 +186,9 @@ class _HttpServer(uvicorn.Server):
 
 
 def _http_config(owner: Owner, config: WorkerConfig) -> uvicorn.Config:
+    embedder = Embedder(owner, config.engine.prefill_step)
     return uvicorn.Config(
-        create_app(owner, owner.loaded.tokenizer, config),
+        create_app(owner, owner.loaded.tokenizer, config, embedder=embedder),
         log_config=None,
         access_log=False,
         # Above the gateway's own idle limit: it must be the one that closes a connection.
