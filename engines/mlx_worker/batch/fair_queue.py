@@ -13,14 +13,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from engines.host.line_order import next_of
+from engines.host.line_order import FRESH_EVERY, next_of
 from engines.mlx_worker.generation import QueueFull
 
 T = TypeVar("T")
-
-FRESH_EVERY: Final = 4
 
 
 class _Tenant(Generic[T]):

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from engines.host.fair_shares import QUANTUM, FairShares
+from engines.host.line_order import LONG_ANSWER
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batches import Batches, StepOutput
 from engines.mlx_worker.batch.memory_budget import MemoryBudget
@@ -30,8 +31,6 @@ Deliver: TypeAlias = Callable[[StepOutput], None]
 
 # Whoever makes way for want of memory is saved and restored, which costs more than a place.
 MEMORY_QUANTUM = 4 * QUANTUM
-# An answer of so many tokens is a long one: it makes way for what has not begun of its own tenant.
-LONG_ANSWER = 4 * QUANTUM
 
 
 class TimeSlices:
