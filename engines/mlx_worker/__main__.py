@@ -19,6 +19,7 @@ import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.host.control_server import ControlServer
+from engines.host.fill_in import fill_in_of
 from engines.host.lifeline import read_settings, runtime_folder, stop_event
 from engines.host.template_rules import rules_of
 from engines.mlx_worker.cache.layout import CannotServe
@@ -233,6 +234,7 @@ async def _welcome(
         template=rules,
         can_measure=can_measure,
         kv_bytes_per_token=_kv_bytes_per_token(owner, config),
+        fill_in=fill_in_of(owner.loaded.tokenizer.get_vocab()),
     )
 
 

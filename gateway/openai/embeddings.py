@@ -24,6 +24,7 @@ from gateway.relay.sse_framer import parse_usage
 from gateway.turns import served_name
 
 router = APIRouter()
+_OPERATION = "embeddings"  # OpenTelemetry's name
 _TAKEN = ("input", "encoding_format", "dimensions")
 
 
@@ -35,9 +36,11 @@ async def embeddings(request: Request) -> Response:
     limit_s = gateway.config.request_timeout_s
     ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s)
     answer = await while_client_stays(request.receive, ask)
-    usage, place = parse_usage(answer), key_share_of(request.scope)
-    if usage is not None and place is not None:
-        place.used_tokens(usage.prompt_tokens)
+    if usage := parse_usage(answer):
+        welcome = gateway.engine.welcome  # it may be gone by now
+        gateway.metrics.used(_OPERATION, welcome.model if welcome else "", usage)
+        if place := key_share_of(request.scope):
+            place.used_tokens(usage.prompt_tokens)
     return Response(answer, media_type="application/json")
 
 

@@ -44,6 +44,11 @@ async def test_its_tokens_are_those_of_the_key() -> None:
     app = app_of(answered(), tokens_per_minute=5)
     assert (await app.post(PATH, {"model": MODEL, "input": "a"})).status == 200
     assert (await app.post(PATH, {"model": MODEL, "input": "a"})).status == 429
+    metrics = (await app.get("/metrics")).body.decode()
+    counted = [
+        x for x in metrics.splitlines() if 'operation_name="embeddings"' in x and "_sum" in x
+    ]
+    assert len(counted) == 1 and counted[0].endswith(" 7.0")
 
 
 async def test_an_engine_that_makes_none() -> None:
