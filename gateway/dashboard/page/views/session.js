@@ -31,8 +31,8 @@ export function Session({ row, close }) {
       <dt>Prefill saved</dt><dd>${seconds(row.saved_s)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
     </dl>
     <${Journey} row=${row} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />
-    <${Steps} steps=${detail?.timeline ?? []} />
     <${Turns} turns=${detail?.last_turns ?? []} prefix=${detail?.prefix} known=${!!detail} />
+    <${Steps} steps=${detail?.timeline ?? []} />
   `;
 }
 
