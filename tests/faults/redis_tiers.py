@@ -6,15 +6,19 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import redis
 
 from kvstore.tiers.redis_server.redis_tier import RedisTier
+from tests.faults.redis_writer import BUDGET, open_far
+from tests.redis_server import RedisServer
 
 AMPLE = 1 << 30
 DEADLINE_S = 0.5
+PATIENCE_S = 60.0
 LONGEST_S = 1.5 * DEADLINE_S + 0.4  # what a call may take at most, and a busy machine
 
 
@@ -50,6 +54,26 @@ def blobs(count: int, length: int = 700_000) -> dict[bytes, bytes]:
 
 def names(client: redis.Redis) -> list[bytes]:
     return sorted(client.scan_iter())
+
+
+def until(what: str, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def entries_for_ever(client: redis.Redis) -> list[bytes]:
+    """What stays on the server unless somebody removes it."""
+    return [name for name in names(client) if client.ttl(name) == -1]
+
+
+def next_life(server: RedisServer, folder: Path, capacity_bytes: int = BUDGET) -> RedisTier:
+    """Open a tier as an engine does whose folder this is; all that it left before is counted."""
+    tier = open_far(server.url, folder, capacity_bytes)
+    assert isinstance(tier, RedisTier)
+    until("counted", lambda: tier.knows_earlier_lives)
+    return tier
 
 
 class SlowLine:

@@ -6,16 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import redis
 
-from kvstore.tiers.base import Tier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from kvstore.tiers.redis_server.writer_name import FILE_NAME, WriterName
-from tests.faults.redis_tiers import blobs, names
+from tests.faults.redis_tiers import blobs, entries_for_ever, names, next_life, until
 from tests.faults.redis_writer import BUDGET, open_far
 from tests.redis_server import RedisServer, find_binary
 
@@ -26,26 +24,13 @@ pytestmark = [
 
 MIB = 1 << 20
 LIVES = 4
-PATIENCE_S = 60.0
 LEAK_BYTES = 6 * MIB  # of what the server needs beside blobs: buffers of links, its own tables
 FEW = blobs(8, 300_000)
 BOOK = b"thermocline.book:"
 
 
-def until(what: str, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-
-
 def used_bytes(client: redis.Redis) -> int:
     return int(client.info("memory")["used_memory"])
-
-
-def entries_for_ever(client: redis.Redis) -> list[bytes]:
-    """What stays on the server unless somebody removes it."""
-    return [name for name in names(client) if client.ttl(name) == -1]
 
 
 def live_and_be_killed(server: RedisServer, folder: Path, seed: int, num_lines: int) -> bytes:
@@ -59,13 +44,6 @@ def live_and_be_killed(server: RedisServer, folder: Path, seed: int, num_lines: 
         assert line, "the writer ended by itself"
         writer.send_signal(signal.SIGKILL)
     return bytes.fromhex(line)
-
-
-def next_life(server: RedisServer, folder: Path, capacity_bytes: int = BUDGET) -> Tier:
-    tier = open_far(server.url, folder, capacity_bytes)
-    assert isinstance(tier, RedisTier)
-    until("counted", lambda: tier.knows_earlier_lives)
-    return tier
 
 
 def test_memory_is_flat_over_kills_in_the_middle_of_writing(

@@ -33,7 +33,7 @@ UNFINISHED_S = 600  # fragments whose manifest never came expire by themselves
 SCAN_COUNT = 1000
 MAX_SCANS = 2000  # a bound on the work, two million entries
 
-# Removes a damaged blob, unless a writer has put a new manifest in its place.
+# Removes entries of a blob, unless a writer has put a new manifest in its place.
 _REMOVE_IF_SAME = (
     "if redis.call('getrange', KEYS[1], 0, #ARGV[1] - 1) == ARGV[1] then "
     "return redis.call('unlink', unpack(KEYS)) end return 0"
@@ -154,7 +154,7 @@ class RedisBlobs:
                 [x for x in batch if x not in refused], manifests, blobs
             )
             if refused:
-                self.remove({key: manifests[key] for key in refused}, with_manifests=False)
+                self.drop_fragments({key: manifests[key] for key in refused})
             yield {key: manifest for key, manifest in manifests.items() if key not in refused}
 
     def _write_fragments(
@@ -197,7 +197,7 @@ class RedisBlobs:
                 refused.add(key)
             elif before := _replaced(_value(old)):
                 replaced[key] = before
-        self.remove(replaced, with_manifests=False)
+        self.drop_fragments(replaced)
         return refused
 
     def _expiry_commands(self, key: bytes, manifest: BlobManifest) -> Iterator[Command]:
@@ -207,27 +207,42 @@ class RedisBlobs:
             yield from (("PERSIST", name) for name in fragment_names(key, manifest))
 
     def _is_refusal(self, reply: Reply) -> bool:
-        if isinstance(reply, Exception):
+        if _is_error(reply):
             self._link.count(str(reply))
             return True
         return False
 
-    def remove(
-        self, manifests: Mapping[bytes, BlobManifest], *, with_manifests: bool = True
-    ) -> None:
-        """Remove the entries of these blobs, or their fragments alone; and strike them."""
-        names = entry_names if with_manifests else fragment_names
-        listed = [names(key, manifest) for key, manifest in manifests.items()]
-        commands: list[Command] = [("UNLINK", *x) for x in listed if x]
+    def evict(self, manifests: Mapping[bytes, BlobManifest]) -> None:
+        """Remove blobs as we wrote them, and strike them; what others put in their place stays."""
+        commands: list[Command] = [
+            ("EVAL", _REMOVE_IF_SAME, 1, manifest_name(key), manifest.pack())
+            for key, manifest in manifests.items()
+        ]
+        replies = self._run_and_strike(commands, manifests)
+        refused = [x for x, reply in zip(manifests, replies, strict=False) if _is_error(reply)]
+        if refused:  # a server without scripts: a writer in between loses its blob, no more
+            there = self.manifests(refused)
+            same = [key for key in refused if there.get(key) == manifests[key]]
+            self._link.run([("UNLINK", manifest_name(key)) for key in same])
+
+    def drop_fragments(self, manifests: Mapping[bytes, BlobManifest]) -> None:
+        """Remove the fragments of blobs that cannot be seen, and strike them."""
+        self._run_and_strike([], manifests)
+
+    def _run_and_strike(
+        self, commands: Sequence[Command], manifests: Mapping[bytes, BlobManifest]
+    ) -> list[Reply]:
+        """Run ``commands``, then remove the fragments of these blobs and strike them."""
+        every = [*commands, *_unlink_fragments(manifests)]
         if self._book is not None:
-            commands += self._book.strike(manifests)
-        if commands:
-            self._link.run(commands)
+            every += self._book.strike(manifests)
+        return self._link.run(every) if every else []
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove blobs, also those with damaged manifests; return how many keys were there."""
         manifests = self.manifests(keys)
-        self.remove(manifests)
+        by_name: list[Command] = [("UNLINK", manifest_name(key)) for key in manifests]
+        self._run_and_strike(by_name, manifests)
         others: list[Command] = [("UNLINK", manifest_name(x)) for x in keys if x not in manifests]
         replies = self._link.run(others) if others else []
         return len(manifests) + len([x for x in replies if x == 1])
@@ -265,6 +280,15 @@ class RedisBlobs:
             if cursor == b"0":
                 break
         return sorted(found)
+
+
+def _is_error(reply: Reply) -> bool:
+    return isinstance(reply, Exception)
+
+
+def _unlink_fragments(manifests: Mapping[bytes, BlobManifest]) -> list[Command]:
+    listed = [fragment_names(key, manifest) for key, manifest in manifests.items()]
+    return [("UNLINK", *names) for names in listed if names]
 
 
 def _value(reply: Reply) -> bytes:

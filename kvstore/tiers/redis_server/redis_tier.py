@@ -180,7 +180,7 @@ class RedisTier(IndexedTier):
     def _evict(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             manifests = {key: self._manifests[key] for key in keys if key in self._manifests}
-        self._server.remove(manifests)
+        self._server.evict(manifests)
         with self._lock:
             for key in manifests:
                 self._manifests.pop(key, None)
@@ -225,7 +225,7 @@ class RedisTier(IndexedTier):
             there = self._server.exist([x.key for x in unknown])
             found = [x for x, yes in zip(unknown, there, strict=True) if yes]
             gone = {x.key: x.manifest for x, yes in zip(unknown, there, strict=True) if not yes}
-            self._server.remove(gone, with_manifests=False)  # the server may have left fragments
+            self._server.drop_fragments(gone)  # the server may have left fragments
             with self._lock:
                 for key, manifest, _ in found:
                     cost = self._cost(manifest.length)
@@ -249,7 +249,7 @@ class RedisTier(IndexedTier):
             with self._lock:
                 current = [key for key, x in manifests.items() if self._manifests.get(key) == x]
             if not current:
-                self._server.remove(manifests, with_manifests=False)
+                self._server.drop_fragments(manifests)
 
     # Recency
 
