@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.faults.redis_tiers import blobs, entries_for_ever, next_life
+from kvstore.tiers.redis_server.fragments import manifest_name
+from tests.faults.redis_tiers import blobs, entries_for_ever, names, next_life
 from tests.redis_server import RedisServer, find_binary
 
 pytestmark = [
@@ -42,3 +43,51 @@ def test_an_engine_does_not_evict_what_another_put_in_place_of_its_own(
         one.close()
         next_life(server, tmp_path / "one", 1).close()
         assert entries_for_ever(client) == []
+
+
+def test_fragments_go_whose_manifest_the_server_evicted(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """Two of three are noticed in the same life; one of them is written again."""
+    kept, again, gone, late = blobs(4)
+    items = blobs(4)
+    tier = next_life(server, tmp_path)
+    tier.put_many(list(items.items()))
+    with redis.Redis.from_url(server.url) as client:
+
+        def lose(*keys: bytes) -> None:
+            client.delete(*(manifest_name(key) for key in keys))
+
+        lose(again, gone)
+        assert tier.contains_many([kept, again, gone]) == [True, False, False]
+        assert tier.put_many([(again, items[again])]) == 1
+        assert tier.get_many([kept, again, gone]) == [items[kept], items[again], None]
+        lose(late)
+        tier.close()
+        tier = next_life(server, tmp_path)
+        assert tier.stats().num_blobs == 2
+        left = [x for x in entries_for_ever(client) if not x.startswith(b"thermocline.book:")]
+        assert len(left) == 2 * (1 + 3)
+        assert tier.delete_many([kept, again]) == 2
+        tier.put_many([(kept, b"")])  # strikes what is owed
+        tier.delete_many([kept])
+        tier.close()
+        next_life(server, tmp_path, 1).close()
+        assert entries_for_ever(client) == []
+
+
+def test_a_book_does_not_grow_while_two_engines_replace_in_turns(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    (key, blob), (_, other) = blobs(2).items()
+    one, two = (next_life(server, tmp_path / name) for name in ("one", "two"))
+    for _ in range(5):
+        assert one.replace(key, blob)
+        assert two.replace(key, other)
+    assert one.replace(key, blob)
+    with redis.Redis.from_url(server.url) as client:
+        books = [x for x in names(client) if x.startswith(b"thermocline.book:")]
+        assert [client.hlen(x) for x in books] == [2, 2]  # what is owed goes with the next batch
+    assert two.get_many([key]) == [blob]
+    one.close()
+    two.close()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import Corrupt, TierUnavailable
-from kvstore.tiers.redis_server.book import Book
+from kvstore.tiers.redis_server.book import Book, Written
 from kvstore.tiers.redis_server.fragments import (
     MANIFEST_BYTES,
     BlobManifest,
@@ -154,7 +154,7 @@ class RedisBlobs:
                 [x for x in batch if x not in refused], manifests, blobs
             )
             if refused:
-                self.drop_fragments({key: manifests[key] for key in refused})
+                self.drop_fragments([(key, manifests[key]) for key in refused])
             yield {key: manifest for key, manifest in manifests.items() if key not in refused}
 
     def _write_fragments(
@@ -197,7 +197,7 @@ class RedisBlobs:
                 refused.add(key)
             elif before := _replaced(_value(old)):
                 replaced[key] = before
-        self.drop_fragments(replaced)
+        self.drop_fragments(replaced.items())
         return refused
 
     def _expiry_commands(self, key: bytes, manifest: BlobManifest) -> Iterator[Command]:
@@ -218,31 +218,41 @@ class RedisBlobs:
             ("EVAL", _REMOVE_IF_SAME, 1, manifest_name(key), manifest.pack())
             for key, manifest in manifests.items()
         ]
-        replies = self._run_and_strike(commands, manifests)
+        replies = self._run_and_strike(commands, manifests.items())
         refused = [x for x, reply in zip(manifests, replies, strict=False) if _is_error(reply)]
         if refused:  # a server without scripts: a writer in between loses its blob, no more
             there = self.manifests(refused)
             same = [key for key in refused if there.get(key) == manifests[key]]
             self._link.run([("UNLINK", manifest_name(key)) for key in same])
 
-    def drop_fragments(self, manifests: Mapping[bytes, BlobManifest]) -> None:
+    def drop_fragments(self, written: Iterable[Written]) -> None:
         """Remove the fragments of blobs that cannot be seen, and strike them."""
-        self._run_and_strike([], manifests)
+        self._run_and_strike([], written)
 
     def _run_and_strike(
-        self, commands: Sequence[Command], manifests: Mapping[bytes, BlobManifest]
+        self, commands: Sequence[Command], written: Iterable[Written]
     ) -> list[Reply]:
-        """Run ``commands``, then remove the fragments of these blobs and strike them."""
-        every = [*commands, *_unlink_fragments(manifests)]
-        if self._book is not None:
-            every += self._book.strike(manifests)
-        return self._link.run(every) if every else []
+        """Run ``commands``, then remove the fragments of these blobs, and strike them.
+
+        So it goes with what is owed, too: the server evicts a manifest, and leaves its fragments.
+        """
+        if self._book is None:
+            every = [*commands, *_unlink_fragments(written)]
+            return self._link.run(every) if every else []
+        owed = self._book.take_owed()
+        gone = [*written, *owed]
+        every = [*commands, *_unlink_fragments(gone), *self._book.strike(gone)]
+        try:
+            return self._link.run(every) if every else []
+        except TierUnavailable:
+            self._book.owe(owed)
+            raise
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove blobs, also those with damaged manifests; return how many keys were there."""
         manifests = self.manifests(keys)
         by_name: list[Command] = [("UNLINK", manifest_name(key)) for key in manifests]
-        self._run_and_strike(by_name, manifests)
+        self._run_and_strike(by_name, manifests.items())
         others: list[Command] = [("UNLINK", manifest_name(x)) for x in keys if x not in manifests]
         replies = self._link.run(others) if others else []
         return len(manifests) + len([x for x in replies if x == 1])
@@ -286,8 +296,8 @@ def _is_error(reply: Reply) -> bool:
     return isinstance(reply, Exception)
 
 
-def _unlink_fragments(manifests: Mapping[bytes, BlobManifest]) -> list[Command]:
-    listed = [fragment_names(key, manifest) for key, manifest in manifests.items()]
+def _unlink_fragments(written: Iterable[Written]) -> list[Command]:
+    listed = [fragment_names(key, manifest) for key, manifest in written]
     return [("UNLINK", *names) for names in listed if names]
 
 

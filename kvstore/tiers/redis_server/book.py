@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from kvstore.errors import Corrupt, TierUnavailable
 from kvstore.tiers.redis_server.fragments import MANIFEST_BYTES, BlobManifest, parse_manifest
@@ -26,6 +26,10 @@ _SCAN_COUNT: Final = 500
 _MAX_PAGES: Final = 4000  # a bound on the work, two million blobs
 _GENERATION: Final = struct.Struct(">Q")
 _STAMP: Final = struct.Struct("<Q")
+
+
+# One write of a blob: its key and its manifest.
+Written: TypeAlias = tuple[bytes, BlobManifest]
 
 
 class BookEntry(NamedTuple):
@@ -51,7 +55,7 @@ class Book:
         self._clock = clock
         self._lock = threading.Lock()
         self._last_stamp = 0
-        self._owed: list[bytes] = []  # entries of blobs that were found to be gone
+        self._owed: list[Written] = []  # blobs that were found to be gone
 
     def enter(self, manifests: Mapping[bytes, BlobManifest]) -> list[Command]:
         """List blobs as used just now, the last one most recently."""
@@ -60,18 +64,21 @@ class Book:
             listed += [_field(key, manifest), manifest.pack() + _STAMP.pack(self._next_stamp())]
         return [("HSET", self._name, *listed)] if listed else []
 
-    def strike(self, manifests: Mapping[bytes, BlobManifest]) -> list[Command]:
-        """List these blobs no more, nor those that were ``owe``d."""
-        fields = [_field(key, manifest) for key, manifest in manifests.items()]
-        with self._lock:
-            fields += self._owed
-            self._owed = []
+    def strike(self, written: Iterable[Written]) -> list[Command]:
+        """List these blobs no more."""
+        fields = [_field(key, manifest) for key, manifest in written]
         return [("HDEL", self._name, *fields)] if fields else []
 
-    def owe(self, manifests: Mapping[bytes, BlobManifest]) -> None:
-        """Strike these along with the next ones: nobody waits for the server here."""
+    def owe(self, written: Iterable[Written]) -> None:
+        """Keep these to be struck along with the next ones: nobody waits for the server here."""
         with self._lock:
-            self._owed += [_field(key, manifest) for key, manifest in manifests.items()]
+            self._owed += written
+
+    def take_owed(self) -> list[Written]:
+        """Return what is owed; from now on it is not."""
+        with self._lock:
+            owed, self._owed = self._owed, []
+        return owed
 
     def entries(self) -> Iterator[BookEntry]:
         """Read the book, as the server lists it.

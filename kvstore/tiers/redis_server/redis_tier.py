@@ -30,7 +30,7 @@ from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs
-from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry
+from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry, Written
 from kvstore.tiers.redis_server.earlier_lives import EarlierLives
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
 from kvstore.tiers.redis_server.link import RedisLink
@@ -109,8 +109,10 @@ class RedisTier(IndexedTier):
         return [blobs.get(key) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        known = self._known(keys)
         found = self._server.exist(keys)
-        self._forget(key for key, there in zip(keys, found, strict=True) if not there)
+        gone = {key for key, there in zip(keys, found, strict=True) if not there}
+        self._forget({key: x for key, x in known.items() if key in gone})
         return found
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
@@ -162,10 +164,13 @@ class RedisTier(IndexedTier):
         try:
             self._evict([key for key, _ in evicted])
             evicted = []
+            before = self._take_known(update.added)
             for manifests in self._server.write({key: blobs[key] for key in update.added}):
                 written |= manifests.keys()
                 with self._lock:
                     self._manifests |= manifests
+                if self._book is not None:  # another engine may have replaced them before
+                    self._book.owe((key, x) for key, x in before.items() if key in manifests)
         except TierUnavailable:
             if not written:
                 raise
@@ -177,9 +182,21 @@ class RedisTier(IndexedTier):
                     self._manifests.pop(key, None)
         return written
 
-    def _evict(self, keys: Sequence[bytes]) -> None:
+    def _take_known(self, keys: Sequence[bytes]) -> dict[bytes, BlobManifest]:
+        """Return how we wrote these before; nobody can ``_forget`` them while they are written."""
+        known = self._known(keys)
         with self._lock:
-            manifests = {key: self._manifests[key] for key in keys if key in self._manifests}
+            for key in known:
+                del self._manifests[key]
+        return known
+
+    def _known(self, keys: Iterable[bytes]) -> dict[bytes, BlobManifest]:
+        """Return how we wrote these, as far as they count and are not being written."""
+        with self._lock:
+            return {key: self._manifests[key] for key in keys if key in self._manifests}
+
+    def _evict(self, keys: Sequence[bytes]) -> None:
+        manifests = self._known(keys)
         self._server.evict(manifests)
         with self._lock:
             for key in manifests:
@@ -193,22 +210,22 @@ class RedisTier(IndexedTier):
             for first in range(0, len(keys), BATCH_KEYS):
                 batch = keys[first : first + BATCH_KEYS]
                 count += self._server.delete(batch)
-                self._forget(batch)
+                self._forget(self._known(batch))
         return count
 
     def drop_quarantine(self) -> None:
         """Do nothing: what is damaged is deleted."""
 
-    def _forget(self, keys: Iterable[bytes]) -> None:
-        """Stop counting blobs that the server no longer has."""
-        gone: dict[bytes, BlobManifest] = {}
+    def _forget(self, written: Mapping[bytes, BlobManifest]) -> None:
+        """Stop counting blobs that the server no longer has, unless they were written again."""
+        gone: list[Written] = []
         with self._lock:
-            for key in keys:
-                manifest = self._manifests.pop(key, None)
-                if manifest is not None:  # else it is being written now
-                    gone[key] = manifest
+            for key, manifest in written.items():
+                if self._manifests.get(key) == manifest:
+                    del self._manifests[key]
                     self._index.remove(key)
-        if self._book is not None and gone:
+                    gone.append((key, manifest))
+        if self._book is not None:
             self._book.owe(gone)
 
     # Earlier lives
@@ -225,7 +242,7 @@ class RedisTier(IndexedTier):
             there = self._server.exist([x.key for x in unknown])
             found = [x for x, yes in zip(unknown, there, strict=True) if yes]
             gone = {x.key: x.manifest for x, yes in zip(unknown, there, strict=True) if not yes}
-            self._server.drop_fragments(gone)  # the server may have left fragments
+            self._server.drop_fragments(gone.items())  # the server may have left fragments
             with self._lock:
                 for key, manifest, _ in found:
                     cost = self._cost(manifest.length)
@@ -249,7 +266,7 @@ class RedisTier(IndexedTier):
             with self._lock:
                 current = [key for key, x in manifests.items() if self._manifests.get(key) == x]
             if not current:
-                self._server.drop_fragments(manifests)
+                self._server.drop_fragments(manifests.items())
 
     # Recency
 
