@@ -57,6 +57,7 @@ class RedisLink:
         self._counting = threading.Lock()
         self._num_errors = 0
         self._answered = False  # ever
+        self._closed = False
         try:
             self._pool: Any = redis.BlockingConnectionPool.from_url(
                 url,
@@ -110,6 +111,11 @@ class RedisLink:
             return replies
         except (redis.RedisError, OSError, _TooLate) as error:
             raise self._unavailable(error) from None
+        except Exception as error:
+            if not self._closed:
+                raise
+            # redis-py is not prepared for a socket that another thread closes.
+            raise self._unavailable(error) from None
         finally:
             (self._breaker.succeed if answered else self._breaker.fail)(permit)
 
@@ -154,7 +160,8 @@ class RedisLink:
         return text
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; who waits at one that is in use gets ``TierUnavailable``."""
+        self._closed = True
         self._pool.disconnect()
 
 

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
+from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.link import RedisLink, masked
 from kvstore.tiers.redis_server.redis_tier import RedisTier
+from tests.redis_server import RedisServer, find_binary
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,28 @@ def test_without_redis_py_the_error_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'thermocline[redis]'" in done.stderr
+
+
+@pytest.mark.redis
+@pytest.mark.skipif(find_binary() is None, reason="no redis-server")
+def test_who_uses_a_link_that_closes_hears_that_it_is_not_there() -> None:
+    """Anything else would end the thread; redis-py raises TypeError among others."""
+    others: list[Exception] = []
+
+    def use(link: RedisLink) -> None:
+        try:
+            with contextlib.suppress(TierUnavailable):
+                for _ in range(3):
+                    link.run([("PING",)] * 20)
+        except Exception as error:
+            others.append(error)
+
+    with RedisServer() as server:
+        for i in range(600):
+            link = RedisLink(server.url, 5.0)
+            user = threading.Thread(target=use, args=(link,))
+            user.start()
+            time.sleep(i % 60 * 5e-5)
+            link.close()
+            user.join()
+    assert not others
