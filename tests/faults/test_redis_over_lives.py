@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import redis
 
+from kvstore.tiers.redis_server.book import Book
+from kvstore.tiers.redis_server.fragments import manifest_name, new_manifest, parse_manifest
+from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from kvstore.tiers.redis_server.writer_name import FILE_NAME, WriterName
 from tests.faults.redis_tiers import blobs, entries_for_ever, names, next_life, until
@@ -194,6 +198,46 @@ def test_closing_does_not_wait_for_a_server_that_is_away(
     started = time.monotonic()
     tier.close()
     assert time.monotonic() - started < 5.0
+
+
+def test_closing_does_not_wait_for_a_long_book(server: RedisServer, tmp_path: Path) -> None:
+    next_life(server, tmp_path).close()
+    with closing(RedisLink(server.url, 10.0)) as link, redis.Redis.from_url(server.url) as client:
+        book = Book(link, (tmp_path / FILE_NAME).read_text())
+        for first in range(0, 40_000, 1000):
+            listed = {b"k%032d" % i: new_manifest(b"") for i in range(first, first + 1000)}
+            link.run(book.enter(listed))
+        client.config_resetstat()
+        open_far(server.url, tmp_path).close()
+        num_pages = client.info("commandstats").get("cmdstat_hscan", {"calls": 0})["calls"]
+        assert num_pages < 20  # of 80
+
+
+@pytest.mark.parametrize("length", [10_000, 700_000], ids=["inline", "in fragments"])
+def test_a_touch_that_came_late_does_not_cost_the_newer_blob(
+    server: RedisServer, tmp_path: Path, length: int
+) -> None:
+    """It lists a blob as used last that another turn has replaced meanwhile."""
+    (key, old), (_, new) = blobs(2, length).items()
+    tier = next_life(server, tmp_path)
+    with closing(RedisLink(server.url, 10.0)) as link, redis.Redis.from_url(server.url) as client:
+        tier.replace(key, old)
+        late = Book(link, (tmp_path / FILE_NAME).read_text()).enter(
+            {key: parse_manifest(client.get(manifest_name(key)))}
+        )
+        tier.replace(key, new)
+        cost = tier.stats().nbytes
+        tier.close()
+        (name,) = client.scan_iter(BOOK + b"*")
+        (command, _, field, value), last = late[0], 2**64 - 1
+        client.execute_command(command, name, field, value[:-8] + last.to_bytes(8, "little"))
+        tier = next_life(server, tmp_path)
+        assert tier.get_many([key]) == [new]
+        assert tier.stats().nbytes == cost
+        assert client.hlen(name) == 1
+        tier.close()
+        next_life(server, tmp_path, 1).close()
+        assert entries_for_ever(client) == []
 
 
 @pytest.mark.parametrize("lost", ["manifest", "fragment", "book"])

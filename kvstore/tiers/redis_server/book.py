@@ -80,8 +80,8 @@ class Book:
             owed, self._owed = self._owed, []
         return owed
 
-    def entries(self) -> Iterator[BookEntry]:
-        """Read the book, as the server lists it.
+    def pages(self) -> Iterator[list[BookEntry]]:
+        """Read the book page by page, as the server lists it.
 
         Raises:
             TierUnavailable: it did not answer, or does not have such a command.
@@ -93,7 +93,7 @@ class Book:
                 self._link.count(str(reply))
                 raise TierUnavailable(f"redis tier: {reply}")
             cursor, listed = reply
-            yield from _parsed(zip(listed[::2], listed[1::2], strict=True))
+            yield list(_parsed(zip(listed[::2], listed[1::2], strict=True)))
             if cursor == b"0":
                 return
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.book import Book, BookEntry
-from kvstore.tiers.redis_server.fragments import BlobManifest
 
-BATCH: Final = 256  # the tier's writers wait for one batch at most
+BATCH: Final = 256  # or a few more; the tier's writers wait for one batch at most
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 60.0
 
@@ -26,8 +25,7 @@ class EarlierLives:
     """Reads a book once, and hands its entries over in batches, the most recently used first.
 
     Args:
-        enter: takes a batch: at most one entry per key.
-        drop: takes what a newer blob of the same key has replaced.
+        enter: takes a batch. Of several writes of one key all are in the same batch.
         on_end: called once, when there is nothing more to come.
     """
 
@@ -35,12 +33,10 @@ class EarlierLives:
         self,
         book: Book,
         enter: Callable[[Sequence[BookEntry]], None],
-        drop: Callable[[Mapping[bytes, BlobManifest]], None],
         on_end: Callable[[], None],
     ) -> None:
         self._book = book
         self._enter = enter
-        self._drop = drop
         self._on_end = on_end
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-redis-book", daemon=True)
@@ -50,7 +46,7 @@ class EarlierLives:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; waits for a call of ``enter`` that has begun."""
+        """Stop; waits for a page of the book, or a call of ``enter``, that has begun."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -76,26 +72,32 @@ class EarlierLives:
         return 0
 
     def _read(self) -> int:
-        newest, replaced = _parted(self._book.entries())
-        for entry in replaced:
-            self._drop({entry.key: entry.manifest})
-        for batch in _batches(newest):
+        entries: dict[BookEntry, None] = {}  # a server may list one twice
+        for page in self._book.pages():
             if self._closing.is_set():
-                break
+                return 0
+            entries |= dict.fromkeys(page)
+        for batch in _batches(_by_last_use(entries)):
+            if self._closing.is_set():
+                return 0
             self._enter(batch)
-        return len(newest)
+        return len({x.key for x in entries})
 
 
-def _parted(entries: Iterator[BookEntry]) -> tuple[list[BookEntry], list[BookEntry]]:
-    """Return the newest entry of each key, most recently used first, and all the others."""
-    newest: dict[bytes, BookEntry] = {}
-    replaced: list[BookEntry] = []
+def _by_last_use(entries: Iterable[BookEntry]) -> Iterator[list[BookEntry]]:
+    """Yield all entries of each key, the most recently used key first."""
+    by_key: dict[bytes, list[BookEntry]] = {}
     for entry in sorted(entries, key=lambda x: x.stamp, reverse=True):
-        kept = newest.setdefault(entry.key, entry)
-        if kept.manifest.generation != entry.manifest.generation:  # a server may list one twice
-            replaced.append(entry)
-    return list(newest.values()), replaced
+        by_key.setdefault(entry.key, []).append(entry)
+    yield from by_key.values()
 
 
-def _batches(entries: Sequence[BookEntry]) -> Iterator[Sequence[BookEntry]]:
-    yield from (entries[first : first + BATCH] for first in range(0, len(entries), BATCH))
+def _batches(keys: Iterable[list[BookEntry]]) -> Iterator[list[BookEntry]]:
+    batch: list[BookEntry] = []
+    for entries in keys:
+        batch += entries
+        if len(batch) >= BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

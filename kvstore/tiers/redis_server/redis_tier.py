@@ -78,9 +78,7 @@ class RedisTier(IndexedTier):
         self._entering = self._book is not None  # until all that earlier lives left is entered
         self._earlier: EarlierLives | None = None
         if self._book is not None:
-            self._earlier = EarlierLives(
-                self._book, self._enter_earlier, self._drop_replaced, self._end_entering
-            )
+            self._earlier = EarlierLives(self._book, self._enter_earlier, self._end_entering)
 
     def __repr__(self) -> str:
         return f"RedisTier({self._link.name})"
@@ -231,25 +229,41 @@ class RedisTier(IndexedTier):
     # Earlier lives
 
     def _enter_earlier(self, entries: Sequence[BookEntry]) -> None:
-        """Count these as the least recent, evict what is too much; strike what is not there.
+        """Count these as the least recent, evict what is too much; strike what cannot be seen.
 
         Raises:
             TierUnavailable: some are counted, and some of those were to be evicted.
         """
         with self._writing:
+            seen = self._seen(entries)
+            unseen = [(x.key, x.manifest) for x in entries if seen.get(x.key) != x.manifest]
+            self._server.drop_fragments(unseen)  # the server may have left some
             with self._lock:
-                unknown = [x for x in entries if x.key not in self._index]
-            there = self._server.exist([x.key for x in unknown])
-            found = [x for x, yes in zip(unknown, there, strict=True) if yes]
-            gone = {x.key: x.manifest for x, yes in zip(unknown, there, strict=True) if not yes}
-            self._server.drop_fragments(gone.items())  # the server may have left fragments
-            with self._lock:
-                for key, manifest, _ in found:
-                    cost = self._cost(manifest.length)
-                    self._index.insert_oldest(key, cost, self._said.pop(key, ""))
-                    self._manifests[key] = manifest
+                for key, manifest in seen.items():
+                    if key not in self._index:
+                        cost = self._cost(manifest.length)
+                        self._index.insert_oldest(key, cost, self._said.pop(key, ""))
+                        self._manifests[key] = manifest
                 evicted = self._index.shrink()
             self._write(IndexUpdate([], evicted), {})
+
+    def _seen(self, entries: Sequence[BookEntry]) -> dict[bytes, BlobManifest]:
+        """Return how the keys of these entries were written last, as far as they are there.
+
+        The stamps do not say it: a ``touch`` may have been late. Of a key with one entry it is
+        enough to know that it is there, which does not make it recent for the server.
+        """
+        seen = self._known([x.key for x in entries])
+        listed: dict[bytes, list[BlobManifest]] = {}
+        for key, manifest, _ in entries:
+            if key not in seen:
+                listed.setdefault(key, []).append(manifest)
+        single = [key for key, manifests in listed.items() if len(manifests) == 1]
+        there = zip(single, self._server.exist(single), strict=True)
+        seen |= {key: listed[key][0] for key, yes in there if yes}
+        several = self._server.manifests([key for key in listed if len(listed[key]) > 1])
+        # Another engine's counts in its budget.
+        return seen | {key: x for key, x in several.items() if x in listed[key]}
 
     def _end_entering(self) -> None:
         with self._lock:
@@ -260,13 +274,6 @@ class RedisTier(IndexedTier):
     def knows_earlier_lives(self) -> bool:
         """Tell whether all that earlier lives left is counted."""
         return not self._entering
-
-    def _drop_replaced(self, manifests: Mapping[bytes, BlobManifest]) -> None:
-        with self._writing:
-            with self._lock:
-                current = [key for key, x in manifests.items() if self._manifests.get(key) == x]
-            if not current:
-                self._server.drop_fragments(manifests.items())
 
     # Recency
 
