@@ -280,3 +280,23 @@ def test_deleted_and_forgotten_blobs_are_not_in_the_book(
     with redis.Redis.from_url(server.url) as client:
         until("all is gone", lambda: entries_for_ever(client) == [])
     tier.close()
+
+
+def test_with_a_time_to_live_nothing_stays_not_even_the_book(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """An engine that is started in a new folder each time would leave one for ever."""
+    first, second, *_ = FEW
+    writer = WriterName(tmp_path)
+    tier = RedisTier(server.url, BUDGET, deadline_s=10.0, ttl_s=60.0, writer=writer)
+    with redis.Redis.from_url(server.url) as client:
+        tier.put_many([(first, FEW[first])])
+        tier.touch([first])
+        assert entries_for_ever(client) == []
+        (book,) = client.scan_iter(BOOK + b"*")
+        assert client.pttl(book) > max(client.pttl(x) for x in names(client) if x != book)
+        tier.close()
+        tier = next_life(server, tmp_path)  # without one the book is to stay
+        tier.put_many([(second, FEW[second])])
+        assert client.ttl(book) == -1
+        tier.close()

@@ -5,7 +5,9 @@
 An engine that is killed leaves blobs behind. Its next life reads the book, so that one budget
 holds for all of them; and no engine counts or evicts what another one wrote. An entry is written
 before its blob is visible and struck after the blob is gone, so the book may list too much, never
-too little. The server may evict the whole book, and then has a ``maxmemory`` that bounds the rest.
+too little: what the server evicted of a blob is not all of it, so its fragments are removed as well.
+The server may evict the whole book, and then has a ``maxmemory`` that bounds the rest. With a time
+to live the book expires as well, after twice that time without a write or a touch.
 """
 
 from __future__ import annotations
@@ -44,13 +46,19 @@ class Book:
     """Makes the commands that keep a writer's book. Thread-safe.
 
     Args:
+        ttl_ms: the blobs expire this long after they were written or touched; 0 = never.
         clock: seconds of the wall clock: what orders the uses of several lives.
     """
 
     def __init__(
-        self, link: RedisLink, writer: str, clock: Callable[[], float] = time.time
+        self,
+        link: RedisLink,
+        writer: str,
+        ttl_ms: int = 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._link = link
+        self._ttl_ms = ttl_ms
         self._name = b"thermocline.book:%s" % writer.encode("ascii")
         self._clock = clock
         self._lock = threading.Lock()
@@ -62,7 +70,11 @@ class Book:
         listed: list[bytes] = []
         for key, manifest in manifests.items():
             listed += [_field(key, manifest), manifest.pack() + _STAMP.pack(self._next_stamp())]
-        return [("HSET", self._name, *listed)] if listed else []
+        if not listed:
+            return []
+        # The book outlives what it lists. Without expiry: an earlier life may have had one.
+        kept: Command = ("PEXPIRE", self._name, 2 * self._ttl_ms)
+        return [("HSET", self._name, *listed), kept if self._ttl_ms else ("PERSIST", self._name)]
 
     def strike(self, written: Iterable[Written]) -> list[Command]:
         """List these blobs no more."""

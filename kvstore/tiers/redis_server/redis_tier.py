@@ -66,8 +66,9 @@ class RedisTier(IndexedTier):
     ) -> None:
         self._link = RedisLink(url, deadline_s, monotonic)
         self._writer = writer
-        self._book = Book(self._link, writer.text) if writer is not None else None
-        self._server = RedisBlobs(self._link, round(ttl_s * 1000), self._book)
+        ttl_ms = round(ttl_s * 1000)
+        self._book = Book(self._link, writer.text, ttl_ms) if writer is not None else None
+        self._server = RedisBlobs(self._link, ttl_ms, self._book)
         self._expires = ttl_s > 0
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; not held while the server is asked
