@@ -5,9 +5,9 @@
 An engine that is killed leaves blobs behind. Its next life reads the book, so that one budget
 holds for all of them; and no engine counts or evicts what another one wrote. An entry is written
 before its blob is visible and struck after the blob is gone, so the book may list too much, never
-too little: what the server evicted of a blob is not all of it, so its fragments are removed as well.
-The server may evict the whole book, and then has a ``maxmemory`` that bounds the rest. With a time
-to live the book expires as well, after twice that time without a write or a touch.
+too little: where the server evicted a manifest, the fragments are removed as well. The server may
+evict the whole book, and then has a ``maxmemory`` that bounds the rest. With a time to live it
+expires, after twice that time without a write or a touch.
 """
 
 from __future__ import annotations
