@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -28,9 +29,42 @@ from engines.mlx_worker.sessions.hot_cache import HotCache
 
 # Delivers a token that a row had sampled, but not fed, when it left its batch.
 Deliver: TypeAlias = Callable[[StepOutput], None]
+# What makes way as a whole: a sequence that decodes, or a prompt that is being fed.
+Unit: TypeAlias = Sequence | PrefillTask
 
 # Whoever makes way for want of memory is saved and restored, which costs more than a place.
 MEMORY_QUANTUM = 4 * QUANTUM
+
+
+@dataclass
+class _Running:
+    """What runs, less what is chosen to make way."""
+
+    units: list[Unit]
+    places: Counter[str]
+    num_given: int = 0  # places that those chosen hold
+
+    def longest_run(
+        self, tenant: str, may: Callable[[Unit], bool] = lambda unit: True
+    ) -> Unit | None:
+        """The one of the tenant's that was served longest, of those that ``may`` make way."""
+        mine = [x for x in self.units if x.request.tenant == tenant and may(x)]
+        return max(mine, key=lambda x: x.run, default=None)
+
+    def give(self, unit: Unit) -> None:
+        """Choose one to make way."""
+        number = len(unit.sequences) if isinstance(unit, PrefillTask) else 1
+        self.units.remove(unit)
+        self.places[unit.request.tenant] -= number
+        self.num_given += number
+
+
+# Chooses one that makes way for the first, of those that run.
+Choose: TypeAlias = Callable[[PrefillTask, _Running], Unit | None]
+
+
+def _is_long(unit: Unit) -> bool:
+    return isinstance(unit, Sequence) and len(unit.emitted) >= LONG_ANSWER
 
 
 class TimeSlices:
@@ -67,16 +101,13 @@ class TimeSlices:
     def _take_turns(self, deliver: Deliver) -> None:
         """Let heads change places with their own tenant's rows, whoever is first in the line."""
         for head in self._admission.heads:
-            goes_on = bool(head.parked_bytes)
-            while self._budget.missing_slots(len(head.sequences)) > 0:
-                unit = self._own_to_yield(head, QUANTUM)
-                if unit is None:
-                    break
-                self._park(unit, deliver)
-                goes_on = True
-            else:
-                if goes_on and self._is_its_turn(head):
-                    self._admission.enter(head)
+            units = self._enough_to_yield(head, self._own_to_yield)
+            if units is None:
+                continue
+            self._park_all(units, deliver)
+            running = self._running()
+            if (units or head.parked_bytes) and self._is_its_turn(head, running):
+                self._admission.enter(head)
 
     def _make_way_for(self, head: PrefillTask, deliver: Deliver) -> bool:
         """Give ``head`` the places that it lacks, or free some memory; False if nobody is to."""
@@ -87,60 +118,74 @@ class TimeSlices:
         if self.release_parked(head):
             self._admission.admit()
             return True
-        unit = self._unit_to_yield(head, 1, MEMORY_QUANTUM)
-        unit = unit or self._own_to_yield(head, MEMORY_QUANTUM)
+        running = self._running()
+        unit = self._others_to_yield(head, running, MEMORY_QUANTUM)
+        unit = unit or self._own_to_yield(head, running, MEMORY_QUANTUM)
         if isinstance(unit, Sequence):
             self.send_back(unit, deliver)
         return False
 
     def _give_places(self, head: PrefillTask, deliver: Deliver) -> bool:
-        while (missing := self._budget.missing_slots(len(head.sequences))) > 0:
-            unit = self._unit_to_yield(head, missing, QUANTUM) or self._own_to_yield(head, QUANTUM)
-            if unit is None:
-                return False
-            self._park(unit, deliver)
+        units = self._enough_to_yield(head, self._anyone_to_yield)
+        if units is None:
+            return False
+        self._park_all(units, deliver)
         return self._admission.enter(head)  # itself: another may be first in the line by now
 
     # ---- who
 
-    def _is_its_turn(self, head: PrefillTask) -> bool:
+    def _running(self) -> _Running:
+        units: list[Unit] = [*self._batches.sequences, *self._prefiller.ready]
+        return _Running(units, self._budget.places)
+
+    def _enough_to_yield(self, head: PrefillTask, choose: Choose) -> list[Unit] | None:
+        """Choose who makes way for all sequences of ``head``; None if that cannot be enough.
+
+        A place too few is of no use to it, and whoever gave it would be back with the next step.
+        """
+        missing = self._budget.missing_slots(len(head.sequences))
+        running, chosen = self._running(), list[Unit]()
+        while running.num_given < missing:
+            unit = choose(head, running)
+            if unit is None:
+                return None
+            running.give(unit)
+            chosen.append(unit)
+        return chosen
+
+    def _is_its_turn(self, head: PrefillTask, running: _Running) -> bool:
         """True if it has waited while each row of its own tenant ran for a quantum."""
         tenant = head.request.tenant
         waited = self._shares.tokens(tenant) - head.waits_from
-        return waited >= QUANTUM * self._budget.places[tenant]
+        return waited >= QUANTUM * running.places[tenant]
 
-    def _own_to_yield(self, head: PrefillTask, quantum: float) -> Sequence | PrefillTask | None:
+    def _anyone_to_yield(self, head: PrefillTask, running: _Running) -> Unit | None:
+        return self._others_to_yield(head, running) or self._own_to_yield(head, running)
+
+    def _own_to_yield(
+        self, head: PrefillTask, running: _Running, quantum: float = QUANTUM
+    ) -> Unit | None:
         """The one of its own tenant that changes places with ``head``, if it is its turn.
 
         For who is parked any that run; for who has not begun only a long answer, which has gone on
         for a quantum at least since it made way the last time.
         """
         tenant = head.request.tenant
-        if not self._is_its_turn(head):
+        if not self._is_its_turn(head, running):
             return None
         if head.parked_bytes:
-            return self._longest_run(tenant)
-        long = [
-            x
-            for x in self._batches.sequences
-            if x.request.tenant == tenant and len(x.emitted) >= LONG_ANSWER and x.run >= quantum
-        ]
-        return max(long, key=lambda x: x.run, default=None)
+            return running.longest_run(tenant)
+        return running.longest_run(tenant, lambda x: _is_long(x) and x.run >= quantum)
 
-    def _unit_to_yield(
-        self, head: PrefillTask, missing: int, quantum: float
-    ) -> Sequence | PrefillTask | None:
-        claimant, wanted = head.request.tenant, len(head.sequences)
+    def _others_to_yield(
+        self, head: PrefillTask, running: _Running, quantum: float = QUANTUM
+    ) -> Unit | None:
+        wanted = len(head.sequences)
+        missing = max(1, self._budget.missing_slots(wanted) - running.num_given)
         holder = self._shares.holder_to_yield(
-            claimant, wanted, missing, self._budget.places, quantum
+            head.request.tenant, wanted, missing, running.places, quantum
         )
-        return None if holder is None else self._longest_run(holder)
-
-    def _longest_run(self, tenant: str) -> Sequence | PrefillTask | None:
-        """The tenant's sequence, or its prompt that is being fed, that was served longest."""
-        units: list[Sequence | PrefillTask] = [*self._batches.sequences, *self._prefiller.ready]
-        mine = [x for x in units if x.request.tenant == tenant]
-        return max(mine, key=lambda x: x.run, default=None)
+        return None if holder is None else running.longest_run(holder)
 
     def youngest(self) -> Sequence:
         """The sequence to be sent back when those that run have outgrown the memory.
@@ -156,7 +201,12 @@ class TimeSlices:
 
     # ---- how
 
-    def _park(self, unit: Sequence | PrefillTask, deliver: Deliver) -> None:
+    def _park_all(self, units: list[Unit], deliver: Deliver) -> None:
+        for unit in units:
+            if unit in self._running().units:  # else it ended with one that was parked before
+                self._park(unit, deliver)
+
+    def _park(self, unit: Unit, deliver: Deliver) -> None:
         """Have it wait with its KV."""
         if isinstance(unit, PrefillTask):
             self._prefiller.remove(unit)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.mlx_owner.harness import begun, engine, read, session, text
+from tests.integration.mlx_owner.harness import GREEDY, begun, engine, read, session, text
 
 pytestmark = pytest.mark.mlx
 
@@ -84,3 +84,18 @@ async def test_short_of_memory_a_short_prompt_is_served_all_the_same(tmp_path: P
         assert not any(x.done() for x in reading)
         answers = await asyncio.gather(*reading)
     assert [x.tokens for x in answers] == [x.tokens for x in expected]
+
+
+async def test_no_answer_makes_way_for_a_prompt_that_lacks_places_all_the_same() -> None:
+    """It wants all four; of the three that run one is long, and the others end before they are."""
+    async with engine("llama", max_batch=4) as it:
+        long = await begun(it.submit(text(1, 30), session("long", "t"), max_tokens=ENDLESS))
+        while it.reports.engine().counters["generated_tokens"] < 230:
+            await asyncio.sleep(0.001)
+        short = [it.submit(text(2 + i, 30), session(f"s{i}", "t"), max_tokens=250) for i in (0, 1)]
+        wide = it.submit(text(9, 20), session("wide", "t"), max_tokens=4, sampling=4 * GREEDY)
+        answer, *_ = await asyncio.gather(read(wide), *map(read, short))
+        assert answer.finished == dict.fromkeys(range(4), "length")
+        assert not long.done()
+        assert it.reports.engine().counters["parked"] == 1  # when that was enough
+        await long
