@@ -31,17 +31,23 @@ _TAKEN = ("input", "encoding_format", "dimensions")
 async def embeddings(request: Request) -> Response:
     """Embed texts, or token ids, with the served model."""
     gateway = gateway_of(request)
-    question = await _question(request)
-    body_share_of(request.scope).give_back()
-    limit_s = gateway.config.request_timeout_s
-    ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s)
-    answer = await while_client_stays(request.receive, ask)
+    answer = await _answer(request)
+    body_share_of(request.scope).give_back()  # the question is gone
     if usage := parse_usage(answer):
         welcome = gateway.engine.welcome  # it may be gone by now
         gateway.metrics.used(_OPERATION, welcome.model if welcome else "", usage)
         if place := key_share_of(request.scope):
             place.used_tokens(usage.prompt_tokens)
     return Response(answer, media_type="application/json")
+
+
+async def _answer(request: Request) -> bytes:
+    """Ask the engine. The question is held until the answer is there, and counts for so long."""
+    gateway = gateway_of(request)
+    question = await _question(request)
+    limit_s = gateway.config.request_timeout_s
+    ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s)
+    return await while_client_stays(request.receive, ask)
 
 
 async def _question(request: Request) -> bytes:
