@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.asgi import while_client_stays
+from engines.headers import payer_headers
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.requests import Json
 from gateway.body import asked_by
@@ -46,7 +47,9 @@ async def _answer(request: Request) -> bytes:
     gateway = gateway_of(request)
     question = await _question(request)
     limit_s = gateway.config.request_timeout_s
-    ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s)
+    tenant = caller_of(request)
+    headers = payer_headers(tenant.name, tenant.weight)
+    ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s, headers)
     return await while_client_stays(request.receive, ask)
 
 
