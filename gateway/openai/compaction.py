@@ -33,7 +33,7 @@ from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import shown_usage
 from gateway.openai.responses.translation import Known, translation, validate
 from gateway.relay.answer_format import AsItIs
-from gateway.relay.chat_chunks import read_chunk
+from gateway.relay.chat_chunks import Choice, read_chunk
 from gateway.stored.sealed_text import SealedText
 from gateway.turns import Operation, Translate, Translated, accept
 
@@ -43,6 +43,9 @@ _CONTEXT_SHARE: Final = 16  # clients compact when little room is left
 _KEPT_ROLES: Final = frozenset({"user", "system", "developer"})
 # For models that think before they answer: the tokens are for the summary.
 _DEFAULTS: Final[Json] = {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
+# Where an answer ends: the summary is ours to ask for, and ends when it is told.
+_NOT_TAKEN: Final = frozenset({"stop", "min_tokens", "ignore_eos"})
+_CUT: Final = " [...]\n(The summary was cut here: it had reached its limit.)"
 _ASKED: Final = (
     "Stop here. Write a summary of this conversation for yourself, since your answers, your tool"
     " calls and their results will not be shown to you any more; messages of the user will. Keep"
@@ -63,14 +66,7 @@ class CompactedAnswer(AsItIs):
 
     def whole(self, body: bytes) -> bytes:
         said = read_chunk(body)
-        part = said.choices[0].part if said.choices else None
-        # A model that thinks may end before it says anything; what it thought is about the same.
-        summary = ((part.content or part.thought) if part else "").strip()
-        if self._is_empty:
-            summary = ""
-        elif not summary:
-            message = "The model wrote no summary: go on with the conversation as it is, or retry."
-            raise Refused(Failure(502, message, None, "no_summary"))
+        summary = "" if self._is_empty else _summary(said.choices[0] if said.choices else Choice())
         sealed = self._sealed.close(summary)
         item = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": sealed}
         compacted = {
@@ -86,6 +82,19 @@ class CompactedAnswer(AsItIs):
         return msgspec.structs.replace(failure, param=renamed(failure.param)).response()
 
 
+def _summary(choice: Choice) -> str:
+    """Return what the model wrote. Raises ``Refused`` (502) if that is no summary."""
+    part, is_cut = choice.part, choice.finish_reason == "length"
+    summary = (part.content or "").strip()
+    if not summary and not is_cut:
+        # A model that thinks may end before it says anything; what it thought is about the same.
+        summary = part.thought.strip()
+    if not summary:
+        message = "The model wrote no summary: go on with the conversation as it is, or retry."
+        raise Refused(Failure(502, message, None, "no_summary"))
+    return summary + _CUT if is_cut else summary
+
+
 async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
     fields, context = await recalled(gateway, tenant, asked)
     return partial(_translate, gateway, tenant, fields, context)
@@ -99,7 +108,7 @@ def _translate(
     asking: Json = {"type": "message", "role": "user", "content": _ASKED}
     made = translation(
         _plain(fields, _summary_tokens(gateway.served.max_context, is_empty=not items)),
-        {**_DEFAULTS, **asked},
+        {**_DEFAULTS, **{name: x for name, x in asked.items() if name not in _NOT_TAKEN}},
         context._replace(own=[*context.own, asking]),
         Known(sealed.open, gateway.sight),
     )

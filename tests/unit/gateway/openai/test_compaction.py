@@ -38,8 +38,8 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-def said(text: str | None, **message: Any) -> Answered:
-    choice = {"message": {"content": text, **message}, "finish_reason": "stop"}
+def said(text: str | None, ending: str = "stop", **message: Any) -> Answered:
+    choice = {"message": {"content": text, **message}, "finish_reason": ending}
     usage = {
         "prompt_tokens": 30,
         "completion_tokens": 5,
@@ -194,6 +194,29 @@ async def test_a_model_that_says_nothing_loses_nothing(app: App) -> None:
     window = (await ask(app, COMPACT, input=TALK)).json["output"]
     await ask(app, RESPONSES, input=window)
     assert prompt(app)[-1][1].endswith("\nthere was a tree")
+
+
+async def test_a_thought_that_was_cut_is_no_summary(app: App) -> None:
+    for content in (None, "", " \n"):
+        app.engine.answer = said(content, "length", reasoning_content="The user asks, so I sh")
+        reply = await ask(app, COMPACT, input=TALK)
+        assert (reply.status, reply.error["code"]) == (502, "no_summary")
+
+
+async def test_a_summary_that_was_cut_says_so(app: App) -> None:
+    app.engine.answer = said("They looked: a tr", "length", reasoning_content="hm")
+    window = (await ask(app, COMPACT, input=TALK)).json["output"]
+    await ask(app, RESPONSES, input=window)
+    summary = prompt(app)[-1][1]
+    assert "\nThey looked: a tr [...]\n" in summary and "cut here" in summary
+    assert "hm" not in summary
+
+
+async def test_a_client_does_not_say_where_the_summary_ends(app: App) -> None:
+    ends = {"stop": ["\n"], "min_tokens": 5000, "ignore_eos": True}
+    assert (await ask(app, COMPACT, input=TALK, top_p=0.5, **ends)).status == 200
+    asked = app.engine.asked[-1].body
+    assert not ends.keys() & asked.keys() and asked["top_p"] == 0.5
 
 
 async def test_nothing_is_compacted_to_nothing(app: App) -> None:
