@@ -97,6 +97,9 @@ async def test_no_other_address_reaches_the_engine(dialect: str, url: str) -> No
 NO_SOURCES: list[Any] = [
     *(None, 5, "x", {}, {"type": "base64"}, {"type": "file", "id": "f"}),
     *({"type": "base64", "media_type": "text/html", "data": "AA"}, {"type": "url", "url": 7}),
+    *({"url": PNG}, {"type": "bogus", "url": PNG}, {"type": ["url"], "url": PNG}),
+    {"type": "base64", "media_type": "image/png;base64,AA==", "data": "AA"},
+    {"type": "base64", "media_type": "image/png\n", "data": "AA"},
 ]
 
 
@@ -105,7 +108,10 @@ async def test_a_source_that_is_none(bad: Any) -> None:
     to = app(remote_images=True)
     messages = [{"role": "user", "content": [{"type": "image", "source": bad}]}]
     body = {"model": MODEL, "messages": messages, "max_tokens": 5}
-    assert (await to.post("/v1/messages", body)).status == 400
+    reply = await to.post("/v1/messages", body)
+    assert (reply.status, reply.json["type"]) == (400, "error")
+    assert reply.json["error"]["type"] == "invalid_request_error"
+    assert reply.json["error"]["message"].startswith("messages[0].content[0]")
     assert to.engine.asked == []
 
 
@@ -157,6 +163,13 @@ async def test_only_users_and_tools_show_images() -> None:
     for role in ("assistant", "system", "developer"):
         body = {"model": MODEL, "input": [{"role": role, "content": shown}]}
         assert (await to.post("/v1/responses", body)).status == 400
+    part = {"type": "image_url", "image_url": {"url": PNG}}
+    for role in ("assistant", "system", "developer"):
+        talk = [{"role": "user", "content": "hi"}, {"role": role, "content": [part]}]
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reply = await to.post(path, {"model": MODEL, "messages": talk})
+            assert (reply.status, reply.error["param"]) == (400, "messages[1].content[0].type")
+            assert role in reply.error["message"]
     block = [{"type": "image", "source": source(PNG)}]
     body = {"model": MODEL, "max_tokens": 5}
     for messages in ([{"role": "assistant", "content": block}],):
