@@ -156,7 +156,8 @@ def photograph(chromium: Any, stack: Stack, args: argparse.Namespace, slowest: s
             page.emulate_media(color_scheme=shade)
             page.wait_for_timeout(300)
             name = view.partition("/")[0]
-            page.screenshot(path=args.out / f"dashboard-{name}-{shade}.png")
+            file, whole = args.out / f"dashboard-{name}-{shade}.png", name != "sessions"
+            page.screenshot(path=file, full_page=whole)
     page.set_viewport_size({"width": 390, "height": 844})
     page.evaluate("x => { location.hash = x }", f"sessions//{LONG}")
     page.wait_for_timeout(1000)

@@ -27,6 +27,7 @@ from gateway.live.requests import LiveRequest
 from gateway.metrics import Gauges, Metrics
 from gateway.prefixes.prefix_watch import PrefixWatch
 from gateway.prefixes.twins import Twins
+from gateway.stored.sealed_text import SealedText
 from gateway.stored.stored import Stored
 from gateway.telemetry.tracing import PassOn, Tracing
 from scheduler.sessions import SessionManager
@@ -130,6 +131,10 @@ class Gateway:
     def session(self, tenant: Tenant, session_id: str) -> SessionRef:
         """Name a session of the tenant, known or new."""
         return SessionRef(tenant=tenant.name, id=session_id, salt=tenant.salt)
+
+    def sealed_texts(self, tenant: Tenant) -> SealedText:
+        """Return what seals texts for the tenant to keep, and opens them again."""
+        return SealedText(self.tenants.key_of(tenant.name, b"compaction"))
 
     async def gauges(self) -> Gauges:
         """Gather the figures of this moment; without the engine's if it does not answer."""

@@ -172,7 +172,7 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.suffix:
-            raise FieldError("suffix", "this engine cannot insert text before a suffix")
+            raise FieldError("suffix", "this model did not learn to insert text before a suffix")
         if self.best_of is not None and self.best_of != self.num_choices:
             raise FieldError("best_of", "best_of must be left out, or be equal to n")
         self._check_prompt()

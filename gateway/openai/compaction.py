@@ -32,9 +32,9 @@ from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import shown_usage
 from gateway.openai.responses.translation import Known, translation, validate
-from gateway.openai.sealed_text import SealedText
 from gateway.relay.answer_format import AsItIs
 from gateway.relay.chat_chunks import read_chunk
+from gateway.stored.sealed_text import SealedText
 from gateway.turns import Operation, Translate, Translated, accept
 
 router = APIRouter()
@@ -95,7 +95,7 @@ def _translate(
     gateway: Gateway, tenant: Tenant, fields: ResponseFields, context: Context, asked: Json
 ) -> Translated:
     items = [*context.past.items, *context.own]
-    sealed = SealedText(gateway.tenants, tenant.name)
+    sealed = gateway.sealed_texts(tenant)
     asking: Json = {"type": "message", "role": "user", "content": _ASKED}
     made = translation(
         _plain(fields, _summary_tokens(gateway.served.max_context, is_empty=not items)),

@@ -22,7 +22,6 @@ from gateway.openai.lists import shown, shown_items
 from gateway.openai.responses.history import full_items, rows_of
 from gateway.openai.responses.items import MessageWriter
 from gateway.openai.responses.output import new_id
-from gateway.openai.sealed_text import SealedText
 from gateway.openai.stored_objects import Metadata, StoredKind, json_of
 from gateway.stored.shelf import Entry, Shelf
 
@@ -123,7 +122,7 @@ def _checked_items(request: Request, items: list[Json]) -> list[Json]:
     """Check that a chat can be made of items, and write them in full."""
     gateway, tenant = gateway_of(request), caller_of(request)
     sight = gateway.sight if gateway.engine.ready else BLIND
-    MessageWriter(SealedText(gateway.tenants, tenant.name).open, sight).add_all(items, "items")
+    MessageWriter(gateway.sealed_texts(tenant).open, sight).add_all(items, "items")
     return full_items(items)
 
 

@@ -86,12 +86,12 @@ def events(stepping: Stack) -> Events:
     return Events(stepping.url)
 
 
-def ask(url: str, num_words: int) -> int:
+def ask(url: str, num_words: int, session: str) -> int:
     """Returns the number of the prompt's tokens."""
     model = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=WAIT_S))["data"][0]["id"]
-    text = prose("a long prompt", num_words)
+    text = prose(session, num_words)
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
-    headers = {"content-type": "application/json", "x-session-id": "long"}
+    headers = {"content-type": "application/json", "x-session-id": session}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
     )
@@ -103,7 +103,7 @@ def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Eve
     page = browser.open()
     page.get_by_role("tab", name=re.compile("^Now")).wait_for()
     told: list[int] = []
-    asking = threading.Thread(target=lambda: told.append(ask(stepping.url, 6000)))
+    asking = threading.Thread(target=lambda: told.append(ask(stepping.url, 6000, "long")))
     asking.start()
     page.get_by_role("img", name=re.compile(r"^[1-9]\d? % of the prompt$")).first.wait_for()
     while asking.is_alive():
@@ -113,6 +113,19 @@ def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Eve
     assert between, "nothing was told of a prompt that took seconds"
     assert between == sorted(between), "it only grows"
     assert any(x % STEP_TOKENS == 0 for x in between)
+    page.context.close()
+
+
+def test_what_sleeps_is_made_ready_for_its_next_turn(stepping: Stack, browser: Browser) -> None:
+    """vLLM fills blocks for a running request only: the page does not say that it is awake."""
+    ask(stepping.url, 300, "ready")
+    page = browser.open("sessions//ready")
+    side = page.get_by_role("complementary")
+    side.get_by_role("button", name="Move to disk").click()
+    page.get_by_text("ready sleeps now, in Disk").wait_for()
+    side.get_by_role("button", name="Wake").click()
+    page.get_by_text("ready is ready in Packed RAM; this engine unpacks it").wait_for()
+    browser.check()
     page.context.close()
 
 

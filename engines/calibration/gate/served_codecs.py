@@ -131,7 +131,8 @@ class ServedCodecs:
         """The codecs and the reasons for them, as the gateway is told."""
         chosen = self._chosen
         first = chosen.choices["ram"]
-        rows = [row for choice in chosen.different for row in choice.rows]
+        # Two tiers may have one codec for different reasons: it was measured once.
+        rows = list(dict.fromkeys(row for choice in chosen.different for row in choice.rows))
         return CodecReport(
             name=first.name,
             id=first.id,

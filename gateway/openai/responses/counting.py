@@ -14,7 +14,6 @@ from gateway.openai.lists import shown
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, context_of
 from gateway.openai.responses.translation import Known, translation, validate
-from gateway.openai.sealed_text import SealedText
 from gateway.relay.prompt_count import count_question, prompt_tokens
 
 router = APIRouter()
@@ -38,7 +37,7 @@ async def _question(request: Request) -> bytes:
             body.json["model"] = gateway.served.model
         fields = await body.beside(lambda: checked(body.json, ResponseFields))
         context = await context_of(gateway.stored, tenant, fields)
-        known = Known(SealedText(gateway.tenants, tenant.name).open, gateway.sight)
+        known = Known(gateway.sealed_texts(tenant).open, gateway.sight)
         return await body.beside(lambda: _for_engine(gateway, fields, body.json, context, known))
 
 

@@ -15,8 +15,8 @@ import msgspec
 from engines.openai.errors import InvalidRequest
 from engines.openai.images import SHOWN_BELOW, Sight
 from engines.openai.messages import Json
-from gateway.openai.sealed_text import NotOurs, Open
 from gateway.openai.tools import custom_arguments
+from gateway.stored.sealed_text import NotOurs, Open
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}

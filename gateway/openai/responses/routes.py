@@ -23,7 +23,6 @@ from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, keep_response, recalled
 from gateway.openai.responses.replay import replayed
 from gateway.openai.responses.translation import Known, translation, validate
-from gateway.openai.sealed_text import SealedText
 from gateway.openai.stored_objects import StoredKind
 from gateway.relay.passthrough import EVENT_STREAM
 from gateway.turns import Operation, Translate, Translated, accept
@@ -42,7 +41,7 @@ def _translate(
     gateway: Gateway, tenant: Tenant, fields: ResponseFields, context: Context, asked: Json
 ) -> Translated:
     stores = fields.stores and gateway.stored.enabled
-    known = Known(SealedText(gateway.tenants, tenant.name).open, gateway.sight)
+    known = Known(gateway.sealed_texts(tenant).open, gateway.sight)
     made = translation(fields, asked, context, known, stores)
     keep = None
     if stores or fields.conversation_id:

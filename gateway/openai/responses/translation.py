@@ -13,8 +13,8 @@ from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context
 from gateway.openai.responses.items import MessageWriter
 from gateway.openai.responses.response import Draft
-from gateway.openai.sealed_text import Open
 from gateway.openai.tools import offer
+from gateway.stored.sealed_text import Open
 
 # Taken as they are: a chat has them under the same name. Those behind the first line are not
 # OpenAI's, but engines and their users know them.
@@ -26,7 +26,7 @@ _SAME = (
 
 
 class Known(NamedTuple):
-    """The ways that this server opens the items of a tenant, and what may be in them."""
+    """Knowledge that items are read with: how sealed ones are opened, which images are taken."""
 
     open_sealed: Open
     sight: Sight

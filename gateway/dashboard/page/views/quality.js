@@ -93,7 +93,8 @@ function Measured({ it }) {
 function Against({ value, bound }) {
   if (value == null) return "–";
   const inside = bound == null || value <= bound;
-  return html`<span class="against"><${Meter} parts=${[{ name: fixed(value, 4), value, tone: inside ? "accent" : "over" }]} total=${bound || value || 1} words=${`${fixed(value, 4)}${bound ? ` against ${bound}` : ""}`} /> ${fixed(value, 4)}</span>`;
+  const said = value > 0 && value < 0.00005 ? value.toExponential(0) : fixed(value, 4); // never a false 0
+  return html`<span class="against"><${Meter} parts=${[{ name: said, value, tone: inside ? "accent" : "over" }]} total=${bound || value || 1} words=${`${said}${bound ? ` against ${bound}` : ""}`} /> ${said}</span>`;
 }
 
 function outside(x, bound) {

@@ -31,8 +31,8 @@ export function Session({ row, close }) {
       <dt>Prefill saved</dt><dd>${seconds(row.saved_s)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
     </dl>
     <${Journey} row=${row} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />
-    <${Steps} steps=${detail?.timeline ?? []} />
     <${Turns} turns=${detail?.last_turns ?? []} prefix=${detail?.prefix} known=${!!detail} />
+    <${Steps} steps=${detail?.timeline ?? []} />
   `;
 }
 
@@ -72,6 +72,10 @@ function Actions({ row, close }) {
     }
   };
   const asleep = (said) => `${row.id} sleeps now${said?.tier ? `, in ${TIER_NAMES[said.tier]}` : ""}.`;
+  const awake = (said) =>
+    said?.state === "cold" && said.tier // vLLM fills its blocks for a running request only
+      ? `${row.id} is ready in ${TIER_NAMES[said.tier]}; this engine unpacks it with its next turn.`
+      : `${row.id} is awake.`;
   const hot = isHot(row);
   const stays = whyItStays(row);
   const why = stays ? "why-it-stays" : undefined;
@@ -80,7 +84,7 @@ function Actions({ row, close }) {
   return html`<div class="actions" role="group" aria-label="Actions">
     ${hot
       ? html`<button type="button" disabled=${busy || stays} aria-describedby=${why} onClick=${() => act("demote", asleep)}>Let it sleep</button>`
-      : html`<button type="button" disabled=${busy || inUse} aria-describedby=${why} onClick=${() => act("prefetch", () => `${row.id} is awake.`)}>Wake</button>`}
+      : html`<button type="button" disabled=${busy || inUse} aria-describedby=${why} onClick=${() => act("prefetch", awake)}>Wake</button>`}
     ${row.tier === "ram" && !row.pinned && html`<button type="button" disabled=${busy || inUse} aria-describedby=${why} onClick=${() => act("demote", asleep, { tier: "disk" })}>Move to disk</button>`}
     ${row.pinned
       ? html`<button type="button" disabled=${busy} onClick=${() => act("unpin", () => `${row.id} may sleep again.`)}>Unpin</button>`

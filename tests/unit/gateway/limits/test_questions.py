@@ -18,6 +18,7 @@ HI = [{"role": "user", "content": "hi"}]
 QUESTIONS = {
     "/tokenize": {"model": MODEL, "prompt": "hi"},
     "/detokenize": {"model": MODEL, "tokens": [1]},
+    "/v1/embeddings": {"model": MODEL, "input": "hi"},
     "/v1/responses/input_tokens": {"model": MODEL, "input": "hi"},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": HI},
 }

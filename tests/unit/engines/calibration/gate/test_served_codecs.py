@@ -119,6 +119,15 @@ def test_auto_gives_each_tier_its_own_and_says_why(tmp_path: Path) -> None:
     assert not any(x.texts or x.chains for x in report.rows)
 
 
+def test_what_two_tiers_have_for_different_reasons_is_told_once(tmp_path: Path) -> None:
+    write(measured(timed("dense3", 0.04), timed("balanced", 0.09)), tmp_path)
+    report = served(tmp_path).report
+    assert {x.split(".")[0] for x in report.tiers.values()} == {"balanced"}
+    assert "ram: balanced" in report.why and "disk: balanced" in report.why
+    assert [x.preset for x in report.rows] == ["balanced"]
+    assert [x.preset for x in report.others] == ["dense3"]
+
+
 def test_a_codec_that_is_only_too_slow_now_is_read_on(tmp_path: Path) -> None:
     write(measured(*TIMED), tmp_path)
     codecs, store = served(tmp_path, disk_bytes=0), Store()

@@ -9,11 +9,10 @@ import pytest
 from engines.openai.errors import InvalidRequest
 from engines.openai.images import BLIND
 from engines.openai.requests import validate_chat
-from gateway.keys import Tenants
 from gateway.openai.responses.items import MessageWriter
-from gateway.openai.sealed_text import SealedText
+from gateway.stored.sealed_text import SealedText
 
-TENANT = SealedText(Tenants(b"a secret of the tests"), "local")
+TENANT = SealedText(bytes(32))
 
 
 def written(*items: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,11 +17,8 @@ from typing import Final, TypeAlias
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from gateway.keys import Tenants
-
 _VERSION: Final = b"\x01"
 _NONCE_BYTES: Final = 12
-_PURPOSE: Final = b"compaction"
 
 # Returns what a sealed text holds; raises ``NotOurs``.
 Open: TypeAlias = Callable[[str], str]
@@ -32,10 +29,10 @@ class NotOurs(Exception):
 
 
 class SealedText:
-    """Seals and opens one tenant's texts."""
+    """Seals and opens one tenant's texts; ``key``: 32 bytes, for this alone."""
 
-    def __init__(self, tenants: Tenants, tenant: str) -> None:
-        self._cipher = AESGCM(tenants.key_of(tenant, _PURPOSE))
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
 
     def close(self, text: str) -> str:
         """Return the text sealed."""

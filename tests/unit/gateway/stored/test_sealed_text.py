@@ -9,10 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.keys import Tenants
-from gateway.openai.sealed_text import NotOurs, SealedText
+from gateway.stored.sealed_text import NotOurs, SealedText
 
 HERE = Tenants(b"a secret of the tests")
-ALICE = SealedText(HERE, "alice")
+
+
+def of(tenants: Tenants, tenant: str) -> SealedText:
+    return SealedText(tenants.key_of(tenant, b"compaction"))
+
+
+ALICE = of(HERE, "alice")
 SEALED = ALICE.close("what was said")
 
 
@@ -22,15 +28,16 @@ def test_a_text_comes_back(text: str) -> None:
 
 
 def test_a_restart_changes_nothing_and_two_seals_are_never_alike() -> None:
-    again = SealedText(Tenants(b"a secret of the tests"), "alice")
+    again = of(Tenants(b"a secret of the tests"), "alice")
     assert again.open(SEALED) == "what was said"
     assert ALICE.close("x") != ALICE.close("x")
     assert b"said" not in b64decode(SEALED)
 
 
 def test_nobody_else_opens_it() -> None:
-    others = [SealedText(HERE, "bob"), SealedText(HERE, "alic"), SealedText(HERE, "")]
-    others.append(SealedText(Tenants(b"another secret, of 16 or more"), "alice"))
+    others = [of(HERE, "bob"), of(HERE, "alic"), of(HERE, "")]
+    others.append(of(Tenants(b"another secret, of 16 or more"), "alice"))
+    others.append(SealedText(HERE.salt_of("alice")))
     for other in others:
         with pytest.raises(NotOurs):
             other.open(SEALED)
