@@ -38,9 +38,12 @@ reference: install
 site: reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Lists what serving needs, with hashes, outside of the checkout; and looks it up among known weaknesses.
+# Lists what serving needs, with hashes, outside of the checkout, and on Linux vLLM's environment; and looks
+# both up among known weaknesses.
+LISTS := lock $(if $(filter Linux,$(shell uname -s)),lock-vllm)
+
 lock:
-	bash launch/install.sh lock
+	for list in $(LISTS); do bash launch/install.sh $$list || exit 1; done
 
 audit: lock
-	bash launch/install.sh audit
+	for list in $(LISTS:lock%=audit%); do bash launch/install.sh $$list || exit 1; done

@@ -206,6 +206,18 @@ class TemplateRules(msgspec.Struct, frozen=True):
     reasoning_switch: dict[str, bool] = {}
 
 
+class FillIn(msgspec.Struct, frozen=True):
+    """The marks around two texts between which the model fills something in."""
+
+    before: str  # the text in front
+    between: str  # both texts
+    after: str  # all; here the model goes on
+
+    def prompt(self, front: str, behind: str) -> str:
+        """Write the prompt that asks for what stands between two texts."""
+        return f"{self.before}{front}{self.between}{behind}{self.after}"
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     """The answer to ``Hello``: the engine describes itself."""
 
@@ -219,6 +231,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
     kv_bytes_per_token: int = 0  # of a token's live KV, unpacked; 0: not said
+    sees_images: bool = False  # in chats, as ``image_url`` parts
+    fill_in: FillIn | None = None  # None: the model learned none
     version: int = WIRE_VERSION
 
 

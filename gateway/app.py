@@ -30,7 +30,15 @@ from gateway.limits.key_limits import KeyLimits, usual_limits
 from gateway.live.live import Live
 from gateway.live.places import StreamPlaces
 from gateway.metrics import Metrics
-from gateway.openai import chat, conversations, models, stored_chats, tokenizing
+from gateway.openai import (
+    chat,
+    compaction,
+    conversations,
+    embeddings,
+    models,
+    stored_chats,
+    tokenizing,
+)
 from gateway.openai.responses import counting
 from gateway.openai.responses import routes as responses
 from gateway.stored.stored import Stored
@@ -40,7 +48,7 @@ log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
 ROUTES = (
-    *(chat, stored_chats, counting, responses, conversations, tokenizing),
+    *(chat, stored_chats, counting, compaction, responses, conversations, tokenizing, embeddings),
     *(messages, token_count, models, sessions, events, health, openapi),
     *(keys, findings, log_tail, measuring),
     *(dashboard,),

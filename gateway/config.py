@@ -73,6 +73,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sign_of_life_s: Annotated[float, msgspec.Meta(gt=0, le=15)] = 8.0
     # Take the line with a nonce, "x-anthropic-billing-header: ...", out of agents' system text.
     strip_attribution: bool = True
+    # Let an engine that sees images fetch them from the addresses that clients name. It can reach
+    # whatever its machine can; vLLM's --allowed-media-domains says which servers it may ask.
+    remote_images: bool = False
     # Where spans of turns are sent, such as http://localhost:4318/v1/traces; "" = nowhere. It needs
     # the extra ``otlp``.
     otlp_endpoint: str = ""

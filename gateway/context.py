@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
+from engines.openai.images import Sight
 from engines.openai.requests import InvalidRequest
 from engines.wire import Welcome
 from gateway.access.key_list import KeyList
@@ -26,6 +27,7 @@ from gateway.live.requests import LiveRequest
 from gateway.metrics import Gauges, Metrics
 from gateway.prefixes.prefix_watch import PrefixWatch
 from gateway.prefixes.twins import Twins
+from gateway.stored.sealed_text import SealedText
 from gateway.stored.stored import Stored
 from gateway.telemetry.tracing import PassOn, Tracing
 from scheduler.sessions import SessionManager
@@ -68,6 +70,11 @@ class Gateway:
         if welcome is None:
             raise EngineUnavailable(self.engine.trouble)
         return welcome
+
+    @property
+    def sight(self) -> Sight:
+        """The images that the engine takes. Raises ``EngineUnavailable`` as ``served`` does."""
+        return Sight(self.served.sees_images, self.config.remote_images)
 
     async def served_soon(self) -> Welcome:
         """Return ``served``; an engine that died first gets ``engine_wait_s`` to come back.
@@ -124,6 +131,10 @@ class Gateway:
     def session(self, tenant: Tenant, session_id: str) -> SessionRef:
         """Name a session of the tenant, known or new."""
         return SessionRef(tenant=tenant.name, id=session_id, salt=tenant.salt)
+
+    def sealed_texts(self, tenant: Tenant) -> SealedText:
+        """Return what seals texts for the tenant to keep, and opens them again."""
+        return SealedText(self.tenants.key_of(tenant.name, b"compaction"))
 
     async def gauges(self) -> Gauges:
         """Gather the figures of this moment; without the engine's if it does not answer."""

@@ -174,7 +174,11 @@ class Tenants:
 
     def salt_of(self, name: str) -> bytes:
         """Derive a tenant's salt, 32 bytes, from the server's secret."""
-        return hmac.digest(self._secret, b"salt" + name.encode(), "sha256")
+        return self.key_of(name, b"salt")
+
+    def key_of(self, name: str, purpose: bytes) -> bytes:
+        """Derive a key of a tenant, 32 bytes; no purpose may be the beginning of another."""
+        return hmac.digest(self._secret, purpose + name.encode(), "sha256")
 
 
 def generate_key(tenant: str) -> tuple[str, str]:

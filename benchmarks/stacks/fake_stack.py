@@ -138,7 +138,7 @@ def main(settings_file: str) -> None:
         engine=msgspec.convert({"kind": "fake", **settings.get("engine", {})}, EngineConfig),
         store=StoreConfig(),
         model_path="",
-        served_model_name=MODEL,
+        served_model_name=settings.get("engine", {}).get("served_model_name") or MODEL,
         runtime_dir=settings["runtime_dir"],
         token=settings["token"],
     )

@@ -15,6 +15,7 @@ from engines.wire import Welcome
 logger = logging.getLogger("engines.fake_worker")
 
 MAX_CONTEXT = 32_768
+SIGHTED = "vision"  # a model that is called so sees images
 
 
 def main() -> None:
@@ -34,6 +35,7 @@ async def serve(config: WorkerConfig) -> None:
         hibernation=True,
         can_measure=True,
         kv_bytes_per_token=HOT_BYTES_PER_TOKEN,
+        sees_images=SIGHTED in config.served_model_name,
     )
 
     async def welcomed() -> Welcome:

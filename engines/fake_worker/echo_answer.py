@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 
 from engines.fake_worker.script import Script
+from engines.openai.messages import Message
 from engines.openai.requests import ChatRequest, CompletionRequest
 
 CREATED = 1_700_000_000  # answers are the same every time
+IMAGE = "<image>"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -88,21 +90,30 @@ class EchoAnswer:
 
     def _echo(self) -> list[str]:
         if isinstance(self._request, ChatRequest):
-            asked = self._request.messages[-1].text
+            asked = _words(self._request.messages[-1])
         else:
-            asked = " ".join(self.prompt)
-        return ["You", "said:", *asked.split()]
+            asked = " ".join(self.prompt).split()
+        return ["You", "said:", *asked]
 
 
 def prompt_words(request: ChatRequest | CompletionRequest) -> list[str]:
     """Split a prompt into the fake engine's tokens."""
     if isinstance(request, ChatRequest):
         return [
-            word
-            for message in request.messages
-            for word in (f"{message.role}:", *message.text.split())
+            word for message in request.messages for word in (f"{message.role}:", *_words(message))
         ]
     return [word for prompt in request.prompts for word in _split(prompt)] or [""]
+
+
+def _words(message: Message) -> list[str]:
+    """The words of a message, in order; one for each image."""
+    if not isinstance(message.content, list):
+        return message.text.split()
+    return [
+        word
+        for part in message.content
+        for word in ([IMAGE] if part.image_url else (part.body or "").split())
+    ]
 
 
 def _split(prompt: str | Sequence[int]) -> list[str]:

@@ -17,6 +17,7 @@ from engines.fake_worker.fake_sessions import FakeSessions
 from engines.fake_worker.script import Script, read_script
 from engines.headers import CACHE_HEADER, PROMPT_HEADER, CacheOutcome, session_from
 from engines.openai.errors import context_too_long
+from engines.openai.images import Sight
 from engines.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -31,7 +32,8 @@ from engines.wire import SessionRef
 
 MAX_BODY_BYTES = 64 << 20
 NOBODYS = SessionRef(tenant="", id="", salt=b"")  # the session of requests that name none
-Validate = Callable[[Json], ChatRequest | CompletionRequest]
+Validate = Callable[[Json, Sight], ChatRequest | CompletionRequest]
+_ALL = Sight(sees=True, fetches=True)  # which images are taken, the gateway has checked
 
 
 class DataServer:
@@ -65,7 +67,7 @@ class DataServer:
         if not self._knows_token(request):
             return web.Response(status=401)
         try:
-            asked = validate_tokenize(parse_json(await request.read()))
+            asked = validate_tokenize(parse_json(await request.read()), _ALL)
         except InvalidRequest as error:
             return _json(error.body(), error.status)
         words = prompt_words(asked) if isinstance(asked, ChatRequest) else asked.prompt.split()
@@ -80,7 +82,7 @@ class DataServer:
             return web.Response(status=401)
         try:
             raw = parse_json(await request.read())
-            script, asked = read_script(raw), validate(raw)
+            script, asked = read_script(raw), validate(raw, _ALL)
             answer = EchoAnswer(asked, script, self._model)
             if len(answer.prompt) >= self._max_context:
                 raise context_too_long(self._max_context, len(answer.prompt), "messages")

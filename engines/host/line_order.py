@@ -19,6 +19,10 @@ from engines.host.fair_shares import QUANTUM, FairShares
 T = TypeVar("T")
 
 OLDEST_EVERY: Final = 4
+# Of so many of a tenant that come in while its rows take turns, one is a prompt that has not begun.
+FRESH_EVERY: Final = 4
+# An answer of so many tokens is a long one: it makes way for what has not begun of its own tenant.
+LONG_ANSWER: Final = int(4 * QUANTUM)
 # Prompts below it are all equally short; from here on each doubling is another length.
 SHORT_TOKENS: Final = 512
 
@@ -56,6 +60,24 @@ def in_turns(line: Sequence[T], length: Callable[[T], int], num_begun: int) -> l
         gone.add(chosen)
         order.append(chosen)
     return [line[i] for i in order]
+
+
+def behind_who_ran(back: Sequence[T], fresh: Sequence[T], num_back: int) -> list[T]:
+    """Return a tenant's whole line: those that ran already first, all but one in four.
+
+    Args:
+        num_back: how many that ran already came in since the last one began.
+    """
+    order: list[T] = []
+    ran, new = list(reversed(back)), list(reversed(fresh))
+    while ran and new:
+        if num_back < FRESH_EVERY - 1:
+            order.append(ran.pop())
+            num_back += 1
+        else:
+            order.append(new.pop())
+            num_back = 0
+    return [*order, *reversed(ran), *reversed(new)]
 
 
 def in_fair_order(

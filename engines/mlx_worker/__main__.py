@@ -19,12 +19,14 @@ import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
 from engines.host.control_server import ControlServer
+from engines.host.fill_in import fill_in_of
 from engines.host.lifeline import read_settings, runtime_folder, stop_event
 from engines.host.template_rules import rules_of
 from engines.mlx_worker.cache.layout import CannotServe
 from engines.mlx_worker.control.notices import Notifier
 from engines.mlx_worker.control.reports import SessionReports
 from engines.mlx_worker.control.verbs import MlxVerbs
+from engines.mlx_worker.embeddings.embedder import Embedder
 from engines.mlx_worker.http import create_app
 from engines.mlx_worker.measuring.measuring import Measuring
 from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_model
@@ -185,8 +187,9 @@ class _HttpServer(uvicorn.Server):
 
 
 def _http_config(owner: Owner, config: WorkerConfig) -> uvicorn.Config:
+    embedder = Embedder(owner, config.engine.prefill_step)
     return uvicorn.Config(
-        create_app(owner, owner.loaded.tokenizer, config),
+        create_app(owner, owner.loaded.tokenizer, config, embedder=embedder),
         log_config=None,
         access_log=False,
         # Above the gateway's own idle limit: it must be the one that closes a connection.
@@ -231,6 +234,7 @@ async def _welcome(
         template=rules,
         can_measure=can_measure,
         kv_bytes_per_token=_kv_bytes_per_token(owner, config),
+        fill_in=fill_in_of(owner.loaded.tokenizer.get_vocab()),
     )
 
 

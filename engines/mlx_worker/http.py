@@ -1,4 +1,4 @@
-"""Serves HTTP to the gateway: chat and text completions, tokens of prompts, models, health.
+"""Serves HTTP to the gateway: completions, embeddings, tokens of prompts, models, health.
 
 It stands on a unix socket and answers only who knows the token. A request is checked and planned
 on a thread of its own, handed to the owner thread, and answered as its events arrive; the
@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -50,10 +51,13 @@ from engines.mlx_worker.answer.reply_format import (
     collected,
 )
 from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
+from engines.mlx_worker.embeddings.embedder import Embedder, tokens_of
+from engines.mlx_worker.embeddings.vectors import shown
 from engines.mlx_worker.generation import ContextTooLong, Generator, QueueFull
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.request_plan import RequestPlan, RequestPlanner
 from engines.mlx_worker.prompt.tokenizing import PromptTokens
+from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.errors import unknown_model
 from engines.openai.requests import (
     Body,
@@ -99,15 +103,20 @@ def create_app(
     tokenizer: TokenizerWrapper,
     config: WorkerConfig,
     keepalive_s: float = KEEPALIVE_S,
+    embedder: Embedder | None = None,
 ) -> Starlette:
-    """Make the app. ``owner`` must have started; it still runs when the app's lifespan ends."""
-    endpoints = Endpoints(owner, tokenizer, config, keepalive_s)
+    """Make the app. ``owner`` must have started; it still runs when the app's lifespan ends.
+
+    Without ``embedder`` there are no embeddings.
+    """
+    endpoints = Endpoints(owner, tokenizer, config, keepalive_s, embedder)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             Route("/v1/completions", endpoints.text, methods=["POST"]),
             Route(TOKENIZE_PATH, endpoints.tokenize, methods=["POST"]),
             Route(DETOKENIZE_PATH, endpoints.detokenize, methods=["POST"]),
+            Route(EMBEDDINGS_PATH, endpoints.embeddings, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/health", endpoints.health),
@@ -145,8 +154,10 @@ class Endpoints:
         tokenizer: TokenizerWrapper,
         config: WorkerConfig,
         keepalive_s: float,
+        embedder: Embedder | None,
     ) -> None:
         self._owner = owner
+        self._embedder = embedder
         self._keepalive_s = keepalive_s
         self._created = int(time.time())
         self._vocabulary = Vocabulary(tokenizer, owner.facts.vocab_size)
@@ -197,6 +208,21 @@ class Endpoints:
         asked = validate_detokenize(raw)
         self._check_model(asked.model)
         return _json(await self._planned(lambda: self._tokens.text_of(asked)))
+
+    async def embeddings(self, request: Request) -> Response:
+        if self._embedder is None:
+            raise HTTPException(404)
+        self._embedder.check()
+        raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
+        asked = validate_embeddings(raw)
+        self._check_model(asked.model)
+        texts = await self._planned(lambda: tokens_of(asked, self._vocabulary.tokenizer))
+        self._embedder.check_tokens(texts)
+        embed = partial(self._embedder.embed, asked, texts)
+        vectors = await while_client_stays(request.receive, embed)
+        num_tokens = sum(map(len, texts))
+        body = await asyncio.to_thread(shown, asked, vectors, num_tokens)
+        return Response(body, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})

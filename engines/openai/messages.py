@@ -12,22 +12,32 @@ Json: TypeAlias = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image: its address, or itself as one."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message's content; only text and refusals are taken."""
+    """A part of a message's content: text, a refusal, or an image (see ``images.Sight``)."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | None = None
 
     def __post_init__(self) -> None:
-        if self.type not in ("text", "refusal"):
+        if self.type not in ("text", "refusal", "image_url"):
             raise FieldError("type", f"this engine is text only; {self.type[:40]!r} is not taken")
-        if self.body is None:
+        if getattr(self, self.type) is None:
             raise FieldError(self.type, f"a {self.type} part needs {self.type!r}")
+        if self.image_url is not None and self.type != "image_url":
+            raise FieldError("image_url", "a part holds an image or text, not both")
 
     @property
     def body(self) -> str | None:
-        """Its text, of either type."""
+        """Its text, of either type; None if it is an image."""
         return self.text if self.type == "text" else self.refusal
 
 

@@ -18,6 +18,7 @@ from engines.openai.errors import FieldError
 from engines.openai.errors import InvalidRequest as InvalidRequest
 from engines.openai.errors import error_body as error_body
 from engines.openai.errors import error_type as error_type
+from engines.openai.images import BLIND, Sight
 from engines.openai.messages import Json as Json
 from engines.openai.messages import Message, NamedTool, ResponseFormat, Tool
 
@@ -171,7 +172,7 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.suffix:
-            raise FieldError("suffix", "this engine cannot insert text before a suffix")
+            raise FieldError("suffix", "this model did not learn to insert text before a suffix")
         if self.best_of is not None and self.best_of != self.num_choices:
             raise FieldError("best_of", "best_of must be left out, or be equal to n")
         self._check_prompt()
@@ -206,13 +207,15 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return validate_completion(parse_json(body))
 
 
-def validate_chat(raw: Json) -> ChatRequest:
+def validate_chat(raw: Json, sight: Sight = BLIND) -> ChatRequest:
     """Check a chat request that was parsed already. Raises ``InvalidRequest``."""
-    return checked(raw, ChatRequest)
+    request = checked(raw, ChatRequest)
+    sight.check_messages(request.messages)
+    return request
 
 
-def validate_completion(raw: Json) -> CompletionRequest:
-    """Check a text completion that was parsed already. Raises ``InvalidRequest``."""
+def validate_completion(raw: Json, sight: Sight = BLIND) -> CompletionRequest:
+    """Check a text completion, which has no images. Raises ``InvalidRequest``."""
     return checked(raw, CompletionRequest)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from engines.openai.images import BLIND, Sight
 from engines.openai.requests import ChatRequest, Json, ModelName, checked, validate_chat
 
 TOKENIZE_PATH: Final = "/tokenize"
@@ -33,17 +34,17 @@ class Detokenize(msgspec.Struct, frozen=True):
     tokens: Annotated[list[TokenId], msgspec.Meta(max_length=1 << 20)]
 
 
-def validate_tokenize(raw: Json) -> ChatRequest | TokenizeText:
+def validate_tokenize(raw: Json, sight: Sight = BLIND) -> ChatRequest | TokenizeText:
     """Check a request for the tokens of ``messages`` or of a ``prompt``.
 
     Raises:
         InvalidRequest: it is neither, or not of the right form.
     """
     if "messages" in raw:
-        return validate_chat({name: raw[name] for name in PROMPT_FIELDS & raw.keys()})
+        return validate_chat({name: raw[name] for name in PROMPT_FIELDS & raw.keys()}, sight)
     return checked(raw, TokenizeText)
 
 
-def validate_detokenize(raw: Json) -> Detokenize:
+def validate_detokenize(raw: Json, sight: Sight = BLIND) -> Detokenize:
     """Check a request for the text of tokens. Raises ``InvalidRequest``."""
     return checked(raw, Detokenize)

@@ -1,4 +1,4 @@
-"""Finds out which orders of messages the chat template of vLLM's model takes."""
+"""Finds out what chats vLLM's model takes: in which order, with images, with marks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,38 @@ import logging
 from functools import partial
 from typing import Any
 
+from engines.host.fill_in import fill_in_of
 from engines.host.template_rules import rules_of
-from engines.wire import TemplateRules
+from engines.wire import FillIn, TemplateRules
 
 logger = logging.getLogger("thermocline.vllm")
+
+
+def sees_images(model_config: Any) -> bool:
+    """Tell whether the model takes images, and vLLM was not told to take none."""
+    if not getattr(model_config, "supports_multimodal_inputs", False):
+        return False
+    try:
+        from vllm.multimodal import MULTIMODAL_REGISTRY  # the rest runs without vLLM
+
+        kinds = MULTIMODAL_REGISTRY.get_processing_info(model_config).supported_mm_limits
+        limit = model_config.get_multimodal_config().get_limit_per_prompt("image")
+    except Exception as error:  # a model of somebody else's making must not end the engine
+        logger.warning("whether the model sees images is not known: %s", error)
+        return False
+    return "image" in kinds and limit > 0
+
+
+def fill_in(model_config: Any) -> FillIn | None:
+    """Return the marks of the model's tokenizer for text between two others, if it has any."""
+    try:
+        from vllm.tokenizers import cached_tokenizer_from_config  # the rest runs without vLLM
+
+        tokenizer = cached_tokenizer_from_config(model_config)
+        return fill_in_of(tokenizer.get_vocab()) if tokenizer else None
+    except Exception as error:  # a tokenizer of somebody else's making must not end the engine
+        logger.warning("the tokenizer's vocabulary could not be read: %s", error)
+        return None
 
 
 def template_rules(model_config: Any) -> TemplateRules:

@@ -1,8 +1,9 @@
 """Writes Anthropic's system text and messages as the messages of a chat, in the same order.
 
 One text per message: the blocks of a user's or system message are joined by line ends, those of an
-assistant as they are, since a model wrote them in one go. Blocks of kinds that mean nothing to a
-model here are left out and counted; images and files are refused, since no engine sees them.
+assistant as they are, since a model wrote them in one go. Images, of users and in results of tools,
+are parts of a user's message, where the engine sees them; elsewhere, and files, are refused. Blocks
+of kinds that mean nothing to a model here are left out and counted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from engines.openai.errors import InvalidRequest
+from engines.openai.images import SHOWN_BELOW, Sight
 from engines.openai.requests import Json
 from gateway.anthropic.request import Blocks, CountRequest, Turn
 
@@ -32,26 +34,28 @@ _UNSEEN: Final = frozenset({"image", "document"})
 class Conversation:
     """The messages of a chat, and a word for each thing that was left out of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, sight: Sight) -> None:
+        self.sight = sight
         self.messages: list[Json] = []
         self.left_out: list[str] = []
 
-    def add(self, role: str, content: str | None, **more: object) -> None:
+    def add(self, role: str, content: str | list[Json] | None, **more: object) -> None:
         """Append a message; ``more`` are further fields, without those that hold nothing."""
         kept = {name: value for name, value in more.items() if value}
         self.messages.append({"role": role, "content": content, **kept})
 
 
-def chat_messages(request: CountRequest, strip_attribution: bool) -> Conversation:
+def chat_messages(request: CountRequest, strip_attribution: bool, sight: Sight) -> Conversation:
     """Write system text and messages as a chat's.
 
     Args:
         strip_attribution: leave out blocks of the top-level system text that hold ``ATTRIBUTION``.
+        sight: the images that are taken.
 
     Raises:
         InvalidRequest: a block lacks something, or holds what no engine here can see.
     """
-    chat = Conversation()
+    chat = Conversation(sight)
     system = _system_text(chat, request.system, strip_attribution)
     if system:
         chat.add("system", system)
@@ -89,30 +93,48 @@ def _write_user(chat: Conversation, turn: Turn, where: str) -> None:
     for block, place in _placed(turn.content, where):
         if block.get("type") == "tool_result":
             said.flush()
-            chat.add("tool", _result(chat, block, place), tool_call_id=_call_id(block, place))
+            text, images = _result(chat, block, place)
+            chat.add("tool", text, tool_call_id=_call_id(block, place))
+            said.shown += images
         elif block.get("type") == "mid_conv_system":
             said.flush()
             if text := _joined(chat, block.get("content") or block.get("text") or "", place):
                 chat.add("system", text)
         else:
-            said.texts.append(_text_of(chat, block, place))
-    said.flush()
+            said.add(block, place)
+    said.end()
     if len(chat.messages) == before:
         chat.add("user", "")  # the turn stays, even if nothing in it can be read
 
 
 class _Said:
-    """The text of a user's message since the last tool result in it."""
+    """The text and images of a user's message since the last tool result in it.
+
+    Images of results come behind all results that follow each other: those answer the calls of one
+    message, and nothing may stand between them.
+    """
 
     def __init__(self, chat: Conversation) -> None:
         self._chat = chat
-        self.texts: list[str] = []
+        self._parts: list[Json] = []
+        self.shown: list[Json] = []  # images of the results before
+
+    def add(self, block: Json, where: str) -> None:
+        self._parts, self.shown = [*self._parts, *self.shown], []
+        self._parts.append(_part_of(self._chat, block, where))
+
+    def end(self) -> None:
+        """Add what is left, behind the last block."""
+        self._parts, self.shown = [*self._parts, *self.shown], []
+        self.flush()
 
     def flush(self) -> None:
-        text = "\n".join(x for x in self.texts if x)
-        if text:
-            self._chat.add("user", text)
-        self.texts = []
+        """Add what was said so far as a message, if anything was."""
+        parts, self._parts = [x for x in self._parts if x.get("text") != ""], []
+        if any("image_url" in x for x in parts):
+            self._chat.add("user", parts)
+        elif parts:
+            self._chat.add("user", "\n".join(x["text"] for x in parts))
 
 
 def _write_assistant(chat: Conversation, turn: Turn, where: str) -> None:
@@ -183,16 +205,43 @@ def _seen(chat: Conversation, block: Json, where: str) -> str:
     if source.get("type") == "content":
         return _joined(chat, source.get("content"), where)
     raise InvalidRequest(
-        f"{where}: this server reads text only; a block of type {block['type']!r} is not taken",
+        f"{where}: only text is read here; a block of type {block['type']!r} is not taken",
         where,
     )
 
 
-def _result(chat: Conversation, block: Json, where: str) -> str:
-    text = _joined(chat, block.get("content") or "", where)
+def _result(chat: Conversation, block: Json, where: str) -> tuple[str, list[Json]]:
+    """Return what a tool gave, in words, and its images."""
+    content, images = block.get("content") or "", []
+    if isinstance(content, list):
+        images = [_image(chat, x, place) for x, place in _placed(content, where) if _is_image(x)]
+        content = [x for x in content if not _is_image(x)]
+    text = _joined(chat, content, where)
+    if images and not text:
+        text = SHOWN_BELOW
     # Chat templates have no mark for a failed call, so it is said in words, once.
     failed = block.get("is_error") is True and not text.lstrip("<").lower().startswith("error")
-    return f"Error: {text}" if failed else text
+    return (f"Error: {text}" if failed else text), images
+
+
+def _part_of(chat: Conversation, block: Json, where: str) -> Json:
+    if _is_image(block):
+        return _image(chat, block, where)
+    return {"type": "text", "text": _text_of(chat, block, where)}
+
+
+def _is_image(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "image"
+
+
+def _image(chat: Conversation, block: Json, where: str) -> Json:
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    url = source.get("url")
+    if source.get("type") == "base64":
+        media, data = _string(source, "media_type", where), _string(source, "data", where)
+        url = f"data:{media};base64,{data}"
+    return chat.sight.part(url, where, "image")
 
 
 def _call_id(block: Json, where: str) -> str:

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.openai.requests import validate_chat
+from engines.openai.requests import Json, validate_chat
 from gateway.anthropic.diagnosis import diagnosis
 from gateway.anthropic.translation import MessageFormat, translated
 from gateway.context import Gateway, gateway_of
@@ -17,7 +17,7 @@ from gateway.front import request_id_of
 from gateway.keys import Tenant
 from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat
-from gateway.turns import Operation, accept
+from gateway.turns import Operation, Translate, accept
 
 router = APIRouter()
 
@@ -35,16 +35,21 @@ KNOWN_BETAS = (
 )
 
 
-def operation(strip_attribution: bool, request_id: str) -> Operation:
+def operation(request_id: str) -> Operation:
     """Return the operation of one message; its prompt is a chat's."""
     return Operation(
         "chat",
         "/v1/chat/completions",
         validate_chat,
         lambda raw: raw["messages"],
-        partial(translated, strip_attribution=strip_attribution, request_id=request_id),
+        recall=partial(_recall, request_id),
         compared=_compared,
     )
+
+
+async def _recall(request_id: str, gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
+    strip, sight = gateway.config.strip_attribution, gateway.sight
+    return partial(translated, strip_attribution=strip, sight=sight, request_id=request_id)
 
 
 def _compared(gateway: Gateway, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:
@@ -67,8 +72,7 @@ async def messages(request: Request) -> Response:
     unknown = num_unknown(request.headers.get("anthropic-beta", ""))
     gateway = gateway_of(request)
     gateway.metrics.left_out(["beta"] * unknown)
-    request_id = request_id_of(request.scope)
-    return await accept(request, operation(gateway.config.strip_attribution, request_id))
+    return await accept(request, operation(request_id_of(request.scope)))
 
 
 # A plain route: FastAPI's own resolve dependencies, which nobody here has, for every request.

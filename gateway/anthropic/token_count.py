@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engines.openai.images import BLIND, Sight
 from engines.openai.requests import Json, checked, validate_chat
 from gateway.anthropic.request import CountRequest
 from gateway.anthropic.translation import prompt_fields
@@ -21,16 +22,16 @@ from gateway.turns import served_name
 router = APIRouter()
 
 
-def chat_of(asked: Json, strip_attribution: bool) -> Json:
+def chat_of(asked: Json, strip_attribution: bool, sight: Sight = BLIND) -> Json:
     """Translate a body into what an engine is asked for the tokens of.
 
     Raises:
         InvalidRequest: it is no request for a message.
     """
     request = checked(asked, CountRequest)
-    fields, _ = prompt_fields(request, strip_attribution)
+    fields, _ = prompt_fields(request, strip_attribution, sight)
     chat = {"model": request.model, **fields}
-    validate_chat(chat)
+    validate_chat(chat, sight)
     return chat
 
 
@@ -48,7 +49,7 @@ async def _question(request: Request) -> bytes:
 
 
 def _for_engine(gateway: Gateway, asked: Json) -> bytes:
-    chat = chat_of(asked, gateway.config.strip_attribution)
+    chat = chat_of(asked, gateway.config.strip_attribution, gateway.sight)
     chat["model"] = served_name(gateway, chat["model"])
     return count_question(gateway.served.template, gateway.config.keep_reasoning, chat)
 

@@ -10,6 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from engines.base import EngineUnavailable
+from engines.openai.images import BLIND, Sight
 from engines.openai.requests import Json, checked
 from gateway.anthropic.conversation import chat_messages
 from gateway.anthropic.events import PING, MessageEvents
@@ -56,14 +57,16 @@ class MessageFormat:
         return PING if self._streamed else b""
 
 
-def translated(raw: Json, strip_attribution: bool, request_id: str | None = None) -> Translated:
+def translated(
+    raw: Json, strip_attribution: bool, sight: Sight = BLIND, request_id: str | None = None
+) -> Translated:
     """Translate the body of /v1/messages; ``request_id`` goes into errors.
 
     Raises:
         InvalidRequest: it cannot be served as it stands; the message names the field.
     """
     request = checked(raw, MessagesRequest)
-    chat, left_out = prompt_fields(request, strip_attribution)
+    chat, left_out = prompt_fields(request, strip_attribution, sight)
     chat |= {name: raw[name] for name in _SAME if raw.get(name) is not None}
     # One token, which nobody is shown: vLLM does not take none.
     chat["max_tokens"] = request.max_tokens or 1
@@ -76,9 +79,11 @@ def translated(raw: Json, strip_attribution: bool, request_id: str | None = None
     return Translated(chat, answer, left_out=left_out, retain_s=retain_s)
 
 
-def prompt_fields(request: CountRequest, strip_attribution: bool) -> tuple[Json, list[str]]:
+def prompt_fields(
+    request: CountRequest, strip_attribution: bool, sight: Sight
+) -> tuple[Json, list[str]]:
     """Return all fields of a chat that make its prompt, and words for what was left out."""
-    chat = chat_messages(request, strip_attribution)
+    chat = chat_messages(request, strip_attribution, sight)
     tools, num_left_out = chat_tools(request)
     fields: Json = {"messages": chat.messages, **_thinking(request)}
     if tools:

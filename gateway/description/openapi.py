@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from engines.openai.embeddings import EmbeddingsRequest
 from engines.openai.messages import Json
 from engines.openai.requests import ChatRequest, CompletionRequest
 from engines.openai.tokenizing import Detokenize
@@ -33,8 +34,10 @@ router = APIRouter()
 _BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingsRequest,
     "/v1/responses": ResponseFields,
     "/v1/responses/input_tokens": ResponseFields,
+    "/v1/responses/compact": ResponseFields,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/detokenize": Detokenize,

@@ -9,8 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import SessionRef
+from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import validate_chat, validate_completion
+from engines.wire import FillIn
 from gateway.context import Gateway
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
@@ -18,7 +20,7 @@ from gateway.openai.chat_answer import ChatAnswer
 from gateway.openai.chat_fields import ChatCalls, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion
 from gateway.relay.answer_format import AsItIs
-from gateway.turns import Operation, Translate, Translated, accept
+from gateway.turns import Operation, Translate, Translated, accept, as_it_is
 
 router = APIRouter()
 
@@ -57,8 +59,34 @@ async def _keep(
 CHAT = Operation(
     "chat", "/v1/chat/completions", validate_chat, lambda raw: raw["messages"], recall=_recall
 )
+
+
+async def _recall_text(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
+    return partial(_filled_in, gateway.served.fill_in)
+
+
+def _filled_in(marks: FillIn | None, asked: Json) -> Translated:
+    """Write prompt and suffix as the model learned to fill in what is between them.
+
+    Where it learned no such thing, the suffix stays, and is refused with all else that is wrong.
+    """
+    front, behind = asked.get("prompt"), asked.get("suffix")
+    if marks is None or not behind or not isinstance(behind, str):
+        return as_it_is(asked)
+    if not isinstance(front, str):
+        raise InvalidRequest("suffix: it needs one prompt, which is a text", "suffix")
+    if asked.get("echo"):
+        raise InvalidRequest("suffix: leave out echo: the prompt is another one", "suffix")
+    raw = {name: value for name, value in asked.items() if name != "suffix"}
+    return as_it_is({**raw, "prompt": marks.prompt(front, behind)})
+
+
 TEXT = Operation(
-    "text_completion", "/v1/completions", validate_completion, lambda raw: [raw["prompt"]]
+    "text_completion",
+    "/v1/completions",
+    validate_completion,
+    lambda raw: [raw["prompt"]],
+    recall=_recall_text,
 )
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
+from engines.openai.images import BLIND
 from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.context import caller_of, gateway_of
@@ -50,7 +51,7 @@ async def create_conversation(request: Request) -> Response:
     """Make a conversation, with items perhaps."""
     tenant, stored = caller_of(request), gateway_of(request).stored
     asked = checked(await json_of(request), NewConversation)
-    items = _checked_items(asked.items or [])
+    items = _checked_items(request, asked.items or [])
     id = new_id("conv")
     body = msgspec.json.encode(_conversation(id, asked.metadata))
     entry = Entry("conversation", id, id, body)
@@ -81,7 +82,7 @@ async def delete_conversation(request: Request) -> Response:
 async def add_items(request: Request) -> Response:
     """Add items behind the others; answers with those that were added."""
     caller_of(request)
-    items = _checked_items(checked(await json_of(request), AddedItems).items)
+    items = _checked_items(request, checked(await json_of(request), AddedItems).items)
     rows = rows_of(items)
     await CONVERSATION.ask(
         request, lambda shelf, *of: shelf.append(of[0], "conversation", of[1], rows) or None
@@ -117,9 +118,11 @@ async def delete_item(request: Request) -> Response:
     return shown((await CONVERSATION.ask(request, work)).body)
 
 
-def _checked_items(items: list[Json]) -> list[Json]:
+def _checked_items(request: Request, items: list[Json]) -> list[Json]:
     """Check that a chat can be made of items, and write them in full."""
-    MessageWriter().add_all(items, "items")
+    gateway, tenant = gateway_of(request), caller_of(request)
+    sight = gateway.sight if gateway.engine.ready else BLIND
+    MessageWriter(gateway.sealed_texts(tenant).open, sight).add_all(items, "items")
     return full_items(items)
 
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engines.openai.images import Sight
 from engines.openai.requests import Json
 from engines.openai.tokenizing import (
     DETOKENIZE_PATH,
@@ -40,21 +41,21 @@ async def detokenize(request: Request) -> Response:
     return await _ask(request, DETOKENIZE_PATH, validate_detokenize)
 
 
-async def _ask(request: Request, path: str, validate: Callable[[Json], Any]) -> Response:
+async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], Any]) -> Response:
     gateway = gateway_of(request)
     question = await _question(request, validate)  # what was parsed is gone while the engine works
     answer = await answer_to(gateway.engine, path, question)
     return Response(answer, media_type="application/json")
 
 
-async def _question(request: Request, validate: Callable[[Json], Any]) -> bytes:
+async def _question(request: Request, validate: Callable[[Json, Sight], Any]) -> bytes:
     async with asked_by(caller_of(request), request) as body:
         return await body.beside(partial(_for_engine, gateway_of(request), validate, body.json))
 
 
-def _for_engine(gateway: Gateway, validate: Callable[[Json], Any], raw: Json) -> bytes:
+def _for_engine(gateway: Gateway, validate: Callable[[Json, Sight], Any], raw: Json) -> bytes:
     raw.setdefault("model", gateway.served.model)  # optional, as in vLLM
-    model = served_name(gateway, validate(raw).model)
+    model = served_name(gateway, validate(raw, gateway.sight).model)
     question = {name: raw[name] for name in _TAKEN & raw.keys()}
     return msgspec.json.encode({**question, "model": model})
 

@@ -1,7 +1,8 @@
-"""Keeps system messages in the middle of a chat where they are, for templates that refuse them.
+"""Fits a chat to templates that refuse system messages in its middle, or two users' in a row.
 
-Moving them to the top, as some servers do, changes the prompt from its first tokens on, so all that
-was computed for the conversation is lost at every such message.
+Nothing is moved. System messages at the top instead, as some servers write them, would change the
+prompt from its first tokens on: all that was computed for the conversation would be lost at every
+such message.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ def fitted(messages: Sequence[Json], rules: TemplateRules) -> list[Json]:
     """Return the messages as the model's template takes them; none is moved.
 
     A system message behind the first becomes a user's, with a mark. Where the template wants user
-    and assistant to alternate, it is added to the message before it.
+    and assistant to alternate, it is added to the message before it, and users' messages that
+    follow each other are joined.
     """
-    if rules.inline_system or not any(_is_inline(messages, i) for i in range(len(messages))):
-        return list(messages)
+    made = list(messages)
+    if not rules.inline_system and any(_is_inline(messages, i) for i in range(len(messages))):
+        made = _with_notes(messages, rules)
+    return made if rules.repeated_users else _alternating(made)
+
+
+def _with_notes(messages: Sequence[Json], rules: TemplateRules) -> list[Json]:
     made: list[Json] = []
     for i, message in enumerate(messages):
         if not _is_inline(messages, i):
@@ -29,7 +36,7 @@ def fitted(messages: Sequence[Json], rules: TemplateRules) -> list[Json]:
             continue
         note = f"<system-reminder>\n{_text_of(message)}\n</system-reminder>"
         _add_note(made, note, rules)
-    return _alternating(made) if not rules.repeated_users else made
+    return made
 
 
 def _is_inline(messages: Sequence[Json], i: int) -> bool:
@@ -46,18 +53,32 @@ def _text_of(message: Json) -> str:
 def _add_note(made: list[Json], note: str, rules: TemplateRules) -> None:
     before = made[-1]
     if not rules.repeated_users and before["role"] in ("user", "tool"):
-        made[-1] = {**before, "content": f"{_text_of(before)}\n\n{note}"}
+        made[-1] = _joined(before, {"content": note})
     else:
         made.append({"role": "user", "content": note})
 
 
 def _alternating(messages: Sequence[Json]) -> list[Json]:
-    """Join users' messages that follow each other; a note may have come before one."""
+    """Join users' messages that follow each other."""
     made: list[Json] = []
     for message in messages:
         if made and made[-1]["role"] == message["role"] == "user":
-            joined = f"{_text_of(made[-1])}\n\n{_text_of(message)}"
-            made[-1] = {**made[-1], "content": joined}
+            made[-1] = _joined(made[-1], message)
         else:
             made.append(message)
     return made
+
+
+def _joined(before: Json, after: Json) -> Json:
+    """Return ``before`` with the content of both: as text, or as parts if one holds an image."""
+    parts = [*_parts(before), *_parts(after)]
+    if all(part.get("type") == "text" for part in parts):
+        return {**before, "content": f"{_text_of(before)}\n\n{_text_of(after)}"}
+    return {**before, "content": parts}
+
+
+def _parts(message: Json) -> list[Json]:
+    content = message.get("content")
+    if isinstance(content, list):
+        return [part for part in content if isinstance(part, dict)]
+    return [{"type": "text", "text": str(content or "")}]

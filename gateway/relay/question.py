@@ -11,16 +11,18 @@ from gateway.relay.passthrough import engine_failure
 QUESTION_S = 60.0
 
 
-async def answer_to(engine: Engine, path: str, question: bytes) -> bytes:
+async def answer_to(
+    engine: Engine, path: str, question: bytes, limit_s: float = QUESTION_S
+) -> bytes:
     """POST ``question``, a body of JSON, to the engine; returns the body of its answer.
 
     Raises:
         InvalidRequest: the engine refused it, with the engine's words.
         EngineUnavailable: there is no engine, or it went away.
-        TimeoutError: no answer within ``QUESTION_S``.
+        TimeoutError: no answer within ``limit_s``.
     """
     headers = {"content-type": "application/json"}
-    async with asyncio.timeout(QUESTION_S), engine.open(path, question, headers) as upstream:
+    async with asyncio.timeout(limit_s), engine.open(path, question, headers) as upstream:
         answer = await upstream.read()
         if upstream.status < 400:
             return answer

@@ -116,7 +116,7 @@ class Ledger(Generic[R]):
             keys.setdefault(record.tenant, []).extend(owned)
             age_s = now_s - record.last_used_s
             idle_s[record.tenant] = min(age_s, idle_s.get(record.tenant, age_s))
-        for level in self.stack.local:
+        for level in range(len(self.stack)):
             for tenant, its_keys in keys.items():
                 self.stack.own_in(level, tenant, its_keys, idle_s[tenant])
 

@@ -69,6 +69,7 @@ class RecencyIndex:
         self._evictable_bytes = 0
         self._pinned_bytes = 0
         self._last_stamp = 0
+        self._first_stamp = 0
         self._causes = EvictionCauses()
 
     def emptied(self) -> RecencyIndex:
@@ -128,6 +129,10 @@ class RecencyIndex:
                 own += self._evictable[key].nbytes
         self.touch(list(sizes))
         return IndexUpdate(added, evicted)
+
+    def expect(self, owner: str, idle_s: float) -> None:
+        """Note that a tenant used ``idle_s`` seconds ago what is entered only later."""
+        self._parts.used_before(owner, idle_s)
 
     def own(self, owner: str, keys: Iterable[bytes], idle_s: float = 0.0) -> None:
         """Say whose these keys are, as far as they are here and nobody's yet.
@@ -224,14 +229,27 @@ class RecencyIndex:
         """
         if stamp is not None:
             self._last_stamp = stamp - 1
-        entry = RecencyEntry(nbytes, self._next_stamp(), owner)
+        self._enter(key, RecencyEntry(nbytes, self._next_stamp(), owner))
+
+    def insert_oldest(self, key: bytes, nbytes: int, owner: str = "") -> None:
+        """Enter an absent key as the least recent of all, even beyond the budget."""
+        self._first_stamp -= 1
+        self._enter(key, RecencyEntry(nbytes, self._first_stamp, owner))
+        if key in self._evictable:
+            self._make_oldest(key)
+
+    def _enter(self, key: bytes, entry: RecencyEntry) -> None:
         self._causes.came_back(key)
         if key in self._num_pins:
             self._enter_pinned(key, entry)
         else:
             self._evictable[key] = entry
-            self._evictable_bytes += nbytes
-            self._parts.enter(owner, key, nbytes)
+            self._evictable_bytes += entry.nbytes
+            self._parts.enter(entry.owner, key, entry.nbytes)
+
+    def _make_oldest(self, key: bytes) -> None:
+        self._evictable.move_to_end(key, last=False)
+        self._parts.move(self._evictable[key].owner, key, last=False)
 
     def _enter_pinned(self, key: bytes, entry: RecencyEntry) -> None:
         self._pinned[key] = entry
@@ -246,8 +264,7 @@ class RecencyIndex:
             self.insert(key, entry.nbytes, owner=entry.owner)
             if key in self._evictable:
                 self._evictable[key] = entry
-                self._evictable.move_to_end(key, last=False)
-                self._parts.move(entry.owner, key, last=False)
+                self._make_oldest(key)
 
     def remove(self, key: bytes) -> RecencyEntry | None:
         """Remove a key and return its entry, None if it was absent.

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 
 # What CPython keeps per blob besides the bytes of key and blob: object headers, an entry in two
@@ -20,7 +20,7 @@ ENTRY_BYTES = 512
 MAX_KEY_BYTES = 64  # of the store's keys
 
 
-class RamTier:
+class RamTier(IndexedTier):
     """Implements ``base.Tier`` with a dictionary.
 
     Args:
@@ -76,22 +76,6 @@ class RamTier:
         with self._lock:
             return [key in self._blobs for key in keys]
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
-        with self._lock:
-            self._index.own(owner, keys, idle_s)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            self._index.touch(keys)
-
-    def pin(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._index.pin(keys)
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._index.unpin(keys)
-
     def delete_many(self, keys: Iterable[bytes]) -> int:
         with self._lock:
             present = [key for key in keys if self._index.remove(key) is not None]
@@ -107,18 +91,6 @@ class RamTier:
             found = sorted(item for item in self._blobs.items() if item[0].startswith(prefix))
         yield from found
 
-    @property
-    def pins(self) -> dict[bytes, int]:
-        """Pin count of each blob by name, also of blobs that are not here."""
-        with self._lock:
-            return self._index.pins
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that cannot be evicted."""
-        with self._lock:
-            return self._index.pinned_bytes
-
     def stats(self) -> TierStats:
         with self._lock:
             return TierStats(
@@ -130,10 +102,6 @@ class RamTier:
                 errors=0,
                 available=True,
             )
-
-    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
-        with self._lock:
-            return self._index.why_evicted(keys)
 
     def flush(self) -> None:
         pass

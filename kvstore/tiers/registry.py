@@ -24,7 +24,8 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     """Open the enabled tiers, fastest first; the caller closes them.
 
     A budget of zero bytes turns a tier off; redis needs ``redis_url``. The disk tier lives in
-    ``disk_path / "cold"``, which becomes private to this process.
+    ``disk_path / "cold"``, which becomes private to this process; the name by which redis tells
+    this engine's blobs from others' lies in ``disk_path``.
 
     Raises:
         TierUnavailable: the folder cannot be used, or ``disk_bytes`` is too little.
@@ -45,7 +46,7 @@ def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     if config.redis_url and config.redis_bytes:
         if not secret:
             _log.warning("redis is believed without a seal: store.secret_file is not set")
-        tiers.append(_sealed(_redis(config), secret, config))
+        tiers.append(_sealed(_redis(config, disk_path), secret, config))
     return tiers
 
 
@@ -71,16 +72,24 @@ def open_usable_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     return open_tiers(msgspec.structs.replace(config, disk_bytes=0), disk_path)
 
 
-def _redis(config: StoreConfig) -> Tier:
+def _redis(config: StoreConfig, folder: Path) -> Tier:
     from kvstore.tiers.redis_server.redis_tier import RedisTier  # redis-py is an extra
+    from kvstore.tiers.redis_server.writer_name import WriterName
 
-    tier = RedisTier(
-        config.redis_url,
-        config.redis_bytes,
-        deadline_s=config.redis_deadline_s,
-        ttl_s=config.ttl_s,
-        guaranteed_share=config.guaranteed_share,
-    )
+    writer = WriterName(folder)
+    try:
+        tier = RedisTier(
+            config.redis_url,
+            config.redis_bytes,
+            deadline_s=config.redis_deadline_s,
+            ttl_s=config.ttl_s,
+            guaranteed_share=config.guaranteed_share,
+            writer=writer,
+        )
+    except ValueError:
+        writer.release()
+        raise
+    tier.count_earlier_lives()
     # Nobody waits for the answer: a server that hangs must not hold up the engine's start.
     threading.Thread(target=tier.greet, name="kvstore-redis-greeting", daemon=True).start()
     return tier

@@ -82,6 +82,7 @@ class BatchLoop:
         """Take a request in; ``tasks`` bring its sequences into a batch."""
         self._requests.begin(request)
         for task in tasks:
+            task.waits_from = self._shares.tokens(request.tenant)
             self._admission.enqueue(task)
 
     # ---- one round of work

@@ -4,7 +4,8 @@ The tenant that was served least is next (``engines.host.fair_shares``), and wit
 sessions take turns, short prompts a little before long ones (``engines.host.line_order``). A tenant
 with a hundred requests delays another's single one by one request, not by a hundred.
 
-Who ran already and had to make way waits before the others of its own tenant, not of all.
+Who ran already and had to make way waits before the others of its own tenant, not of all; and of
+every four of a tenant one is let in that has not begun, however many take turns with its rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-from engines.host.line_order import next_of
+from engines.host.line_order import FRESH_EVERY, next_of
 from engines.mlx_worker.generation import QueueFull
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ class _Tenant(Generic[T]):
     def __init__(self, length: Callable[[T], int]) -> None:
         self._length = length
         self._num_begun = 0
+        self._num_back = 0  # of those that ran already, let in since one began
         self.back: deque[T] = deque()  # ran already; the one that made way first is first
         self.sessions: dict[str, deque[T]] = {}  # the one that had no turn for longest is first
 
@@ -33,13 +35,36 @@ class _Tenant(Generic[T]):
         return (self.back, *self.sessions.values())
 
     def head(self) -> T:
-        return self.back[0] if self.back else self.sessions[self._next_session()][0]
+        return self.back[0] if self._goes_back else self._fresh()
+
+    @property
+    def _goes_back(self) -> bool:
+        return bool(self.back) and (not self.sessions or self._num_back < FRESH_EVERY - 1)
+
+    def _fresh(self) -> T:
+        return self.sessions[self._next_session()][0]
 
     def pop(self) -> T:
-        if self.back:
-            return self.back.popleft()
+        return self._pop_back() if self._goes_back else self._pop_fresh()
+
+    def take(self, item: T) -> bool:
+        """Take out an item as ``pop`` would, even if those that ran already are next."""
+        if self.back and self.back[0] is item:
+            self._pop_back()
+        elif self.sessions and self._fresh() is item:
+            self._pop_fresh()
+        else:
+            return self.remove(item)
+        return True
+
+    def _pop_back(self) -> T:
+        self._num_back += 1
+        return self.back.popleft()
+
+    def _pop_fresh(self) -> T:
         session = self._next_session()
         self._num_begun += 1
+        self._num_back = 0
         queue = self.sessions.pop(session)
         item = queue.popleft()
         if queue:
@@ -125,15 +150,14 @@ class FairQueue(Generic[T]):
         return item
 
     def take(self, item: T) -> bool:
-        """Take out ``item``, the head of its tenant, as ``pop`` would; False if it is gone."""
+        """Take out ``item``, a head of its tenant, as ``pop`` would; False if it is gone."""
         for name, tenant in self._tenants.items():
-            if tenant.head() is item:
+            if tenant.take(item):
                 del self._tenants[name]
-                tenant.pop()
                 if len(tenant):
                     self._tenants[name] = tenant
                 return True
-        return self.remove(item)
+        return False
 
     def remove(self, item: T) -> bool:
         """Take ``item`` out, wherever it is; False if it does not wait here."""

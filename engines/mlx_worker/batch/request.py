@@ -91,7 +91,8 @@ class PrefillTask:
     saved: Future[bool] | None = None
     snapshot_positions: list[int] = field(default_factory=list)  # ascending
     parked_bytes: int = 0  # of ``caches``, while it waits with them
-    parked_at: float = 0.0  # what its tenant had been served by then, in tokens
+    # What its tenant had been served, in tokens, when it began to wait.
+    waits_from: float = 0.0
     run: int = 0  # tokens fed since it was let in
 
     @property

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from engines.host.fair_shares import QUANTUM, FairShares
+from engines.host.line_order import LONG_ANSWER
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batches import Batches, StepOutput
 from engines.mlx_worker.batch.memory_budget import MemoryBudget
@@ -64,15 +65,17 @@ class TimeSlices:
         self._take_turns(deliver)
 
     def _take_turns(self, deliver: Deliver) -> None:
-        """Let parked rows change places with their own tenant's, whoever is first in the line."""
+        """Let heads change places with their own tenant's rows, whoever is first in the line."""
         for head in self._admission.heads:
-            while self._is_its_turn(head) and self._budget.missing_slots(len(head.sequences)) > 0:
-                unit = self._longest_run(head.request.tenant)
+            goes_on = bool(head.parked_bytes)
+            while self._budget.missing_slots(len(head.sequences)) > 0:
+                unit = self._own_to_yield(head, QUANTUM)
                 if unit is None:
                     break
                 self._park(unit, deliver)
+                goes_on = True
             else:
-                if self._is_its_turn(head):
+                if goes_on and self._is_its_turn(head):
                     self._admission.enter(head)
 
     def _make_way_for(self, head: PrefillTask, deliver: Deliver) -> bool:
@@ -85,15 +88,14 @@ class TimeSlices:
             self._admission.admit()
             return True
         unit = self._unit_to_yield(head, 1, MEMORY_QUANTUM)
+        unit = unit or self._own_to_yield(head, MEMORY_QUANTUM)
         if isinstance(unit, Sequence):
             self.send_back(unit, deliver)
         return False
 
     def _give_places(self, head: PrefillTask, deliver: Deliver) -> bool:
         while (missing := self._budget.missing_slots(len(head.sequences))) > 0:
-            unit = self._unit_to_yield(head, missing, QUANTUM)
-            if unit is None and self._is_its_turn(head):
-                unit = self._longest_run(head.request.tenant)
+            unit = self._unit_to_yield(head, missing, QUANTUM) or self._own_to_yield(head, QUANTUM)
             if unit is None:
                 return False
             self._park(unit, deliver)
@@ -102,10 +104,28 @@ class TimeSlices:
     # ---- who
 
     def _is_its_turn(self, head: PrefillTask) -> bool:
-        """True if a parked one has waited while each row of its own tenant ran for a quantum."""
+        """True if it has waited while each row of its own tenant ran for a quantum."""
         tenant = head.request.tenant
-        waited = self._shares.tokens(tenant) - head.parked_at
-        return bool(head.parked_bytes) and waited >= QUANTUM * self._budget.places[tenant]
+        waited = self._shares.tokens(tenant) - head.waits_from
+        return waited >= QUANTUM * self._budget.places[tenant]
+
+    def _own_to_yield(self, head: PrefillTask, quantum: float) -> Sequence | PrefillTask | None:
+        """The one of its own tenant that changes places with ``head``, if it is its turn.
+
+        For who is parked any that run; for who has not begun only a long answer, which has gone on
+        for a quantum at least since it made way the last time.
+        """
+        tenant = head.request.tenant
+        if not self._is_its_turn(head):
+            return None
+        if head.parked_bytes:
+            return self._longest_run(tenant)
+        long = [
+            x
+            for x in self._batches.sequences
+            if x.request.tenant == tenant and len(x.emitted) >= LONG_ANSWER and x.run >= quantum
+        ]
+        return max(long, key=lambda x: x.run, default=None)
 
     def _unit_to_yield(
         self, head: PrefillTask, missing: int, quantum: float
@@ -149,8 +169,8 @@ class TimeSlices:
         if task.num_cached:
             mx.eval([cache.state for cache in task.caches])  # else they hold the batch they left
             task.parked_bytes = kv_arrays.nbytes_of(task.caches)
-        task.run, task.parked_at = 0, self._shares.tokens(task.request.tenant)
-        self._admission.requeue(task)
+        task.run = 0
+        self._wait(task)
 
     def release_parked(self, spare: PrefillTask | None = None) -> bool:
         """Take the KV of one that is parked, but not ``spare``'s; it will be restored or computed.
@@ -176,7 +196,11 @@ class TimeSlices:
             task = _rest_of(sequence, caches)
             self._requests.keep(sequence, caches, task.num_cached)
             task.let_go()
-            self._admission.requeue(task)
+            self._wait(task)
+
+    def _wait(self, task: PrefillTask) -> None:
+        task.waits_from = self._shares.tokens(task.request.tenant)
+        self._admission.requeue(task)
 
     def _detached(self, sequence: Sequence, deliver: Deliver) -> Caches | None:
         """Take it out of its batch; None if it ends with the token that it had sampled."""

@@ -60,10 +60,15 @@ def call_header(name: str) -> str:
 
 
 def arguments_schema(tool: Tool) -> Json:
-    """The JSON schema of a function's arguments; without parameters, of an empty object."""
-    if not tool.function.parameters:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **tool.function.parameters}
+    """The JSON schema of a function's arguments; without parameters, of an empty object.
+
+    Clients write a function without parameters as ``properties: {}``, too.
+    """
+    given = tool.function.parameters or {"properties": {}}
+    opens = (_OPENING | {"allOf"}) & given.keys() or given.get("required")
+    if given.get("properties") == {} and not opens:
+        given = {**given, "additionalProperties": False}
+    return {"type": "object", **given}
 
 
 def grammar_source(tools: Sequence[Tool], many: bool, answer: Json | None) -> str:

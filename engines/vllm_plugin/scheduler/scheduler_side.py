@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from engines.host.control_server import ControlServer
-from engines.vllm_plugin.chat_template import template_rules
+from engines.vllm_plugin.chat_template import fill_in, sees_images, template_rules
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forwards import Forwards
@@ -98,6 +98,8 @@ class SchedulerSide:
             hibernation=True,
             template=template_rules(vllm_config.model_config),
             can_measure=not unmeasurable(vllm_config, groups),
+            sees_images=sees_images(vllm_config.model_config),
+            fill_in=fill_in(vllm_config.model_config),
         )
         self._control = ControlServer(settings.token, self._welcomed, self._verbs)
         control = self._control.serve(settings.control_address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +11,13 @@ from typing import Any, Final
 
 from engines.about_vllm.fields import PARAMS_FIELD
 from engines.host.fair_shares import PROMPT_TOKEN, QUANTUM, FairShares
-from engines.host.line_order import in_fair_order, in_turns, length_class
+from engines.host.line_order import (
+    LONG_ANSWER,
+    behind_who_ran,
+    in_fair_order,
+    in_turns,
+    length_class,
+)
 from engines.vllm_plugin.identity import IncomingRequest, ticket_of, weight_of
 
 NEVER: Final = sys.maxsize
@@ -37,8 +44,10 @@ class TimeSlices:
         self._tenants: dict[str, str] = {}  # of all requests that vLLM has
         self._runs: dict[str, int] = {}  # steps since the request came in, or came back
         self._made_way: dict[str, int] = {}  # when it did last; in the order of a count
-        self._left_at: dict[str, float] = {}  # what its tenant had been served by then
+        # What its tenant had been served when it came, or made way the last time.
+        self._waits_from: dict[str, float] = {}
         self._num_begun: Counter[str] = Counter()  # requests of each tenant that is here
+        self._num_back: Counter[str] = Counter()  # that made way and came back, since one began
         self._came: dict[str, int] = {}  # vLLM's line is put in another order with each step
         self._turns = itertools.count(1)
 
@@ -46,28 +55,34 @@ class TimeSlices:
         """Take note of the requests that have come and gone; ``requests``: all there are, by id."""
         for request_id in self._tenants.keys() - requests.keys():
             self._shares.leave(self._tenants.pop(request_id))
-            for known in (self._runs, self._made_way, self._left_at, self._came):
+            for known in (self._runs, self._made_way, self._waits_from, self._came):
                 known.pop(request_id, None)
         if not self._tenants:
             self._num_begun.clear()
+            self._num_back.clear()
         for request_id in [x for x in requests if x not in self._tenants]:
             tenant = self._tenants[request_id] = tenant_of(requests[request_id])
             self._came[request_id] = next(self._turns)
             self._shares.come(tenant, weight_of(request_id))
+            self._waits_from[request_id] = self._shares.tokens(tenant)
 
     def count(self, num_tokens: Mapping[str, int]) -> None:
         """Count what a step computes; ``num_tokens``: of each request."""
         for request_id, number in num_tokens.items():
             if (tenant := self._tenants.get(request_id)) is not None:
                 self._shares.serve(tenant, 1 if number == 1 else number * PROMPT_TOKEN)
-                self._num_begun[tenant] += request_id not in self._runs
+                if request_id not in self._runs:
+                    self._num_begun[tenant] += 1
+                    self._num_back[tenant] = 0
+                elif not self._runs[request_id]:
+                    self._num_back[tenant] += 1
                 self._runs[request_id] = self._runs.get(request_id, 0) + 1
 
     def ordered(self, waiting: Iterable[Any], running: Collection[Any]) -> list[Any]:
         """Put waiting requests in the order in which they are to run.
 
-        Within a tenant those that ran already are first, who made way first before the others; the
-        rest are in the order of ``line_order``.
+        Within a tenant those that ran already are first, who made way first before the others, but
+        for one in four; the rest are in the order of ``line_order``.
         """
         lines: dict[str, list[Any]] = {}
         for request in waiting:
@@ -83,7 +98,8 @@ class TimeSlices:
             ran = [x for x in line if x.request_id in self._runs]
             ran.sort(key=lambda x: self._made_way.get(x.request_id, NEVER))
         fresh.sort(key=lambda x: self._came.get(x.request_id, NEVER))
-        return [*ran, *in_turns(fresh, _length, self._num_begun[tenant])]
+        in_order = in_turns(fresh, _length, self._num_begun[tenant])
+        return behind_who_ran(ran, in_order, self._num_back[tenant])
 
     def turn_within(self, order: Iterable[Any], running: Sequence[Any]) -> tuple[Any, Any] | None:
         """Find one that is to change places with one of its own tenant, wherever it is in line.
@@ -95,10 +111,9 @@ class TimeSlices:
         for request in order:
             heads.setdefault(self._tenant(request), request)
         for tenant, head in heads.items():
-            if self._is_its_turn(head, running):
-                request = self._longest_run(tenant, running)
-                if request is not None:
-                    return head, request
+            request = self._own_to_yield(tenant, head, running)
+            if request is not None:
+                return head, request
         return None
 
     def to_yield(
@@ -115,23 +130,33 @@ class TimeSlices:
         holder = self._shares.holder_to_yield(claimant, 1, 1, self._places(running), quantum)
         if holder is not None:
             return self._longest_run(holder, running)
-        if for_blocks or not self._is_its_turn(head, running):
-            return None
-        return self._longest_run(claimant, running)
+        return None if for_blocks else self._own_to_yield(claimant, head, running)
 
-    def _is_its_turn(self, head: Any, running: Sequence[Any]) -> bool:
-        """True if one that made way has waited while each of its tenant's ran for a quantum."""
-        left_at, tenant = self._left_at.get(head.request_id), self._tenant(head)
-        if left_at is None:
-            return False
-        waited = self._shares.tokens(tenant) - left_at
+    def _own_to_yield(self, tenant: str, head: Any, running: Sequence[Any]) -> Any | None:
+        """Choose the one of its own tenant that makes way for ``head``, if it is its turn.
+
+        For who made way itself any that run; for who has not begun only a long answer, which has
+        gone on for a quantum at least since it made way the last time.
+        """
+        if ticket_of(head) or not self._is_its_turn(tenant, head, running):
+            return None
+        if head.request_id in self._made_way:
+            return self._longest_run(tenant, running)
+        long = [
+            x for x in running if x.num_output_tokens >= LONG_ANSWER and self._run(x) >= QUANTUM
+        ]
+        return self._longest_run(tenant, long)
+
+    def _is_its_turn(self, tenant: str, head: Any, running: Sequence[Any]) -> bool:
+        """True if it has waited while each of its tenant's ran for a quantum."""
+        waited = self._shares.tokens(tenant) - self._waits_from.get(head.request_id, math.inf)
         return waited >= QUANTUM * self._places(running)[tenant]
 
     def made_way(self, request: Any) -> None:
         """Note that a request has left its place."""
         self._runs[request.request_id] = 0
         self._made_way[request.request_id] = next(self._turns)
-        self._left_at[request.request_id] = self._shares.tokens(self._tenant(request))
+        self._waits_from[request.request_id] = self._shares.tokens(self._tenant(request))
 
     def _longest_run(self, tenant: str, running: Iterable[Any]) -> Any | None:
         # A request that measures has promised to read its own blocks at its end.

@@ -8,12 +8,12 @@ from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import Json, checked
-from gateway.body import asked_by, read_json_body
+from gateway.body import asked_by
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.openai.lists import shown
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, context_of
-from gateway.openai.responses.translation import translation, validate
+from gateway.openai.responses.translation import Known, translation, validate
 from gateway.relay.prompt_count import count_question, prompt_tokens
 
 router = APIRouter()
@@ -37,20 +37,14 @@ async def _question(request: Request) -> bytes:
             body.json["model"] = gateway.served.model
         fields = await body.beside(lambda: checked(body.json, ResponseFields))
         context = await context_of(gateway.stored, tenant, fields)
-        return await body.beside(lambda: _for_engine(gateway, fields, body.json, context))
+        known = Known(gateway.sealed_texts(tenant).open, gateway.sight)
+        return await body.beside(lambda: _for_engine(gateway, fields, body.json, context, known))
 
 
-def _for_engine(gateway: Gateway, fields: ResponseFields, asked: Json, context: Context) -> bytes:
-    made = translation(fields, asked, context.past.items, context.own, False)
-    validate(made.chat)
+def _for_engine(
+    gateway: Gateway, fields: ResponseFields, asked: Json, context: Context, known: Known
+) -> bytes:
+    made = translation(fields, asked, context, known)
+    validate(made.chat, known.sight)
     made.chat["model"] = gateway.served.model
     return count_question(gateway.served.template, gateway.config.keep_reasoning, made.chat)
-
-
-@router.post("/v1/responses/compact")
-async def compact(request: Request) -> Response:
-    """Refuse: a summary would need a turn of its own."""
-    caller_of(request)
-    await read_json_body(request, gateway_of(request).config)
-    message = "Conversations are not compacted here: have the client summarise them."
-    raise InvalidRequest(message, None, "not_supported", 400)

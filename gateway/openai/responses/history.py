@@ -17,6 +17,8 @@ import msgspec
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
+from engines.openai.requests import checked
+from gateway.context import Gateway
 from gateway.keys import Tenant
 from gateway.openai.responses.fields import MAX_ITEMS, ResponseFields
 from gateway.openai.responses.items import kind_of
@@ -26,7 +28,13 @@ from gateway.stored.stored import Stored
 
 log = logging.getLogger("thermocline.gateway")
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "compaction": "cmp",
+}
 
 
 class Past(NamedTuple):
@@ -41,6 +49,26 @@ class Context(NamedTuple):
 
     past: Past
     own: list[Json]
+
+
+async def recalled(gateway: Gateway, tenant: Tenant, asked: Json) -> tuple[ResponseFields, Context]:
+    """Check a body, and find what it goes on from.
+
+    What it named is taken out of the body, and the session that it names so is put in.
+
+    Raises:
+        InvalidRequest: it is no request for a response, or names something that is not there.
+        StoreFailed: the store does not answer.
+    """
+    if asked.get("model") is None:
+        asked["model"] = gateway.served.model
+    fields = checked(asked, ResponseFields)
+    context = await context_of(gateway.stored, tenant, fields)
+    for name in ("previous_response_id", "conversation"):
+        asked.pop(name, None)
+    if context.past.session is not None:
+        asked.setdefault("session_id", context.past.session)
+    return fields, context
 
 
 async def context_of(stored: Stored, tenant: Tenant, fields: ResponseFields) -> Context:

@@ -1,7 +1,8 @@
 """Items of a response's input, written as the messages of a chat.
 
 What an assistant did in one go, thinking, speaking and calling, is several items and one message.
-So the same conversation gives the same messages, and the same tokens, as in a chat.
+So the same conversation gives the same messages, and the same tokens, as in a chat. A compaction
+is opened, and becomes a message of the user that tells what it stands for.
 """
 
 from __future__ import annotations
@@ -12,12 +13,24 @@ from typing import Any
 import msgspec
 
 from engines.openai.errors import InvalidRequest
+from engines.openai.images import SHOWN_BELOW, Sight
 from engines.openai.messages import Json
 from gateway.openai.tools import custom_arguments
+from gateway.stored.sealed_text import NotOurs, Open
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
+# Codex has called it by other names, too.
+_COMPACTIONS = frozenset({"compaction", "compaction_summary", "context_compaction"})
+_STANDS_FOR = (
+    "(The earlier answers, tool calls and their results are not shown any more."
+    " This is a summary of them:)\n"
+)
+_NOT_OURS = (
+    "this compaction was not made here for this key, or was changed, or is older than the server's"
+    " secret: send the conversation itself, or compact it again"
+)
 
 
 def kind_of(item: Json) -> str:
@@ -31,13 +44,18 @@ def kind_of(item: Json) -> str:
 class MessageWriter:
     """Writes messages, item by item. ``skipped`` has the kinds that no chat can hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_sealed: Open, sight: Sight) -> None:
+        """``open_sealed`` opens what was sealed for this tenant."""
+        self._open_sealed = open_sealed
+        self._sight = sight
+        self._shown: list[Json] = []  # images that tools gave, until the last of their outputs
         self.skipped: list[str] = []
         self._messages: list[Json] = []
         self._thought = ""
 
     def messages(self) -> list[Json]:
         """Return all messages so far."""
+        self._end_outputs()
         return self._messages
 
     def add_all(self, items: Sequence[Json], where: str) -> None:
@@ -51,6 +69,8 @@ class MessageWriter:
 
     def _add(self, item: Json, where: str) -> None:
         kind = kind_of(item)
+        if not kind.endswith("_call_output"):
+            self._end_outputs()
         if kind == "message":
             self._add_message(item, where)
         elif kind == "reasoning":
@@ -59,13 +79,40 @@ class MessageWriter:
             self._add_output(item, where)
         elif kind.endswith("_call") and isinstance(item.get("call_id"), str):
             self._add_call(kind, item, where)
+        elif kind in _COMPACTIONS:
+            self._add_summary(item, f"{where}.encrypted_content")
+        elif kind == "compaction_trigger":
+            raise _wrong(where, "a compaction is made by POST /v1/responses/compact")
         else:
             self.skipped.append(kind)
+
+    def _add_summary(self, item: Json, where: str) -> None:
+        sealed = item.get("encrypted_content")
+        if not isinstance(sealed, str):
+            raise _wrong(where, "a compaction holds what POST /v1/responses/compact gave")
+        try:
+            summary = self._open_sealed(sealed)
+        except NotOurs:
+            message = (
+                "this compaction was not made here for this key, or was changed, or is older than"
+                " the server's secret: send the conversation itself, or compact it again"
+            )
+            raise InvalidRequest(
+                f"{where}: {message}", where, "invalid_encrypted_content"
+            ) from None
+        self._thought = ""
+        if summary:
+            self._messages.append({"role": "user", "content": _STANDS_FOR + summary})
 
     def _add_message(self, item: Json, where: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise _wrong(f"{where}.role", "use user, assistant, system or developer")
+        if role == "user":
+            self._thought = ""
+            said = self._content(item.get("content"), f"{where}.content")
+            self._messages.append({"role": role, "content": said})
+            return
         text = _text(item.get("content"), f"{where}.content")
         if role != "assistant":
             self._thought = ""
@@ -101,8 +148,42 @@ class MessageWriter:
         if not isinstance(call_id, str):
             raise _wrong(f"{where}.call_id", "an output names the call that it answers")
         self._thought = ""
-        text = _output_text(item.get("output"), f"{where}.output")
+        text, images = self._output(item.get("output"), f"{where}.output")
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._shown += images
+
+    def _output(self, output: Any, where: str) -> tuple[str, list[Json]]:
+        """Return what a tool gave: text, or as JSON what is no text; and images."""
+        if output is None or isinstance(output, str):
+            return output or "", []
+        if not isinstance(output, list) or not all(
+            isinstance(x, dict) and "type" in x for x in output
+        ):
+            return msgspec.json.encode(output).decode(), []
+        said = self._content(output, where)
+        if isinstance(said, str):
+            return said, []
+        images = [x for x in said if x["type"] == "image_url"]
+        return "".join(x["text"] for x in said if x["type"] == "text") or SHOWN_BELOW, images
+
+    def _content(self, content: Any, where: str) -> str | list[Json]:
+        """Return a content as text, or as parts if there are images in it."""
+        if not isinstance(content, list) or not any(_is_image(part) for part in content):
+            return _text(content, where)
+        return [self._part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+
+    def _part(self, part: Any, where: str) -> Json:
+        if not _is_image(part):
+            return {"type": "text", "text": _part_text(part, where)}
+        if part.get("file_id"):
+            raise _wrong(f"{where}.file_id", "no files are kept here: send the image itself")
+        return self._sight.part(part.get("image_url"), where, "input_image", part.get("detail"))
+
+    def _end_outputs(self) -> None:
+        """Show the images of tools in a message of the user: templates know no others."""
+        if self._shown:
+            self._messages.append({"role": "user", "content": self._shown})
+            self._shown = []
 
 
 def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
@@ -119,13 +200,8 @@ def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
     return name, given if kind == "function_call" else custom_arguments(given)
 
 
-def _output_text(output: Any, where: str) -> str:
-    """Return what a tool gave: its text, or as JSON what is no text."""
-    if output is None or isinstance(output, str):
-        return output or ""
-    if isinstance(output, list) and all(isinstance(x, dict) and "type" in x for x in output):
-        return _text(output, where)
-    return msgspec.json.encode(output).decode()
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
 
 
 def _text(content: Any, where: str) -> str:
@@ -144,7 +220,7 @@ def _part_text(part: Any, where: str) -> str:
     elif kind == "refusal":
         text = part.get("refusal")
     elif kind in _NOT_TEXT:
-        raise _wrong(f"{where}.type", f"this engine is text only; {kind!r} is not taken")
+        raise _wrong(f"{where}.type", f"only text is taken here; {kind!r} is not")
     else:
         raise _wrong(f"{where}.type", "use input_text or output_text")
     if not isinstance(text, str):

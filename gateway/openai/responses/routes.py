@@ -12,7 +12,6 @@ from starlette.responses import Response
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from engines.openai.requests import checked
 from gateway.body import read_json_body
 from gateway.context import Gateway, gateway_of
 from gateway.identity.retention import asked_seconds
@@ -21,9 +20,9 @@ from gateway.openai.lists import shown
 from gateway.openai.responses.answer import ResponseAnswer
 from gateway.openai.responses.event_writer import EventWriter
 from gateway.openai.responses.fields import ResponseFields
-from gateway.openai.responses.history import Context, context_of, keep_response
+from gateway.openai.responses.history import Context, keep_response, recalled
 from gateway.openai.responses.replay import replayed
-from gateway.openai.responses.translation import translation, validate
+from gateway.openai.responses.translation import Known, translation, validate
 from gateway.openai.stored_objects import StoredKind
 from gateway.relay.passthrough import EVENT_STREAM
 from gateway.turns import Operation, Translate, Translated, accept
@@ -34,23 +33,16 @@ RESPONSES = StoredKind("response", "Response with id", "response")
 
 
 async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
-    if asked.get("model") is None:
-        asked["model"] = gateway.served.model
-    fields = checked(asked, ResponseFields)
-    context = await context_of(gateway.stored, tenant, fields)
-    # Resolved: what is left in the body names a session.
-    for name in ("previous_response_id", "conversation"):
-        asked.pop(name, None)
-    if context.past.session is not None:
-        asked.setdefault("session_id", context.past.session)
-    return partial(_translate, gateway, fields, context)
+    fields, context = await recalled(gateway, tenant, asked)
+    return partial(_translate, gateway, tenant, fields, context)
 
 
 def _translate(
-    gateway: Gateway, fields: ResponseFields, context: Context, asked: Json
+    gateway: Gateway, tenant: Tenant, fields: ResponseFields, context: Context, asked: Json
 ) -> Translated:
     stores = fields.stores and gateway.stored.enabled
-    made = translation(fields, asked, context.past.items, context.own, stores)
+    known = Known(gateway.sealed_texts(tenant).open, gateway.sight)
+    made = translation(fields, asked, context, known, stores)
     keep = None
     if stores or fields.conversation_id:
         keep = partial(_keep, gateway, fields, context.own, made.answer)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from engines.openai.errors import InvalidRequest
+from engines.openai.images import Sight
 from engines.openai.messages import Json
 from engines.openai.requests import ChatRequest, validate_chat
 from gateway.openai.responses.answer import ResponseAnswer, renamed
 from gateway.openai.responses.fields import ResponseFields
+from gateway.openai.responses.history import Context
 from gateway.openai.responses.items import MessageWriter
 from gateway.openai.responses.response import Draft
 from gateway.openai.tools import offer
+from gateway.stored.sealed_text import Open
 
 # Taken as they are: a chat has them under the same name. Those behind the first line are not
 # OpenAI's, but engines and their users know them.
@@ -21,6 +23,13 @@ _SAME = (
     *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "chat_template_kwargs"),
 )
+
+
+class Known(NamedTuple):
+    """Knowledge that items are read with: how sealed ones are opened, which images are taken."""
+
+    open_sealed: Open
+    sight: Sight
 
 
 class Translation(NamedTuple):
@@ -32,22 +41,22 @@ class Translation(NamedTuple):
 
 
 def translation(
-    fields: ResponseFields, asked: Json, past: Sequence[Json], own: Sequence[Json], stores: bool
+    fields: ResponseFields, asked: Json, context: Context, known: Known, stores: bool = False
 ) -> Translation:
     """Translate a request.
 
     Args:
         asked: the body, for fields that a chat has, too.
-        past: the items of the turns before.
-        own: the request's own items.
+        context: the items of the turns before, and the request's own.
+        known: what opens the tenant's compactions, and which images are taken.
         stores: the response will be stored.
 
     Raises:
         InvalidRequest: it cannot be served; names the client's field.
     """
-    writer = MessageWriter()
-    writer.add_all(past, "conversation")
-    writer.add_all(own, "input")
+    writer = MessageWriter(known.open_sealed, known.sight)
+    writer.add_all(context.past.items, "conversation")
+    writer.add_all(context.own, "input")
     offered = offer(fields.tools or (), fields.tool_choice, nested=False)
     chat: Json = {
         "model": fields.model,
@@ -64,10 +73,10 @@ def translation(
     return Translation(chat, answer, offered.skipped + writer.skipped)
 
 
-def validate(chat: Json) -> ChatRequest:
+def validate(chat: Json, sight: Sight) -> ChatRequest:
     """Check the chat. Raises ``InvalidRequest``, which names the client's fields."""
     try:
-        return validate_chat(chat)
+        return validate_chat(chat, sight)
     except InvalidRequest as error:
         param = renamed(error.param)
         message = error.message

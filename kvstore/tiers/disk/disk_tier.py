@@ -34,14 +34,14 @@ from kvstore.tiers.disk.budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk.call_guard import CallGuard, is_want_of_room
 from kvstore.tiers.disk.folder import SPARE_MAP_BYTES, DiskFolder
 from kvstore.tiers.disk.lmdb_blobs import FileExtent, LmdbBlobs, erase
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 
 MAX_READS = 4
 MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
 
 
-class DiskTier:
+class DiskTier(IndexedTier):
     """Implements ``base.Tier`` in ``folder``, which belongs to this object alone until ``close``.
 
     Raises:
@@ -326,18 +326,10 @@ class DiskTier:
 
     # Recency
 
-    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
-        with self._lock:
-            self._index.own(owner, keys, idle_s)
-
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             self._index.touch(keys)
             self._unsaved.update(keys)
-
-    def pin(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._index.pin(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         keys = list(keys)
@@ -346,18 +338,6 @@ class DiskTier:
             self._unsaved.update(keys)
 
     # Life
-
-    @property
-    def pins(self) -> dict[bytes, int]:
-        """Pin count of each blob by name, also of blobs that are not here."""
-        with self._lock:
-            return self._index.pins
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that cannot be evicted."""
-        with self._lock:
-            return self._index.pinned_bytes
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -370,10 +350,6 @@ class DiskTier:
                 errors=self._guard.num_errors,
                 available=not self._guard.damaged,
             )
-
-    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
-        with self._lock:
-            return self._index.why_evicted(keys)
 
     def flush(self) -> None:
         with self._guard.call(), self._writing:

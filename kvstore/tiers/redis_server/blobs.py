@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import Corrupt, TierUnavailable
+from kvstore.tiers.redis_server.book import Book
 from kvstore.tiers.redis_server.fragments import (
     MANIFEST_BYTES,
     BlobManifest,
@@ -57,11 +58,13 @@ class RedisBlobs:
 
     Args:
         ttl_ms: entries expire this long after they were written or touched; 0 = never.
+        book: where it is written down what is ours; None = nowhere.
     """
 
-    def __init__(self, link: RedisLink, ttl_ms: int) -> None:
+    def __init__(self, link: RedisLink, ttl_ms: int, book: Book | None = None) -> None:
         self._link = link
         self._ttl_ms = ttl_ms
+        self._book = book
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether its manifest is there."""
@@ -178,21 +181,23 @@ class RedisBlobs:
 
         Returns the keys that the server refused.
         """
-        commands: list[Command] = []
+        booked = self._book.enter({key: manifests[key] for key in keys}) if self._book else []
+        commands = list(booked)
         for key in keys:
             inline = b"" if manifests[key].num_fragments else blobs[key]
             commands.append(("GETSET", manifest_name(key), manifests[key].pack() + inline))
         commands += [x for key in keys for x in self._expiry_commands(key, manifests[key])]
-        replies = self._link.run(commands)[: len(keys)] if commands else []
+        replies = self._link.run(commands) if commands else []
+        for reply in replies[: len(booked)]:
+            self._is_refusal(reply)  # counted; the blobs are as good without
         refused: set[bytes] = set()
-        replaced: list[Command] = []
-        for key, old in zip(keys, replies, strict=True):
+        replaced: dict[bytes, BlobManifest] = {}
+        for key, old in zip(keys, replies[len(booked) :], strict=False):
             if self._is_refusal(old):
                 refused.add(key)
-            elif names := _replaced_names(key, _value(old)):
-                replaced.append(("UNLINK", *names))
-        if replaced:
-            self._link.run(replaced)
+            elif before := _replaced(_value(old)):
+                replaced[key] = before
+        self.remove(replaced, with_manifests=False)
         return refused
 
     def _expiry_commands(self, key: bytes, manifest: BlobManifest) -> Iterator[Command]:
@@ -210,10 +215,12 @@ class RedisBlobs:
     def remove(
         self, manifests: Mapping[bytes, BlobManifest], *, with_manifests: bool = True
     ) -> None:
-        """Remove the entries of these blobs, or their fragments alone."""
+        """Remove the entries of these blobs, or their fragments alone; and strike them."""
         names = entry_names if with_manifests else fragment_names
         listed = [names(key, manifest) for key, manifest in manifests.items()]
         commands: list[Command] = [("UNLINK", *x) for x in listed if x]
+        if self._book is not None:
+            commands += self._book.strike(manifests)
         if commands:
             self._link.run(commands)
 
@@ -227,10 +234,15 @@ class RedisBlobs:
 
     # Keeping and finding
 
-    def touch(self, manifests: Mapping[bytes, BlobManifest]) -> None:
-        """Restart the server's clocks for expiry and eviction; the last blob is the most recent."""
-        commands: list[Command] = []
-        for key, manifest in manifests.items():
+    def touch(
+        self, ours: Mapping[bytes, BlobManifest], others: Mapping[bytes, BlobManifest]
+    ) -> None:
+        """Restart the server's clocks for expiry and eviction; the last of each is the most recent.
+
+        ``others``: blobs that are not written down as ours.
+        """
+        commands = self._book.enter(ours) if self._book else []
+        for key, manifest in (*ours.items(), *others.items()):
             names = entry_names(key, manifest)
             if self._ttl_ms:
                 commands += [("PEXPIRE", name, self._ttl_ms) for name in names]
@@ -260,13 +272,12 @@ def _value(reply: Reply) -> bytes:
     return reply if isinstance(reply, bytes) else b""
 
 
-def _replaced_names(key: bytes, old: bytes) -> list[bytes]:
-    """Return the fragment names of the blob whose manifest ``old`` was just replaced."""
+def _replaced(old: bytes) -> BlobManifest | None:
+    """Return the manifest that was just replaced; None where there was none that can be read."""
     try:
-        before = parse_manifest(old)
+        return parse_manifest(old)
     except Corrupt:
-        return []
-    return fragment_names(key, before)
+        return None
 
 
 def _batches(lengths: Mapping[bytes, int]) -> Iterable[list[bytes]]:

@@ -3,11 +3,15 @@
 **The server decides what is there.** It may evict any entry, restart empty or be gone:
 ``contains_many`` asks it, and a blob counts only if all of it comes back (``blobs``).
 
-**Budget.** ``capacity_bytes`` bounds what *this object* wrote and has not deleted: an index in
-memory that ends with it. What other or earlier processes left is bounded by the server's own
-``maxmemory`` and policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not
-evict refuses a blob; that is counted as an error, and the blob stays in the faster tiers. Pins keep
-blobs from our own eviction only; the server knows nothing of them.
+**Budget.** ``capacity_bytes`` bounds what one writer wrote and has not deleted, in all its lives:
+an engine that goes by a ``WriterName`` has a ``book`` on the server, and what earlier lives left is
+entered from there, as less recent than all that this life wrote, on a thread of its own
+(``earlier_lives``). What another engine wrote counts in its own budget and is evicted by it alone.
+Without a name the budget ends with this object. What nobody counts any more (an engine that does
+not come back, or came back with another folder) is bounded by the server's own ``maxmemory`` and
+policy (``allkeys-lru`` suits) and by ``ttl_s``. A server that is full and may not evict refuses a
+blob; that is counted as an error, and the blob stays in the faster tiers. Pins keep blobs from our
+own eviction only; the server knows nothing of them.
 
 **Time.** Each exchange with the server has ``deadline_s``; ``get_many`` has it once for everything
 and returns what came in time. After three failures in a row every call raises ``TierUnavailable``
@@ -23,20 +27,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
-from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs
+from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry
+from kvstore.tiers.redis_server.earlier_lives import EarlierLives
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
 from kvstore.tiers.redis_server.link import RedisLink
+from kvstore.tiers.redis_server.writer_name import WriterName
 
 
-class RedisTier:
+class RedisTier(IndexedTier):
     """Implements ``base.Tier`` on the server at ``url``, which is connected to at the first use.
 
     Args:
         deadline_s: for one exchange with the server.
         ttl_s: entries expire this long after they were written or touched; 0 = never.
         guaranteed_share: of the budget, divided between active tenants: see ``tenant_parts``.
+        writer: the name that the budget goes by; released by ``close``. None = this object's alone.
 
     Raises:
         ValueError: the URL is not one.
@@ -53,23 +61,41 @@ class RedisTier:
         deadline_s: float,
         ttl_s: float = 0.0,
         guaranteed_share: float = 0.0,
+        writer: WriterName | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = RedisLink(url, deadline_s, monotonic)
-        self._server = RedisBlobs(self._link, round(ttl_s * 1000))
+        self._writer = writer
+        self._book = Book(self._link, writer.text) if writer is not None else None
+        self._server = RedisBlobs(self._link, round(ttl_s * 1000), self._book)
         self._expires = ttl_s > 0
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; not held while the server is asked
         self._index = RecencyIndex(capacity_bytes, guaranteed_share, monotonic)
         self._manifests: dict[bytes, BlobManifest] = {}  # of written blobs of the index
         self._num_evictions = 0
+        self._said: dict[bytes, str] = {}  # whose the blobs are that are not entered yet
+        self._entering = self._book is not None  # until all that earlier lives left is entered
+        self._earlier: EarlierLives | None = None
+        if self._book is not None:
+            self._earlier = EarlierLives(
+                self._book, self._enter_earlier, self._drop_replaced, self._end_entering
+            )
 
     def __repr__(self) -> str:
         return f"RedisTier({self._link.name})"
 
     @property
     def overhead_bytes(self) -> int:
-        return nbytes_on_server(1)
+        return self._cost(1)
+
+    def _cost(self, length: int) -> int:
+        return nbytes_on_server(length) + (ENTRY_BYTES if self._book is not None else 0)
+
+    def count_earlier_lives(self) -> None:
+        """Begin to enter what earlier lives of this writer left; nobody waits for it. Once."""
+        if self._earlier is not None:
+            self._earlier.start()
 
     def greet(self) -> None:
         """Ask the server for an answer, so that ``stats`` tells of it before the first blob."""
@@ -104,7 +130,7 @@ class RedisTier:
             with self._lock:
                 # Blobs that other processes wrote do not count against our budget.
                 sizes = {
-                    key: nbytes_on_server(len(blob))
+                    key: self._cost(len(blob))
                     for key, blob in blobs.items()
                     if not there[key] or key in self._index
                 }
@@ -118,7 +144,7 @@ class RedisTier:
         with self._writing:
             with self._lock:
                 old = self._index.remove(key)
-                update = self._index.add({key: nbytes_on_server(len(blobs[key]))}, owner)
+                update = self._index.add({key: self._cost(len(blobs[key]))}, owner)
                 if not update.added and old is not None:
                     self._index.undo(IndexUpdate([], [(key, old)]))
             return key in self._write(update, blobs)
@@ -175,16 +201,64 @@ class RedisTier:
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         """Stop counting blobs that the server no longer has."""
+        gone: dict[bytes, BlobManifest] = {}
         with self._lock:
             for key in keys:
-                if self._manifests.pop(key, None) is not None:  # else it is being written now
+                manifest = self._manifests.pop(key, None)
+                if manifest is not None:  # else it is being written now
+                    gone[key] = manifest
                     self._index.remove(key)
+        if self._book is not None and gone:
+            self._book.owe(gone)
+
+    # Earlier lives
+
+    def _enter_earlier(self, entries: Sequence[BookEntry]) -> None:
+        """Count these as the least recent, evict what is too much; strike what is not there.
+
+        Raises:
+            TierUnavailable: some are counted, and some of those were to be evicted.
+        """
+        with self._writing:
+            with self._lock:
+                unknown = [x for x in entries if x.key not in self._index]
+            there = self._server.exist([x.key for x in unknown])
+            found = [x for x, yes in zip(unknown, there, strict=True) if yes]
+            gone = {x.key: x.manifest for x, yes in zip(unknown, there, strict=True) if not yes}
+            self._server.remove(gone, with_manifests=False)  # the server may have left fragments
+            with self._lock:
+                for key, manifest, _ in found:
+                    cost = self._cost(manifest.length)
+                    self._index.insert_oldest(key, cost, self._said.pop(key, ""))
+                    self._manifests[key] = manifest
+                evicted = self._index.shrink()
+            self._write(IndexUpdate([], evicted), {})
+
+    def _end_entering(self) -> None:
+        with self._lock:
+            self._entering = False
+            self._said = {}
+
+    @property
+    def knows_earlier_lives(self) -> bool:
+        """Tell whether all that earlier lives left is counted."""
+        return not self._entering
+
+    def _drop_replaced(self, manifests: Mapping[bytes, BlobManifest]) -> None:
+        with self._writing:
+            with self._lock:
+                current = [key for key, x in manifests.items() if self._manifests.get(key) == x]
+            if not current:
+                self._server.remove(manifests, with_manifests=False)
 
     # Recency
 
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         with self._lock:
             self._index.own(owner, keys, idle_s)
+            if self._entering:
+                self._index.expect(owner, idle_s)
+                self._said |= {key: owner for key in keys if key not in self._index}
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark a chain as just used, here and on the server as far as it answers."""
@@ -193,18 +267,11 @@ class RedisTier:
             manifests = {
                 key: self._manifests[key] for key in reversed(keys) if key in self._manifests
             }
+        others: dict[bytes, BlobManifest] = {}
         with contextlib.suppress(TierUnavailable):
             if self._expires:  # blobs of other processes must not run out while we use them
-                manifests |= self._server.manifests([key for key in keys if key not in manifests])
-            self._server.touch(manifests)
-
-    def pin(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._index.pin(keys)
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._index.unpin(keys)
+                others = self._server.manifests([key for key in keys if key not in manifests])
+            self._server.touch(manifests, others)
 
     # Life
 
@@ -220,12 +287,12 @@ class RedisTier:
                 available=self._link.available,
             )
 
-    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
-        with self._lock:
-            return self._index.why_evicted(keys)
-
     def flush(self) -> None:
         """Do nothing: a call that writes returns when the server has the blob."""
 
     def close(self) -> None:
+        if self._earlier is not None:
+            self._earlier.close()
         self._link.close()
+        if self._writer is not None:
+            self._writer.release()

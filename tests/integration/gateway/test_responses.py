@@ -123,7 +123,10 @@ def test_stored_chats(client: openai.OpenAI) -> None:
     assert client.chat.completions.delete(id).deleted
 
 
-BODIES = ("/v1/responses", "/v1/responses/input_tokens", "/v1/conversations")
+BODIES = (
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
+    *("/v1/conversations",),
+)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -142,3 +145,18 @@ def test_hostile_bodies_get_a_4xx_fast(stack: FakeStack, path: str) -> None:
             assert 400 <= reply.status_code < 500, (body[:20], reply.text[:200])
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert stack.process.memory_info().rss - before < 64 << 20
+
+
+def test_a_conversation_is_compacted_and_gone_on_with(client: openai.OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input="hello big world")
+    short = client.responses.compact(model=MODEL, previous_response_id=first.id)
+    assert short.object == "response.compaction" and short.usage.output_tokens > 0
+    assert [x.type for x in short.output] == ["message", "compaction"]
+    window: list[Any] = [x.to_dict(warnings=False) for x in short.output]
+    # The fake engine says what it heard last: here what the sealed item was opened to.
+    told = client.responses.create(model=MODEL, input=window, previous_response_id=None)
+    assert "This is a summary" in told.output_text
+    window[-1]["encrypted_content"] = window[-1]["encrypted_content"][::-1]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input=window)
+    assert caught.value.code == "invalid_encrypted_content"

@@ -14,6 +14,7 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from engines.config import EngineConfig, WorkerConfig
+from engines.mlx_worker.embeddings.embedder import Embedder
 from engines.mlx_worker.generation import Generator
 from engines.mlx_worker.http import create_app
 from kvstore.config import StoreConfig
@@ -59,7 +60,7 @@ class Stage:
 
 @asynccontextmanager
 async def staged(
-    owner: Generator, tokenizer: Any, keepalive_s: float = 5.0
+    owner: Generator, tokenizer: Any, keepalive_s: float = 5.0, embedder: Embedder | None = None
 ) -> AsyncIterator[Stage]:
     config = WorkerConfig(
         engine=EngineConfig(),
@@ -69,7 +70,7 @@ async def staged(
         runtime_dir="",
         token=TOKEN,
     )
-    app = create_app(owner, tokenizer, config, keepalive_s)
+    app = create_app(owner, tokenizer, config, keepalive_s, embedder)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))

@@ -86,7 +86,7 @@ class RecordingEngine:
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AsyncIterator[Upstream]:
         if not self.ready:
             raise EngineUnavailable(self.trouble)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.asked = folder / "asked"
         self.lock = folder / "outside" / "locked.txt"
+        self.vllm_lock = folder / "outside" / "locked-vllm.txt"
         self.root = folder / "checkout"
         (self.root / "launch").mkdir(parents=True)
         shutil.copy(ROOT / "launch" / "install.sh", self.root / "launch")
@@ -35,15 +37,17 @@ class Checkout:
         commands.mkdir()
         (commands / "uv").write_text(UV)
         (commands / "uv").chmod(0o755)
-        python = self.root / ".venv" / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text("#!/bin/sh\nexit 0\n")
-        python.chmod(0o755)
+        for venv in (".venv", ".venv-vllm"):
+            python = self.root / venv / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.write_text("#!/bin/sh\nexit 0\n")
+            python.chmod(0o755)
         self.env = {
             **os.environ,
             "PATH": f"{commands}:{os.environ['PATH']}",
             "ASKED": str(self.asked),
             "THERMOCLINE_LOCK": str(self.lock),
+            "THERMOCLINE_VLLM_LOCK": str(self.vllm_lock),
         }
         self.env.pop("UV_PROJECT_ENVIRONMENT", None)
 
@@ -52,6 +56,9 @@ class Checkout:
         return subprocess.run(
             ["bash", script, purpose], env=self.env, capture_output=True, text=True, timeout=60
         )
+
+    def compiled(self) -> list[str]:
+        return [x for x in self.asked.read_text().splitlines() if "pip compile" in x]
 
     def installed(self) -> list[str]:
         return [x for x in self.asked.read_text().splitlines() if x.startswith("uv pip install")]
@@ -67,10 +74,41 @@ def test_the_list_has_hashes_and_lies_where_it_is_asked_for(checkout: Checkout) 
     assert done.returncode == 0, done.stderr
     assert checkout.lock.read_text().count("--hash=sha256") == 2  # and the sample model's
     assert "2 packages" in done.stderr
-    compiled = [x for x in checkout.asked.read_text().splitlines() if "pip compile" in x]
+    compiled = checkout.compiled()
     assert len(compiled) == 2
     assert all("--generate-hashes" in x for x in compiled)
     assert not any("index" in x for x in compiled)
+
+
+def test_what_builds_our_own_package_is_in_the_list(checkout: Checkout) -> None:
+    keep = 'for x in "$@"; do case $x in *build.in) cp "$x" "$ASKED.build" ;; esac; done\n'
+    uv = Path(checkout.env["PATH"].partition(":")[0]) / "uv"
+    uv.write_text(UV.replace('out=""\n', 'out=""\n' + keep))
+    checkout.install("lock")
+    needs = Path(f"{checkout.asked}.build").read_text().splitlines()
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert needs == [*wanted, "editables"]  # hatchling's own, for what is installed in place
+
+
+def test_vllms_environment_has_a_list_of_its_own(checkout: Checkout) -> None:
+    done = checkout.install("lock-vllm")
+    assert done.returncode == 0, done.stderr
+    assert checkout.vllm_lock.exists() and not checkout.lock.exists()
+    (compiled,) = checkout.compiled()
+    assert "--generate-hashes" in compiled and "pyproject.toml:vllm" in compiled
+    done = checkout.install("vllm")
+    assert done.returncode == 0, done.stderr
+    (installed,) = checkout.installed()
+    assert "--no-deps --require-hashes" in installed and installed.endswith(str(checkout.vllm_lock))
+    assert ".venv-vllm" in installed
+
+
+def test_a_list_that_cannot_be_made_is_not_written(checkout: Checkout) -> None:
+    uv = Path(checkout.env["PATH"].partition(":")[0]) / "uv"
+    uv.write_text(UV.replace("exit 0", "exit 1"))
+    for purpose in ("lock", "lock-vllm"):
+        assert checkout.install(purpose).returncode != 0
+    assert not checkout.lock.exists() and not checkout.vllm_lock.exists()
 
 
 def test_serving_is_installed_from_the_list_alone(checkout: Checkout) -> None:
@@ -78,8 +116,8 @@ def test_serving_is_installed_from_the_list_alone(checkout: Checkout) -> None:
     done = checkout.install("serve")
     assert done.returncode == 0, done.stderr
     listed, ours = checkout.installed()
-    assert "--no-deps --require-hashes --requirement" in listed
-    assert "--no-deps --editable" in ours
+    assert "--no-deps --require-hashes --only-binary :all: --requirement" in listed
+    assert "--no-deps --no-build-isolation --editable" in ours
 
 
 def test_another_list_installs_again(checkout: Checkout) -> None:
@@ -92,11 +130,12 @@ def test_another_list_installs_again(checkout: Checkout) -> None:
     assert len(checkout.installed()) == 4
 
 
-@pytest.mark.parametrize("purpose", ["serve", "audit"])
+@pytest.mark.parametrize("purpose", ["serve", "audit", "vllm", "audit-vllm"])
 def test_without_the_list_it_says_what_makes_it(checkout: Checkout, purpose: str) -> None:
     done = checkout.install(purpose)
     assert done.returncode == 1
-    assert "install.sh lock" in done.stderr
+    wanted = "lock-vllm" if "vllm" in purpose else "lock"
+    assert done.stderr.strip().endswith(f"install.sh {wanted}")
     assert not checkout.asked.exists() or not checkout.installed()
 
 

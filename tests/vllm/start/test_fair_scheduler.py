@@ -196,3 +196,23 @@ def test_a_short_prompt_does_not_wait_for_ten_long_ones_of_its_tenant(driven):
     assert begun.index(short) <= PLACES + 1  # behind those that ran, and the oldest
     for request_id, length in [*((x, 30) for x in long), (short, 4)]:
         assert driven.answers[request_id] == driven.expected(request_id, length)
+
+
+def test_a_prompt_takes_the_place_of_its_own_tenants_endless_answer(driven):
+    endless = [driven.add("a", i, 40, 900) for i in range(PLACES)]
+    for _ in range(20):
+        driven.step()
+    short = []
+    for number in range(4):
+        came = sum(map(len, driven.answers.values()))
+        short.append(driven.add("a", 50 + number, 40, 8))
+        while short[-1] not in driven.first_step:
+            driven.step()
+        assert sum(map(len, driven.answers.values())) - came <= PLACES * (256 + 2 * 64)
+        for _ in range(20):
+            driven.step()
+    assert not any(len(driven.answers[x]) == 900 for x in endless)
+    driven.run()
+    assert driven.preempted
+    for request_id, length in [*((x, 900) for x in endless), *((x, 8) for x in short)]:
+        assert driven.answers[request_id] == driven.expected(request_id, length)

@@ -7,6 +7,7 @@ from typing import Any
 
 from engines.about_vllm.fields import PARAMS_FIELD, with_session
 from engines.host.fair_shares import QUANTUM
+from engines.host.line_order import LONG_ANSWER
 from engines.vllm_plugin.identity import TICKET_FIELD, answer_id_of, marked_id, weight_of
 from engines.vllm_plugin.sharing.time_slices import TimeSlices, tenant_of
 from kvstore.session import SessionRef
@@ -20,6 +21,7 @@ class Asked:
     cache_salt: str | None = None
     lora_request: Any = None
     num_prompt_tokens: int = 20
+    num_output_tokens: int = 0
 
 
 def asked(tenant: str, number: int, weight: int = 1, length: int = 20) -> Asked:
@@ -111,6 +113,51 @@ def test_those_that_made_way_take_turns_with_their_own() -> None:
     assert slices.to_yield(back, running) is running[1]
     slices.made_way(running[1])
     assert slices.to_yield(running[1], [running[0], back]) is None
+
+
+def test_a_prompt_takes_the_place_of_its_own_tenants_long_answer() -> None:
+    running, fresh = [asked("a", i) for i in range(2)], asked("a", 2)
+    slices = slices_of(*running, fresh)
+    for step in range(int(LONG_ANSWER)):
+        assert slices.to_yield(fresh, running) is None, step
+        for x in running:
+            x.num_output_tokens += 1
+        slices.count({x.request_id: 1 for x in running})
+    assert slices.to_yield(fresh, running) is running[0]
+    assert slices.turn_within([fresh], running) == (fresh, running[0])
+    slices.made_way(running[0])
+    # It comes back when the short one ends, and is left alone for a quantum.
+    slices.count({running[0].request_id: 1, running[1].request_id: 1})
+    another = asked("a", 3)
+    slices.follow({x.request_id: x for x in (*running, another)})
+    for _ in range(2 * int(QUANTUM)):
+        slices.count({running[0].request_id: 1})
+        if (chosen := slices.to_yield(another, running[:1])) is not None:
+            break
+    assert chosen is running[0] and slices._runs[running[0].request_id] >= QUANTUM
+
+
+def test_answers_that_are_not_long_keep_their_places() -> None:
+    running, fresh = [asked("a", i) for i in range(2)], asked("a", 2)
+    slices = slices_of(*running, fresh)
+    for x in running:
+        x.num_output_tokens = int(LONG_ANSWER) - 1
+    for _ in range(1000):
+        slices.count({x.request_id: 1 for x in running})
+    assert slices.to_yield(fresh, running) is None
+
+
+def test_of_four_that_come_in_one_has_not_begun() -> None:
+    back, fresh = [asked("a", i) for i in range(5)], [asked("a", 10 + i) for i in range(2)]
+    slices = slices_of(*back, *fresh)
+    for x in back:
+        slices.count({x.request_id: 1})
+        slices.made_way(x)
+    order = slices.ordered([*fresh, *back], [])
+    assert order == [*back[:3], fresh[0], *back[3:], fresh[1]]
+    for x in order[:3]:
+        slices.count({x.request_id: 1})
+    assert slices.ordered(order[3:], order[:3]) == order[3:]
 
 
 def test_what_measures_is_never_interrupted_and_interrupts_nobody() -> None:

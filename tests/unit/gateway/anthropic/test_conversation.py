@@ -168,7 +168,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.mark.parametrize(
     ("messages", "fields", "param"),
     [
-        ([{"role": "user", "content": [IMAGE]}], {}, "messages[0].content[0]"),
+        ([{"role": "user", "content": [IMAGE]}], {}, "messages[0].content[0].type"),
         (
             [HI, {"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}],
             {},
@@ -182,7 +182,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
                 }
             ],
             {},
-            "messages[0].content[0].content[0]",
+            "messages[0].content[0].content[0].type",
         ),
         (
             [{"role": "user", "content": [{"type": "tool_result"}]}],

@@ -132,7 +132,7 @@ class SlowEngine(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AsyncIterator[Upstream]:
         await asyncio.sleep(0.25)
         if self.failure is not None:

@@ -18,6 +18,7 @@ HI = [{"role": "user", "content": "hi"}]
 QUESTIONS = {
     "/tokenize": {"model": MODEL, "prompt": "hi"},
     "/detokenize": {"model": MODEL, "tokens": [1]},
+    "/v1/embeddings": {"model": MODEL, "input": "hi"},
     "/v1/responses/input_tokens": {"model": MODEL, "input": "hi"},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": HI},
 }
@@ -38,7 +39,7 @@ class Computing(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AsyncIterator[Upstream]:
         async with super().open(path, body, headers) as upstream:
             await self.going_on.wait()

@@ -8,17 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from engines.wire import FillIn
 from gateway.openai.chat_answer import ChatEvents
 from gateway.openai.chat_fields import ChatCalls
 from gateway.stored.shelf import Limits
 from gateway.stored.sqlite_shelf import SqliteShelf
 from gateway.stored.stored import Stored
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine, Reply
 
 LOOK = {"name": "look", "parameters": {"type": "object"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -242,3 +244,33 @@ async def test_only_whole_answers_are_stored_and_only_if_asked(app: App) -> None
     app.engine.answer = streamed(b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n')
     await app.chat(store=True, stream=True)
     assert (await app.get("/v1/chat/completions")).json["data"] == []
+
+
+async def complete(app: App, **fields: Any) -> Reply:
+    return await app.post("/v1/completions", {"model": MODEL, "prompt": "def f(", **fields})
+
+
+async def test_a_suffix_is_put_behind_the_prompt_where_the_model_learned_that() -> None:
+    marks = FillIn("<a>", "<b>", "<c>")
+    app = App(RecordingEngine(welcome=msgspec.structs.replace(WELCOME, fill_in=marks)))
+    assert (await complete(app, suffix="return x", max_tokens=5)).status == 200
+    sent = app.engine.asked[-1].body
+    assert sent["prompt"] == "<a>def f(<b>return x<c>" and "suffix" not in sent
+    assert sent["max_tokens"] == 5
+    for empty in ("", None):
+        await complete(app, suffix=empty)
+        assert app.engine.asked[-1].body["prompt"] == "def f("
+    num_asked = len(app.engine.asked)
+    bad: list[dict[str, Any]] = [{"prompt": [1, 2]}, {"prompt": ["a", "b"]}, {"echo": True}]
+    for fields in bad:
+        reply = await complete(app, suffix="x", **fields)
+        assert (reply.status, reply.error["param"]) == (400, "suffix")
+    assert (await complete(app, suffix=5)).status == 400
+    assert len(app.engine.asked) == num_asked
+
+
+async def test_a_suffix_is_refused_elsewhere() -> None:
+    app = App()
+    reply = await complete(app, suffix="x")
+    assert (reply.status, reply.error["param"]) == (400, "suffix")
+    assert app.engine.asked == []

@@ -45,9 +45,10 @@ def test_behind_an_answer_it_joins_the_message_after() -> None:
     assert fitted(chat, STRICT)[2:] == [m("user", f"{NOTE}\n\nq")]
 
 
-def test_a_chat_without_one_is_left_alone() -> None:
-    chat = [m("user"), m("user"), m("assistant")]
-    assert fitted(chat, STRICT) == chat
+def test_users_in_a_row_are_joined_where_the_template_refuses_them() -> None:
+    chat = [m("system"), m("user", "a"), m("user", "b"), m("assistant"), m("user", "c")]
+    assert fitted(chat, FIRST) == chat
+    assert fitted(chat, STRICT) == [chat[0], m("user", "a\n\nb"), *chat[3:]]
 
 
 ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool"])

@@ -54,6 +54,29 @@ def test_who_had_to_step_back_goes_before_its_own_tenant_only() -> None:
     assert drained(queue) == ["a1", "b2", "b3", "b1"]
 
 
+def test_rows_that_take_turns_without_end_let_one_in_four_begin() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "a2"):
+        queue.push(name, "a", name)
+    queue.push_back("row 0", "a")
+    order = []
+    for number in range(1, 9):
+        order.append(queue.pop())
+        queue.push_back(f"row {number}", "a")
+    assert order[3] == "a1" and order[7] == "a2"
+    assert [x for x in order if x[0] == "r"] == [f"row {i}" for i in range(6)]
+
+
+def test_who_is_taken_out_of_turn_counts_as_begun() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "a2"):
+        queue.push(name, "a", "one")
+    for number in range(4):
+        queue.push_back(f"row {number}", "a")
+    assert queue.head() == "row 0" and queue.take("a1")
+    assert [queue.pop() for _ in range(4)] == ["row 0", "row 1", "row 2", "a2"]
+
+
 def test_the_tenant_that_was_served_least_is_next() -> None:
     shares = FairShares()
     queue: FairQueue[str] = FairQueue(shares.first)

@@ -151,6 +151,23 @@ def test_calls_and_answers(plain: Vocabulary) -> None:
     assert not accepts(plain, grammar, f"{one}\n{one}")
 
 
+def test_a_function_without_parameters_is_called_without_arguments(plain: Vocabulary) -> None:
+    """However its client writes that; a schema that opens itself stays open."""
+    none: dict[str, Any] = {"type": "object", "properties": {}}
+    for schema, extra in (
+        (none, False),
+        ({**none, "required": []}, False),
+        ({"properties": {}}, False),
+        ({**none, "additionalProperties": True}, True),
+        ({**none, "allOf": [{"required": ["a"]}]}, True),
+        ({"type": "object"}, True),
+    ):
+        grammar = Grammar.compile(plain, tools(schema), False, None)
+        assert accepts(plain, grammar, '{"name": "f0", "arguments": {"a": 1}}') is extra, schema
+        if "allOf" not in schema:
+            assert accepts(plain, grammar, '{"name": "f0", "arguments": {}}'), schema
+
+
 def test_several_calls_only_if_asked_for(plain: Vocabulary) -> None:
     one = '{"name": "f0", "arguments": {"city": "Rome"}}'
     grammar = Grammar.compile(plain, tools(CITY), True, None)

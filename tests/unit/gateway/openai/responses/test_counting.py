@@ -44,8 +44,3 @@ async def test_an_engine_that_knows_no_path_is_no_failure_of_the_gateway() -> No
 async def test_a_count_that_is_none() -> None:
     reply = await count(app_of(200, b"[]"))
     assert (reply.status, reply.error["code"]) == (503, "engine_unavailable")
-
-
-async def test_compaction_is_refused_in_words() -> None:
-    reply = await app_of(200, b"{}").post("/v1/responses/compact", {"model": MODEL})
-    assert (reply.status, reply.error["code"]) == (400, "not_supported")

@@ -1,0 +1,108 @@
+"""Brings texts to the owner thread to be embedded: one text at a time, one step at a time.
+
+A step is as long as one of a prefill, and stands between two rounds of the batches: so answers go
+on meanwhile. A text of several steps holds KV, which counts in no budget: it begins only when no
+request lacks memory or waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from engines.mlx_worker.embeddings.hidden_states import HiddenStates, inner_of, pooling_of
+from engines.mlx_worker.embeddings.vectors import Vector, check_size, cut
+from engines.mlx_worker.generation import QueueFull
+from engines.mlx_worker.owner import Owner
+from engines.openai.embeddings import MAX_TOKENS, EmbeddingsRequest
+from engines.openai.errors import InvalidRequest, context_too_long
+
+T = TypeVar("T")
+
+MAX_WAITING: Final = 64  # requests
+LOOK_AGAIN_S: Final = 0.05
+
+
+class Embedder:
+    """Embeds texts with the model of a started owner. Belongs to the event loop.
+
+    Args:
+        patience_s: for how long a text waits until no request lacks memory.
+    """
+
+    def __init__(self, owner: Owner, step: int, patience_s: float = 30.0) -> None:
+        self._owner = owner
+        self._step = step
+        self._patience_s = patience_s
+        self._inner = inner_of(owner.loaded.model)
+        self._pooling = pooling_of(owner.loaded.path)
+        self._turn = asyncio.Lock()  # first come, first served, text by text
+        self._num_waiting = 0
+
+    def check(self) -> None:
+        """Raise ``InvalidRequest`` (404) if this model makes no embeddings."""
+        if self._inner is None:
+            message = "This model makes no embeddings: its class keeps its hidden states to itself."
+            raise InvalidRequest(message, "model", "not_supported", 404)
+
+    def check_tokens(self, texts: Sequence[Sequence[int]]) -> None:
+        """Check what is to be embedded. Raises ``InvalidRequest``."""
+        facts = self._owner.facts
+        if sum(map(len, texts)) > MAX_TOKENS:
+            raise InvalidRequest(f"input: more than {MAX_TOKENS} tokens in all", "input")
+        for text in texts:
+            if len(text) >= facts.max_context:
+                raise context_too_long(facts.max_context, len(text), "input")
+            if max(text) >= facts.vocab_size:
+                raise InvalidRequest("input: a token id is none of this model's", "input")
+
+    async def embed(self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]]) -> list[Vector]:
+        """Embed texts; each vector has the length 1.
+
+        Raises:
+            InvalidRequest: more dimensions than the model has, or far too many values.
+            QueueFull: too many wait already, or there is no room for a long text.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise QueueFull("too many embeddings wait already; try again later")
+        self._num_waiting += 1
+        try:
+            vectors = []
+            for text in texts:
+                async with self._turn:
+                    vector = await self._of(text)
+                vectors.append(cut(vector, asked.dimensions))
+                check_size(vectors[0], len(texts))
+            return vectors
+        finally:
+            self._num_waiting -= 1
+
+    async def _of(self, text: Sequence[int]) -> Vector:
+        if len(text) > self._step:
+            await self._room_for(len(text))
+        states = HiddenStates(self._owner.loaded.model, self._inner, self._pooling)
+        for first in range(0, len(text), self._step):
+            part, last = text[first : first + self._step], first + self._step >= len(text)
+            await self._on_owner(partial(states.feed, part, last=last))
+        return states.pooled()
+
+    async def _room_for(self, num_tokens: int) -> None:
+        nbytes = self._owner.sequence_bytes(num_tokens)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while await self._on_owner(lambda: self._owner.parts.loop.lacks(nbytes)):
+                    await asyncio.sleep(LOOK_AGAIN_S)
+        except TimeoutError:
+            raise QueueFull("no memory was free for a long text; try again later") from None
+
+    async def _on_owner(self, work: Callable[[], T]) -> T:
+        if self._owner.is_closing:
+            raise QueueFull("the engine is shutting down")
+        return await self._owner.call(work)
+
+
+def tokens_of(asked: EmbeddingsRequest, tokenizer: Any) -> list[list[int]]:
+    """Tokenize the inputs, with the tokens that the tokenizer adds to a text by itself."""
+    return [x if isinstance(x, list) else list(tokenizer.encode(x)) for x in asked.inputs]

@@ -1,0 +1,58 @@
+"""POST /v1/embeddings: passed to engines that make them, under the limits of the caller's key.
+
+It is no turn: it has no session, and nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.asgi import while_client_stays
+from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
+from engines.openai.requests import Json
+from gateway.body import asked_by
+from gateway.context import Gateway, caller_of, gateway_of
+from gateway.edge.body_budget import body_share_of
+from gateway.limits.key_limits import key_share_of
+from gateway.relay.question import answer_to
+from gateway.relay.sse_framer import parse_usage
+from gateway.turns import served_name
+
+router = APIRouter()
+_OPERATION = "embeddings"  # OpenTelemetry's name
+_TAKEN = ("input", "encoding_format", "dimensions")
+
+
+async def embeddings(request: Request) -> Response:
+    """Embed texts, or token ids, with the served model."""
+    gateway = gateway_of(request)
+    question = await _question(request)
+    body_share_of(request.scope).give_back()
+    limit_s = gateway.config.request_timeout_s
+    ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s)
+    answer = await while_client_stays(request.receive, ask)
+    if usage := parse_usage(answer):
+        welcome = gateway.engine.welcome  # it may be gone by now
+        gateway.metrics.used(_OPERATION, welcome.model if welcome else "", usage)
+        if place := key_share_of(request.scope):
+            place.used_tokens(usage.prompt_tokens)
+    return Response(answer, media_type="application/json")
+
+
+async def _question(request: Request) -> bytes:
+    async with asked_by(caller_of(request), request) as body:
+        return await body.beside(partial(_for_engine, gateway_of(request), body.json))
+
+
+def _for_engine(gateway: Gateway, raw: Json) -> bytes:
+    model = served_name(gateway, validate_embeddings(raw).model)
+    question = {name: raw[name] for name in _TAKEN if raw.get(name) is not None}
+    return msgspec.json.encode({**question, "model": model})
+
+
+router.add_route(EMBEDDINGS_PATH, embeddings, methods=["POST"])

@@ -1,0 +1,48 @@
+"""What every tier that evicts answers out of its index."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from kvstore.tiers.eviction_causes import EvictionCause
+from kvstore.tiers.lru import RecencyIndex
+
+
+class IndexedTier:
+    """The methods of ``Tier`` that a ``RecencyIndex`` answers, under the lock of the tier."""
+
+    _index: RecencyIndex
+    _lock: threading.Lock
+
+    def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
+        with self._lock:
+            self._index.own(owner, keys, idle_s)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.touch(keys)
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.pin(keys)
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._index.unpin(keys)
+
+    def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
+        with self._lock:
+            return self._index.why_evicted(keys)
+
+    @property
+    def pins(self) -> dict[bytes, int]:
+        """Pin count of each blob by name, also of blobs that are not here."""
+        with self._lock:
+            return self._index.pins
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that cannot be evicted."""
+        with self._lock:
+            return self._index.pinned_bytes

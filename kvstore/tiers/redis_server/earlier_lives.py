@@ -1,0 +1,101 @@
+"""Enters what earlier lives of an engine left on the server into its tier's budget, on a thread.
+
+Nobody waits for it: the tier serves meanwhile. A server that is away is asked again until it has
+answered once; one that came back empty has an empty book.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.redis_server.book import Book, BookEntry
+from kvstore.tiers.redis_server.fragments import BlobManifest
+
+BATCH: Final = 256  # the tier's writers wait for one batch at most
+FIRST_WAIT_S: Final = 2.0
+LONGEST_WAIT_S: Final = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class EarlierLives:
+    """Reads a book once, and hands its entries over in batches, the most recently used first.
+
+    Args:
+        enter: takes a batch: at most one entry per key.
+        drop: takes what a newer blob of the same key has replaced.
+        on_end: called once, when there is nothing more to come.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        enter: Callable[[Sequence[BookEntry]], None],
+        drop: Callable[[Mapping[bytes, BlobManifest]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._book = book
+        self._enter = enter
+        self._drop = drop
+        self._on_end = on_end
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-redis-book", daemon=True)
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; waits for a call of ``enter`` that has begun."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            num_found = self._read_when_there()
+            if num_found:
+                _log.info("redis: %d blobs of earlier lives count in the budget", num_found)
+        except Exception:  # the edge of this thread: without it the tier serves all the same
+            _log.exception("what earlier lives left in redis was not counted")
+        finally:
+            self._on_end()
+
+    def _read_when_there(self) -> int:
+        wait_s = FIRST_WAIT_S
+        while not self._closing.is_set():
+            try:
+                return self._read()
+            except TierUnavailable:
+                self._closing.wait(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        return 0
+
+    def _read(self) -> int:
+        newest, replaced = _parted(self._book.entries())
+        for entry in replaced:
+            self._drop({entry.key: entry.manifest})
+        for batch in _batches(newest):
+            if self._closing.is_set():
+                break
+            self._enter(batch)
+        return len(newest)
+
+
+def _parted(entries: Iterator[BookEntry]) -> tuple[list[BookEntry], list[BookEntry]]:
+    """Return the newest entry of each key, most recently used first, and all the others."""
+    newest: dict[bytes, BookEntry] = {}
+    replaced: list[BookEntry] = []
+    for entry in sorted(entries, key=lambda x: x.stamp, reverse=True):
+        kept = newest.setdefault(entry.key, entry)
+        if kept.manifest.generation != entry.manifest.generation:  # a server may list one twice
+            replaced.append(entry)
+    return list(newest.values()), replaced
+
+
+def _batches(entries: Sequence[BookEntry]) -> Iterator[Sequence[BookEntry]]:
+    yield from (entries[first : first + BATCH] for first in range(0, len(entries), BATCH))

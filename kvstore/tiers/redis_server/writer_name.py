@@ -1,0 +1,69 @@
+"""The name by which Redis tells one engine's blobs from another's, the same in all its lives.
+
+It lies in the engine's own folder, in a file that is held with flock while the engine lives: nobody
+else can go by that name meanwhile, and the kernel lets go of it with the process. Where the file is
+held or cannot be written, the name is a new one: then what this life leaves behind is not known to
+the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Final
+
+FILE_NAME: Final = "redis-writer"
+
+_NAME_BYTES: Final = 16
+_NAME: Final = re.compile(rb"[0-9a-f]{%d}" % _NAME_BYTES)
+_log = logging.getLogger(__name__)
+
+
+class WriterName:
+    """A name that nobody else has until ``release``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = -1
+        self.text = secrets.token_hex(_NAME_BYTES // 2)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = _held(folder / FILE_NAME)
+            self.text = _kept(self._fd, self.text)
+        except OSError as error:
+            self.release()
+            _log.warning(
+                "what this engine leaves in redis will not count in its next life's budget: "
+                "%s cannot be used: %s",
+                folder / FILE_NAME,
+                error.strerror or error,
+            )
+
+    def release(self) -> None:
+        """Let others go by this name. Once is enough."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _held(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _kept(fd: int, new: str) -> str:
+    """Return the name in the file; write ``new`` where there is none."""
+    found = os.pread(fd, _NAME_BYTES + 1, 0)
+    if _NAME.fullmatch(found):
+        return found.decode("ascii")
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, new.encode("ascii"), 0)
+    return new

@@ -1,0 +1,260 @@
+"""One budget over all lives of an engine: what a killed one left in Redis counts in the next."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvstore.tiers.base import Tier
+from kvstore.tiers.redis_server.redis_tier import RedisTier
+from kvstore.tiers.redis_server.writer_name import FILE_NAME, WriterName
+from tests.faults.redis_tiers import blobs, names
+from tests.faults.redis_writer import BUDGET, open_far
+from tests.redis_server import RedisServer, find_binary
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.skipif(find_binary() is None, reason="no redis-server"),
+]
+
+MIB = 1 << 20
+LIVES = 4
+PATIENCE_S = 60.0
+LEAK_BYTES = 6 * MIB  # of what the server needs beside blobs: buffers of links, its own tables
+FEW = blobs(8, 300_000)
+BOOK = b"thermocline.book:"
+
+
+def until(what: str, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def used_bytes(client: redis.Redis) -> int:
+    return int(client.info("memory")["used_memory"])
+
+
+def entries_for_ever(client: redis.Redis) -> list[bytes]:
+    """What stays on the server unless somebody removes it."""
+    return [name for name in names(client) if client.ttl(name) == -1]
+
+
+def live_and_be_killed(server: RedisServer, folder: Path, seed: int, num_lines: int) -> bytes:
+    """Let an engine write until it was heard so many times; return the key it named last."""
+    command = [sys.executable, "-m", "tests.faults.redis_writer", server.url, str(folder)]
+    with subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        line = ""
+        for _ in range(num_lines):
+            line = writer.stdout.readline()
+        assert line, "the writer ended by itself"
+        writer.send_signal(signal.SIGKILL)
+    return bytes.fromhex(line)
+
+
+def next_life(server: RedisServer, folder: Path, capacity_bytes: int = BUDGET) -> Tier:
+    tier = open_far(server.url, folder, capacity_bytes)
+    assert isinstance(tier, RedisTier)
+    until("counted", lambda: tier.knows_earlier_lives)
+    return tier
+
+
+def test_memory_is_flat_over_kills_in_the_middle_of_writing(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """Each life writes 4 budgets or so. Without the book each one left another budget behind."""
+    with redis.Redis.from_url(server.url) as client:
+        empty = used_bytes(client)
+        after: list[int] = []
+        for life in range(LIVES):
+            last = live_and_be_killed(server, tmp_path, life, 55 + 3 * life)
+            after.append(used_bytes(client) - empty)
+        print([round(x / MIB, 1) for x in after])
+        assert max(after) < BUDGET + LEAK_BYTES
+        tier = next_life(server, tmp_path)
+        assert tier.contains_many([last]) == [True]  # what is newest is still there
+        assert used_bytes(client) - empty < BUDGET + LEAK_BYTES
+        tier.close()
+        # And all that is there is in the book: with a budget for nothing, nothing is left.
+        next_life(server, tmp_path, 1).close()
+        assert entries_for_ever(client) == []
+
+
+def test_what_earlier_lives_used_last_stays_longest(server: RedisServer, tmp_path: Path) -> None:
+    tier = next_life(server, tmp_path)
+    for key, blob in FEW.items():
+        tier.put_many([(key, blob)])
+    first, second, *_ = FEW
+    tier.touch([first])
+    cost = tier.stats().nbytes // len(FEW)
+    tier.close()
+    tier = next_life(server, tmp_path, 3 * cost)
+    held = [key for key, yes in zip(FEW, tier.contains_many(list(FEW)), strict=True) if yes]
+    assert held == [first, *list(FEW)[-2:]]
+    tier.put_many([(second, FEW[second])])  # of this life: the newest now
+    held = [key for key, yes in zip(FEW, tier.contains_many(list(FEW)), strict=True) if yes]
+    assert held == [first, second, list(FEW)[-1]]
+    tier.close()
+
+
+def test_who_is_guaranteed_a_part_keeps_it_over_lives(server: RedisServer, tmp_path: Path) -> None:
+    writer, cost = WriterName(tmp_path), 0
+    tier = RedisTier(server.url, BUDGET, deadline_s=10.0, writer=writer)
+    for key, blob in FEW.items():
+        tier.put_many([(key, blob)], "a" if not cost else "b")
+        cost = cost or tier.stats().nbytes
+    tier.close()
+    tier = RedisTier(
+        server.url, 4 * cost, deadline_s=10.0, guaranteed_share=1.0, writer=WriterName(tmp_path)
+    )
+    first, *others = FEW
+    tier.own("a", [first], 60.0)  # by far the oldest
+    tier.own("b", others, 0.0)
+    tier.count_earlier_lives()
+    until("counted", lambda: tier.knows_earlier_lives)
+    assert tier.stats().num_blobs == 4
+    assert tier.contains_many([first]) == [True]
+    tier.close()
+
+
+def test_another_engine_counts_and_evicts_its_own_alone(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    one, two = (next_life(server, tmp_path / name) for name in ("one", "two"))
+    mine, yours = list(FEW.items())[:4], list(FEW.items())[4:]
+    one.put_many(mine)
+    two.put_many(yours)
+    two.close()
+    two = next_life(server, tmp_path / "two", 1)  # a budget for nothing
+    assert two.stats().num_blobs == 0
+    assert one.contains_many(list(FEW)) == [True] * 4 + [False] * 4
+    assert one.stats().num_blobs == 4
+    assert one.get_many([key for key, _ in mine]) == [blob for _, blob in mine]
+    one.close()
+    two.close()
+
+
+def test_two_engines_in_one_folder_do_not_go_by_one_name(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    one = next_life(server, tmp_path)
+    one.put_many(list(FEW.items()))
+    two = next_life(server, tmp_path, 1)
+    assert one.contains_many(list(FEW)) == [True] * len(FEW)
+    two.close()
+    one.close()
+    again = next_life(server, tmp_path)
+    assert again.stats().num_blobs == len(FEW)
+    again.close()
+
+
+def test_a_name_that_is_none_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"../../elsewhere\n")
+    name = WriterName(tmp_path)
+    name.release()
+    again = WriterName(tmp_path)
+    assert again.text == name.text == (tmp_path / FILE_NAME).read_text()
+    again.release()
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    one, two = (WriterName(tmp_path / "file" / "folder") for _ in range(2))
+    assert one.text != two.text
+    (tmp_path / FILE_NAME).symlink_to(tmp_path / "elsewhere")
+    assert WriterName(tmp_path).text
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("how", ["hangs", "dead"])
+def test_a_server_that_is_away_at_the_start_is_asked_again(tmp_path: Path, how: str) -> None:
+    with RedisServer("--appendonly", "yes", "--appendfsync", "always") as server:
+        tier = next_life(server, tmp_path)
+        tier.put_many(list(FEW.items()))
+        tier.close()
+        (server.stop if how == "hangs" else server.kill)()
+        started = time.monotonic()
+        writer = WriterName(tmp_path)
+        tier = RedisTier(server.url, BUDGET, deadline_s=0.5, writer=writer)
+        tier.count_earlier_lives()
+        assert time.monotonic() - started < 5.0  # nobody waits
+        until("noticed", lambda: tier.stats().errors > 0)
+        assert not tier.knows_earlier_lives
+        (server.cont if how == "hangs" else server.start)()
+        until("counted", lambda: tier.knows_earlier_lives)
+        assert tier.stats().num_blobs == len(FEW)
+        tier.close()
+
+
+def test_a_server_that_came_back_empty_has_nothing_to_count(tmp_path: Path) -> None:
+    with RedisServer() as server:
+        tier = next_life(server, tmp_path)
+        tier.put_many(list(FEW.items()))
+        tier.close()
+        server.restart()
+        tier = next_life(server, tmp_path)
+        assert tier.stats().num_blobs == 0
+        assert tier.put_many(list(FEW.items())) == len(FEW)
+        tier.close()
+
+
+def test_closing_does_not_wait_for_a_server_that_is_away(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    server.kill()
+    tier = open_far(server.url, tmp_path)
+    until("noticed", lambda: tier.stats().errors > 0)
+    started = time.monotonic()
+    tier.close()
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize("lost", ["manifest", "fragment", "book"])
+def test_what_the_server_evicted_meanwhile_does_not_count(
+    server: RedisServer, tmp_path: Path, lost: str
+) -> None:
+    tier = next_life(server, tmp_path)
+    tier.put_many(list(FEW.items()))
+    tier.close()
+    with redis.Redis.from_url(server.url) as client:
+        kinds = {
+            "manifest": [x for x in names(client) if x.endswith(b"}")],
+            "fragment": [x for x in names(client) if x.endswith(b":0")],
+            "book": [x for x in names(client) if x.startswith(BOOK)],
+        }
+        client.delete(*kinds[lost])
+        tier = next_life(server, tmp_path)
+        if lost == "fragment":  # noticed when they are read
+            assert tier.get_many(list(FEW)) == [None] * len(FEW)
+            assert tier.contains_many(list(FEW)) == [False] * len(FEW)
+        assert tier.stats().num_blobs == 0
+        tier.put_many([next(iter(FEW.items()))])  # strikes along what is owed
+        tier.delete_many(FEW)
+        if lost != "book":
+            assert entries_for_ever(client) == []
+        tier.close()
+
+
+def test_deleted_and_forgotten_blobs_are_not_in_the_book(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    tier = next_life(server, tmp_path)
+    tier.put_many(list(FEW.items()))
+    key = next(iter(FEW))
+    for i in range(3):
+        assert tier.replace(key, bytes(400_000 + i))
+    tier.close()
+    tier = open_far(server.url, tmp_path)
+    assert tier.delete_many(FEW) == len(FEW)  # perhaps before they are counted
+    with redis.Redis.from_url(server.url) as client:
+        until("all is gone", lambda: entries_for_ever(client) == [])
+    tier.close()

@@ -1,0 +1,92 @@
+"""Images through OpenAI's and Anthropic's own clients; real processes, a fake engine that sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from benchmarks.stacks.fake_stack import MODEL, FakeStack
+
+SEEING = "fake-vision"
+DATA = "iVBORw0KGgo="
+PNG = f"data:image/png;base64,{DATA}"
+# The fake engine says what it was shown, in order.
+SAID = "You said: look <image> well?"
+CHAT: list[Any] = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "look"},
+            {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}},
+            {"type": "text", "text": "well?"},
+        ],
+    }
+]
+INPUT: list[Any] = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "input_text", "text": "look"},
+            {"type": "input_image", "image_url": PNG, "detail": "auto"},
+            {"type": "input_text", "text": "well?"},
+        ],
+    }
+]
+BLOCKS: list[Any] = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "look"},
+            {
+                "type": "image",
+                "source": {"type": "base64", "media_type": "image/png", "data": DATA},
+            },
+            {"type": "text", "text": "well?"},
+        ],
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    named = {"served_model_name": SEEING}
+    with FakeStack(tmp_path_factory.mktemp("seeing"), engine=named) as running:
+        yield running.url
+
+
+def test_all_three_dialects_show_the_same(seeing: str) -> None:
+    with openai.OpenAI(base_url=f"{seeing}/v1", api_key="any", max_retries=0) as sdk:
+        chat = sdk.chat.completions.create(model=SEEING, messages=CHAT)
+        response = sdk.responses.create(model=SEEING, input=INPUT)
+        again = sdk.responses.create(
+            model=SEEING, input="and now?", previous_response_id=response.id
+        )
+    with anthropic.Anthropic(base_url=seeing, api_key="any", max_retries=0) as claude:
+        message = claude.messages.create(model=SEEING, max_tokens=50, messages=BLOCKS)
+        counted = claude.messages.count_tokens(model=SEEING, messages=BLOCKS)
+    assert chat.choices[0].message.content == SAID
+    assert response.output_text == SAID
+    assert [x.text for x in message.content if x.type == "text"] == [SAID]
+    assert chat.usage is not None and response.usage is not None and again.usage is not None
+    assert chat.usage.prompt_tokens == response.usage.input_tokens == counted.input_tokens == 4
+    # What was stored has the image, too: the turn behind it goes on from it.
+    assert again.usage.input_tokens_details.cached_tokens >= 4
+
+
+def test_an_engine_that_does_not_see_refuses_in_each_dialect(tmp_path: Path) -> None:
+    with FakeStack(tmp_path) as stack:
+        with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="any", max_retries=0) as sdk:
+            with pytest.raises(openai.BadRequestError, match="text only"):
+                sdk.chat.completions.create(model=MODEL, messages=CHAT)
+            with pytest.raises(openai.BadRequestError, match="text only"):
+                sdk.responses.create(model=MODEL, input=INPUT)
+        with (
+            anthropic.Anthropic(base_url=stack.url, api_key="any", max_retries=0) as claude,
+            pytest.raises(anthropic.BadRequestError, match="text only"),
+        ):
+            claude.messages.create(model=MODEL, max_tokens=50, messages=BLOCKS)

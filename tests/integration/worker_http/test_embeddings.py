@@ -1,0 +1,197 @@
+"""Embeddings of a real (random) model: its own hidden states, whatever else is being computed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import openai
+import pytest
+
+from engines.config import EngineConfig
+from engines.mlx_worker.embeddings.embedder import Embedder
+from engines.mlx_worker.embeddings.hidden_states import HiddenStates, inner_of, pooling_of
+from engines.mlx_worker.owner import Owner
+from tests.integration.tiny_models import tiny_model
+from tests.integration.worker_http.stage import Open, Stage, staged
+from tests.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = pytest.mark.mlx
+
+LONG = [5 + i % 300 for i in range(200)]
+
+
+@asynccontextmanager
+async def embedding(folder: Path, step: int = 16, kind: str = "llama") -> AsyncIterator[Stage]:
+    owner = Owner(lambda: tiny_model(kind), EngineConfig(max_batch=4), "toy")
+    await owner.start()
+    try:
+        async with staged(owner, tiny_tokenizer(folder), embedder=Embedder(owner, step)) as stage:
+            yield stage
+    finally:
+        await owner.close()
+
+
+async def of(stage: Stage, given: Any, **more: Any) -> list[list[float]]:
+    answer = await stage.client.embeddings.create(model="toy", input=given, **more)
+    assert [x.index for x in answer.data] == list(range(len(answer.data)))
+    return [x.embedding for x in answer.data]
+
+
+async def states(stage: Stage, tokens: list[int]) -> Any:
+    """The model's own hidden states, all at once and without a cache."""
+
+    def compute() -> Any:
+        model = stage.owner.loaded.model
+        return np.array(model.model(mx.array(tokens)[None])[0].astype(mx.float32))
+
+    return await stage.owner.call(compute)
+
+
+def unit(vector: Any) -> Any:
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize("step", [1, 7, 512])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+async def test_a_vector_is_the_mean_of_the_models_states(
+    tmp_path: Path, step: int, kind: str
+) -> None:
+    async with embedding(tmp_path, step, kind) as stage:
+        (vector,) = await of(stage, LONG[:30])
+        wanted = unit((await states(stage, LONG[:30])).mean(axis=0))
+    assert np.allclose(vector, wanted, atol=1e-5)
+    assert np.isclose(np.linalg.norm(vector), 1, atol=1e-5)
+
+
+def test_models_that_were_made_for_it_give_their_last_state(tmp_path: Path) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    told = tmp_path / "1_Pooling" / "config.json"
+    modes = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    told.write_text(json.dumps(modes))
+    assert pooling_of(tmp_path) == "last" == pooling_of(Path("mlx/Qwen3-Embedding-0.6B-4bit"))
+    told.write_text("[]")
+    assert pooling_of(tmp_path) == "mean" == pooling_of(None)
+
+
+async def test_the_last_state_is_that_of_the_whole_text(tmp_path: Path) -> None:
+    async with embedding(tmp_path) as stage:
+        owner = stage.owner
+        read = HiddenStates(owner.loaded.model, inner_of(owner.loaded.model), "last")
+        await owner.call(partial(read.feed, LONG[:20], last=False))
+        await owner.call(partial(read.feed, LONG[20:30], last=True))
+        wanted = (await states(stage, LONG[:30]))[-1]
+    assert np.allclose(read.pooled(), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", ["one", ["one", "two three"], [5, 6, 7], [[5, 6], [7]]])
+async def test_every_form_of_input(tmp_path: Path, given: Any) -> None:
+    async with embedding(tmp_path) as stage:
+        answer = await stage.client.embeddings.create(model="toy", input=given)
+        floats = await of(stage, given, encoding_format="float")
+        texts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        encode = stage.tokenizer.encode
+        ids = [encode(x) if isinstance(x, str) else x for x in texts]
+        wanted = [unit((await states(stage, x)).mean(axis=0)) for x in ids]
+    # The client asks for base64 by itself.
+    assert np.allclose([x.embedding for x in answer.data], floats, atol=1e-6)
+    assert np.allclose(floats, wanted, atol=1e-5)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+
+
+async def test_fewer_dimensions_are_a_vector_of_length_one_again(tmp_path: Path) -> None:
+    async with embedding(tmp_path) as stage:
+        (whole,), (short,) = await of(stage, "one"), await of(stage, "one", dimensions=5)
+    assert len(short) == 5 < len(whole)
+    assert np.allclose(short, unit(np.array(whole[:5])), atol=1e-5)
+
+
+async def test_answers_go_on_meanwhile(tmp_path: Path) -> None:
+    """A chat that comes while a long text is read, one token at a time, ends before it."""
+    async with embedding(tmp_path, step=1) as stage:
+        (wanted,) = await of(stage, LONG)
+        reading = asyncio.create_task(of(stage, [LONG] * 20))
+        await asyncio.sleep(0.05)
+        reply = await stage.chat(max_tokens=4)
+        assert not reading.done()
+        other = await of(stage, "short")  # does not wait for all of the other request's texts
+        assert not reading.done()
+        vectors = await reading
+    assert reply.usage.completion_tokens <= 4 and len(other) == 1
+    assert np.allclose(vectors, [wanted] * 20, atol=1e-5)
+
+
+async def test_a_client_that_leaves_ends_it(tmp_path: Path) -> None:
+    async with embedding(tmp_path, step=1) as stage:
+        reading = asyncio.create_task(of(stage, [LONG] * 500))
+        await asyncio.sleep(0.1)
+        reading.cancel()
+        async with asyncio.timeout(10):
+            await of(stage, [LONG])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [[1], []]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": [10**6]}, "input"),
+        ({"input": [5] * 50_000}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": {"a": 1}}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 4096}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ],
+)
+async def test_what_cannot_be_embedded(tmp_path: Path, body: Any, param: str) -> None:
+    async with embedding(tmp_path) as stage:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stage.client.post("/embeddings", body={"model": "toy", **body}, cast_to=object)
+        assert caught.value.param == param
+        assert len(await of(stage, "still there")) == 1
+
+
+async def test_an_engine_or_a_model_without_it_says_so(tmp_path: Path, toy: Open) -> None:
+    async with toy() as stage:
+        with pytest.raises(openai.NotFoundError):
+            await of(stage, "a")
+    async with embedding(tmp_path, kind="mamba2") as stage:
+        with pytest.raises(openai.NotFoundError) as caught:
+            await of(stage, "a")
+        assert caught.value.code == "not_supported"
+        assert inner_of(stage.owner.loaded.model) is None
+        assert await stage.chat(max_tokens=2)
+
+
+async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: Path) -> None:
+    owner = Owner(lambda: tiny_model("llama"), EngineConfig(max_batch=1), "toy")
+    await owner.start()
+    try:
+        embedder = Embedder(owner, 16, patience_s=0.3)
+        async with staged(owner, tiny_tokenizer(tmp_path), embedder=embedder) as stage:
+            # One answer runs and another waits for its place.
+            ask = partial(stage.chat, max_tokens=3000, extra_body={"ignore_eos": True})
+            running = [asyncio.create_task(ask()) for _ in range(2)]
+            async with asyncio.timeout(30):
+                while not owner.num_waiting:
+                    await asyncio.sleep(0.01)
+            assert len(await of(stage, LONG[:16])) == 1
+            with pytest.raises(openai.RateLimitError):
+                await of(stage, LONG)
+            for task in running:
+                task.cancel()
+            assert len(await of(stage, LONG)) == 1
+    finally:
+        await owner.close()

@@ -1,0 +1,72 @@
+"""Embeddings at the gateway: what reaches an engine, and what comes back of one that has none."""
+
+from __future__ import annotations
+
+import json
+
+from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+
+PATH = "/v1/embeddings"
+JSON = {"content-type": "application/json"}
+ANSWER = {
+    "object": "list",
+    "data": [{"object": "embedding", "index": 0, "embedding": [1.0]}],
+    "usage": {"prompt_tokens": 7, "total_tokens": 7},
+}
+
+
+def app_of(answer: Answered, **settings: object) -> App:
+    return App(RecordingEngine(answer), **settings)
+
+
+def answered() -> Answered:
+    return Answered(200, JSON, json.dumps(ANSWER).encode())
+
+
+async def test_the_engine_is_asked_and_its_answer_is_passed_on() -> None:
+    app = app_of(answered(), model_aliases=["text-embedding-3-small"])
+    more = {"encoding_format": "base64", "dimensions": 4, "user": "u", "cache_salt": "x"}
+    body = {"model": "text-embedding-3-small", "input": ["a", "b"], **more}
+    reply = await app.post(PATH, body)
+    assert reply.json == ANSWER
+    (asked,) = app.engine.asked
+    assert asked.path == PATH
+    assert asked.body == {
+        "model": MODEL,
+        "input": ["a", "b"],
+        "encoding_format": "base64",
+        "dimensions": 4,
+    }
+    assert "x-session" not in asked.headers
+
+
+async def test_its_tokens_are_those_of_the_key() -> None:
+    app = app_of(answered(), tokens_per_minute=5)
+    assert (await app.post(PATH, {"model": MODEL, "input": "a"})).status == 200
+    assert (await app.post(PATH, {"model": MODEL, "input": "a"})).status == 429
+    metrics = (await app.get("/metrics")).body.decode()
+    counted = [
+        x for x in metrics.splitlines() if 'operation_name="embeddings"' in x and "_sum" in x
+    ]
+    assert len(counted) == 1 and counted[0].endswith(" 7.0")
+
+
+async def test_an_engine_that_makes_none() -> None:
+    for body in (b"404: Not Found", b'{"detail": "Not Found"}'):
+        reply = await app_of(Answered(404, JSON, body)).post(PATH, {"model": MODEL, "input": "a"})
+        assert (reply.status, reply.error["code"]) == (404, "not_supported")
+        assert PATH in reply.error["message"]
+
+
+async def test_what_is_no_request_for_embeddings() -> None:
+    app = app_of(answered())
+    for body, param in (
+        ({"model": MODEL}, "input"),
+        ({"input": "a"}, "model"),
+        ({"model": MODEL, "input": [["a"]]}, "input"),
+        ({"model": MODEL, "input": "a", "dimensions": "4"}, "dimensions"),
+    ):
+        reply = await app.post(PATH, body)
+        assert reply.status == 400 and (reply.error["param"] or "").startswith(param)
+    assert (await app.post(PATH, {"model": "other", "input": "a"})).status == 404
+    assert app.engine.asked == []

@@ -1,0 +1,186 @@
+"""Images in three dialects: the same parts of a chat where the engine sees, else a clear 400."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.wire import TemplateRules
+from tests.unit.gateway.in_process import MODEL, WELCOME, App, RecordingEngine, Reply
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+FAR = "https://example.org/cat.png"
+SEEING = msgspec.structs.replace(WELCOME, sees_images=True)
+DIALECTS = ("chat", "responses", "anthropic")
+TOOL_USE = {"type": "tool_use", "id": "c1", "name": "read", "input": {}}
+
+
+def app(rules: TemplateRules | None = None, **settings: Any) -> App:
+    welcome = msgspec.structs.replace(SEEING, template=rules or TemplateRules())
+    return App(RecordingEngine(welcome=welcome), **settings)
+
+
+def source(url: str) -> dict[str, str]:
+    if url.startswith("data:"):
+        return {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    return {"type": "url", "url": url}
+
+
+async def show(to: App, dialect: str, url: str, **more: Any) -> Reply:
+    """Say "look", show an image, and say "well?"."""
+    if dialect == "chat":
+        texts = [{"type": "text", "text": x} for x in ("look", "well?")]
+        image = {"type": "image_url", "image_url": {"url": url}}
+        messages = [{"role": "user", "content": [texts[0], image, texts[1]]}]
+        return await to.post("/v1/chat/completions", {"model": MODEL, "messages": messages, **more})
+    if dialect == "responses":
+        texts = [{"type": "input_text", "text": x} for x in ("look", "well?")]
+        shown = {"type": "input_image", "image_url": url}
+        items = [{"role": "user", "content": [texts[0], shown, texts[1]]}]
+        return await to.post("/v1/responses", {"model": MODEL, "input": items, **more})
+    texts = [{"type": "text", "text": x} for x in ("look", "well?")]
+    block = {"type": "image", "source": source(url)}
+    messages = [{"role": "user", "content": [texts[0], block, texts[1]]}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 5, **more}
+    return await to.post("/v1/messages", body)
+
+
+def heard(to: App) -> list[dict[str, Any]]:
+    return list(to.engine.asked[-1].body["messages"])
+
+
+def image_of(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_engine_that_sees_is_shown_it_in_its_place(dialect: str) -> None:
+    to = app()
+    await show(to, dialect, PNG)
+    first, last = ({"type": "text", "text": x} for x in ("look", "well?"))
+    assert heard(to) == [{"role": "user", "content": [first, image_of(PNG), last]}]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_engine_that_does_not_see_is_asked_nothing(dialect: str) -> None:
+    to = App()
+    reply = await show(to, dialect, PNG)
+    assert reply.status == 400 and to.engine.asked == []
+    assert "text only" in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_other_servers_are_not_asked_unless_the_operator_says_so(dialect: str) -> None:
+    to = app()
+    reply = await show(to, dialect, FAR)
+    assert reply.status == 400 and to.engine.asked == []
+    assert "gateway.remote_images" in reply.json["error"]["message"]
+    to = app(remote_images=True)
+    await show(to, dialect, FAR)
+    assert heard(to)[0]["content"][1] == image_of(FAR)
+
+
+BAD = ["file:///etc/passwd", "", "ftp://x/y", "data:text/html;base64,AA==", "http:/x", "//host/x"]
+
+
+@pytest.mark.parametrize("url", BAD)
+@pytest.mark.parametrize("dialect", ["chat", "responses"])
+async def test_no_other_address_reaches_the_engine(dialect: str, url: str) -> None:
+    to = app(remote_images=True)
+    reply = await show(to, dialect, url)
+    assert reply.status == 400 and to.engine.asked == []
+    assert "data:image/" in reply.error["message"]
+
+
+NO_SOURCES: list[Any] = [
+    *(None, 5, "x", {}, {"type": "base64"}, {"type": "file", "id": "f"}),
+    *({"type": "base64", "media_type": "text/html", "data": "AA"}, {"type": "url", "url": 7}),
+]
+
+
+@pytest.mark.parametrize("bad", NO_SOURCES)
+async def test_a_source_that_is_none(bad: Any) -> None:
+    to = app(remote_images=True)
+    messages = [{"role": "user", "content": [{"type": "image", "source": bad}]}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 5}
+    assert (await to.post("/v1/messages", body)).status == 400
+    assert to.engine.asked == []
+
+
+async def test_images_of_tools_come_behind_all_results() -> None:
+    to = app()
+    image = {"type": "image", "source": source(PNG)}
+    uses = [{"type": "tool_use", "id": id, "name": "read", "input": {}} for id in ("c1", "c2")]
+    results = [
+        {"type": "tool_result", "tool_use_id": "c1", "content": [image]},
+        {"type": "tool_result", "tool_use_id": "c2", "content": "done"},
+    ]
+    talk = [("user", "read"), ("assistant", uses), ("user", results)]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    await to.post("/v1/messages", {"model": MODEL, "max_tokens": 5, "messages": messages})
+    anthropic = heard(to)
+    assert [x["role"] for x in anthropic] == ["user", "assistant", "tool", "tool", "user"]
+    assert "next message" in anthropic[2]["content"] and anthropic[3]["content"] == "done"
+    assert anthropic[4]["content"] == [image_of(PNG)]
+    call = {"type": "function_call", "name": "read", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c1"}
+    items = [
+        {"role": "user", "content": "read"},
+        *({**call, "call_id": id} for id in ("c1", "c2")),
+        {**output, "output": [{"type": "input_image", "image_url": PNG}]},
+        {**output, "call_id": "c2", "output": "done"},
+    ]
+    await to.post("/v1/responses", {"model": MODEL, "input": items})
+    assert heard(to) == anthropic  # the same conversation is the same prompt
+
+
+async def test_an_image_survives_where_users_messages_are_joined() -> None:
+    to = app(TemplateRules(inline_system=False, repeated_users=False))
+    shown = {"type": "input_image", "image_url": PNG}
+    items = [
+        {"role": "user", "content": [shown]},
+        {"role": "user", "content": "what is it?"},
+        {"role": "developer", "content": "be brief"},
+    ]
+    await to.post("/v1/responses", {"model": MODEL, "input": items})
+    (message,) = heard(to)
+    image, text = message["content"]
+    assert image == image_of(PNG)
+    assert text["text"].startswith("what is it?\n\n") and "be brief" in text["text"]
+
+
+async def test_only_users_and_tools_show_images() -> None:
+    to = app()
+    shown = [{"type": "input_image", "image_url": PNG}]
+    for role in ("assistant", "system", "developer"):
+        body = {"model": MODEL, "input": [{"role": role, "content": shown}]}
+        assert (await to.post("/v1/responses", body)).status == 400
+    block = [{"type": "image", "source": source(PNG)}]
+    body = {"model": MODEL, "max_tokens": 5}
+    for messages in ([{"role": "assistant", "content": block}],):
+        assert (await to.post("/v1/messages", {**body, "messages": messages})).status == 400
+    hi = [{"role": "user", "content": "hi"}]
+    assert (await to.post("/v1/messages", {**body, "system": block, "messages": hi})).status == 400
+    assert to.engine.asked == []
+
+
+async def test_detail_is_passed_on_and_files_are_refused() -> None:
+    to = app()
+    shown = {"type": "input_image", "image_url": PNG, "detail": "high"}
+    await to.post(
+        "/v1/responses", {"model": MODEL, "input": [{"role": "user", "content": [shown]}]}
+    )
+    assert heard(to)[0]["content"][0]["image_url"] == {"url": PNG, "detail": "high"}
+    filed = {"type": "input_image", "file_id": "file-1"}
+    body = {"model": MODEL, "input": [{"role": "user", "content": [filed]}]}
+    reply = await to.post("/v1/responses", body)
+    assert (reply.status, reply.error["param"]) == (400, "input[0].content[0].file_id")
+
+
+async def test_tokens_are_counted_with_the_image() -> None:
+    to = app()
+    messages = [{"role": "user", "content": [{"type": "image", "source": source(PNG)}]}]
+    await to.post("/v1/messages/count_tokens", {"model": MODEL, "messages": messages})
+    assert heard(to)[0]["content"] == [image_of(PNG)]
