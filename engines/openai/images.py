@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import Json, Message
+from engines.openai.messages import DETAILS, Json, Message
 
 # What a tool's result says if it is an image: that stands in a message of the user behind it.
 SHOWN_BELOW: Final = "(The result is the image in the next message.)"
@@ -50,7 +50,7 @@ class Sight(NamedTuple):
     def part(self, url: object, where: str, kind: str, detail: object = None) -> Json:
         """Make the part of a chat's message that holds an image. See ``check``."""
         image: Json = {"url": self.check(url, where, kind)}
-        if isinstance(detail, str) and detail in ("auto", "low", "high"):
+        if isinstance(detail, str) and detail in DETAILS:
             image["detail"] = detail
         return {"type": "image_url", "image_url": image}
 

@@ -184,3 +184,83 @@ async def test_tokens_are_counted_with_the_image() -> None:
     messages = [{"role": "user", "content": [{"type": "image", "source": source(PNG)}]}]
     await to.post("/v1/messages/count_tokens", {"model": MODEL, "messages": messages})
     assert heard(to)[0]["content"] == [image_of(PNG)]
+
+
+MEANT_FOR_VLLM: dict[str, Any] = {
+    "uuid": "of-another-tenant",
+    "video_url": {"url": "http://169.254.169.254/x.mp4"},
+    "image_pil": None,
+    "image_embeds": None,
+    "cache_control": {"type": "ephemeral"},
+}
+SEES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"type": "text", "text": "look"},
+        {"type": "image_url", "image_url": {"url": PNG, "detail": "low", **MEANT_FOR_VLLM}},
+    ],
+    "/v1/responses": [
+        {"type": "input_text", "text": "look"},
+        {"type": "input_image", "image_url": PNG, "detail": "low"},
+    ],
+    "/v1/messages": [{"type": "text", "text": "look"}, {"type": "image", "source": source(PNG)}],
+}
+SEES["/tokenize"] = SEES["/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", SEES)
+async def test_an_engine_hears_of_no_field_of_a_part_that_was_not_checked(path: str) -> None:
+    """vLLM fetches what any part names, and its ``uuid`` is the image's hash for everybody."""
+    to = app()
+    parts = [{**part, **MEANT_FOR_VLLM} for part in SEES[path]]
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 5}
+    body["input" if path == "/v1/responses" else "messages"] = [{"role": "user", "content": parts}]
+    await to.post(path, body)
+    shown = image_of(PNG)
+    if path != "/v1/messages":
+        shown["image_url"]["detail"] = "low"
+    assert heard(to) == [{"role": "user", "content": [{"type": "text", "text": "look"}, shown]}]
+
+
+async def test_other_roles_parts_are_made_anew_too_and_nothing_else_is_touched() -> None:
+    to = app()
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    roles: list[dict[str, Any]] = [
+        {"role": "system"},
+        {"role": "user", "name": "Eve"},
+        {"role": "assistant", "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c"},
+    ]
+    part = {"type": "text", "text": "hi"}
+    sent = [{**x, "content": [{**part, **MEANT_FOR_VLLM}]} for x in roles]
+    no = {"type": "refusal", "refusal": "no"}
+    sent.append({"role": "assistant", "content": [{**no, **MEANT_FOR_VLLM}], "extra": 1})
+    sent.append({"role": "user", "content": "and as a text"})
+    for path in ("/v1/chat/completions", "/tokenize"):
+        await to.post(path, {"model": MODEL, "messages": sent})
+        wanted = [{**x, "content": [part]} for x in roles]
+        assert heard(to)[:4] == wanted
+        assert heard(to)[4:] == [{"role": "assistant", "content": [no], "extra": 1}, sent[-1]]
+
+
+@pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs"])
+async def test_how_an_image_is_read_is_not_a_clients_to_say(name: str) -> None:
+    to = app()
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/v1/completions": {"prompt": "hi"},
+    }
+    for path, body in asked.items():
+        reply = await to.post(path, {"model": MODEL, **body, name: {"image": {"x": 1}}})
+        assert (reply.status, reply.error["param"]) == (400, name)
+        assert to.engine.asked == []
+    for path, body in {**asked, "/tokenize": asked["/v1/chat/completions"]}.items():
+        private = {"ec_transfer_params": {"a": 1}, "mm_payload": "x"}
+        await to.post(path, {"model": MODEL, **body, name: {}, **private})
+        assert not {name, *private} & to.engine.asked.pop().body.keys()
+
+
+@pytest.mark.parametrize("messages", [5, [5], [{"role": "user", "content": [MEANT_FOR_VLLM]}]])
+async def test_a_text_brings_no_messages(messages: Any) -> None:
+    to = app()
+    await to.post("/v1/completions", {"model": MODEL, "prompt": "hi", "messages": messages})
+    assert "messages" not in to.engine.asked[-1].body
