@@ -29,7 +29,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
-from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs
+from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
 from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry
 from kvstore.tiers.redis_server.earlier_lives import EarlierLives
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
@@ -73,6 +73,8 @@ class RedisTier(IndexedTier):
         self._lock = threading.Lock()  # the fields below; not held while the server is asked
         self._index = RecencyIndex(capacity_bytes, guaranteed_share, monotonic)
         self._manifests: dict[bytes, BlobManifest] = {}  # of written blobs of the index
+        # What may be on the server, since it failed meanwhile, and does not count.
+        self._doubtful: list[Mapping[bytes, BlobManifest]] = []
         self._num_evictions = 0
         self._said: dict[bytes, str] = {}  # whose the blobs are that are not entered yet
         self._entering = self._book is not None  # until all that earlier lives left is entered
@@ -109,8 +111,12 @@ class RedisTier(IndexedTier):
         return [blobs.get(key) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            before = [self._manifests.get(key) for key in keys]
         found = self._server.exist(keys)
-        self._forget(key for key, there in zip(keys, found, strict=True) if not there)
+        # What was written only after the server was asked is there.
+        asked = zip(keys, before, found, strict=True)
+        self._forget({key: manifest for key, manifest, there in asked if manifest and not there})
         return found
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
@@ -126,6 +132,7 @@ class RedisTier(IndexedTier):
         if not blobs:
             return 0
         with self._writing:
+            self._drop_doubtful()
             there = dict(zip(blobs, self.contains_many(list(blobs)), strict=True))
             with self._lock:
                 # Blobs that other processes wrote do not count against our budget.
@@ -142,6 +149,7 @@ class RedisTier(IndexedTier):
     def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
         blobs = {key: bytes(blob)}
         with self._writing:
+            self._drop_doubtful()
             with self._lock:
                 old = self._index.remove(key)
                 update = self._index.add({key: self._cost(len(blobs[key]))}, owner)
@@ -166,7 +174,12 @@ class RedisTier(IndexedTier):
                 written |= manifests.keys()
                 with self._lock:
                     self._manifests |= manifests
-        except TierUnavailable:
+        except TierUnavailable as error:
+            if isinstance(error, WriteInterrupted):
+                with self._lock:  # what they were to replace does not count any more either
+                    replaced = self._manifests.keys() & set(update.added) - written
+                    older = {key: self._manifests[key] for key in replaced}
+                self._doubtful += [error.manifests, older]
             if not written:
                 raise
         finally:
@@ -176,6 +189,12 @@ class RedisTier(IndexedTier):
                 for key in failed:
                     self._manifests.pop(key, None)
         return written
+
+    def _drop_doubtful(self) -> None:
+        """Remove what may have been written after all; before anybody takes it for held."""
+        while self._doubtful:
+            self._server.remove(self._doubtful[-1])
+            self._doubtful.pop()
 
     def _evict(self, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -193,21 +212,21 @@ class RedisTier(IndexedTier):
             for first in range(0, len(keys), BATCH_KEYS):
                 batch = keys[first : first + BATCH_KEYS]
                 count += self._server.delete(batch)
-                self._forget(batch)
+                with self._lock:
+                    ours = {key: self._manifests[key] for key in batch if key in self._manifests}
+                self._forget(ours)
         return count
 
     def drop_quarantine(self) -> None:
         """Do nothing: what is damaged is deleted."""
 
-    def _forget(self, keys: Iterable[bytes]) -> None:
-        """Stop counting blobs that the server no longer has."""
-        gone: dict[bytes, BlobManifest] = {}
+    def _forget(self, blobs: Mapping[bytes, BlobManifest]) -> None:
+        """Stop counting blobs that the server no longer has, unless they were written again."""
         with self._lock:
-            for key in keys:
-                manifest = self._manifests.pop(key, None)
-                if manifest is not None:  # else it is being written now
-                    gone[key] = manifest
-                    self._index.remove(key)
+            gone = {key: x for key, x in blobs.items() if self._manifests.get(key) == x}
+            for key in gone:
+                del self._manifests[key]
+                self._index.remove(key)
         if self._book is not None and gone:
             self._book.owe(gone)
 

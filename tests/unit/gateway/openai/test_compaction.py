@@ -99,9 +99,9 @@ async def test_the_summary_is_asked_for_behind_the_conversation_as_it_stands(app
 
 async def test_the_summary_is_bounded(app: App) -> None:
     app.engine.welcome = msgspec.structs.replace(ROOMY, max_context=1 << 20)
-    await ask(app, COMPACT, input="hi")
+    await ask(app, COMPACT, input=TALK)
     assert app.engine.asked[-1].body["max_completion_tokens"] == MAX_SUMMARY_TOKENS
-    await ask(app, COMPACT, input="hi", max_output_tokens=9)
+    await ask(app, COMPACT, input=TALK, max_output_tokens=9)
     assert app.engine.asked[-1].body["max_completion_tokens"] == 9
 
 
@@ -188,8 +188,12 @@ async def test_a_trigger_in_the_input_is_refused_by_name(app: App) -> None:
 
 async def test_a_model_that_says_nothing_loses_nothing(app: App) -> None:
     app.engine.answer = said("  ")
-    reply = await ask(app, COMPACT, input=TALK)
-    assert (reply.status, reply.error["code"]) == (502, "no_summary")
+    window = (await ask(app, COMPACT, input=TALK)).json["output"]
+    await ask(app, RESPONSES, input=window)
+    assert prompt(app)[-1][1].endswith("\nlook({})\na tree\nThere is a tree.")
+    again = (await ask(app, COMPACT, input=window)).json["output"]
+    await ask(app, RESPONSES, input=again)
+    assert prompt(app)[-1][1].endswith("\nlook({})\na tree\nThere is a tree.")
     app.engine.answer = said(None, reasoning_content="there was a tree")
     window = (await ask(app, COMPACT, input=TALK)).json["output"]
     await ask(app, RESPONSES, input=window)
@@ -199,8 +203,9 @@ async def test_a_model_that_says_nothing_loses_nothing(app: App) -> None:
 async def test_a_thought_that_was_cut_is_no_summary(app: App) -> None:
     for content in (None, "", " \n"):
         app.engine.answer = said(content, "length", reasoning_content="The user asks, so I sh")
-        reply = await ask(app, COMPACT, input=TALK)
-        assert (reply.status, reply.error["code"]) == (502, "no_summary")
+        window = (await ask(app, COMPACT, input=TALK)).json["output"]
+        await ask(app, RESPONSES, input=window)
+        assert prompt(app)[-1][1].endswith("\nlook({})\na tree\nThere is a tree.")
 
 
 async def test_a_summary_that_was_cut_says_so(app: App) -> None:
@@ -224,6 +229,10 @@ async def test_nothing_is_compacted_to_nothing(app: App) -> None:
     assert [x["type"] for x in reply.json["output"]] == ["compaction"]
     assert app.engine.asked[-1].body["max_completion_tokens"] == 1
     await ask(app, RESPONSES, input=[*reply.json["output"], {"role": "user", "content": "hi"}])
+    assert prompt(app) == [("user", "hi")]
+    # Where all is kept, there is nothing to sum up either.
+    window = (await ask(app, COMPACT, input="hi")).json["output"]
+    await ask(app, RESPONSES, input=window)
     assert prompt(app) == [("user", "hi")]
 
 
