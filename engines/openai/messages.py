@@ -44,7 +44,7 @@ class ContentPart(msgspec.Struct, frozen=True):
 
     @property
     def plain(self) -> Json:
-        """It as JSON, with the fields that are known here and no others."""
+        """The part as JSON, with the fields that are known here and no others."""
         if self.image_url is None:
             return {"type": self.type, self.type: self.body}
         image = {"url": self.image_url.url}

@@ -17,7 +17,7 @@ from engines.mlx_worker.batch.fair_queue import QueueLimit
 
 
 class Payer(NamedTuple):
-    """Whose request it is, and the weight of its share."""
+    """The tenant that a request is served to, and the weight of its share."""
 
     tenant: str = ""
     weight: int = 1
