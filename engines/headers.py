@@ -116,6 +116,11 @@ def weight_header(weight: int) -> dict[str, str]:
     return {WEIGHT_HEADER: str(weight)}
 
 
+def payer_headers(tenant: str, weight: int) -> dict[str, str]:
+    """The request headers that tell an engine who asks, where there is no session."""
+    return {TENANT_HEADER: tenant, **weight_header(weight)}
+
+
 def weight_from(headers: Mapping[str, str]) -> int:
     """Read what ``weight_header`` wrote; 1 if there is no such header.
 

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from engines.base import Engine, SessionRef
 from engines.openai.errors import unknown_model
 from engines.openai.images import Sight
+from engines.openai.messages import with_known_parts
 from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
 from gateway.body import asked_by
@@ -49,6 +50,8 @@ _PRIVATE_FIELDS = frozenset(
     {"cache_salt", "conversation", "kv_hints", "kv_transfer_params", "previous_response_id"}
     | {"priority", "prompt_cache_key", "request_id", "session_id", "vllm_xargs"}
     | {"prompt_cache_options", "prompt_cache_retention"}
+    # How vLLM reads images, and where from; those that ask for something were refused.
+    | {"ec_transfer_params", "media_io_kwargs", "mm_payload", "mm_processor_kwargs"}
 )
 
 
@@ -167,7 +170,11 @@ def _check(
 ) -> CheckedRequest:
     translated, (rules, sight) = translate(asked), served
     raw = translated.raw
-    model = operation.validate(raw, sight).model
+    request = operation.validate(raw, sight)
+    if isinstance(request, ChatRequest):
+        raw["messages"] = with_known_parts(raw["messages"], request.messages)
+    else:
+        raw.pop("messages", None)  # a text has none
     messages = operation.messages(raw)
     named = _named(headers, asked, messages)
     chain = [] if named else message_chain(tenant.salt, messages, group_of(asked))
@@ -177,7 +184,7 @@ def _check(
         outline = outline_of(raw, tenant.salt)
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    return CheckedRequest(translated, model, named, chain, outline)
+    return CheckedRequest(translated, request.model, named, chain, outline)
 
 
 def _named(

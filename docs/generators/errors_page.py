@@ -71,7 +71,6 @@ MEANINGS = {
     "memory_scarce": "the machine's memory is below `scheduler.memory_stop_bytes`; try again",
     "model_not_found": "another model is served; `/v1/models`, or set `gateway.model_aliases`",
     "no_cold_copy": "the session could not be saved, so that to sleep would lose it",
-    "no_summary": "the model had nothing to say of the conversation; it is still the client's",
     "not_cancellable": "there are no background responses to cancel",
     "not_found": "there is no such path",
     "not_stored": "nothing is stored here, or it is too large (`gateway.stored_bytes`)",

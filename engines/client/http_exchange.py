@@ -15,6 +15,8 @@ from engines.client.stall_watchdog import StallWatchdog
 log = logging.getLogger("thermocline.engines")
 
 CONNECT_S = 5.0
+ERROR_EVENT = b'data: {"error"'  # vLLM's first event, if its core died before it
+END_OF_COMMENT = b"\n\n"  # of a comment that was cut, perhaps
 MAX_KEPT_BYTES = 1 << 20  # of a body that is held to be sent once more; some 250,000 tokens of text
 
 
@@ -109,41 +111,44 @@ class HttpExchange:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See ``engines.base.Upstream``."""
+        watchdog, has_begun = self._watchdog(), False
+        try:
+            while True:
+                watchdog.edges += 1
+                failure, chunk = None, b""
+                try:
+                    chunk = await self._response.next_chunk()
+                except EngineUnavailable as error:
+                    failure = error
+                watchdog.edges += 1  # what follows is the reader's time, not the engine's
+                if self._kept is not None and (failure or self._is_last_word(chunk)):
+                    watchdog.stop()
+                    if await self._promised_again():
+                        watchdog = self._watchdog()
+                        if has_begun:
+                            yield END_OF_COMMENT
+                        continue
+                if failure is not None:
+                    raise failure
+                if not chunk:
+                    return
+                if self._kept is not None and not _is_comment(chunk):
+                    self._kept = None
+                has_begun = True
+                yield chunk
+        finally:
+            watchdog.stop()
+
+    def _watchdog(self) -> StallWatchdog:
         watchdog = StallWatchdog(self._stall_timeout_s, self._stalled)
         if not self.is_stream:
             watchdog.stop()
-        try:
-            chunk = await self._first_chunk(watchdog)
-            next_chunk = self._response.next_chunk
-            while chunk:
-                yield chunk
-                watchdog.edges += 1
-                chunk = await next_chunk()
-                watchdog.edges += 1  # what follows is the reader's time, not the engine's
-        finally:
-            watchdog.stop()
+        return watchdog
 
-    async def _first_chunk(self, watchdog: StallWatchdog) -> bytes:
-        """Return the first chunk; that of the next engine, if this one ended before it."""
-        chunk, failure = b"", None
-        try:
-            chunk = await self._watched_chunk(watchdog)
-        except EngineUnavailable as error:
-            failure = error
-        ended = self._next_life is not None and self._next_life.ended  # then it is a last word
-        if (failure or ended) and await self._promised_again():
-            return await self._watched_chunk(watchdog)
-        self._kept = None
-        if failure is not None:
-            raise failure
-        return chunk
-
-    async def _watched_chunk(self, watchdog: StallWatchdog) -> bytes:
-        watchdog.edges += 1
-        try:
-            return await self._response.next_chunk()
-        finally:
-            watchdog.edges += 1
+    def _is_last_word(self, chunk: bytes) -> bool:
+        """Tell whether an engine that has ended said no more than that."""
+        ended = self._next_life is not None and self._next_life.ended
+        return ended and (not chunk or chunk.startswith(ERROR_EVENT))
 
     async def _promised_again(self) -> bool:
         """Ask once more behind a head that was read; the answer must be of the kind it said."""
@@ -167,3 +172,8 @@ class HttpExchange:
 
     def _stalled(self) -> None:
         self.fail(EngineStalled(f"the engine sent nothing for {self._stall_timeout_s:g} s"))
+
+
+def _is_comment(chunk: bytes) -> bool:
+    """Tell whether a piece of a stream is a sign of life and nothing more."""
+    return chunk.startswith(b":") and all(x[:1] in (b":", b"") for x in chunk.split(b"\n"))

@@ -146,7 +146,7 @@ class HttpResponse(asyncio.Protocol):
         self._parser = None  # it refers to us: this breaks the reference cycle
         if self._gathering is not None:
             self._gathering.cancel()
-        if self._ends_with_the_connection and exc is None:
+        if self._ends_with_the_connection and exc is None and self._failure is None:
             self._whole = True
         if not self._whole and self._failure is None:
             self._failure = EngineUnavailable(_BROKE)

@@ -51,6 +51,7 @@ class EngineParts:
     batches: Batches
     hot_cache: HotCache
     cold: ColdSessions | None
+    shares: FairShares
 
     @property
     def counters(self) -> dict[str, int]:
@@ -99,5 +100,5 @@ def assemble(
     slices = TimeSlices(shares, admission, prefiller, batches, budget, hot_cache, requests)
     loop = BatchLoop(admission, prefiller, batches, budget, hot_cache, requests, slices, shares)
     return EngineParts(
-        loop, slices, budget, admission, requests, prefiller, batches, hot_cache, cold
+        loop, slices, budget, admission, requests, prefiller, batches, hot_cache, cold, shares
     )

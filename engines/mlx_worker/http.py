@@ -52,6 +52,7 @@ from engines.mlx_worker.answer.reply_format import (
 )
 from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
 from engines.mlx_worker.embeddings.embedder import Embedder, tokens_of
+from engines.mlx_worker.embeddings.text_line import Payer
 from engines.mlx_worker.embeddings.vectors import shown
 from engines.mlx_worker.generation import ContextTooLong, Generator, QueueFull
 from engines.mlx_worker.model.vocabulary import Vocabulary
@@ -218,7 +219,8 @@ class Endpoints:
         self._check_model(asked.model)
         texts = await self._planned(lambda: tokens_of(asked, self._vocabulary.tokenizer))
         self._embedder.check_tokens(texts)
-        embed = partial(self._embedder.embed, asked, texts)
+        payer = Payer(request.headers.get(TENANT_HEADER, ""), weight_from(request.headers))
+        embed = partial(self._embedder.embed, asked, texts, payer)
         vectors = await while_client_stays(request.receive, embed)
         num_tokens = sum(map(len, texts))
         body = await asyncio.to_thread(shown, asked, vectors, num_tokens)

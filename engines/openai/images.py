@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import Json, Message
+from engines.openai.messages import DETAILS, Json, Message
 
 # What a tool's result says if it is an image: that stands in a message of the user behind it.
 SHOWN_BELOW: Final = "(The result is the image in the next message.)"
+_SHOWN_BY: Final = ("user", "tool")  # templates have no place for others' images, or drop them
 _HERE: Final = "data:image/"
 _ELSEWHERE: Final = ("http://", "https://")
 
@@ -50,7 +51,7 @@ class Sight(NamedTuple):
     def part(self, url: object, where: str, kind: str, detail: object = None) -> Json:
         """Make the part of a chat's message that holds an image. See ``check``."""
         image: Json = {"url": self.check(url, where, kind)}
-        if isinstance(detail, str) and detail in ("auto", "low", "high"):
+        if isinstance(detail, str) and detail in DETAILS:
             image["detail"] = detail
         return {"type": "image_url", "image_url": image}
 
@@ -60,8 +61,15 @@ class Sight(NamedTuple):
             if not isinstance(message.content, list):
                 continue
             for j, part in enumerate(message.content):
-                if part.image_url is not None:
-                    self.check(part.image_url.url, f"messages[{i}].content[{j}]", part.type)
+                if part.image_url is None:
+                    continue
+                where = f"messages[{i}].content[{j}]"
+                if message.role not in _SHOWN_BY:
+                    raise _wrong(
+                        f"{where}.type",
+                        f"only text is taken from the {message.role}; show images as the user",
+                    )
+                self.check(part.image_url.url, where, part.type)
 
 
 BLIND: Final = Sight()

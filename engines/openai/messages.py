@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from engines.openai.errors import FieldError
 
 Json: TypeAlias = dict[str, Any]
+DETAILS: Final = ("auto", "low", "high")  # of an image, as OpenAI knows them
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
@@ -39,6 +41,16 @@ class ContentPart(msgspec.Struct, frozen=True):
     def body(self) -> str | None:
         """Its text, of either type; None if it is an image."""
         return self.text if self.type == "text" else self.refusal
+
+    @property
+    def plain(self) -> Json:
+        """The part as JSON, with the fields that are known here and no others."""
+        if self.image_url is None:
+            return {"type": self.type, self.type: self.body}
+        image = {"url": self.image_url.url}
+        if self.image_url.detail in DETAILS:
+            image["detail"] = self.image_url.detail
+        return {"type": self.type, "image_url": image}
 
 
 # An engine joins them anyway; without a bound a body of megabytes is a million objects.
@@ -84,6 +96,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.content, list):
             return "".join(part.body or "" for part in self.content)
         return self.content or self.refusal or ""
+
+
+def with_known_parts(messages: Sequence[Json], read: Sequence[Message]) -> list[Json]:
+    """Return messages whose contents have only such parts, and fields of parts, as were checked.
+
+    An engine may know more of them: vLLM fetches whatever address a part of any type holds, and
+    takes its ``uuid`` for the hash of an image, by which everybody's images are kept.
+
+    Args:
+        read: the same messages, as they were checked.
+    """
+    return [
+        {**message, "content": [part.plain for part in known.content]}
+        if isinstance(known.content, list)
+        else message
+        for message, known in zip(messages, read, strict=True)
+    ]
 
 
 class Function(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ of kinds that mean nothing to a model here are left out and counted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ _LEFT_OUT: Final = frozenset(
     | {"text_editor_code_execution_tool_result", "tool_search_tool_result", "tool_reference"}
     | {"mcp_tool_use", "mcp_tool_result", "compaction", "fallback"}
 )
+_MEDIA: Final = re.compile(r"image/[a-zA-Z0-9.+-]{1,64}")
 _UNSEEN: Final = frozenset({"image", "document"})
 
 
@@ -237,10 +239,20 @@ def _is_image(block: Any) -> bool:
 def _image(chat: Conversation, block: Json, where: str) -> Json:
     source = block.get("source")
     source = source if isinstance(source, dict) else {}
-    url = source.get("url")
-    if source.get("type") == "base64":
-        media, data = _string(source, "media_type", where), _string(source, "data", where)
-        url = f"data:{media};base64,{data}"
+    place = f"{where}.source"
+    match source.get("type"):
+        case "url":
+            url = source.get("url")
+        case "base64":
+            media, data = _string(source, "media_type", place), _string(source, "data", place)
+            if not _MEDIA.fullmatch(media):
+                raise InvalidRequest(
+                    f"{place}.media_type: the type of an image is needed, as image/png",
+                    f"{place}.media_type",
+                )
+            url = f"data:{media};base64,{data}"
+        case _:
+            raise InvalidRequest(f"{place}.type: use base64 or url", f"{place}.type")
     return chat.sight.part(url, where, "image")
 
 

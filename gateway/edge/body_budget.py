@@ -1,7 +1,8 @@
 """Bounds what the bodies of all requests take together: their bytes, and what is made of them.
 
 A body counts by the bytes that have come, not by those that it declares, until its turn is called:
-through the waiting line, but not while the engine computes. One tenant's leave room for others.
+through the waiting line, but not while the engine computes. Questions that are no turn have no
+line here, and count until they are answered. One tenant's leave room for others.
 Parsed, a body of tiny values takes many times its bytes, so large ones are parsed one after the
 other, and how much they may become is known before that.
 """

@@ -22,27 +22,31 @@ from starlette.responses import Response
 
 from engines.openai.messages import Json
 from gateway.context import Gateway
-from gateway.errors import Failure, Refused
+from gateway.errors import Failure
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.openai.responses.answer import renamed
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, full_items, recalled
-from gateway.openai.responses.items import kind_of
+from gateway.openai.responses.items import MessageWriter, kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import shown_usage
 from gateway.openai.responses.translation import Known, translation, validate
 from gateway.relay.answer_format import AsItIs
-from gateway.relay.chat_chunks import read_chunk
+from gateway.relay.chat_chunks import Choice, read_chunk
 from gateway.stored.sealed_text import SealedText
 from gateway.turns import Operation, Translate, Translated, accept
 
 router = APIRouter()
 MAX_SUMMARY_TOKENS: Final = 2048
 _CONTEXT_SHARE: Final = 16  # clients compact when little room is left
+_TOKEN_CHARS: Final = 3  # of an excerpt in place of a summary
 _KEPT_ROLES: Final = frozenset({"user", "system", "developer"})
 # For models that think before they answer: the tokens are for the summary.
 _DEFAULTS: Final[Json] = {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
+# Where an answer ends: the summary is ours to ask for, and ends when it is told.
+_NOT_TAKEN: Final = frozenset({"stop", "min_tokens", "ignore_eos"})
+_CUT: Final = " [...]\n(The summary was cut here: it had reached its limit.)"
 _ASKED: Final = (
     "Stop here. Write a summary of this conversation for yourself, since your answers, your tool"
     " calls and their results will not be shown to you any more; messages of the user will. Keep"
@@ -55,22 +59,17 @@ _ASKED: Final = (
 class CompactedAnswer(AsItIs):
     """Makes the compacted window of the engine's summary; it is never streamed."""
 
-    def __init__(self, kept: Sequence[Json], sealed: SealedText, is_empty: bool) -> None:
-        """``is_empty``: there was nothing to sum up."""
+    def __init__(self, kept: Sequence[Json], excerpt: str, sealed: SealedText) -> None:
+        """``excerpt``: the end of all that is not kept; "" if all is."""
         self._kept = kept
+        self._excerpt = excerpt
         self._sealed = sealed
-        self._is_empty = is_empty
 
     def whole(self, body: bytes) -> bytes:
         said = read_chunk(body)
-        part = said.choices[0].part if said.choices else None
-        # A model that thinks may end before it says anything; what it thought is about the same.
-        summary = ((part.content or part.thought) if part else "").strip()
-        if self._is_empty:
-            summary = ""
-        elif not summary:
-            message = "The model wrote no summary: go on with the conversation as it is, or retry."
-            raise Refused(Failure(502, message, None, "no_summary"))
+        summary = _summary(said.choices[0]) if said.choices else ""
+        if not summary or not self._excerpt:  # what was said last is better than nothing
+            summary = self._excerpt
         sealed = self._sealed.close(summary)
         item = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": sealed}
         compacted = {
@@ -86,6 +85,16 @@ class CompactedAnswer(AsItIs):
         return msgspec.structs.replace(failure, param=renamed(failure.param)).response()
 
 
+def _summary(choice: Choice) -> str:
+    """Return what the model wrote, with a mark if it was cut; "" if that is no summary."""
+    part, is_cut = choice.part, choice.finish_reason == "length"
+    summary = (part.content or "").strip()
+    if is_cut:
+        return summary + _CUT if summary else ""
+    # A model that thinks may end before it says anything; what it thought is about the same.
+    return summary or part.thought.strip()
+
+
 async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
     fields, context = await recalled(gateway, tenant, asked)
     return partial(_translate, gateway, tenant, fields, context)
@@ -95,18 +104,21 @@ def _translate(
     gateway: Gateway, tenant: Tenant, fields: ResponseFields, context: Context, asked: Json
 ) -> Translated:
     items = [*context.past.items, *context.own]
+    kept = [x for x in items if _is_kept(x)]
+    rest = [x for x in items if not _is_kept(x)]
+    max_tokens = max(1, min(MAX_SUMMARY_TOKENS, gateway.served.max_context // _CONTEXT_SHARE))
     sealed = gateway.sealed_texts(tenant)
+    known = Known(sealed.open, gateway.sight)
     asking: Json = {"type": "message", "role": "user", "content": _ASKED}
     made = translation(
-        _plain(fields, _summary_tokens(gateway.served.max_context, is_empty=not items)),
-        {**_DEFAULTS, **asked},
+        _plain(fields, max_tokens if rest else 1),
+        {**_DEFAULTS, **{name: x for name, x in asked.items() if name not in _NOT_TAKEN}},
         context._replace(own=[*context.own, asking]),
-        Known(sealed.open, gateway.sight),
+        known,
     )
     if "tools" in made.chat:
         made.chat["tool_choice"] = "none"  # they stay in the prompt
-    kept = [x for x in items if kind_of(x) == "message" and x.get("role") in _KEPT_ROLES]
-    answer = CompactedAnswer(kept, sealed, not items)
+    answer = CompactedAnswer(kept, _excerpt(rest, known, max_tokens * _TOKEN_CHARS), sealed)
     return Translated(made.chat, answer, None, made.skipped, asked_seconds(asked))
 
 
@@ -118,8 +130,21 @@ def _plain(fields: ResponseFields, max_tokens: int) -> ResponseFields:
     )
 
 
-def _summary_tokens(max_context: int, *, is_empty: bool) -> int:
-    return 1 if is_empty else max(1, min(MAX_SUMMARY_TOKENS, max_context // _CONTEXT_SHARE))
+def _is_kept(item: Json) -> bool:
+    return kind_of(item) == "message" and item.get("role") in _KEPT_ROLES
+
+
+def _excerpt(rest: Sequence[Json], known: Known, max_chars: int) -> str:
+    """Return the end of what is not kept, word for word, for a model that sums nothing up."""
+    writer = MessageWriter(known.open_sealed, known.sight)
+    writer.add_all(rest, "input")
+    lines = []
+    for message in writer.messages():
+        said = message["content"]
+        calls = [x["function"] for x in message.get("tool_calls", ())]
+        lines += [said] if isinstance(said, str) and said else []
+        lines += [f"{x['name']}({x['arguments']})" for x in calls]
+    return "\n".join(lines)[-max_chars:]
 
 
 COMPACT = Operation(

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.asgi import while_client_stays
+from engines.headers import payer_headers
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.requests import Json
 from gateway.body import asked_by
@@ -31,17 +32,25 @@ _TAKEN = ("input", "encoding_format", "dimensions")
 async def embeddings(request: Request) -> Response:
     """Embed texts, or token ids, with the served model."""
     gateway = gateway_of(request)
-    question = await _question(request)
-    body_share_of(request.scope).give_back()
-    limit_s = gateway.config.request_timeout_s
-    ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s)
-    answer = await while_client_stays(request.receive, ask)
+    answer = await _answer(request)
+    body_share_of(request.scope).give_back()  # the question is gone
     if usage := parse_usage(answer):
         welcome = gateway.engine.welcome  # it may be gone by now
         gateway.metrics.used(_OPERATION, welcome.model if welcome else "", usage)
         if place := key_share_of(request.scope):
             place.used_tokens(usage.prompt_tokens)
     return Response(answer, media_type="application/json")
+
+
+async def _answer(request: Request) -> bytes:
+    """Ask the engine. The question is held until the answer is there, and counts for so long."""
+    gateway = gateway_of(request)
+    question = await _question(request)
+    limit_s = gateway.config.request_timeout_s
+    tenant = caller_of(request)
+    headers = payer_headers(tenant.name, tenant.weight)
+    ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s, headers)
+    return await while_client_stays(request.receive, ask)
 
 
 async def _question(request: Request) -> bytes:

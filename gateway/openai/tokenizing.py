@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.images import Sight
-from engines.openai.requests import Json
+from engines.openai.messages import with_known_parts
+from engines.openai.requests import ChatRequest, Json
 from engines.openai.tokenizing import (
     DETOKENIZE_PATH,
     TOKENIZE_PATH,
@@ -55,9 +56,11 @@ async def _question(request: Request, validate: Callable[[Json, Sight], Any]) ->
 
 def _for_engine(gateway: Gateway, validate: Callable[[Json, Sight], Any], raw: Json) -> bytes:
     raw.setdefault("model", gateway.served.model)  # optional, as in vLLM
-    model = served_name(gateway, validate(raw, gateway.sight).model)
+    asked = validate(raw, gateway.sight)
     question = {name: raw[name] for name in _TAKEN & raw.keys()}
-    return msgspec.json.encode({**question, "model": model})
+    if isinstance(asked, ChatRequest):
+        question["messages"] = with_known_parts(raw["messages"], asked.messages)
+    return msgspec.json.encode({**question, "model": served_name(gateway, asked.model)})
 
 
 router.add_route(TOKENIZE_PATH, tokenize, methods=["POST"])

@@ -46,7 +46,8 @@ def _is_inline(messages: Sequence[Json], i: int) -> bool:
 def _text_of(message: Json) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+        parts = [part for part in content if isinstance(part, dict)]  # no images, those are refused
+        return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in parts)
     return str(content or "")
 
 

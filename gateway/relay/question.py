@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Final
 
 from engines.base import Engine
 from engines.openai.errors import InvalidRequest
 from gateway.relay.passthrough import engine_failure
 
 QUESTION_S = 60.0
+NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
 async def answer_to(
-    engine: Engine, path: str, question: bytes, limit_s: float = QUESTION_S
+    engine: Engine,
+    path: str,
+    question: bytes,
+    limit_s: float = QUESTION_S,
+    headers: Mapping[str, str] = NO_HEADERS,
 ) -> bytes:
     """POST ``question``, a body of JSON, to the engine; returns the body of its answer.
+
+    ``headers``: for the engine, besides the type of the body.
 
     Raises:
         InvalidRequest: the engine refused it, with the engine's words.
         EngineUnavailable: there is no engine, or it went away.
         TimeoutError: no answer within ``limit_s``.
     """
-    headers = {"content-type": "application/json"}
-    async with asyncio.timeout(limit_s), engine.open(path, question, headers) as upstream:
+    opening = engine.open(path, question, {**headers, "content-type": "application/json"})
+    async with asyncio.timeout(limit_s), opening as upstream:
         answer = await upstream.read()
         if upstream.status < 400:
             return answer

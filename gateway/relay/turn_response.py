@@ -209,7 +209,8 @@ class TurnResponse(Response):
     def _let_go(self) -> None:
         """Count the body no longer, and hold it no longer: it goes to the engine, or is not used.
 
-        A turn that computes for minutes keeps nobody else's body out.
+        A turn that computes for minutes keeps nobody else's body out. The engine's client holds
+        small ones until the answer begins (``engines.client.http_exchange``).
         """
         self._body = b""
         self._share.give_back()

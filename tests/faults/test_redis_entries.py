@@ -9,6 +9,7 @@ import time
 import pytest
 import redis
 
+from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.blobs import UNFINISHED_S
 from kvstore.tiers.redis_server.fragments import FRAGMENT_BYTES, manifest_name
 from kvstore.tiers.redis_server.redis_tier import RedisTier
@@ -162,3 +163,48 @@ def test_of_two_writers_the_last_wins_with_a_whole_blob(server: RedisServer) -> 
         fragments = -(-len(last) // FRAGMENT_BYTES)  # three or four: which of the two was last
         with redis.Redis.from_url(server.url) as client:
             assert len(names(client)) == 1 + fragments  # and its manifest: the loser's are gone
+
+
+@pytest.mark.parametrize("length", [3_000, 300_000])
+def test_what_was_written_after_nobody_waited_any_more_is_removed(
+    server: RedisServer, length: int
+) -> None:
+    """A hanging server carries out what it was sent as soon as it goes on: nobody counts it."""
+    (key, blob), (other, another) = blobs(2, length).items()
+    with tier_at(server.url) as (tier, _), redis.Redis.from_url(server.url) as client:
+        assert tier.replace(key, bytes(length + 1))
+        cost = tier.stats().nbytes
+        server.stop()
+        with pytest.raises(TierUnavailable):
+            tier.replace(key, blob)
+        server.cont()
+        time.sleep(0.2)
+        assert tier.put_many([(other, another)]) == 1
+        assert not [x for x in names(client) if x.startswith(manifest_name(key))]
+        assert tier.stats().num_blobs == 1 and tier.stats().nbytes <= cost
+        assert tier.put_many([(key, blob)]) == 1
+        assert tier.get_many([key, other]) == [blob, another]
+
+
+def test_a_blob_that_comes_while_it_is_asked_for_is_counted(server: RedisServer) -> None:
+    ((key, blob),) = blobs(1, 1_000).items()
+    stop = threading.Event()
+    with tier_at(server.url, deadline_s=10.0) as (tier, _):
+
+        def ask() -> None:
+            while not stop.is_set():
+                tier.contains_many([key])
+
+        asking = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+        for thread in asking:
+            thread.start()
+        counted = []
+        for _ in range(400):
+            tier.put_many([(key, blob)])
+            tier.contains_many([key])
+            counted.append(tier.stats().num_blobs)
+            tier.delete_many([key])
+        stop.set()
+        for thread in asking:
+            thread.join(20)
+    assert counted == [1] * 400

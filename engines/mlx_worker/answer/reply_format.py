@@ -72,10 +72,16 @@ class ReplyFormat(Protocol):
 
 
 async def chunks(form: ReplyFormat, reply: ReplyStream) -> AsyncIterator[bytes]:
-    """Yield the events of a streamed reply. Raises as ``ReplyStream.events`` does."""
-    for body in form.openings():
-        yield sse.event(body)
+    """Yield the events of a streamed reply. Raises as ``ReplyStream.events`` does.
+
+    Before the first token there are only comments, so that an engine which ends in a prefill has
+    said nothing, and may be asked once more.
+    """
+    openings = [sse.event(body) for body in form.openings()]
     async for event in reply.events():
+        if openings and not isinstance(event, PrefillProgress):
+            yield b"".join(openings)
+            openings = []
         match event:
             case ChoiceDelta():
                 yield sse.event(form.chunk(event.choice, event.delta))

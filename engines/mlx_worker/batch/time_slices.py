@@ -38,7 +38,7 @@ MEMORY_QUANTUM = 4 * QUANTUM
 
 @dataclass
 class _Running:
-    """What runs, less what is chosen to make way."""
+    """Holds what runs, less what is chosen to make way."""
 
     units: list[Unit]
     places: Counter[str]

@@ -1,18 +1,22 @@
 """Brings texts to the owner thread to be embedded: one text at a time, one step at a time.
 
-A step is as long as one of a prefill, and stands between two rounds of the batches: so answers go
-on meanwhile. A text of several steps holds KV, which counts in no budget: it begins only when no
-request lacks memory or waits.
+Tenants take turns, see ``text_line``. A step is as long as one of a prefill, and stands between two
+rounds of the batches: so answers go on meanwhile. Its tokens count as those of the tenant's prompts
+do. A text of several steps holds KV, which counts in no budget: it begins only when no request
+lacks memory or waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from engines.host.fair_shares import PROMPT_TOKEN
 from engines.mlx_worker.embeddings.hidden_states import HiddenStates, inner_of, pooling_of
+from engines.mlx_worker.embeddings.text_line import Payer, TextLine
 from engines.mlx_worker.embeddings.vectors import Vector, check_size, cut
 from engines.mlx_worker.generation import QueueFull
 from engines.mlx_worker.owner import Owner
@@ -22,6 +26,7 @@ from engines.openai.errors import InvalidRequest, context_too_long
 T = TypeVar("T")
 
 MAX_WAITING: Final = 64  # requests
+NOBODY: Final = Payer()
 LOOK_AGAIN_S: Final = 0.05
 
 
@@ -38,8 +43,7 @@ class Embedder:
         self._patience_s = patience_s
         self._inner = inner_of(owner.loaded.model)
         self._pooling = pooling_of(owner.loaded.path)
-        self._turn = asyncio.Lock()  # first come, first served, text by text
-        self._num_waiting = 0
+        self._line = TextLine(MAX_WAITING)
 
     def check(self) -> None:
         """Raise ``InvalidRequest`` (404) if this model makes no embeddings."""
@@ -53,40 +57,53 @@ class Embedder:
         if sum(map(len, texts)) > MAX_TOKENS:
             raise InvalidRequest(f"input: more than {MAX_TOKENS} tokens in all", "input")
         for text in texts:
+            if not text:  # some texts are none to some tokenizers
+                raise InvalidRequest("input: a text has no tokens", "input")
             if len(text) >= facts.max_context:
                 raise context_too_long(facts.max_context, len(text), "input")
             if max(text) >= facts.vocab_size:
                 raise InvalidRequest("input: a token id is none of this model's", "input")
 
-    async def embed(self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]]) -> list[Vector]:
+    async def embed(
+        self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]], payer: Payer = NOBODY
+    ) -> list[Vector]:
         """Embed texts; each vector has the length 1.
 
         Raises:
             InvalidRequest: more dimensions than the model has, or far too many values.
             QueueFull: too many wait already, or there is no room for a long text.
         """
-        if self._num_waiting >= MAX_WAITING:
-            raise QueueFull("too many embeddings wait already; try again later")
-        self._num_waiting += 1
-        try:
+        with self._line.place(payer), self._counted(payer):
             vectors = []
             for text in texts:
-                async with self._turn:
-                    vector = await self._of(text)
+                async with self._line.turn(payer, len(text)):
+                    vector = await self._of(text, payer)
                 vectors.append(cut(vector, asked.dimensions))
                 check_size(vectors[0], len(texts))
             return vectors
-        finally:
-            self._num_waiting -= 1
 
-    async def _of(self, text: Sequence[int]) -> Vector:
+    @contextmanager
+    def _counted(self, payer: Payer) -> Iterator[None]:
+        """Let what is embedded meanwhile count in the tenant's share of the engine."""
+        owner = self._owner
+        owner.post(lambda: owner.parts.shares.come(*payer))
+        try:
+            yield
+        finally:
+            owner.post(lambda: owner.parts.shares.leave(payer.tenant))
+
+    async def _of(self, text: Sequence[int], payer: Payer) -> Vector:
         if len(text) > self._step:
             await self._room_for(len(text))
         states = HiddenStates(self._owner.loaded.model, self._inner, self._pooling)
         for first in range(0, len(text), self._step):
             part, last = text[first : first + self._step], first + self._step >= len(text)
-            await self._on_owner(partial(states.feed, part, last=last))
+            await self._on_owner(partial(self._feed, states, part, last, payer))
         return states.pooled()
+
+    def _feed(self, states: HiddenStates, part: Sequence[int], last: bool, payer: Payer) -> None:
+        states.feed(part, last=last)
+        self._owner.parts.shares.serve(payer.tenant, len(part) * PROMPT_TOKEN)
 
     async def _room_for(self, num_tokens: int) -> None:
         nbytes = self._owner.sequence_bytes(num_tokens)

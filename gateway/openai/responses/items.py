@@ -27,10 +27,6 @@ _STANDS_FOR = (
     "(The earlier answers, tool calls and their results are not shown any more."
     " This is a summary of them:)\n"
 )
-_NOT_OURS = (
-    "this compaction was not made here for this key, or was changed, or is older than the server's"
-    " secret: send the conversation itself, or compact it again"
-)
 
 
 def kind_of(item: Json) -> str:

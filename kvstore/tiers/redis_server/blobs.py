@@ -40,6 +40,17 @@ _REMOVE_IF_SAME = (
 )
 
 
+class WriteInterrupted(TierUnavailable):
+    """The server failed while these were written: they may be there, or may yet be.
+
+    A command that was sent is carried out, even where nobody waits for the reply any more.
+    """
+
+    def __init__(self, error: TierUnavailable, manifests: Mapping[bytes, BlobManifest]) -> None:
+        super().__init__(*error.args)
+        self.manifests = manifests
+
+
 @dataclass
 class _ReadProgress:
     """The blobs that one ``read`` has found so far, and the damaged ones it has to remove."""
@@ -146,16 +157,29 @@ class RedisBlobs:
     # Writing
 
     def write(self, blobs: Mapping[bytes, bytes]) -> Iterator[dict[bytes, BlobManifest]]:
-        """Write blobs in order, over whatever is there; yield what each batch has written."""
+        """Write blobs in order, over whatever is there; yield what each batch has written.
+
+        Raises:
+            WriteInterrupted: the server failed.
+        """
         for batch in _batches({key: len(blob) for key, blob in blobs.items()}):
             manifests = {key: new_manifest(blobs[key]) for key in batch}
-            refused = self._write_fragments(manifests, blobs)
-            refused |= self._write_manifests(
-                [x for x in batch if x not in refused], manifests, blobs
-            )
-            if refused:
-                self.drop_fragments([(key, manifests[key]) for key in refused])
+            try:
+                refused = self._write_batch(manifests, blobs)
+            except TierUnavailable as error:
+                raise WriteInterrupted(error, manifests) from error
             yield {key: manifest for key, manifest in manifests.items() if key not in refused}
+
+    def _write_batch(
+        self, manifests: Mapping[bytes, BlobManifest], blobs: Mapping[bytes, bytes]
+    ) -> set[bytes]:
+        """Write some blobs; return the keys that the server refused."""
+        refused = self._write_fragments(manifests, blobs)
+        wanted = [x for x in manifests if x not in refused]
+        refused |= self._write_manifests(wanted, manifests, blobs)
+        if refused:
+            self.drop_fragments([(key, manifests[key]) for key in refused])
+        return refused
 
     def _write_fragments(
         self, manifests: Mapping[bytes, BlobManifest], blobs: Mapping[bytes, bytes]

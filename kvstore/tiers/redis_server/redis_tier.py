@@ -29,7 +29,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lru import IndexUpdate, RecencyIndex
-from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs
+from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
 from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry, Written
 from kvstore.tiers.redis_server.earlier_lives import EarlierLives
 from kvstore.tiers.redis_server.fragments import BlobManifest, nbytes_on_server
@@ -74,6 +74,8 @@ class RedisTier(IndexedTier):
         self._lock = threading.Lock()  # the fields below; not held while the server is asked
         self._index = RecencyIndex(capacity_bytes, guaranteed_share, monotonic)
         self._manifests: dict[bytes, BlobManifest] = {}  # of written blobs of the index
+        # What may be on the server, since it failed meanwhile, and does not count.
+        self._doubtful: list[Mapping[bytes, BlobManifest]] = []
         self._num_evictions = 0
         self._said: dict[bytes, str] = {}  # whose the blobs are that are not entered yet
         self._entering = self._book is not None  # until all that earlier lives left is entered
@@ -127,6 +129,7 @@ class RedisTier(IndexedTier):
         if not blobs:
             return 0
         with self._writing:
+            self._drop_doubtful()
             there = dict(zip(blobs, self.contains_many(list(blobs)), strict=True))
             with self._lock:
                 # Blobs that other processes wrote do not count against our budget.
@@ -143,6 +146,7 @@ class RedisTier(IndexedTier):
     def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
         blobs = {key: bytes(blob)}
         with self._writing:
+            self._drop_doubtful()
             with self._lock:
                 old = self._index.remove(key)
                 update = self._index.add({key: self._cost(len(blobs[key]))}, owner)
@@ -159,6 +163,7 @@ class RedisTier(IndexedTier):
             TierUnavailable: nothing was written.
         """
         written: set[bytes] = set()
+        before: dict[bytes, BlobManifest] = {}
         evicted = update.evicted
         try:
             self._evict([key for key, _ in evicted])
@@ -170,7 +175,11 @@ class RedisTier(IndexedTier):
                     self._manifests |= manifests
                 if self._book is not None:  # another engine may have replaced them before
                     self._book.owe((key, x) for key, x in before.items() if key in manifests)
-        except TierUnavailable:
+        except TierUnavailable as error:
+            if isinstance(error, WriteInterrupted):
+                # What they were to replace does not count any more either.
+                older = {key: x for key, x in before.items() if key not in written}
+                self._doubtful += [error.manifests, older]
             if not written:
                 raise
         finally:
@@ -180,6 +189,12 @@ class RedisTier(IndexedTier):
                 for key in failed:
                     self._manifests.pop(key, None)
         return written
+
+    def _drop_doubtful(self) -> None:
+        """Remove what may have been written after all; before anybody takes it for held."""
+        while self._doubtful:
+            self._server.evict(self._doubtful[-1])
+            self._doubtful.pop()
 
     def _take_known(self, keys: Sequence[bytes]) -> dict[bytes, BlobManifest]:
         """Return how we wrote these before; nobody can ``_forget`` them while they are written."""

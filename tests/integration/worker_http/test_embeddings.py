@@ -14,9 +14,11 @@ import mlx.core as mx
 import numpy as np
 import openai
 import pytest
+from tokenizers import normalizers
 
 from engines.config import EngineConfig
-from engines.mlx_worker.embeddings.embedder import Embedder
+from engines.headers import payer_headers
+from engines.mlx_worker.embeddings.embedder import MAX_WAITING, Embedder
 from engines.mlx_worker.embeddings.hidden_states import HiddenStates, inner_of, pooling_of
 from engines.mlx_worker.owner import Owner
 from tests.integration.tiny_models import tiny_model
@@ -43,6 +45,13 @@ async def of(stage: Stage, given: Any, **more: Any) -> list[list[float]]:
     answer = await stage.client.embeddings.create(model="toy", input=given, **more)
     assert [x.index for x in answer.data] == list(range(len(answer.data)))
     return [x.embedding for x in answer.data]
+
+
+def asking(stage: Stage, tenant: str, num: int, given: Any, weight: int = 1) -> list[Any]:
+    """Begin requests of a tenant, as the gateway sends them."""
+    headers = payer_headers(tenant, weight)
+    ask = partial(of, stage, given, extra_headers=headers)
+    return [asyncio.create_task(ask()) for _ in range(num)]
 
 
 async def states(stage: Stage, tokens: list[int]) -> Any:
@@ -163,6 +172,14 @@ async def test_what_cannot_be_embedded(tmp_path: Path, body: Any, param: str) ->
         assert len(await of(stage, "still there")) == 1
 
 
+async def test_a_text_that_is_nothing_to_the_tokenizer(tmp_path: Path) -> None:
+    async with embedding(tmp_path) as stage:
+        stage.tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+        with pytest.raises(openai.BadRequestError) as caught:
+            await of(stage, ["a", "   "])
+        assert caught.value.param == "input"
+
+
 async def test_an_engine_or_a_model_without_it_says_so(tmp_path: Path, toy: Open) -> None:
     async with toy() as stage:
         with pytest.raises(openai.NotFoundError):
@@ -195,3 +212,36 @@ async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: P
             assert len(await of(stage, LONG)) == 1
     finally:
         await owner.close()
+
+
+async def test_one_tenants_requests_leave_places_and_turns_to_others(tmp_path: Path) -> None:
+    async with embedding(tmp_path, step=1) as stage:
+        alices = asking(stage, "alice", MAX_WAITING, [LONG[:50]] * 50)
+        refused, _ = await asyncio.wait(alices, return_when=asyncio.FIRST_COMPLETED)
+        while len(refused) < MAX_WAITING // 4:
+            await asyncio.sleep(0.01)
+            refused = {x for x in alices if x.done()}
+        assert all(isinstance(x.exception(), openai.RateLimitError) for x in refused)
+        assert len(refused) == MAX_WAITING // 4
+        # 48 of alice's wait, and bob's texts come after one of them each.
+        async with asyncio.timeout(20):
+            (bobs,) = asking(stage, "bob", 1, [LONG[:5]] * 10)
+            assert len(await bobs) == 10
+        assert sum(x.done() for x in alices) == len(refused)
+        for task in alices:
+            task.cancel()
+        await asyncio.gather(*alices, return_exceptions=True)
+        async with asyncio.timeout(20):
+            assert len(await of(stage, "the line is empty again")) == 1
+
+
+async def test_what_is_embedded_counts_in_a_tenants_share_of_the_engine(tmp_path: Path) -> None:
+    async with embedding(tmp_path, step=16) as stage:
+        shares = stage.owner.parts.shares
+        await stage.owner.call(lambda: shares.come("somebody"))  # nothing is forgotten meanwhile
+        await asyncio.gather(*asking(stage, "alice", 1, [LONG] * 2))
+        await asyncio.gather(*asking(stage, "bob", 1, [LONG] * 2, weight=4))
+        served = await stage.owner.call(lambda: [shares.count(x) for x in ("alice", "bob")])
+        present = await stage.owner.call(lambda: shares.tokens("alice"))
+    assert served == [2 * len(LONG) / 4, 2 * len(LONG) / 16]
+    assert present == 0.0

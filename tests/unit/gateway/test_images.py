@@ -97,6 +97,9 @@ async def test_no_other_address_reaches_the_engine(dialect: str, url: str) -> No
 NO_SOURCES: list[Any] = [
     *(None, 5, "x", {}, {"type": "base64"}, {"type": "file", "id": "f"}),
     *({"type": "base64", "media_type": "text/html", "data": "AA"}, {"type": "url", "url": 7}),
+    *({"url": PNG}, {"type": "bogus", "url": PNG}, {"type": ["url"], "url": PNG}),
+    {"type": "base64", "media_type": "image/png;base64,AA==", "data": "AA"},
+    {"type": "base64", "media_type": "image/png\n", "data": "AA"},
 ]
 
 
@@ -105,7 +108,10 @@ async def test_a_source_that_is_none(bad: Any) -> None:
     to = app(remote_images=True)
     messages = [{"role": "user", "content": [{"type": "image", "source": bad}]}]
     body = {"model": MODEL, "messages": messages, "max_tokens": 5}
-    assert (await to.post("/v1/messages", body)).status == 400
+    reply = await to.post("/v1/messages", body)
+    assert (reply.status, reply.json["type"]) == (400, "error")
+    assert reply.json["error"]["type"] == "invalid_request_error"
+    assert reply.json["error"]["message"].startswith("messages[0].content[0]")
     assert to.engine.asked == []
 
 
@@ -157,6 +163,13 @@ async def test_only_users_and_tools_show_images() -> None:
     for role in ("assistant", "system", "developer"):
         body = {"model": MODEL, "input": [{"role": role, "content": shown}]}
         assert (await to.post("/v1/responses", body)).status == 400
+    part = {"type": "image_url", "image_url": {"url": PNG}}
+    for role in ("assistant", "system", "developer"):
+        talk = [{"role": "user", "content": "hi"}, {"role": role, "content": [part]}]
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reply = await to.post(path, {"model": MODEL, "messages": talk})
+            assert (reply.status, reply.error["param"]) == (400, "messages[1].content[0].type")
+            assert role in reply.error["message"]
     block = [{"type": "image", "source": source(PNG)}]
     body = {"model": MODEL, "max_tokens": 5}
     for messages in ([{"role": "assistant", "content": block}],):
@@ -184,3 +197,83 @@ async def test_tokens_are_counted_with_the_image() -> None:
     messages = [{"role": "user", "content": [{"type": "image", "source": source(PNG)}]}]
     await to.post("/v1/messages/count_tokens", {"model": MODEL, "messages": messages})
     assert heard(to)[0]["content"] == [image_of(PNG)]
+
+
+MEANT_FOR_VLLM: dict[str, Any] = {
+    "uuid": "of-another-tenant",
+    "video_url": {"url": "http://169.254.169.254/x.mp4"},
+    "image_pil": None,
+    "image_embeds": None,
+    "cache_control": {"type": "ephemeral"},
+}
+SEES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"type": "text", "text": "look"},
+        {"type": "image_url", "image_url": {"url": PNG, "detail": "low", **MEANT_FOR_VLLM}},
+    ],
+    "/v1/responses": [
+        {"type": "input_text", "text": "look"},
+        {"type": "input_image", "image_url": PNG, "detail": "low"},
+    ],
+    "/v1/messages": [{"type": "text", "text": "look"}, {"type": "image", "source": source(PNG)}],
+}
+SEES["/tokenize"] = SEES["/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", SEES)
+async def test_an_engine_hears_of_no_field_of_a_part_that_was_not_checked(path: str) -> None:
+    """vLLM fetches what any part names, and its ``uuid`` is the image's hash for everybody."""
+    to = app()
+    parts = [{**part, **MEANT_FOR_VLLM} for part in SEES[path]]
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 5}
+    body["input" if path == "/v1/responses" else "messages"] = [{"role": "user", "content": parts}]
+    await to.post(path, body)
+    shown = image_of(PNG)
+    if path != "/v1/messages":
+        shown["image_url"]["detail"] = "low"
+    assert heard(to) == [{"role": "user", "content": [{"type": "text", "text": "look"}, shown]}]
+
+
+async def test_other_roles_parts_are_made_anew_too_and_nothing_else_is_touched() -> None:
+    to = app()
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    roles: list[dict[str, Any]] = [
+        {"role": "system"},
+        {"role": "user", "name": "Eve"},
+        {"role": "assistant", "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c"},
+    ]
+    part = {"type": "text", "text": "hi"}
+    sent = [{**x, "content": [{**part, **MEANT_FOR_VLLM}]} for x in roles]
+    no = {"type": "refusal", "refusal": "no"}
+    sent.append({"role": "assistant", "content": [{**no, **MEANT_FOR_VLLM}], "extra": 1})
+    sent.append({"role": "user", "content": "and as a text"})
+    for path in ("/v1/chat/completions", "/tokenize"):
+        await to.post(path, {"model": MODEL, "messages": sent})
+        wanted = [{**x, "content": [part]} for x in roles]
+        assert heard(to)[:4] == wanted
+        assert heard(to)[4:] == [{"role": "assistant", "content": [no], "extra": 1}, sent[-1]]
+
+
+@pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs"])
+async def test_how_an_image_is_read_is_not_a_clients_to_say(name: str) -> None:
+    to = app()
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/v1/completions": {"prompt": "hi"},
+    }
+    for path, body in asked.items():
+        reply = await to.post(path, {"model": MODEL, **body, name: {"image": {"x": 1}}})
+        assert (reply.status, reply.error["param"]) == (400, name)
+        assert to.engine.asked == []
+    for path, body in {**asked, "/tokenize": asked["/v1/chat/completions"]}.items():
+        private = {"ec_transfer_params": {"a": 1}, "mm_payload": "x"}
+        await to.post(path, {"model": MODEL, **body, name: {}, **private})
+        assert not {name, *private} & to.engine.asked.pop().body.keys()
+
+
+@pytest.mark.parametrize("messages", [5, [5], [{"role": "user", "content": [MEANT_FOR_VLLM]}]])
+async def test_a_text_brings_no_messages(messages: Any) -> None:
+    to = app()
+    await to.post("/v1/completions", {"model": MODEL, "prompt": "hi", "messages": messages})
+    assert "messages" not in to.engine.asked[-1].body

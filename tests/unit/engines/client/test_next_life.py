@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from engines.base import EngineUnavailable
+from engines.base import EngineStalled, EngineUnavailable
 from engines.client.address import HttpAddress
 from engines.client.engine_client import EngineClient
 from engines.client.http_exchange import HttpExchange
@@ -44,9 +44,12 @@ async def test_one_that_ends_and_comes_back(client: EngineClient, fake: FakeProc
 # ---- an engine of which only the answers count
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nsaid"
+REFUSED = b"HTTP/1.1 400 Oh\r\ncontent-length: 3\r\n\r\nbad"
 FAILED = b"HTTP/1.1 500 Oh\r\ncontent-length: 2\r\n\r\nno"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
 EVENT = b"data: 1\n\n"
+ERROR = b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n'
+COMMENT = b": prefill 10/20\n\n: pre"
 
 
 class Engine:
@@ -56,7 +59,7 @@ class Engine:
         self.answers = answers
         self.bodies: list[bytes] = []
         self.welcome: Welcome | None = WELCOME
-        self._path = str(folder / "engine.sock")
+        self.path = str(folder / "engine.sock")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -71,9 +74,9 @@ class Engine:
 
     @asynccontextmanager
     async def asked(self, body: bytes = b"{}", wait_s: float = 10.0) -> AsyncIterator[HttpExchange]:
-        async with await asyncio.start_unix_server(self._serve, self._path):
+        async with await asyncio.start_unix_server(self._serve, self.path):
             next_life = NextLife(lambda: self.welcome, wait_s, lambda: False)
-            exchange = HttpExchange(HttpAddress(self._path), 60.0, next_life)
+            exchange = HttpExchange(HttpAddress(self.path), 60.0, next_life)
             await exchange.send("/", {}, body)
             try:
                 yield exchange
@@ -87,8 +90,9 @@ class Engine:
         pytest.param([b"", OK], 200, b"said", id="it ended before the head"),
         pytest.param([FAILED, OK], 200, b"said", id="its last word was an error"),
         pytest.param([STREAM, STREAM + EVENT], 200, EVENT, id="it ended behind the head"),
+        pytest.param([STREAM + ERROR, STREAM + EVENT], 200, EVENT, id="its last event"),
         pytest.param(
-            [STREAM + b"data: error\n\n", STREAM + EVENT], 200, EVENT, id="its last event"
+            [STREAM + COMMENT, STREAM + EVENT], 200, COMMENT + b"\n\n" + EVENT, id="in a prefill"
         ),
         pytest.param([b"", FAILED], 500, b"no", id="the next one fails by itself"),
         pytest.param([FAILED], 500, b"no", id="it stays, and fails"),
@@ -102,6 +106,45 @@ async def test_who_is_asked(folder: Path, answers: list[bytes], status: int, bod
         assert await exchange.read() == body
         assert exchange.status == status
     assert engine.bodies == [b"{}"] * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "body"),
+    [
+        pytest.param(OK, 200, b"said", id="a whole answer"),
+        pytest.param(STREAM + EVENT, 200, EVENT, id="an event"),
+        pytest.param(REFUSED, 400, b"bad", id="a refusal"),
+    ],
+)
+async def test_an_answer_that_is_there_is_kept(
+    folder: Path, answer: bytes, status: int, body: bytes
+) -> None:
+    """Although the control connection is another one by now."""
+    engine = Engine(folder, [answer, FAILED])
+    async with engine.asked() as exchange:
+        await exchange.head()
+        assert (exchange.status, await exchange.read()) == (status, body)
+    assert len(engine.bodies) == 1
+
+
+async def test_the_next_engine_may_not_fall_silent_either(folder: Path) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        engine.welcome = msgspec.structs.replace(WELCOME)
+        writer.write(STREAM)
+        with suppress(OSError):
+            await reader.read()  # until the other side gives up
+        writer.close()
+
+    engine = Engine(folder, [])
+    async with await asyncio.start_unix_server(serve, engine.path):
+        next_life = NextLife(lambda: engine.welcome, 10.0, lambda: False)
+        exchange = HttpExchange(HttpAddress(engine.path), 0.2, next_life)
+        await exchange.send("/", {}, b"{}")
+        await exchange.head()
+        with pytest.raises(EngineStalled):
+            await asyncio.wait_for(exchange.read(), 30)
+        exchange.close()
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-def said(text: str | None, **message: Any) -> Answered:
-    choice = {"message": {"content": text, **message}, "finish_reason": "stop"}
+def said(text: str | None, ending: str = "stop", **message: Any) -> Answered:
+    choice = {"message": {"content": text, **message}, "finish_reason": ending}
     usage = {
         "prompt_tokens": 30,
         "completion_tokens": 5,
@@ -99,9 +99,9 @@ async def test_the_summary_is_asked_for_behind_the_conversation_as_it_stands(app
 
 async def test_the_summary_is_bounded(app: App) -> None:
     app.engine.welcome = msgspec.structs.replace(ROOMY, max_context=1 << 20)
-    await ask(app, COMPACT, input="hi")
+    await ask(app, COMPACT, input=TALK)
     assert app.engine.asked[-1].body["max_completion_tokens"] == MAX_SUMMARY_TOKENS
-    await ask(app, COMPACT, input="hi", max_output_tokens=9)
+    await ask(app, COMPACT, input=TALK, max_output_tokens=9)
     assert app.engine.asked[-1].body["max_completion_tokens"] == 9
 
 
@@ -188,12 +188,40 @@ async def test_a_trigger_in_the_input_is_refused_by_name(app: App) -> None:
 
 async def test_a_model_that_says_nothing_loses_nothing(app: App) -> None:
     app.engine.answer = said("  ")
-    reply = await ask(app, COMPACT, input=TALK)
-    assert (reply.status, reply.error["code"]) == (502, "no_summary")
+    window = (await ask(app, COMPACT, input=TALK)).json["output"]
+    await ask(app, RESPONSES, input=window)
+    assert prompt(app)[-1][1].endswith("\nlook({})\na tree\nThere is a tree.")
+    again = (await ask(app, COMPACT, input=window)).json["output"]
+    await ask(app, RESPONSES, input=again)
+    assert prompt(app)[-1][1].endswith("\nlook({})\na tree\nThere is a tree.")
     app.engine.answer = said(None, reasoning_content="there was a tree")
     window = (await ask(app, COMPACT, input=TALK)).json["output"]
     await ask(app, RESPONSES, input=window)
     assert prompt(app)[-1][1].endswith("\nthere was a tree")
+
+
+async def test_a_thought_that_was_cut_is_no_summary(app: App) -> None:
+    for content in (None, "", " \n"):
+        app.engine.answer = said(content, "length", reasoning_content="The user asks, so I sh")
+        window = (await ask(app, COMPACT, input=TALK)).json["output"]
+        await ask(app, RESPONSES, input=window)
+        assert prompt(app)[-1][1].endswith("\nlook({})\na tree\nThere is a tree.")
+
+
+async def test_a_summary_that_was_cut_says_so(app: App) -> None:
+    app.engine.answer = said("They looked: a tr", "length", reasoning_content="hm")
+    window = (await ask(app, COMPACT, input=TALK)).json["output"]
+    await ask(app, RESPONSES, input=window)
+    summary = prompt(app)[-1][1]
+    assert "\nThey looked: a tr [...]\n" in summary and "cut here" in summary
+    assert "hm" not in summary
+
+
+async def test_a_client_does_not_say_where_the_summary_ends(app: App) -> None:
+    ends = {"stop": ["\n"], "min_tokens": 5000, "ignore_eos": True}
+    assert (await ask(app, COMPACT, input=TALK, top_p=0.5, **ends)).status == 200
+    asked = app.engine.asked[-1].body
+    assert not ends.keys() & asked.keys() and asked["top_p"] == 0.5
 
 
 async def test_nothing_is_compacted_to_nothing(app: App) -> None:
@@ -201,6 +229,10 @@ async def test_nothing_is_compacted_to_nothing(app: App) -> None:
     assert [x["type"] for x in reply.json["output"]] == ["compaction"]
     assert app.engine.asked[-1].body["max_completion_tokens"] == 1
     await ask(app, RESPONSES, input=[*reply.json["output"], {"role": "user", "content": "hi"}])
+    assert prompt(app) == [("user", "hi")]
+    # Where all is kept, there is nothing to sum up either.
+    window = (await ask(app, COMPACT, input="hi")).json["output"]
+    await ask(app, RESPONSES, input=window)
     assert prompt(app) == [("user", "hi")]
 
 

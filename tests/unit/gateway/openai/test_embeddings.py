@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
+from engines.base import Upstream
+from engines.headers import TENANT_HEADER, WEIGHT_HEADER
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
 PATH = "/v1/embeddings"
@@ -38,6 +43,7 @@ async def test_the_engine_is_asked_and_its_answer_is_passed_on() -> None:
         "dimensions": 4,
     }
     assert "x-session" not in asked.headers
+    assert asked.headers[TENANT_HEADER] == "local" and asked.headers[WEIGHT_HEADER] == "1"
 
 
 async def test_its_tokens_are_those_of_the_key() -> None:
@@ -70,3 +76,36 @@ async def test_what_is_no_request_for_embeddings() -> None:
         assert reply.status == 400 and (reply.error["param"] or "").startswith(param)
     assert (await app.post(PATH, {"model": "other", "input": "a"})).status == 404
     assert app.engine.asked == []
+
+
+class BusyEngine(RecordingEngine):
+    """Takes its time for an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(answered())
+        self.done = asyncio.Event()
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+    ) -> AsyncIterator[Upstream]:
+        async with super().open(path, body, headers, wait_s) as upstream:
+            await self.done.wait()
+            yield upstream
+
+
+async def test_questions_that_are_held_count_as_bodies_until_they_are_answered() -> None:
+    engine = BusyEngine()
+    app = App(engine, max_bodies_bytes=4 << 20, max_body_bytes=1 << 20)
+    body = {"model": MODEL, "input": "x" * 1_000_000}
+    asking = [asyncio.create_task(app.post(PATH, body)) for _ in range(6)]
+    async with asyncio.timeout(10):
+        while len(engine.asked) + sum(x.done() for x in asking) < 6:
+            await asyncio.sleep(0.01)
+    # Three quarters of all bodies' bytes are one tenant's.
+    assert len(engine.asked) == 3
+    assert app.gateway.bodies.nbytes > 3_000_000
+    engine.done.set()
+    replies = await asyncio.gather(*asking)
+    assert sorted(x.status for x in replies) == [200, 200, 200, 503, 503, 503]
+    assert app.gateway.bodies.nbytes == 0

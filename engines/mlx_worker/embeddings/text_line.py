@@ -1,0 +1,87 @@
+"""The line of texts to be embedded: one is embedded at a time, and tenants take turns.
+
+The next text is of the tenant that was served least by its weight, as with answers; within a tenant
+its requests take turns, text by text. One tenant's requests leave places in the line to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
+
+from engines.host.fair_shares import FairShares
+from engines.mlx_worker.batch.fair_queue import QueueLimit
+
+
+class Payer(NamedTuple):
+    """The tenant that a request is served to, and the weight of its share."""
+
+    tenant: str = ""
+    weight: int = 1
+
+
+class TextLine:
+    """The texts that wait, and whose turn it is. Belongs to the event loop."""
+
+    def __init__(self, limit: int) -> None:
+        """``limit``: the most requests that are here at once; see ``QueueLimit``."""
+        self._limit = QueueLimit(limit)
+        self._shares = FairShares()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._busy = False
+
+    @contextmanager
+    def place(self, payer: Payer) -> Iterator[None]:
+        """Hold a request's place. Raises ``QueueFull`` where there is none, for this tenant."""
+        self._limit.enter(payer.tenant)
+        self._shares.come(payer.tenant, payer.weight)
+        try:
+            yield
+        finally:
+            self._shares.leave(payer.tenant)
+            self._limit.leave(payer.tenant)
+
+    @asynccontextmanager
+    async def turn(self, payer: Payer, num_tokens: int) -> AsyncIterator[None]:
+        """Wait until no other text is embedded and it is the tenant's turn, and hold it."""
+        if self._busy:
+            await self._called(payer.tenant)
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._shares.serve(payer.tenant, num_tokens)
+            self._call_next()
+
+    async def _called(self, tenant: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._withdraw(tenant, turn)
+            else:  # called in the very moment in which its client left
+                self._call_next()
+            raise
+
+    def _call_next(self) -> None:
+        while self._waiting:
+            tenant = self._shares.first(self._waiting)
+            turn = self._waiting[tenant][0]
+            self._withdraw(tenant, turn)
+            if not turn.done():
+                turn.set_result(None)
+                return  # it stays busy
+        self._busy = False
+
+    def _withdraw(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        line = self._waiting.get(tenant)
+        if line is None or turn not in line:
+            return
+        line.remove(turn)
+        if not line:
+            del self._waiting[tenant]
