@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from engines.calibration.agreement import ALONE, Partners
+from engines.calibration.freed_memory import return_freed_memory
 from engines.calibration.gate.profiles import locked
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
@@ -129,7 +130,9 @@ class SelfMeasurement:
             survey_report(instrument, self._order, self._engine, kept, self._tell, self._partners)
             logger.info("measured in %.0f s", time.monotonic() - began)
             self._check()
+            return_freed_memory()
             self._adopt()
+            return_freed_memory()
 
     @contextmanager
     def _alone(self, fingerprint: str) -> Iterator[bool]:
@@ -152,6 +155,7 @@ class SelfMeasurement:
         """Note how far it is; raises ``Interrupted`` if it is to end."""
         self._check()
         self._progress = f"measuring: {progress}"
+        return_freed_memory()  # the arrays of the step before are as large as a prompt's KV
         if time.monotonic() - self._told_s >= TELL_EVERY_S:
             self._told_s = time.monotonic()
             logger.info("%s", self._progress)

@@ -11,7 +11,6 @@ tokens that it is asked for.
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import logging
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from engines.calibration.freed_memory import return_freed_memory
 from engines.calibration.instrument import NotDifferentiable
 from engines.vllm_plugin.calibration.reference_size import dtype_for, size_of
 from kvstore.shapes import KVLayer, KVPair, KVRun
@@ -131,9 +131,7 @@ def open_reference_model(
 def release_memory() -> None:
     """Give back the memory of a model that nobody refers to any more."""
     gc.collect()  # modules refer to each other in cycles
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc keeps blocks of up to 32 MiB in its heaps
-        libc.malloc_trim(0)
+    return_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
