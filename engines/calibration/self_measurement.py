@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Final
 
 from engines.calibration.agreement import ALONE, Partners
-from engines.calibration.freed_memory import return_freed_memory
 from engines.calibration.gate.profiles import locked
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
+from engines.calibration.measuring.freed_memory import return_freed_memory
 from engines.calibration.messages import CalibrationOrder
 from engines.calibration.survey import CannotCalibrate, survey_report
 from engines.calibration.unfinished import Unfinished

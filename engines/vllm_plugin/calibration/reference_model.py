@@ -24,8 +24,8 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from engines.calibration.freed_memory import return_freed_memory
 from engines.calibration.instrument import NotDifferentiable
+from engines.calibration.measuring.freed_memory import return_freed_memory
 from engines.vllm_plugin.calibration.reference_size import dtype_for, size_of
 from kvstore.shapes import KVLayer, KVPair, KVRun
 
