@@ -4,7 +4,8 @@
 
 First an idle server measures its model to the end: seconds to the verdict, and the most memory
 that all processes held (anonymous memory: what the system could not drop), against a server that
-does not measure and answers the same few chats. Then two servers take turns, one of which is
+does not measure and answers the same few chats: one that keeps them exactly, and one that packs
+them by what was measured. Then two servers take turns, one of which is
 measuring, and four users with pauses chat with each; the one whose turn it is not is stopped. What
 they wait longer is given in steps: prompts of as many tokens as a measurement prefills at a time.
 The figures are ratios of one run.
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import tempfile
 import threading
 import time
 import urllib.request
@@ -156,7 +158,24 @@ async def few_chats(stack: Stack, args: argparse.Namespace) -> None:
 def idle(args: argparse.Namespace) -> dict[str, Any]:
     with Stack(settings(args, measures=False)) as stack, Peak(stack) as plain:
         asyncio.run(few_chats(stack, args))
-    with Stack(settings(args, measures=True)) as stack, Peak(stack) as peak:
+    with tempfile.TemporaryDirectory() as folder:
+        found, peak = verdict(args, Path(folder))
+        # What was measured is known there: it packs, and measures nothing.
+        with Stack(settings(args, measures=False), Path(folder)) as stack, Peak(stack) as packing:
+            asyncio.run(few_chats(stack, args))
+            assert codec_of(stack)["id"] == found["codec"]
+    return found | {
+        "peak_mib": round(peak.nbytes / MIB),
+        "peak_mib_without": round(plain.nbytes / MIB),
+        "peak_mib_packing": round(packing.nbytes / MIB),
+        "extra_mib": round((peak.nbytes - plain.nbytes) / MIB),
+        "extra_mib_over_packing": round((peak.nbytes - packing.nbytes) / MIB),
+    }
+
+
+def verdict(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Peak]:
+    """Let an idle server measure its model to the end, and serve a few chats with what it chose."""
+    with Stack(settings(args, measures=True), folder) as stack, Peak(stack) as peak:
         began, pid = time.monotonic(), stack.engine.pid
         used = cpu_s(stack)
         while not (codec := codec_of(stack)) or codec["unmeasured"]:
@@ -165,16 +184,14 @@ def idle(args: argparse.Namespace) -> dict[str, Any]:
         seconds, used = time.monotonic() - began, cpu_s(stack) - used
         asyncio.run(few_chats(stack, args))
         restarted = stack.engine.pid != pid
-    return {
+    found = {
         "seconds_to_the_verdict": round(seconds),
         "cpu_seconds_of_the_engine": round(used),  # on a busy machine the better figure
         "codec": codec["id"],
         "kl": [round(x["kl"], 5) for x in codec["rows"]],
         "engine_restarted": restarted,
-        "peak_mib": round(peak.nbytes / MIB),
-        "peak_mib_without": round(plain.nbytes / MIB),
-        "extra_mib": round((peak.nbytes - plain.nbytes) / MIB),
     }
+    return found, peak
 
 
 def p95(values: list[float]) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.families.latent import write_latent
 from benchmarks.families.tasks import ITEM, answer_places, recall_text
 from benchmarks.families.trained import trained_model
@@ -184,9 +185,9 @@ def _answers(log_probs: np.ndarray, rest: Sequence[int]) -> list[bool]:
     return [int(log_probs[x - 1].argmax()) == rest[x] for x in places]
 
 
-def _share(found: Iterator[list[bool]]) -> float:
+def _share(found: Iterator[list[bool]]) -> float | None:
     every = [x for answers in found for x in answers]
-    return float(np.mean(every)) if every else float("nan")
+    return float(np.mean(every)) if every else None
 
 
 def _hot_bytes(session: HeldSession) -> int:
@@ -237,15 +238,21 @@ def as_text(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     for name in ("auto", "state4"):
         if (x := found.get(name)) is not None:
+            answers = ""
+            if x["right_before"] is not None:
+                answers = (
+                    f", right answers {x['right_before']:.2%} before, {x['right_after']:.2%} after"
+                )
             yield (
-                f"{name}: `{x['codec']}`, KL {x['kl']:.5f}, same top {x['top1']:.1%}, right answers"
-                f" {x['right_before']:.2%} before, {x['right_after']:.2%} after; {x['hot_bytes']:,}"
-                f" bytes live, {x['cold_bytes']:,} asleep ({x['hot_bytes'] / x['cold_bytes']:.2f}x)"
+                f"{name}: `{x['codec']}`, KL {x['kl']:.5f}, same top {x['top1']:.1%}{answers};"
+                f" {x['hot_bytes']:,} bytes live, {x['cold_bytes']:,} asleep"
+                f" ({x['hot_bytes'] / x['cold_bytes']:.2f}x)"
             )
     yield ""
 
 
 def main() -> None:
+    begin_with_blas("benchmarks.families.figures")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="mamba2,delta")
     parser.add_argument("--source", type=Path, help="the sample model, for windowed and latent")

@@ -32,6 +32,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.families import tasks
+from benchmarks.families.fast_blas import begin_with_blas
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +203,7 @@ def _write(model: nn.Module, config: dict[str, object], folder: Path) -> None:
 
 
 def main() -> None:
+    begin_with_blas("benchmarks.families.trained")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default=",".join(CONFIGS))
     parser.add_argument("--folder", type=Path, default=FOLDER)

@@ -1,6 +1,6 @@
 """Where the loss of packed windows comes from: which half of their rows, keys or values.
 
-    LD_PRELOAD=libopenblas.so python -m benchmarks.families.window_losses --source SAMPLE_MODEL
+    python -m benchmarks.families.window_losses --source SAMPLE_MODEL
 
 The sample model with windows (``windowed``) goes on behind a session of which only some rows of
 windows, or only the rows of every token, went through a preset that learns nothing. KL at the
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.families.windowed import WINDOW, write_windowed
 from benchmarks.stacks.product_stack import write_json
 from engines.calibration.corpus import held_out_texts
@@ -111,6 +112,7 @@ def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
+    begin_with_blas("benchmarks.families.window_losses")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="the sample model's folder")
     parser.add_argument("--context", type=int, default=512)

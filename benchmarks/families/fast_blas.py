@@ -1,0 +1,17 @@
+"""Gives a benchmark that runs mlx in its own process the BLAS that engines are started with."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from launch.machine.blas import find_blas
+from launch.machine.folders import default_cache_dir
+
+
+def begin_with_blas(module: str) -> None:
+    """Start ``python -m module`` anew with a BLAS preloaded, if it has none; mlx's own is slow."""
+    blas = find_blas(os.environ, default_cache_dir(os.environ))
+    if blas.env:
+        again = [sys.executable, "-m", module, *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, **blas.env})
