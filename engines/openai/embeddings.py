@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from engines.openai.errors import FieldError
-from engines.openai.requests import Json, ModelName, checked
+from engines.openai.requests import Json, ModelName, checked, listed
 
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 MAX_INPUTS: Final = 2048  # OpenAI's
@@ -41,11 +41,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def inputs(self) -> list[str | list[int]]:
         """The inputs, each a text or token ids; the list is made at every call."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if isinstance(self.input[0], int):
-            return [[x for x in self.input if isinstance(x, int)]]
-        return [x for x in self.input if not isinstance(x, int)]
+        return listed(self.input)
 
 
 def validate_embeddings(raw: Json) -> EmbeddingsRequest:

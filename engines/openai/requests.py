@@ -195,11 +195,16 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids; the list is made at every call."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [[x for x in self.prompt if isinstance(x, int)]]
-        return [x for x in self.prompt if not isinstance(x, int)]
+        return listed(self.prompt)
+
+
+def listed(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """List the texts, each a string or token ids, of a field that takes one or several."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given[0], int):
+        return [[x for x in given if isinstance(x, int)]]
+    return [x for x in given if not isinstance(x, int)]
 
 
 def parse_chat(body: bytes) -> ChatRequest:
