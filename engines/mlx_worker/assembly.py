@@ -13,7 +13,7 @@ from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.batches import Batches
 from engines.mlx_worker.batch.fair_queue import FairQueue, Line, QueueLimit
-from engines.mlx_worker.batch.memory_budget import MemoryBudget
+from engines.mlx_worker.batch.memory_budget import MemoryBudget, guest_places
 from engines.mlx_worker.batch.prefetch import Prefetches
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Post, PrefixReuse
@@ -67,6 +67,15 @@ class EngineParts:
         }
 
 
+def _snapshot_step(plan: CachePlan, cold: ColdSessions | None) -> int:
+    """Tokens between places for snapshots; 0 = the caches need none."""
+    if not plan.needs_state:
+        return 0
+    keys = cold.store.keys if cold is not None else None
+    # Without rows of every token a snapshot holds nothing beside its state.
+    return keys.space.chunk_tokens if keys is not None and keys.growing else 1
+
+
 def assemble(
     model: Any,
     plan: CachePlan,
@@ -77,8 +86,8 @@ def assemble(
     """Make the parts for one model. Call it on the owner thread."""
     hot = HotSessions(thread.clock)
     hot_cache = HotCache(hot, cold, thread.tell, nudge=lambda: thread.post(lambda: None))
-    prefiller = Prefiller(model, config.prefill_step, takes_snapshots=plan.needs_state)
-    batches = Batches(model, config.max_batch)
+    prefiller = Prefiller(model, config.prefill_step, _snapshot_step(plan, cold))
+    batches = Batches(model, config.max_batch + guest_places(config.max_batch))
     shares = FairShares()
     queue: FairQueue[PrefillTask] = FairQueue(
         lambda x: shares.first(x, budget.places), lambda task: length_class(len(task.tokens))

@@ -198,7 +198,9 @@ class Matcher:
         self, known: _Known, root: bytes, prompt: Tokens, boundaries: Sequence[int]
     ) -> _Plan:
         own = [x for x in (known.record.snapshots if known.record else ()) if x <= known.common]
-        probed = [x for x in boundaries if 0 < x <= len(prompt)]
+        # Engines take a state there, or behind the last full chunk before it.
+        ends = {y for x in boundaries for y in (x, x - x % self._chunk)}
+        probed = [x for x in ends if 0 < x <= len(prompt)]
         positions = sorted({*own, *probed}, reverse=True)
         chain = self._keys.space.chain(root, prompt)
         snapshots = self._stack.locate([chain.snapshot_key(x) for x in positions])

@@ -114,7 +114,19 @@ class Admission:
 
         Its request may have failed through a sibling that was to make way for it.
         """
-        if not self._may_enter(task) or not self._queue.take(task):
+        has_place = self._budget.missing_slots(len(task.sequences)) <= 0
+        return has_place and self._has_memory(task) and self._let_in(task)
+
+    def visit(self, task: PrefillTask) -> bool:
+        """Let a task of one sequence in for a while, beyond the places; as ``enter``."""
+        has_place = self._budget.has_guest_place and len(task.sequences) == 1
+        if not has_place or not self._has_memory(task) or not self._let_in(task):
+            return False
+        task.sequences[0].is_guest = True
+        return True
+
+    def _let_in(self, task: PrefillTask) -> bool:
+        if not self._queue.take(task):
             return False
         self._blocked_since_s = None
         self._stop_waiting(task.request)
@@ -126,10 +138,8 @@ class Admission:
             self._prefixes.find(task, partial(self._start, task))
         return True
 
-    def _may_enter(self, task: PrefillTask) -> bool:
+    def _has_memory(self, task: PrefillTask) -> bool:
         own = task.request.key
-        if self._budget.missing_slots(len(task.sequences)) > 0:
-            return False
         missing = self._budget.missing_for(task, own)
         if missing <= 0 or self._hot_cache.make_room(missing, own):
             return True

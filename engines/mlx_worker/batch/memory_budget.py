@@ -16,9 +16,14 @@ from engines.kv_budget import KVCost, batch_bytes, passing_bytes
 from engines.mlx_worker.batch.batches import Batches
 from engines.mlx_worker.batch.fair_queue import FairQueue
 from engines.mlx_worker.batch.prefill import Prefiller
-from engines.mlx_worker.batch.request import PrefillTask
+from engines.mlx_worker.batch.request import PrefillTask, Sequence
 from engines.mlx_worker.sessions.hot_sessions import HotSessions, SessionKey
 from kvstore.blobs.snapshot import state_nbytes
+
+
+def guest_places(max_sequences: int) -> int:
+    """Return how many sequences may run for a while beyond ``max_sequences``."""
+    return max_sequences // 4
 
 
 class MemoryBudget:
@@ -53,7 +58,17 @@ class MemoryBudget:
 
     def missing_slots(self, num_sequences: int) -> int:
         """The number of places that so many more sequences lack; 0 or less = there is room."""
-        return self.places.total() + num_sequences - self._max_sequences
+        return self.places.total() - len(self._guests) + num_sequences - self._max_sequences
+
+    @property
+    def has_guest_place(self) -> bool:
+        """True if one more sequence may run beyond the places."""
+        return len(self._guests) < guest_places(self._max_sequences)
+
+    @property
+    def _guests(self) -> list[Sequence]:
+        waiting = (x for task in self._prefiller.admitted for x in task.sequences)
+        return [x for x in (*self._batches.sequences, *waiting) if x.is_guest]
 
     @property
     def places(self) -> Counter[str]:

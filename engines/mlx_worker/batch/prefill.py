@@ -65,11 +65,16 @@ class Prefiller:
     there. Both count as memory in use. Belongs to the owner thread.
     """
 
-    def __init__(self, model: Any, largest_chunk: int, takes_snapshots: bool = False) -> None:
-        """``takes_snapshots``: the model's caches hold state that cannot be cut back."""
+    def __init__(self, model: Any, largest_chunk: int, snapshot_step: int = 0) -> None:
+        """Make one for a model.
+
+        Args:
+            snapshot_step: where snapshots of its state lie best: at multiples of so many tokens.
+                0 = its caches can be cut back, and none are taken.
+        """
         self._model = model
         self._chunks = ChunkSizer(largest_chunk)
-        self._takes_snapshots = takes_snapshots
+        self._snapshot_step = snapshot_step
         self._admitted: dict[PrefillTask, None] = {}  # oldest first
         self._ready: list[PrefillTask] = []  # oldest first
         self._num_chunks = 0
@@ -99,8 +104,8 @@ class Prefiller:
         """Make an admitted task ready: ``task.caches`` hold what could be reused, or are empty."""
         if not task.caches:
             task.caches = make_prompt_cache(self._model)
-        if self._takes_snapshots and task.request.generation.session is not None:
-            task.snapshot_positions = snapshot_positions(task)
+        if self._snapshot_step and task.request.generation.session is not None:
+            task.snapshot_positions = snapshot_positions(task, self._snapshot_step)
         task.request.num_fed = task.num_cached
         self._ready.append(task)
 
@@ -148,14 +153,21 @@ class Prefiller:
         self._chunks.took(len(chunk), time.perf_counter() - started)
 
 
-def snapshot_positions(task: PrefillTask) -> list[int]:
+def snapshot_positions(task: PrefillTask, step: int = 1) -> list[int]:
     """The positions at which to take snapshots of untrimmable state, ascending: two at most.
 
     These are the first boundary (a system prompt, which other sessions share: the store keeps it
-    where they do), and the one before the answer, which is the end of the prompt where it has no
-    boundaries. Each is a copy in memory until the turn ends, where the newest state is taken.
+    where they do), and the last multiple of ``step`` before the answer, which begins behind the
+    last boundary, or behind a prompt that has none. Each is a copy in memory until the turn ends,
+    where the newest state is taken. ``step``: the store keeps rows behind its last full chunk
+    beside each state, unpacked, and they are more than computing them again is worth. Where there
+    is no multiple behind the first boundary, the state is taken right before the answer.
     """
     generation = task.request.generation
     last = min(len(generation.prompt) - 1, task.target)
     ahead = [x for x in generation.boundaries if x <= last] or [last]
-    return sorted({x for x in (min(ahead), max(ahead)) if x > task.num_cached})
+    end = max(ahead)
+    shared = [x for x in (min(ahead),) if x < end]
+    full = end - end % step
+    before_answer = full if full > max(shared, default=0) else end
+    return sorted(x for x in (*shared, before_answer) if x > task.num_cached)

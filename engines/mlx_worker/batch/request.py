@@ -70,6 +70,7 @@ class Sequence:
     remaining: int  # tokens it may still deliver
     entered: int = 0  # when it came into its batch: the youngest is preempted first
     run: int = 0  # tokens since then
+    is_guest: bool = False  # runs beyond the places, for a quantum at most
 
     @property
     def emitted(self) -> list[int]:

@@ -1,5 +1,8 @@
 """Takes places from those that hold more than their share, while somebody waits for one.
 
+A tenant that has no place yet visits: its row runs beyond the places for a quantum, which most
+answers do not need, and nobody makes way before that is over.
+
 A row that makes way is *parked*: it waits with its KV, and goes on later with the same tokens. When
 memory is what is missing, those that are parked are *sent back* instead, and then rows that run:
 their KV becomes an idle session like any other, which sleeps, and is restored or computed again.
@@ -15,7 +18,7 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from engines.host.fair_shares import QUANTUM, FairShares
+from engines.host.fair_shares import PROMPT_TOKEN, QUANTUM, FairShares
 from engines.host.line_order import LONG_ANSWER
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batches import Batches, StepOutput
@@ -53,7 +56,7 @@ class _Running:
 
     def give(self, unit: Unit) -> None:
         """Choose one to make way."""
-        number = len(unit.sequences) if isinstance(unit, PrefillTask) else 1
+        number = len(_sequences(unit))
         self.units.remove(unit)
         self.places[unit.request.tenant] -= number
         self.num_given += number
@@ -65,6 +68,24 @@ Choose: TypeAlias = Callable[[PrefillTask, _Running], Unit | None]
 
 def _is_long(unit: Unit) -> bool:
     return isinstance(unit, Sequence) and len(unit.emitted) >= LONG_ANSWER
+
+
+def _sequences(unit: Unit) -> list[Sequence]:
+    return unit.sequences if isinstance(unit, PrefillTask) else [unit]
+
+
+def _is_guest(unit: Unit) -> bool:
+    return any(x.is_guest for x in _sequences(unit))
+
+
+def _end_visit(unit: Unit) -> None:
+    for sequence in _sequences(unit):
+        sequence.is_guest = False
+
+
+def _served(unit: Unit) -> float:
+    """Tokens that it was served since it was let in, or since it decodes, as shares count them."""
+    return unit.run * (PROMPT_TOKEN if isinstance(unit, PrefillTask) else 1)
 
 
 class TimeSlices:
@@ -91,6 +112,7 @@ class TimeSlices:
 
     def make_way(self, deliver: Deliver) -> None:
         """Let the head of the line in, and those behind it, as far as others are beyond theirs."""
+        self._end_visits(deliver)
         self._admission.admit()
         for _ in range(self._budget.places.total()):
             head = self._admission.head
@@ -126,11 +148,28 @@ class TimeSlices:
         return False
 
     def _give_places(self, head: PrefillTask, deliver: Deliver) -> bool:
+        if not self._budget.places[head.request.tenant] and self._admission.visit(head):
+            self.counters["visits"] += 1
+            return True
         units = self._enough_to_yield(head, self._anyone_to_yield)
         if units is None:
             return False
         self._park_all(units, deliver)
         return self._admission.enter(head)  # itself: another may be first in the line by now
+
+    def _end_visits(self, deliver: Deliver) -> None:
+        """Give guests a place of their own: one that is free, or after a quantum somebody's."""
+        for unit in [x for x in self._running().units if _is_guest(x)]:
+            running = self._running()
+            if unit not in running.units:  # ended with one that was parked before
+                continue
+            if self._budget.missing_slots(1) > 0:
+                if _served(unit) < QUANTUM:
+                    continue
+                holder = self._shares.holder_to_yield(unit.request.tenant, 0, 1, running.places)
+                yields = running.longest_run(holder) if holder is not None else None
+                self._park(yields or unit, deliver)
+            _end_visit(unit)
 
     # ---- who
 
@@ -249,6 +288,7 @@ class TimeSlices:
             self._wait(task)
 
     def _wait(self, task: PrefillTask) -> None:
+        _end_visit(task)
         task.waits_from = self._shares.tokens(task.request.tenant)
         self._admission.requeue(task)
 

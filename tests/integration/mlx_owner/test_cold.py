@@ -140,12 +140,13 @@ async def test_a_system_prompt_that_sessions_share_is_computed_twice_at_most(
 
 
 @pytest.mark.parametrize("kind", UNTRIMMABLE)
-async def test_the_same_prompt_again_starts_at_its_end(kind: str, tmp_path: Path) -> None:
+async def test_the_same_prompt_again_starts_at_its_last_full_chunk(kind: str, tmp_path: Path) -> None:
     async with engine(kind, tmp_path) as it:
         first = await it.turn(text(1, 200), session("one"))
         await it.settled()
         again = await it.turn(text(1, 200), session("one"))
-    assert cache(again).header() == "cold-ram; tokens=199"
+    # A model of states alone has no rows that would rest unpacked beside one: it lies at the end.
+    assert cache(again).header() == f"cold-ram; tokens={199 if kind == 'mamba2' else 128}"
     same(first, again)
 
 

@@ -28,12 +28,50 @@ async def test_a_tenant_with_every_place_makes_way_and_ends_with_the_same_tokens
         ]
         reading = [await begun(x) for x in streams]
         for number in range(3):
-            other = await it.turn(text(9 + number, 20), session(f"o{number}", "modest"))
+            # More than a quantum: it visits first, and takes a place then.
+            name = session(f"o{number}", "modest")
+            other = await it.turn(text(9 + number, 20), name, max_tokens=70)
             assert other.finished == {0: "length"}
         assert not any(x.done() for x in reading)  # it did not wait for one of them to end
         answers = await asyncio.gather(*reading)
         assert 1 <= it.reports.engine().counters["parked"] <= 5  # one for each chat or so
     assert [x.tokens for x in answers] == [x.tokens for x in alone]
+
+
+async def test_a_short_answer_to_another_tenant_takes_no_place_from_anybody() -> None:
+    prompts = [text(i, 30) for i in range(4)]
+    async with engine("llama", max_batch=4) as it:
+        alone = [await it.turn(x, max_tokens=LONG) for x in prompts]
+        short = await it.turn(text(9, 20), max_tokens=20)
+        streams = [
+            it.submit(x, session(f"s{i}", "greedy"), max_tokens=LONG) for i, x in enumerate(prompts)
+        ]
+        reading = [await begun(x) for x in streams]
+        visit = await it.turn(text(9, 20), session("visit", "modest"), max_tokens=20)
+        assert not any(x.done() for x in reading)
+        answers = await asyncio.gather(*reading)
+        counters = it.reports.engine().counters
+    assert counters["visits"] == 1 and "parked" not in counters
+    assert visit.tokens == short.tokens
+    assert [x.tokens for x in answers] == [x.tokens for x in alone]
+
+
+async def test_a_second_visitor_waits_for_a_place_like_everybody() -> None:
+    """Four places have one guest beside them: the next tenant takes somebody's place."""
+    async with engine("llama", max_batch=4) as it:
+        greedy = [
+            await begun(it.submit(text(i, 30), session(f"s{i}", "greedy"), max_tokens=LONG))
+            for i in range(4)
+        ]
+        guests = [
+            await begun(it.submit(text(7, 30), session("g", name), max_tokens=LONG))
+            for name in ("first", "second")
+        ]
+        num_running = it.reports.engine().num_running
+        await asyncio.gather(*greedy, *guests)
+        counters = it.reports.engine().counters
+    assert num_running <= 5
+    assert counters["visits"] >= 1 and counters["parked"] >= 2  # the guest's visit ended as well
 
 
 async def test_rows_that_wait_take_turns_with_those_of_their_own_tenant() -> None:

@@ -74,6 +74,15 @@ def test_a_snapshot_is_due_behind_the_system_prompt_and_before_the_answer() -> N
     assert snapshot_positions(task(100, 0, tuple(range(10, 90, 10)))) == [10, 80]
 
 
+def test_a_snapshot_before_the_answer_lies_where_the_store_has_a_full_chunk() -> None:
+    assert snapshot_positions(task(1000, 0, (300, 950)), 128) == [300, 896]
+    assert snapshot_positions(task(1000, 0, (950,)), 128) == [896]
+    assert snapshot_positions(task(1000, 0), 128) == [896]
+    assert snapshot_positions(task(1000, 900, (950,)), 128) == []  # a newer one is there
+    assert snapshot_positions(task(100, 0, (30, 95)), 128) == [30, 95]  # shorter than a chunk
+    assert snapshot_positions(task(1000, 0, (900, 950)), 128) == [900, 950]
+
+
 def test_without_boundaries_the_prompt_ends_before_the_answer() -> None:
     assert snapshot_positions(task(100)) == [99]
     assert snapshot_positions(task(100, 99)) == []
