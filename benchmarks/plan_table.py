@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from kvstore.codecs.names import with_states
+from kvstore.codecs.names import for_session
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.states.session_codec import open_session_codec
 from kvstore.config import StoreConfig
@@ -81,7 +81,7 @@ def _packed(shape: CacheShape, num_tokens: int) -> tuple[int | None, int]:
     """Bytes where windows and states sleep packed, too: on mlx, within the bound."""
     states = shape.states("bfloat16")
     assert states is not None
-    name = with_states(PACKED, states.has_matrices)
+    name = for_session(PACKED, states.windows is not None, states.has_matrices)
     try:
         codec = open_session_codec(name, None, states)
         size = cold_size(shape, codec, "bfloat16", num_tokens, StoreConfig())

@@ -16,6 +16,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.blobs.snapshot import Snapshot, StateArray, StateTree
 from kvstore.by_tokens.store import ColdStore
+from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import StoredModel
@@ -46,7 +48,7 @@ from kvstore.tiers.ram_tier import RamTier
 
 GIB = 1 << 30
 CONTEXT = 128  # tokens of a trained model's session
-ANSWER = 32  # tokens before the end of a session, where its older state lies
+ANSWER = 32  # last tokens of a session; its older state lies before them
 TEXTS = 6
 SESSIONS = 24
 
@@ -100,7 +102,11 @@ def trained(kind: str, data: Path) -> Sleeper:
     return Sleeper(kind, found.instrument, found.plan, found.report, data, texts)
 
 
-REWRITTEN = {"windowed": write_windowed, "latent": write_latent}
+REWRITTEN = {
+    "windowed": write_windowed,
+    "windowed512": partial(write_windowed, window=512),
+    "latent": write_latent,
+}
 
 
 def rewritten(
@@ -160,7 +166,7 @@ def _slept(of: Sleeper, store: ColdStore, number: int) -> dict[str, Any]:
     ref = SessionRef("benchmark", str(number), b"salt")
     states: list[Snapshot] = []
     if of.plan.needs_state:
-        before = of.instrument.prefill_whole(tokens[: len(tokens) - ANSWER])
+        before = of.instrument.prefill_whole(tokens[: _before_answer(len(tokens))])
         states = [Snapshot(x.num_tokens, x.state) for x in (before, session)]
     store.save(ref, tokens, session.run, states)
     assert store.flush(60), "the session was not saved in time"
@@ -177,6 +183,12 @@ def _slept(of: Sleeper, store: ColdStore, number: int) -> dict[str, Any]:
         "hot_bytes": _hot_bytes(session),
         "cold_bytes": record.packed_bytes,
     }
+
+
+def _before_answer(num_tokens: int) -> int:
+    """Where an engine takes the older state: ``engines.mlx_worker.batch.prefill``."""
+    end = num_tokens - ANSWER
+    return end - end % USUAL_TOKENS or end
 
 
 def _answers(log_probs: np.ndarray, rest: Sequence[int]) -> list[bool]:

@@ -143,8 +143,8 @@ def _codecs(
             codec.check(layout)
             warm(codec, layout)
         return found
-    has_rows = bool(layout.layers or states.windows)
-    for name in session_presets(order.presets, has_rows, states.has_matrices):
+    ways = (bool(layout.layers), states.windows is not None, states.has_matrices)
+    for name in session_presets(order.presets, *ways):
         found[name] = session = open_session_codec(name, profile, states)
         session.check(layout, states)
         session.warm(layout, states)

@@ -183,7 +183,10 @@ class StateEntry(NamedTuple):
     sentence: str
 
 
-# Joined to a preset of rows by a plus, as in ``dense3+state8``; without it states stay exact.
+# Joined to a preset of rows by a plus, as in ``dense3+window5``; without it rows of windows go
+# through the preset itself. They are few, and what follows reads them most.
+WINDOWS: Final[dict[str, str]] = {"window5": "tq5"}  # the codec of windows' rows
+# Joined likewise, as in ``dense3+state8``; without it states stay exact.
 STATES: Final[dict[str, StateEntry]] = {
     "state16": StateEntry(16, "Rounds recurrent states to bf16."),
     "state8": StateEntry(8, "Recurrent states in 8 bits with a scale for each row."),
@@ -194,37 +197,60 @@ JOIN: Final = "+"
 USUAL_STATES: Final = "state8"  # of a preset that names none
 
 
-def parts_of(name: str) -> tuple[str, str]:
-    """Split a preset's name into that of its rows' codec and that of its states', "" if none."""
-    rows, _, states = name.partition(JOIN)
-    return rows, states
+class PresetParts(NamedTuple):
+    """A preset's name in parts: the codec of rows, and the ways of windows and of states.
+
+    "" where it does not name one. A way that does not exist is in ``states``, which refuses it.
+    """
+
+    rows: str
+    windows: str = ""
+    states: str = ""
+
+    @property
+    def name(self) -> str:
+        return JOIN.join(filter(None, self))
 
 
-def with_states(name: str, has_matrices: bool) -> str:
+def parts_of(name: str) -> PresetParts:
+    """Split a preset's name, such as ``dense3+window5+state8``."""
+    rows, _, ways = name.partition(JOIN)
+    first, _, rest = ways.partition(JOIN)
+    return PresetParts(rows, first, rest) if first in WINDOWS else PresetParts(rows, states=ways)
+
+
+def for_session(name: str, has_windows: bool, has_matrices: bool) -> str:
     """Complete a preset's name for a model: one that loses something packs matrices, too."""
-    rows, states = parts_of(name)
-    if not has_matrices:
-        return rows
-    return name if states or rows == EXACT else f"{rows}{JOIN}{USUAL_STATES}"
+    rows, windows, states = parts_of(name)
+    usual = USUAL_STATES if has_matrices and rows != EXACT else ""
+    return PresetParts(
+        rows, windows if has_windows else "", (states or usual) if has_matrices else ""
+    ).name
 
 
-def session_presets(names: Iterable[str], has_rows: bool, has_matrices: bool) -> tuple[str, ...]:
+def session_presets(
+    names: Iterable[str], has_rows: bool, has_windows: bool, has_matrices: bool
+) -> tuple[str, ...]:
     """List the combinations to measure on a model with states, for presets of rows.
 
-    Every preset is joined to the usual way of states; ``USUAL`` to all ways. Without rows there are
-    only the ways of states. ``has_rows``: of windows or of every token.
+    Every preset is joined to the usual way of states, and to each of windows; ``USUAL`` to all ways
+    of states. Without rows there are only the ways of states. ``has_rows``: of every token.
     """
-    if not has_rows:
+    if not has_rows and not has_windows:
         return (EXACT, *(f"{EXACT}{JOIN}{x}" for x in STATES))
-    found = dict.fromkeys(with_states(name, has_matrices) for name in names)
+    presets = [for_session(name, has_windows, has_matrices) for name in names]
+    found = dict.fromkeys(presets)
     if has_matrices and USUAL in map(first_part, found):
         found |= dict.fromkeys(f"{USUAL}{JOIN}{x}" for x in STATES)
+    if has_windows and has_rows:
+        of_each = (parts_of(x)._replace(windows=way).name for way in WINDOWS for x in presets)
+        found |= dict.fromkeys(x for x in of_each if first_part(x) != EXACT)
     return tuple(found)
 
 
 def first_part(name: str) -> str:
     """Return the rows' codec in a preset's name."""
-    return parts_of(name)[0]
+    return parts_of(name).rows
 
 
 # What is usual elsewhere and taken for harmless: measured with ours, to see what a loss amounts to.

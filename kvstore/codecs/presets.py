@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import CODECS, JOIN, LEARNABLE, STATES
+from kvstore.codecs.names import CODECS, LEARNABLE, STATES, WINDOWS, parts_of
 from kvstore.errors import UnknownCodec
 
 if TYPE_CHECKING:
@@ -62,11 +62,12 @@ def codec_by_name(name: str) -> Codec:
 def check_name(name: str) -> None:
     """Raise ``UnknownCodec`` if no codec has this name, with or without a profile.
 
-    It may name a way to keep states, too, as in ``dense3+state8``.
+    It may name ways to keep windows and states, too, as in ``dense3+window5+state8``.
     """
-    rows, joined, states = name.partition(JOIN)
-    if joined and states not in STATES:
-        raise UnknownCodec(f"no codec of states named {states!r}; there are {', '.join(STATES)}")
+    rows, _, states = parts_of(name)
+    if states and states not in STATES:
+        ways = ", ".join((*WINDOWS, *STATES))
+        raise UnknownCodec(f"no codec of windows or states named {states!r}; there are {ways}")
     if rows not in CODECS:
         codec_by_name(rows)
 
@@ -77,8 +78,8 @@ def is_exact(name: str) -> bool:
     Raises:
         UnknownCodec: there is none.
     """
-    rows, _, states = name.partition(JOIN)
-    return not states and (CODECS[rows].exact if rows in CODECS else codec_by_name(rows).exact)
+    rows, *ways = parts_of(name)
+    return not any(ways) and (CODECS[rows].exact if rows in CODECS else codec_by_name(rows).exact)
 
 
 def warm(codec: Codec, layout: KVLayout) -> None:

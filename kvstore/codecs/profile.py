@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 import msgspec
 import numpy as np
 
-from kvstore.codecs.names import parts_of
+from kvstore.codecs.names import first_part
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rope import Rope
 from kvstore.errors import Corrupt, Mismatch
@@ -111,7 +111,7 @@ class Profile:
     def only(self, preset: str) -> Profile:
         """Returns a profile without what other presets learned, whose memory can then be freed."""
         rows = tuple(x for x in self.rows if x.preset == preset)
-        codec, _ = parts_of(preset)
+        codec = first_part(preset)
         learned = {k: x for k, x in self.learned.items() if k in (codec, codec + OF_WINDOWS)}
         return replace(self, learned=learned, rows=rows)
 

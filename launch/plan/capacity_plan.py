@@ -12,7 +12,7 @@ from engines.calibration.gate.choice import Choice
 from engines.kv_budget import stated_context
 from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import CODECS, READY, first_part, with_states
+from kvstore.codecs.names import CODECS, READY, first_part, for_session
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.states.session_codec import SessionCodec, open_session_codec
@@ -292,7 +292,8 @@ class _Planner:
         try:
             codec: Codec | SessionCodec = open_codec(first_part(name), self.profile)
             if self.states is not None:
-                name = with_states(name, self.states.has_matrices)
+                has_windows = self.states.windows is not None
+                name = for_session(name, has_windows, self.states.has_matrices)
                 codec = open_session_codec(name, self.profile, self.states)
             size = cold_size(shape, codec, self.dtype, num_tokens, self.store)
         except UnknownCodec as error:

@@ -20,7 +20,7 @@ from kvstore.codecs.names import (
     OWN,
     USUAL_STATES,
     first_part,
-    with_states,
+    for_session,
 )
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
@@ -147,7 +147,7 @@ def choose(
     model = _Model(layout, profile, unmeasurable, states)
     if name == AUTO:
         return _from(_offers(config, model), config, fastest=True)
-    name = with_states(name, states is not None and states.has_matrices)
+    name = for_session(name, *_kinds(states))
     return _named(name, config, model)
 
 
@@ -172,6 +172,11 @@ def _packed(
             " first: thermocline calibrate"
         )
     return replace(choice, why=f"the loss was accepted: {refused}") if refused else choice
+
+
+def _kinds(states: StateLayout | None) -> tuple[bool, bool]:
+    """Say whether there are windows, and whether there are matrices."""
+    return (False, False) if states is None else (states.windows is not None, states.has_matrices)
 
 
 def _has_choice(layout: KVLayout, states: StateLayout | None) -> bool:

@@ -1,7 +1,8 @@
 """How all parts of a session are packed: rows of every token, rows of windows, matrices.
 
-A preset of a model with states names both, as in ``dense3+state8``. Windows' rows go through the
-same preset as all others, which has learned these layers by themselves.
+A preset of a model with states names them, as in ``dense3+state8``. Windows' rows go through the
+same preset as all others, which has learned these layers by themselves, or through a finer codec
+that learns nothing, as in ``dense3+window5``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import parts_of
+from kvstore.codecs.names import WINDOWS, parts_of
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.states.matrices import MatrixCodec, matrix_codec
 from kvstore.shapes import KVLayout, StateLayout
@@ -59,12 +60,15 @@ def open_session_codec(name: str, profile: Profile | None, states: StateLayout) 
     Raises:
         UnknownCodec: no such name, or it has to learn the model first.
     """
-    kv_name, state_name = parts_of(name)
+    kv_name, window_name, state_name = parts_of(name)
     rows = profile is None or bool(profile.layout.layers)
     # A model without growing rows never learned any.
     kv = open_codec(kv_name, profile) if rows or not states.windows else open_codec("raw")
     windows = None
     if states.windows is not None:
-        codec = open_codec(kv_name, profile.of_windows() if profile is not None else None)
-        windows = None if codec.exact else codec
+        if window_name:
+            windows = open_codec(WINDOWS[window_name])
+        else:
+            codec = open_codec(kv_name, profile.of_windows() if profile is not None else None)
+            windows = None if codec.exact else codec
     return SessionCodec(kv, windows, matrix_codec(state_name if states.has_matrices else ""))

@@ -140,7 +140,7 @@ async def test_a_system_prompt_that_sessions_share_is_computed_twice_at_most(
 
 
 @pytest.mark.parametrize("kind", UNTRIMMABLE)
-async def test_the_same_prompt_again_starts_at_its_last_full_chunk(kind: str, tmp_path: Path) -> None:
+async def test_the_same_prompt_again_starts_at_a_full_chunk(kind: str, tmp_path: Path) -> None:
     async with engine(kind, tmp_path) as it:
         first = await it.turn(text(1, 200), session("one"))
         await it.settled()
