@@ -21,7 +21,10 @@ from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.gate.profiles import locked
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
-from engines.calibration.measuring.freed_memory import return_freed_memory
+from engines.calibration.measuring.freed_memory import (
+    large_arrays_apart,
+    return_freed_memory,
+)
 from engines.calibration.messages import CalibrationOrder
 from engines.calibration.survey import CannotCalibrate, survey_report
 from engines.calibration.unfinished import Unfinished
@@ -103,7 +106,7 @@ class SelfMeasurement:
     def _run(self) -> None:
         _lower_priority()
         try:
-            with self._work():
+            with self._work(), large_arrays_apart():
                 self._measure()
         except Interrupted:
             again = "goes on" if self._resumes else "begins again"
