@@ -115,6 +115,14 @@ class Profile:
         learned = {k: x for k, x in self.learned.items() if k in (codec, codec + OF_WINDOWS)}
         return replace(self, learned=learned, rows=rows)
 
+    def in_memory(self) -> Profile:
+        """Returns the profile with arrays of its own: what becomes of its file is all the same."""
+        learned = {
+            name: {key: _copied(array) for key, array in arrays.items()}
+            for name, arrays in self.learned.items()
+        }
+        return replace(self, learned=learned)
+
     def _digest(self, preset: str) -> str:
         known = msgspec.json.encode((self.layout.layers, self.ropes))
         digest = blake2b(known, digest_size=ID_DIGITS // 2)
@@ -272,6 +280,12 @@ def _file_blocks(header: bytes, arrays: list[np.ndarray]) -> list[bytes | memory
         blocks.append(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
         at = _aligned(at) + array.nbytes
     return blocks
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    copy = array.copy()
+    copy.setflags(write=False)
+    return copy
 
 
 def _aligned(at: int) -> int:

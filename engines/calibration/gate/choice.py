@@ -61,11 +61,20 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class _Offer:
+    """A preset that was measured, without its codec: all of them at once would take memory."""
+
+    name: str
+    why: str
+    rows: tuple[Quality, ...]
+
+
+@dataclass(frozen=True)
 class _Offers:
     """The presets that ``auto`` chooses among, for every tier."""
 
-    good: Mapping[str, Choice]  # measured, and within the bound
-    refused: Mapping[str, Choice]  # measured, and out of it; ``why`` says how far
+    good: Mapping[str, _Offer]  # measured, and within the bound
+    refused: Mapping[str, _Offer]  # measured, and out of it; ``why`` says how far
     unmeasured: bool
     missing: str  # why there is no row of ``first``; "" if there is one
     first: str = FIRST  # the preset that most models get
@@ -95,7 +104,7 @@ def choose_tiers(
     @functools.cache  # a codec that several tiers have is made once
     def choice(name: str, fastest: bool) -> Choice:
         if name == AUTO and offers is not None:
-            return _from(offers, config, fastest=fastest)
+            return _from(offers, config, model, fastest=fastest)
         return choose(name, config, layout, profile, unmeasurable, states)
 
     quick = fastest_tiers(config)
@@ -146,7 +155,7 @@ def choose(
         return exact("this model keeps nothing that a codec could pack")
     model = _Model(layout, profile, unmeasurable, states)
     if name == AUTO:
-        return _from(_offers(config, model), config, fastest=True)
+        return _from(_offers(config, model), config, model, fastest=True)
     name = for_session(name, *_kinds(states))
     return _named(name, config, model)
 
@@ -223,14 +232,15 @@ def _offers(config: StoreConfig, model: _Model) -> _Offers:
     )
 
 
-def _from(offers: _Offers, config: StoreConfig, *, fastest: bool) -> Choice:
+def _from(offers: _Offers, config: StoreConfig, model: _Model, *, fastest: bool) -> Choice:
     """The choice for a tier; also says which denser presets, and the first, are out of bounds."""
     told = [offers.missing, *(x.why for x in offers.refused.values())]
     if not offers.good:
         return exact("; ".join(filter(None, told)), unmeasured=offers.unmeasured)
     rows = {name: x.rows for name, x in offers.good.items()}
     name, reason = preferred(rows, config.restore_share, fastest=fastest)
-    found = offers.good[name]
+    found = _opened(name, model)
+    assert found is not None
     told = [offers.missing] + [
         x.why for x in offers.refused.values() if x.name == offers.first or _bits(x) < _bits(found)
     ]
@@ -238,7 +248,7 @@ def _from(offers: _Offers, config: StoreConfig, *, fastest: bool) -> Choice:
     return replace(found, why=words, unmeasured=offers.unmeasured)
 
 
-def _bits(choice: Choice) -> float:
+def _bits(choice: Choice | _Offer) -> float:
     return choice.rows[-1].bits_per_element
 
 
@@ -277,21 +287,24 @@ def exact(why: str, *, unmeasured: bool = False) -> Choice:
     return Choice(EXACT, codec_by_name(EXACT), why, (), unmeasured)
 
 
-def _measured(name: str, model: _Model) -> Choice | None:
-    """The choice of a preset that was measured; None if it was not, or cannot pack this model."""
+def _measured(name: str, model: _Model) -> _Offer | None:
+    """A preset that was measured; None if it was not, or cannot pack this model."""
     try:
-        choice = _opened(name, model)
+        choice = _opened(name, model, serves=False)
     except UnknownCodec:
         return None
-    return choice if choice is not None and choice.rows else None
+    return _Offer(name, choice.why, choice.rows) if choice is not None and choice.rows else None
 
 
-def _opened(name: str, model: _Model) -> Choice | None:
+def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
     """The choice of a preset; None if it has yet to learn the model, or to learn it again.
+
+    ``serves``: its codec may be used for long, and so has nothing in the profile's file.
 
     Raises ``UnknownCodec`` for any other preset that does not exist or cannot pack this model.
     """
     own = None if model.profile is None else model.profile.only(name)
+    own = own.in_memory() if own is not None and serves else own
     session = None
     try:
         if model.states is not None:
@@ -317,7 +330,7 @@ def _rows(profile: Profile | None, name: str, codec_id: str) -> list[Quality]:
     return sorted(rows, key=lambda x: x.context)
 
 
-def _refusal(choice: Choice, bound: Bound) -> str:
+def _refusal(choice: Choice | _Offer, bound: Bound) -> str:
     return refusal(choice.rows, choice.name, bound)
 
 

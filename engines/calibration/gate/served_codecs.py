@@ -203,7 +203,8 @@ class ServedCodecs:
             return None
         path = profile_path(self._data, self._fingerprint)
         try:
-            profile = load_profile(path)
+            # All presets were learned, and one or two serve: only those get memory.
+            profile = load_profile(path, mapped=True)
         except FileNotFoundError:
             return None
         except (OSError, Corrupt, Mismatch) as error:

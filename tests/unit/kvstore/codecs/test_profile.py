@@ -66,6 +66,19 @@ def test_what_is_saved_is_loaded(tmp_path):
             assert np.array_equal(after.learned[preset][name], array)
 
 
+def test_a_profile_in_memory_needs_its_file_no_more(tmp_path):
+    path = file_of(tmp_path)
+    mapped = load_profile(path, mapped=True)
+    own = mapped.in_memory()
+    path.write_bytes(b"")  # to read a mapped array now would end the process
+    before = model_profile()
+    assert own.ids == before.ids and own.rows == (ROW,)
+    for preset, arrays in own.learned.items():
+        for name, array in arrays.items():
+            assert np.array_equal(array, before.learned[preset][name])
+            assert not array.flags.writeable
+
+
 def test_a_file_of_many_pieces_is_loaded_and_its_damage_noticed(tmp_path):
     values = np.random.default_rng(0).integers(0, 255, 3 * BLOCK_BYTES + 77, np.uint8)
     learned = {"one": {"a": values[:-99], "b": values[-99:]}, "two": {"c": np.zeros((3, 0))}}
