@@ -20,7 +20,7 @@ from engines.config import EngineConfig, WorkerConfig
 from engines.vllm_plugin.process.command import command, default_environment, environment
 from engines.vllm_plugin.process.server import SERVER
 from kvstore.config import StoreConfig
-from kvstore.cores import usable_cores
+from kvstore.cores import memory_nodes, usable_cores
 from launch.machine.interpreters import CHILD_ENV, find_python
 from launch.sample.sample_model import sample_model
 
@@ -127,7 +127,7 @@ class PlainVllm:
         settings = self._settings()
         ours = environment(settings, os.environ.get("PYTHONPATH", ""))
         return {
-            **default_environment(settings, cores=usable_cores()),
+            **default_environment(settings, cores=usable_cores(), memory_nodes=memory_nodes()),
             **os.environ,
             **CHILD_ENV,
             **ours,

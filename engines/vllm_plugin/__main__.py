@@ -32,7 +32,7 @@ from engines.vllm_plugin.process.command import (
 )
 from engines.vllm_plugin.process.parent_death import adopt_orphans, die_with_parent
 from engines.vllm_plugin.process.process_tree import end_descendants
-from kvstore.cores import usable_cores
+from kvstore.cores import memory_nodes, usable_cores
 
 END_S: Final = 25.0  # below the gateway's own patience
 # Left to itself, vLLM kills its processes at once when it is asked to end, and saves that wait are
@@ -49,7 +49,7 @@ def main() -> int:
     settings = write_settings(plugin_settings(worker))
     _remove_sockets(Path(worker.runtime_dir))
     env = {
-        **default_environment(worker, cores=usable_cores()),
+        **default_environment(worker, cores=usable_cores(), memory_nodes=memory_nodes()),
         **os.environ,
         **environment(worker, os.environ.get("PYTHONPATH", "")),
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_END_S),
