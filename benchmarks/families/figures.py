@@ -1,7 +1,7 @@
 """Puts models of every family to sleep with the preset that the gate gives them, and wakes them.
 
     python -m benchmarks.families.figures --models mamba2,delta [--json FILE]
-    python -m benchmarks.families.figures --models windowed,latent --source SAMPLE_MODEL
+    python -m benchmarks.families.figures --models windowed,narrow,latent --source SAMPLE_MODEL
 
 Each model is measured by the survey of ``thermocline calibrate``, ``auto`` chooses by that, and
 sessions are saved into a cold store with these codecs, loaded and gone on with. Trained models
@@ -26,7 +26,7 @@ from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.families.latent import write_latent
 from benchmarks.families.tasks import ITEM, answer_places, recall_text
 from benchmarks.families.trained import trained_model
-from benchmarks.families.windowed import write_windowed
+from benchmarks.families.windowed import NARROW, write_windowed
 from benchmarks.stacks.product_stack import write_json
 from engines.calibration.corpus import held_out_texts
 from engines.calibration.first_order import FIRST_PRESETS
@@ -104,7 +104,7 @@ def trained(kind: str, data: Path) -> Sleeper:
 
 REWRITTEN = {
     "windowed": write_windowed,
-    "windowed512": partial(write_windowed, window=512),
+    "narrow": partial(write_windowed, window=NARROW),
     "latent": write_latent,
 }
 
@@ -267,9 +267,9 @@ def main() -> None:
     begin_with_blas("benchmarks.families.figures")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="mamba2,delta")
-    parser.add_argument("--source", type=Path, help="the sample model, for windowed and latent")
-    parser.add_argument("--contexts", default="2048", help="in tokens, of windowed and latent")
-    parser.add_argument("--windows", type=int, default=16, help="to learn from, of both")
+    parser.add_argument("--source", type=Path, help="the sample model, for all but trained ones")
+    parser.add_argument("--contexts", default="2048", help="in tokens, of these")
+    parser.add_argument("--windows", type=int, default=16, help="to learn from, of these")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)

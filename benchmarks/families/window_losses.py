@@ -115,7 +115,7 @@ def main() -> None:
     begin_with_blas("benchmarks.families.window_losses")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="the sample model's folder")
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--presets", default="tq3,tq4")
     parser.add_argument("--texts", default="german,prose", help="beginnings of their names")
     parser.add_argument("--json", default="")
