@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return cores
 
 
-def memory_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
-    """NUMA nodes of this machine; 1 where the system does not tell."""
-    return max(1, sum(1 for x in folder.glob("node[0-9]*") if x.is_dir()))
+def memory_nodes(status: Path = Path("/proc/self/status")) -> int:
+    """NUMA nodes whose memory this process may use; 1 where the system does not tell.
+
+    A container's are fewer than the machine's.
+    """
+    try:
+        found = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status.read_text(), re.MULTILINE)
+    except OSError:
+        return 1
+    spans = [span.split("-") for span in found[1].split(",")] if found else []
+    return max(1, sum(int(x[-1]) - int(x[0]) + 1 for x in spans))

@@ -127,7 +127,9 @@ class PlainVllm:
         settings = self._settings()
         ours = environment(settings, os.environ.get("PYTHONPATH", ""))
         return {
-            **default_environment(settings, cores=usable_cores(), memory_nodes=memory_nodes()),
+            **default_environment(
+                settings, cpu=True, cores=usable_cores(), memory_nodes=memory_nodes()
+            ),
             **os.environ,
             **CHILD_ENV,
             **ours,

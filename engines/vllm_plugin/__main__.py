@@ -49,7 +49,9 @@ def main() -> int:
     settings = write_settings(plugin_settings(worker))
     _remove_sockets(Path(worker.runtime_dir))
     env = {
-        **default_environment(worker, cores=usable_cores(), memory_nodes=memory_nodes()),
+        **default_environment(
+            worker, cpu=is_cpu_build(), cores=usable_cores(), memory_nodes=memory_nodes()
+        ),
         **os.environ,
         **environment(worker, os.environ.get("PYTHONPATH", "")),
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_END_S),

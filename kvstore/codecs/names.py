@@ -183,9 +183,9 @@ class StateEntry(NamedTuple):
     sentence: str
 
 
-# Joined to a preset of rows by a plus, as in ``dense3+window5``; without it rows of windows go
+# Joined to a preset of rows by a plus, as in ``dense3+window4``; without it rows of windows go
 # through the preset itself. They are few, and what follows reads them most.
-WINDOWS: Final[dict[str, str]] = {"window5": "tq5"}  # the codec of windows' rows
+WINDOWS: Final[dict[str, str]] = {"window4": "tq4"}  # the codec of windows' rows
 # Joined likewise, as in ``dense3+state8``; without it states stay exact.
 STATES: Final[dict[str, StateEntry]] = {
     "state16": StateEntry(16, "Rounds recurrent states to bf16."),
@@ -213,7 +213,7 @@ class PresetParts(NamedTuple):
 
 
 def parts_of(name: str) -> PresetParts:
-    """Split a preset's name, such as ``dense3+window5+state8``."""
+    """Split a preset's name, such as ``dense3+window4+state8``."""
     rows, _, ways = name.partition(JOIN)
     first, _, rest = ways.partition(JOIN)
     return PresetParts(rows, first, rest) if first in WINDOWS else PresetParts(rows, states=ways)
@@ -233,8 +233,9 @@ def session_presets(
 ) -> tuple[str, ...]:
     """List the combinations to measure on a model with states, for presets of rows.
 
-    Every preset is joined to the usual way of states, and to each of windows; ``USUAL`` to all ways
-    of states. Without rows there are only the ways of states. ``has_rows``: of every token.
+    Every preset is joined to the usual way of states, those of ours that are coarser to each way of
+    windows, too, and ``USUAL`` to all ways of states. Without rows there are only the ways of
+    states. ``has_rows``: of every token.
     """
     if not has_rows and not has_windows:
         return (EXACT, *(f"{EXACT}{JOIN}{x}" for x in STATES))
@@ -243,9 +244,14 @@ def session_presets(
     if has_matrices and USUAL in map(first_part, found):
         found |= dict.fromkeys(f"{USUAL}{JOIN}{x}" for x in STATES)
     if has_windows and has_rows:
-        of_each = (parts_of(x)._replace(windows=way).name for way in WINDOWS for x in presets)
-        found |= dict.fromkeys(x for x in of_each if first_part(x) != EXACT)
+        for way, codec in WINDOWS.items():
+            coarser = [x for x in presets if _is_coarser(first_part(x), codec)]
+            found |= dict.fromkeys(parts_of(x)._replace(windows=way).name for x in coarser)
     return tuple(found)
+
+
+def _is_coarser(name: str, than: str) -> bool:
+    return name in OWN and OWN[name].bits < OWN[than].bits
 
 
 def first_part(name: str) -> str:

@@ -62,12 +62,15 @@ def codec_by_name(name: str) -> Codec:
 def check_name(name: str) -> None:
     """Raise ``UnknownCodec`` if no codec has this name, with or without a profile.
 
-    It may name ways to keep windows and states, too, as in ``dense3+window5+state8``.
+    It may name ways to keep windows and states, too, as in ``dense3+window4+state8``.
     """
-    rows, _, states = parts_of(name)
-    if states and states not in STATES:
+    parts = parts_of(name)
+    rows, _, states = parts
+    if (states and states not in STATES) or parts.name != name:
         ways = ", ".join((*WINDOWS, *STATES))
-        raise UnknownCodec(f"no codec of windows or states named {states!r}; there are {ways}")
+        raise UnknownCodec(
+            f"{name!r} names no way of windows or states behind its +; there are {ways}"
+        )
     if rows not in CODECS:
         codec_by_name(rows)
 

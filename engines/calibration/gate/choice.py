@@ -6,7 +6,8 @@ Every engine chooses at its start, and again whenever something was measured.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -33,6 +34,8 @@ from kvstore.shapes import KVLayout, StateLayout
 
 if TYPE_CHECKING:
     from kvstore.codecs.states.session_codec import SessionCodec
+
+logger = logging.getLogger(__name__)
 
 FIRST: Final = UNTIMED  # without a row of it a model counts as not measured yet
 _OVERRULE: Final = "accept the loss with store.accept_loss = true"
@@ -90,7 +93,8 @@ def choose_tiers(
     """The codec of each tier: that of its own setting, or else of ``store.codec``.
 
     For arguments and errors see ``choose``. Where ``auto`` decides, the fastest tier that is in use
-    may get another codec than those behind it.
+    may get another codec than those behind it. Tiers that pack rows by the same codec pack windows
+    and states alike, too, as the fastest of them does.
     """
     names: dict[TierName, str] = {
         "ram": config.codec,
@@ -101,14 +105,30 @@ def choose_tiers(
     model = _Model(layout, profile, unmeasurable, states)
     offers = _offers(config, model) if auto else None
 
+    opened = functools.cache(functools.partial(_opened, model=model))
+
     @functools.cache  # a codec that several tiers have is made once
     def choice(name: str, fastest: bool) -> Choice:
         if name == AUTO and offers is not None:
-            return _from(offers, config, model, fastest=fastest)
+            return _from(offers, config, opened, fastest=fastest)
         return choose(name, config, layout, profile, unmeasurable, states)
 
     quick = fastest_tiers(config)
-    return {tier: choice(name, name == AUTO and tier in quick) for tier, name in names.items()}
+    return _alike({x: choice(name, name == AUTO and x in quick) for x, name in names.items()})
+
+
+def _alike(choices: Mapping[TierName, Choice]) -> dict[TierName, Choice]:
+    """Give tiers with the same codec of rows the same way of windows and states."""
+    first: dict[str, Choice] = {}
+    found: dict[TierName, Choice] = {}
+    for tier, choice in choices.items():
+        faster = first.setdefault(choice.codec.id, choice)
+        found[tier] = choice if choice.id == faster.id else faster
+        if found[tier] is not choice:
+            logger.warning(
+                "%s is packed as a faster tier is: %s, not %s", tier, faster.id, choice.id
+            )
+    return found
 
 
 def fastest_tiers(config: StoreConfig) -> tuple[TierName, ...]:
@@ -155,7 +175,7 @@ def choose(
         return exact("this model keeps nothing that a codec could pack")
     model = _Model(layout, profile, unmeasurable, states)
     if name == AUTO:
-        return _from(_offers(config, model), config, model, fastest=True)
+        return _from(_offers(config, model), config, lambda x: _opened(x, model), fastest=True)
     name = for_session(name, *_kinds(states))
     return _named(name, config, model)
 
@@ -232,15 +252,21 @@ def _offers(config: StoreConfig, model: _Model) -> _Offers:
     )
 
 
-def _from(offers: _Offers, config: StoreConfig, model: _Model, *, fastest: bool) -> Choice:
+def _from(
+    offers: _Offers,
+    config: StoreConfig,
+    opened: Callable[[str], Choice | None],
+    *,
+    fastest: bool,
+) -> Choice:
     """The choice for a tier; also says which denser presets, and the first, are out of bounds."""
     told = [offers.missing, *(x.why for x in offers.refused.values())]
     if not offers.good:
         return exact("; ".join(filter(None, told)), unmeasured=offers.unmeasured)
     rows = {name: x.rows for name, x in offers.good.items()}
     name, reason = preferred(rows, config.restore_share, fastest=fastest)
-    found = _opened(name, model)
-    assert found is not None
+    found = opened(name)
+    assert found is not None  # it was measured
     told = [offers.missing] + [
         x.why for x in offers.refused.values() if x.name == offers.first or _bits(x) < _bits(found)
     ]

@@ -28,7 +28,7 @@ from kvstore.shapes import KVLayout, StateLayout
 logger = logging.getLogger(__name__)
 
 
-MAX_OTHERS = 24  # rows of codecs that are not in use; a report goes out every second
+MAX_OTHERS = 40  # rows of codecs that are not in use; a report goes out every second
 
 
 class AdoptCodecs(Protocol):

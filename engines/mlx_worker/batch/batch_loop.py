@@ -184,7 +184,9 @@ class BatchLoop:
         task.request.num_fed = len(task.tokens)  # the first decode step feeds the last one
         copies = [deepcopy(task.caches) for _ in task.sequences[1:]]
         for sequence, caches in zip(task.sequences, [task.caches, *copies], strict=True):
-            sequence.entered, sequence.run = next(self._entries), 0
+            # A guest's prompt is a part of its visit.
+            visited = round(task.run * PROMPT_TOKEN) if sequence.is_guest else 0
+            sequence.entered, sequence.run = next(self._entries), visited
             self._batches.insert(sequence, caches)
 
     # ---- ends that come from outside

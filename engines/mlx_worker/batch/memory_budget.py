@@ -61,6 +61,11 @@ class MemoryBudget:
         return self.places.total() - len(self._guests) + num_sequences - self._max_sequences
 
     @property
+    def places_of_residents(self) -> Counter[str]:
+        """The places that tenants hold, by tenant: guests have none."""
+        return self.places - Counter(x.request.tenant for x in self._guests)
+
+    @property
     def has_guest_place(self) -> bool:
         """True if one more sequence may run beyond the places."""
         return len(self._guests) < guest_places(self._max_sequences)

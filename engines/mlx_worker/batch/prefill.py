@@ -161,7 +161,8 @@ def snapshot_positions(task: PrefillTask, step: int = 1) -> list[int]:
     last boundary, or behind a prompt that has none. Each is a copy in memory until the turn ends,
     where the newest state is taken. ``step``: the store keeps rows behind its last full chunk
     beside each state, unpacked, and they are more than computing them again is worth. Where there
-    is no multiple behind the first boundary, the state is taken right before the answer.
+    is no multiple behind the first boundary and behind what was reused, the state is taken right
+    before the answer: what was reused may be another session's.
     """
     generation = task.request.generation
     last = min(len(generation.prompt) - 1, task.target)
@@ -169,5 +170,5 @@ def snapshot_positions(task: PrefillTask, step: int = 1) -> list[int]:
     end = max(ahead)
     shared = [x for x in (min(ahead),) if x < end]
     full = end - end % step
-    before_answer = full if full > max(shared, default=0) else end
+    before_answer = full if full > max([task.num_cached, *shared]) else end
     return sorted(x for x in (*shared, before_answer) if x > task.num_cached)

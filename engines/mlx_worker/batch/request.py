@@ -70,7 +70,7 @@ class Sequence:
     remaining: int  # tokens it may still deliver
     entered: int = 0  # when it came into its batch: the youngest is preempted first
     run: int = 0  # tokens since then
-    is_guest: bool = False  # runs beyond the places, for a quantum at most
+    is_guest: bool = False  # runs beyond the places, until it was served a quantum
 
     @property
     def emitted(self) -> list[int]:
@@ -95,6 +95,7 @@ class PrefillTask:
     # What its tenant had been served, in tokens, when it began to wait.
     waits_from: float = 0.0
     run: int = 0  # tokens fed since it was let in
+    made_way: bool = False  # it was let in before
 
     @property
     def target(self) -> int:

@@ -1,7 +1,8 @@
 """Takes places from those that hold more than their share, while somebody waits for one.
 
-A tenant that has no place yet visits: its row runs beyond the places for a quantum, which most
-answers do not need, and nobody makes way before that is over.
+A request of a tenant that has no place yet *visits*: its row runs beyond the places until it was
+served a quantum, which most answers do not need, and nobody makes way before that is over. It does
+so once, and only where its tenant is not ahead of those that have places.
 
 A row that makes way is *parked*: it waits with its KV, and goes on later with the same tokens. When
 memory is what is missing, those that are parked are *sent back* instead, and then rows that run:
@@ -84,7 +85,7 @@ def _end_visit(unit: Unit) -> None:
 
 
 def _served(unit: Unit) -> float:
-    """Tokens that it was served since it was let in, or since it decodes, as shares count them."""
+    """Tokens that a guest was served since it was let in, as shares count them."""
     return unit.run * (PROMPT_TOKEN if isinstance(unit, PrefillTask) else 1)
 
 
@@ -112,8 +113,8 @@ class TimeSlices:
 
     def make_way(self, deliver: Deliver) -> None:
         """Let the head of the line in, and those behind it, as far as others are beyond theirs."""
-        self._end_visits(deliver)
         self._admission.admit()
+        self._end_visits(deliver)
         for _ in range(self._budget.places.total()):
             head = self._admission.head
             if head is None or not self._make_way_for(head, deliver):
@@ -148,7 +149,7 @@ class TimeSlices:
         return False
 
     def _give_places(self, head: PrefillTask, deliver: Deliver) -> bool:
-        if not self._budget.places[head.request.tenant] and self._admission.visit(head):
+        if self._may_visit(head) and self._admission.visit(head):
             self.counters["visits"] += 1
             return True
         units = self._enough_to_yield(head, self._anyone_to_yield)
@@ -157,25 +158,47 @@ class TimeSlices:
         self._park_all(units, deliver)
         return self._admission.enter(head)  # itself: another may be first in the line by now
 
+    def _may_visit(self, head: PrefillTask) -> bool:
+        """True if it is new, of a tenant that has no place and is ahead of none that has one."""
+        places, tenant = self._budget.places, head.request.tenant
+        if places[tenant] or head.made_way:
+            return False
+        least = min((self._shares.count(x) for x, number in places.items() if number), default=0.0)
+        return self._shares.count(tenant) - least < QUANTUM
+
     def _end_visits(self, deliver: Deliver) -> None:
         """Give guests a place of their own: one that is free, or after a quantum somebody's."""
-        for unit in [x for x in self._running().units if _is_guest(x)]:
-            running = self._running()
-            if unit not in running.units:  # ended with one that was parked before
+        for guest in self._guests():
+            if guest not in self._guests():  # ended with one that was parked before
                 continue
             if self._budget.missing_slots(1) > 0:
-                if _served(unit) < QUANTUM:
+                if _served(guest) < QUANTUM:
                     continue
-                holder = self._shares.holder_to_yield(unit.request.tenant, 0, 1, running.places)
-                yields = running.longest_run(holder) if holder is not None else None
-                self._park(yields or unit, deliver)
-            _end_visit(unit)
+                self._make_way_for_guest(guest, deliver)
+            if self._budget.missing_slots(1) > 0:  # nobody was to make way
+                self._park(guest, deliver)
+            else:
+                _end_visit(guest)
+
+    def _make_way_for_guest(self, guest: Unit, deliver: Deliver) -> None:
+        running = self._running()
+        holder = self._shares.holder_to_yield(guest.request.tenant, 1, 1, running.places)
+        unit = running.longest_run(holder) if holder is not None else None
+        if unit is not None:
+            self._park(unit, deliver)
 
     # ---- who
 
+    def _units(self) -> list[Unit]:
+        return [*self._batches.sequences, *self._prefiller.ready]
+
+    def _guests(self) -> list[Unit]:
+        return [x for x in self._units() if _is_guest(x)]
+
     def _running(self) -> _Running:
-        units: list[Unit] = [*self._batches.sequences, *self._prefiller.ready]
-        return _Running(units, self._budget.places)
+        """Those that have places: if a guest made way, nobody would have one more."""
+        units = [x for x in self._units() if not _is_guest(x)]
+        return _Running(units, self._budget.places_of_residents)
 
     def _enough_to_yield(self, head: PrefillTask, choose: Choose) -> list[Unit] | None:
         """Choose who makes way for all sequences of ``head``; None if that cannot be enough.
@@ -289,6 +312,7 @@ class TimeSlices:
 
     def _wait(self, task: PrefillTask) -> None:
         _end_visit(task)
+        task.made_way = True
         task.waits_from = self._shares.tokens(task.request.tenant)
         self._admission.requeue(task)
 

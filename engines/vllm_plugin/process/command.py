@@ -133,19 +133,25 @@ def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) 
     return argv
 
 
-def default_environment(worker: WorkerConfig, *, cores: int, memory_nodes: int) -> dict[str, str]:
+def default_environment(
+    worker: WorkerConfig, *, cpu: bool, cores: int, memory_nodes: int
+) -> dict[str, str]:
     """Variables for the child's environment that give way to those set by whoever starts us.
 
     With any connector vLLM reserves one core more per rank, which ours does not need: on a machine
     of four cores it would take one of the model's three threads. One core per rank is reserved, as
     without a connector, unless the model would then have a single one.
 
-    By itself vLLM binds each rank to a memory node of its own, and ends where there are fewer
-    nodes than ranks. There they share the cores, unbound.
+    By itself vLLM's CPU build binds each rank to a memory node of its own, and ends where there are
+    fewer nodes than ranks. There they share the cores, unbound.
+
+    Args:
+        cpu: it is the CPU build.
+        memory_nodes: that this process may use.
     """
     ranks = worker.engine.vllm.tensor_parallel
     env = {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0)}
-    if ranks > max(1, memory_nodes):
+    if cpu and ranks > max(1, memory_nodes):
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     return env

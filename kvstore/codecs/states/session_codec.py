@@ -2,7 +2,7 @@
 
 A preset of a model with states names them, as in ``dense3+state8``. Windows' rows go through the
 same preset as all others, which has learned these layers by themselves, or through a finer codec
-that learns nothing, as in ``dense3+window5``.
+that learns nothing, as in ``dense3+window4``.
 """
 
 from __future__ import annotations

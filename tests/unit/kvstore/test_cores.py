@@ -7,14 +7,15 @@ import pytest
 from kvstore.cores import memory_nodes, usable_cores
 
 
-@pytest.mark.parametrize(
-    ("names", "number"),
-    [((), 1), (("node0",), 1), (("node0", "node1", "node10", "online", "nodes"), 3)],
-)
-def test_memory_nodes_are_counted(tmp_path: Path, names: tuple[str, ...], number: int) -> None:
-    for name in names:
-        (tmp_path / name).mkdir()
-    assert memory_nodes(tmp_path) == number
+@pytest.mark.parametrize(("allowed", "number"), [("0", 1), ("1", 1), ("0-1", 2), ("0,2-4,9", 5)])
+def test_memory_nodes_are_those_that_are_allowed(tmp_path: Path, allowed: str, number: int) -> None:
+    status = tmp_path / "status"
+    status.write_text(
+        f"Name:\tx\nMems_allowed:\t00000001\nMems_allowed_list:\t{allowed}\nEnd:\t1\n"
+    )
+    assert memory_nodes(status) == number
+    status.write_text("Name:\tx\n")
+    assert memory_nodes(status) == 1
     assert memory_nodes(tmp_path / "not-there") == 1
 
 

@@ -15,7 +15,7 @@ from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.shapes import KVLayout
+from kvstore.shapes import KVLayout, StateLayout
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile
 
@@ -97,6 +97,26 @@ def test_tiers_with_one_codec_share_it() -> None:
     assert found["disk"] is found["redis"]
     named = choose_tiers(StoreConfig(codec="max", disk_codec="max"), LAYOUT, measured(*TIMED))
     assert named["ram"] is named["disk"]
+
+
+def test_a_codec_that_suits_two_tiers_for_different_reasons_is_made_once() -> None:
+    found = choose_tiers(StoreConfig(restore_share=0.2), LAYOUT, measured(*TIMED))
+    assert found["ram"].why != found["disk"].why
+    assert found["ram"].codec is found["disk"].codec
+
+
+def test_tiers_with_the_same_codec_of_rows_pack_windows_alike() -> None:
+    config = StoreConfig(codec="tq3", disk_codec="tq3+window4", accept_loss=True)
+    states = StateLayout(LAYOUT, 128)
+    found = choose_tiers(config, LAYOUT, None, states=states)
+    assert {x.name for x in found.values()} == {"tq3"}
+    other = choose_tiers(
+        StoreConfig(codec="tq4", disk_codec="tq3+window4", accept_loss=True),
+        LAYOUT,
+        None,
+        states=states,
+    )
+    assert [x.name for x in other.values()] == ["tq4", "tq3+window4", "tq4"]
 
 
 def test_a_tier_says_what_is_denser_and_out_of_bounds() -> None:

@@ -16,10 +16,10 @@ from tests.unit.kvstore.codecs.samples import layout_of
     ("name", "parts"),
     [
         ("dense3", PresetParts("dense3")),
-        ("dense3+window5", PresetParts("dense3", "window5")),
+        ("dense3+window4", PresetParts("dense3", "window4")),
         ("dense3+state8", PresetParts("dense3", "", "state8")),
-        ("dense3+window5+state8", PresetParts("dense3", "window5", "state8")),
-        ("dense3+state8+window5", PresetParts("dense3", "", "state8+window5")),
+        ("dense3+window4+state8", PresetParts("dense3", "window4", "state8")),
+        ("dense3+state8+window4", PresetParts("dense3", "", "state8+window4")),
         ("dense3+nothing", PresetParts("dense3", "", "nothing")),
     ],
 )
@@ -30,33 +30,39 @@ def test_a_name_has_parts(name: str, parts: PresetParts) -> None:
     if known:
         check_name(name)
     else:
-        with pytest.raises(UnknownCodec, match="window5, state16"):
+        with pytest.raises(UnknownCodec, match="there are window4, state16"):
             check_name(name)
+
+
+@pytest.mark.parametrize("name", ["dense3+", "raw+", "dense3+window4+", "dense3++state8"])
+def test_an_empty_part_is_refused(name: str) -> None:
+    with pytest.raises(UnknownCodec, match="behind its"):
+        check_name(name)
 
 
 def test_only_a_preset_without_ways_can_be_exact() -> None:
     assert is_exact("raw")
-    assert not any(map(is_exact, ("raw+window5", "raw+state8", "dense3")))
+    assert not any(map(is_exact, ("raw+window4", "raw+state8", "dense3")))
 
 
 @pytest.mark.parametrize(
     ("windows", "matrices", "full"),
     [
         (False, False, "dense3"),
-        (True, False, "dense3+window5"),
+        (True, False, "dense3+window4"),
         (False, True, "dense3+state8"),
-        (True, True, "dense3+window5+state8"),
+        (True, True, "dense3+window4+state8"),
     ],
 )
 def test_a_model_has_the_ways_of_what_it_keeps(windows: bool, matrices: bool, full: str) -> None:
-    assert for_session("dense3+window5", windows, matrices) == full
+    assert for_session("dense3+window4", windows, matrices) == full
     assert for_session("raw", windows, matrices) == "raw"
 
 
 def test_each_preset_is_measured_with_finer_windows_too() -> None:
-    names = ("dense3", "balanced", "raw")
+    names = ("dense3", "balanced", "raw", "tq4", "safe", "fp8")  # only two are coarser
     found = session_presets(names, has_rows=True, has_windows=True, has_matrices=False)
-    assert found == (*names, "dense3+window5", "balanced+window5")
+    assert found == (*names, "dense3+window4", "balanced+window4")
     # Where windows are all there is, the preset is theirs.
     assert session_presets(names, False, True, False) == names
     assert session_presets(names, True, False, False) == names
@@ -66,7 +72,7 @@ def test_each_preset_is_measured_with_finer_windows_too() -> None:
 def test_rows_of_windows_go_through_the_codec_that_is_named() -> None:
     states = StateLayout(layout_of(64), 128)
     own = open_session_codec("tq3", None, states)
-    finer = open_session_codec("tq3+window5", None, states)
+    finer = open_session_codec("tq3+window4", None, states)
     assert own.windows is not None and own.windows.id == own.kv.id
-    assert finer.windows is not None and finer.windows.id.startswith("tq5")
+    assert finer.windows is not None and finer.windows.id.startswith("tq4")
     assert finer.kv.id == own.kv.id and finer.id != own.id
