@@ -271,3 +271,57 @@ async def test_a_newcomer_waits_for_steps_not_for_answers() -> None:
             assert it.reports.engine().counters["generated_tokens"] - before < 4 * 16
             await modest
         await asyncio.gather(*reading)
+
+
+async def test_each_request_visits_once() -> None:
+    """Five endless rows of five tenants take turns on four places, one of them a guest at first."""
+    async with engine("llama", max_batch=4) as it:
+        rows = [
+            await begun(it.submit(text(i, 30), session("s", tenant), max_tokens=LONG))
+            for i, tenant in enumerate("abcde")
+        ]
+        await asyncio.gather(*rows)
+        counters = it.reports.engine().counters
+    assert counters["visits"] == 1 and counters["parked"] >= 4
+
+
+async def test_who_is_ahead_does_not_visit() -> None:
+    """Long prompts with short answers: each counts as 150 tokens, and others get as many."""
+    async with engine("llama", max_batch=4, prefill_step=512) as it:
+        streams = [
+            it.submit(text(i, 30), session("s", tenant), max_tokens=LONG)
+            for i, tenant in enumerate("abcd")
+        ]
+        rows = [await begun(x) for x in streams]
+        turns = 0
+        while not any(x.done() for x in rows):
+            await it.turn(text(50 + turns, 600), session(f"e{turns}", "e"), max_tokens=2)
+            turns += 1
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*rows)
+    assert 1 <= turns <= 2 + LONG // 100
+
+
+async def test_guests_never_become_more_rows_than_there_are_places() -> None:
+    """A guest that is ahead and a newcomer visit together; nobody's row makes way for nothing."""
+    async with engine("llama", max_batch=8, prefill_step=32) as it:
+        budget = it.owner.parts.budget
+        streams = [it.submit(text(i, 30), session("s", f"t{i}"), max_tokens=LONG) for i in range(8)]
+        rows = [await begun(x) for x in streams]
+        others = [
+            it.submit(text(50 + i, 30 + 300 * (i % 2)), session("g", f"g{i}"), max_tokens=LONG)
+            for i in range(5)
+        ]
+        rows += [asyncio.create_task(read(x)) for x in others]
+        most = 0
+        while not any(x.done() for x in rows[:8]):
+            held = await it.owner.call(lambda: budget.places_of_residents.total())
+            most = max(most, held)
+            await asyncio.sleep(0.005)
+        for stream in (*streams, *others):
+            stream.cancel()
+        await asyncio.gather(*rows)
+        counters = it.reports.engine().counters
+    assert most == 8
+    assert counters["visits"] >= 2
