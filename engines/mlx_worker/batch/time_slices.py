@@ -196,7 +196,7 @@ class TimeSlices:
         return [x for x in self._units() if _is_guest(x)]
 
     def _running(self) -> _Running:
-        """Those that have places: if a guest made way, nobody would have one more."""
+        """List what has a place: if a guest made way, nobody would have one more."""
         units = [x for x in self._units() if not _is_guest(x)]
         return _Running(units, self._budget.places_of_residents)
 
