@@ -94,7 +94,7 @@ def choose_tiers(
 
     For arguments and errors see ``choose``. Where ``auto`` decides, the fastest tier that is in use
     may get another codec than those behind it. Tiers that pack rows by the same codec pack windows
-    and states alike, too, as the fastest of them does.
+    and states alike, too: as the fastest of them does, or exactly.
     """
     names: dict[TierName, str] = {
         "ram": config.codec,
@@ -118,16 +118,21 @@ def choose_tiers(
 
 
 def _alike(choices: Mapping[TierName, Choice]) -> dict[TierName, Choice]:
-    """Give tiers with the same codec of rows the same way of windows and states."""
-    first: dict[str, Choice] = {}
+    """Give tiers with the same codec of rows the same way of windows and states.
+
+    Exactly, if one of them wants them so.
+    """
+    same: dict[str, Choice] = {}
+    for choice in choices.values():
+        known = same.setdefault(choice.codec.id, choice)
+        if choice.is_exact and not known.is_exact:
+            same[choice.codec.id] = choice
     found: dict[TierName, Choice] = {}
     for tier, choice in choices.items():
-        faster = first.setdefault(choice.codec.id, choice)
-        found[tier] = choice if choice.id == faster.id else faster
+        other = same[choice.codec.id]
+        found[tier] = choice if choice.id == other.id else other
         if found[tier] is not choice:
-            logger.warning(
-                "%s is packed as a faster tier is: %s, not %s", tier, faster.id, choice.id
-            )
+            logger.warning("%s is packed as another tier is: %s, not %s", tier, other.id, choice.id)
     return found
 
 

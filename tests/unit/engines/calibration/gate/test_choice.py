@@ -119,6 +119,15 @@ def test_tiers_with_the_same_codec_of_rows_pack_windows_alike() -> None:
     assert [x.name for x in other.values()] == ["tq4", "tq3+window4", "tq4"]
 
 
+@pytest.mark.parametrize(("ram", "disk"), [("raw", "raw+state8"), ("raw+state8", "raw")])
+def test_a_tier_that_is_to_lose_nothing_has_others_lose_nothing_beside_it(
+    ram: str, disk: str
+) -> None:
+    config = StoreConfig(codec=ram, disk_codec=disk, redis_codec="tq4", accept_loss=True)
+    found = choose_tiers(config, LAYOUT, None, states=StateLayout(has_matrices=True))
+    assert [x.is_exact for x in found.values()] == [True, True, False]
+
+
 def test_a_tier_says_what_is_denser_and_out_of_bounds() -> None:
     rows = (timed("dense3", 0.04, kl=0.02), timed("max", 0.2, kl=0.03), timed("balanced", 0.3))
     profile = measured(*rows, timed("safe", 0.04))
