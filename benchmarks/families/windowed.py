@@ -1,6 +1,6 @@
 """The sample model with sliding windows on its first layers: a real language model with windows.
 
-    python -m benchmarks.families.windowed FOLDER --source SAMPLE_MODEL [--window 512]
+    python -m benchmarks.families.windowed FOLDER --source SAMPLE_MODEL [--window 512] [--layers 15]
 
 Its weights are the sample model's own, linked; only config.json differs. Both engines know Llama
 layers with windows by ``layer_types`` and ``sliding_window``, so their arithmetic is the sample
@@ -8,6 +8,9 @@ model's but for what lies outside of a window. First layers look near: windows o
 of them, as in small Gemmas, leave it a language model behind 1,500 tokens (perplexity of a chat
 28.7 for 27.0, of German prose 36.0 for 32.6); with windows of 128 (``NARROW``), as in gpt-oss, it
 has lost its German (30.3 and 61.6): a model that was not trained so, and a hard test.
+
+vLLM shares memory between groups of equally many layers, and our plug-in takes one group of layers
+that keep all tokens: for vLLM give at least as many layers windows as have none, ``--layers 15``.
 """
 
 from __future__ import annotations
@@ -43,8 +46,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", type=Path, required=True, help="the sample model's folder")
     parser.add_argument("--window", type=int, default=WINDOW)
+    parser.add_argument("--layers", type=int, default=NUM_WINDOWS, help="first ones, with windows")
     args = parser.parse_args()
-    print(write_windowed(args.source, args.folder, args.window))
+    print(write_windowed(args.source, args.folder, args.window, args.layers))
 
 
 if __name__ == "__main__":
