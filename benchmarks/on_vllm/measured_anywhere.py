@@ -1,18 +1,23 @@
 """Whether vLLM ends packed by itself on several ranks, attached, and killed while it measures.
 
-    python -m benchmarks.on_vllm.measured_anywhere [--cases ranks,attached,killed] [--json OUT]
+    python -m benchmarks.on_vllm.measured_anywhere [--cases ranks,attached,killed,windows]
+        [--json OUT]
 
 *ranks*: tensor parallel 3, since the sample model has three KV heads; *attached*: a vLLM that was
 started by the lines of docs/hardware.md; *killed*: kill -9 of the engine in the middle of the
-measurement, which goes on where it was. Each begins with ``raw`` and waits for the verdict. Then
-sessions sleep and come back: the last question is asked behind the live session, and once more
-behind the packed one. The prompt is the same, and so should be what follows.
+measurement, which goes on where it was; *windows*: the sample model with windows of 512 tokens on
+half of its layers (``benchmarks.families.windowed``), with the bytes of sessions asleep.
+
+Each begins with ``raw`` and waits for the verdict. Then sessions sleep and come back: the last
+question is asked behind the live session, and once more behind the packed one. The prompt is the
+same, and so should be what follows.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import tempfile
 import time
@@ -20,9 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.families.windowed import write_windowed
 from benchmarks.stacks.attached_vllm import started
 from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, prose, write_json
 from benchmarks.stacks.vllm_stack import START_S, python_with_vllm
+from launch.machine.folders import default_cache_dir
+from launch.sample.sample_model import sample_model
 
 SESSIONS = 6
 WORDS = 500
@@ -82,13 +90,14 @@ async def slept(client: Client, number: int) -> dict[str, Any]:
     live = await client.chat(messages, name, max_tokens=ANSWER, ignore_eos=True)
     await client.until(name, "idle")
     await client.post(f"/v1/sessions/{name}/demote")
-    await client.until(name, "cold")
+    asleep = await client.until(name, "cold")
     back = await client.chat(messages, name, max_tokens=ANSWER, ignore_eos=True)
     assert first.ok and live.ok and back.ok, (first, live, back)
     same = 0
     while same < min(len(live.text), len(back.text)) and live.text[same] == back.text[same]:
         same += 1
-    return {"cache": back.cache, "same_share": same / max(1, len(live.text))}
+    kept = {x: asleep[x] for x in ("tokens", "bytes")}
+    return {"cache": back.cache, "same_share": same / max(1, len(live.text)), "asleep": kept}
 
 
 async def outcome(server: Stack, looks: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -104,6 +113,7 @@ async def outcome(server: Stack, looks: Callable[[dict[str, Any]], None]) -> dic
         "from_cold": sum(x["cache"].startswith("cold-") for x in found),
         "of": len(found),
         "same_text": [round(x["same_share"], 2) for x in found],
+        "asleep": [x["asleep"] for x in found],
     }
 
 
@@ -145,7 +155,17 @@ def killed() -> dict[str, Any]:
         return found | {"killed_at": deaths, "went_on_at": after}
 
 
-CASES = {"ranks": ranks, "attached": attached, "killed": killed}
+def windows() -> dict[str, Any]:
+    sample = sample_model(default_cache_dir(os.environ))
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_windowed(sample, Path(folder) / "model", num=15)
+        windowed = settings()
+        windowed["engine"]["model"] = str(model)
+        with Stack(windowed, start_timeout_s=START_S) as stack:
+            return asyncio.run(outcome(stack, nothing))
+
+
+CASES = {"windows": windows, "ranks": ranks, "attached": attached, "killed": killed}
 
 
 def main() -> None:
