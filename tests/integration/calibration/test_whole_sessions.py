@@ -54,8 +54,10 @@ def test_windows_are_learned_by_themselves(tmp_path: Path) -> None:
     assert profile.windows is not None and len(profile.windows.layers) == 4
     # The layers with windows turn their keys by another base.
     assert None not in (*profile.ropes, *profile.window_ropes)
-    (row,) = report.rows
+    row, finer = report.rows
     assert row.preset == "dense3" and row.kl > 0 and row.bits_per_element < 6
+    assert finer.preset == "dense3+window4" and finer.kl > 0
+    assert row.bits_per_element < finer.bits_per_element
     codecs = served("gemma3_text", report, tmp_path, max_kl=1e9)
     session = codecs.codecs.sessions[codecs.codecs.ram.id]
     assert session.id == row.codec_id == codecs.report.id
