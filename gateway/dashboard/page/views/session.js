@@ -72,6 +72,8 @@ function Actions({ row, close }) {
     }
   };
   const asleep = (said) => `${row.id} sleeps now${said?.tier ? `, in ${TIER_NAMES[said.tier]}` : ""}.`;
+  const moved = (said) => // a slow disk has what it was given a while later
+    said?.tier === "ram" ? `${row.id} is still in ${TIER_NAMES.ram}: the disk has not taken it yet. Try again.` : asleep(said);
   const awake = (said) =>
     said?.state === "cold" && said.tier // vLLM fills its blocks for a running request only
       ? `${row.id} is ready in ${TIER_NAMES[said.tier]}; this engine unpacks it with its next turn.`
@@ -85,7 +87,7 @@ function Actions({ row, close }) {
     ${hot
       ? html`<button type="button" disabled=${busy || stays} aria-describedby=${why} onClick=${() => act("demote", asleep)}>Let it sleep</button>`
       : html`<button type="button" disabled=${busy || inUse} aria-describedby=${why} onClick=${() => act("prefetch", awake)}>Wake</button>`}
-    ${row.tier === "ram" && !row.pinned && html`<button type="button" disabled=${busy || inUse} aria-describedby=${why} onClick=${() => act("demote", asleep, { tier: "disk" })}>Move to disk</button>`}
+    ${row.tier === "ram" && !row.pinned && html`<button type="button" disabled=${busy || inUse} aria-describedby=${why} onClick=${() => act("demote", moved, { tier: "disk" })}>Move to disk</button>`}
     ${row.pinned
       ? html`<button type="button" disabled=${busy} onClick=${() => act("unpin", () => `${row.id} may sleep again.`)}>Unpin</button>`
       : html`<button type="button" disabled=${busy} onClick=${() => act("pin", () => `${row.id} is pinned: it stays as it is.`)}>Pin</button>`}
