@@ -12,13 +12,13 @@ from pathlib import Path
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.profiles import make_folder, save
-from engines.calibration.instrument import Instrument, states_of
+from engines.calibration.instrument import Instrument, StatefulInstrument, states_of
 from engines.calibration.learn import Windows, learn, samples_of, window_samples_of, yardsticks
 from engines.calibration.measuring.cases import Case, needle_cases, text_cases
 from engines.calibration.measuring.chains import chain_cases
 from engines.calibration.measuring.measure import Tell, measure, quiet
 from engines.calibration.measuring.scratch import Scratch
-from engines.calibration.measuring.trials import AnyCodec
+from engines.calibration.measuring.trials import AnyCodec, least_context
 from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
 from engines.calibration.unfinished import Unfinished
 from kvstore.codecs.learning.bounds import RateDistortionBound
@@ -129,6 +129,22 @@ def survey(
     most_bits = max((x.bits_per_element for x in rows if x.residual_error), default=0.0)
     bounds = [_water_filling(x, most_bits) for x in dict.fromkeys(sticks.values())]
     return Survey(replace(profile, rows=tuple(rows)), tuple(bounds))
+
+
+def check_contexts(instrument: StatefulInstrument, contexts: Sequence[int]) -> None:
+    """Refuse contexts in which a session's state cannot sleep, or not as often as it is judged by.
+
+    Not for an engine that holds no longer ones: its sessions sleep less often.
+
+    Raises ``CannotCalibrate``.
+    """
+    step = instrument.state_step
+    least = least_context(instrument.states, step)
+    if min(contexts) < step or max(contexts) < least:
+        raise CannotCalibrate(
+            f"the state of this model can rest every {step} tokens: ask for no context below that,"
+            f" and for one of {least} tokens or more"
+        )
 
 
 def _codecs(

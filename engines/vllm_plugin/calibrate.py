@@ -11,15 +11,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from engines.calibration.instrument import StatefulInstrument
 from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.calibration.program import run
-from engines.calibration.survey import CannotCalibrate, survey_report
+from engines.calibration.survey import CannotCalibrate, check_contexts, survey_report
 
 
 def calibrate(order: CalibrationOrder) -> CalibrationReport:
     """Measure the ordered codecs on the ordered model.
 
-    Raises ``CannotCalibrate``: the order asks for several ranks.
+    Raises ``CannotCalibrate``: several ranks, or contexts that are too short, are ordered.
     """
     if order.vllm.tensor_parallel > 1:
         raise CannotCalibrate(
@@ -29,11 +30,13 @@ def calibrate(order: CalibrationOrder) -> CalibrationReport:
     os.environ.update(_environment(order))
     # vLLM reads its environment when it is imported.
     from engines.vllm_plugin.calibration.calibration_engine import open_engine, version
-    from engines.vllm_plugin.calibration.instrument import VllmInstrument
+    from engines.vllm_plugin.calibration.session_instrument import open_instrument
 
     engine = open_engine(order)
     remembered = Path(order.data_path) if order.data_path else None
-    instrument = VllmInstrument(engine, remembered, order.most_bytes)
+    instrument = open_instrument(engine, remembered, order.most_bytes)
+    if isinstance(instrument, StatefulInstrument):
+        check_contexts(instrument, order.contexts)
     report = survey_report(instrument, order, f"vllm {version()}")
     instrument.close()
     return report

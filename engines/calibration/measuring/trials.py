@@ -30,6 +30,7 @@ from kvstore.blobs.snapshot import decode_state, encode_state, state_elements
 from kvstore.blobs.state_packer import StatePacker
 from kvstore.codecs.base import Codec
 from kvstore.codecs.states.session_codec import SessionCodec
+from kvstore.shapes import StateLayout
 
 SLEEPS: Final = 4
 TURN_TOKENS: Final = 16  # between two of them
@@ -43,6 +44,15 @@ class Trip:
 
     session: HeldSession
     rows: RoundTrip
+
+
+def least_context(states: StateLayout | None, state_step: int) -> int:
+    """The tokens of the shortest prompt that can sleep as often as a session is judged by.
+
+    ``state_step``: see ``StatefulInstrument``.
+    """
+    sleeps = SLEEPS if states is not None and states.has_matrices else 0
+    return (sleeps + 1) * state_step
 
 
 class Trials(Protocol):

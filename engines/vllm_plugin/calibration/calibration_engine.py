@@ -17,6 +17,7 @@ from engines.vllm_plugin.process.server import first_sentence
 STEP_TOKENS: Final = 2048  # prefilled in one step; the scored tokens have to fit, too
 # Room beyond a prefix and the tokens scored behind it: a needle's question and one token of answer.
 MORE_TOKENS: Final = 256
+SPARE_BLOCKS: Final = 4
 
 
 def version() -> str:
@@ -65,8 +66,13 @@ def _transfer_config() -> str:
 
 
 def _pool_bytes(args: EngineArgs, tokens: int) -> int:
-    """Bytes of KV cache for one request, and some more."""
-    model: Any = args.create_model_config()
+    """Bytes of KV cache for one request, and some more.
+
+    Each group of layers takes whole blocks, which recurrent states can make long.
+    """
+    config: Any = args.create_engine_config()
+    model = config.model_config
     heads = model.get_total_num_kv_heads() * model.get_head_size()
     per_token = 2 * model.get_total_num_hidden_layers() * heads * model.dtype.itemsize
-    return int(1.25 * per_token * (tokens + MORE_TOKENS))
+    spare = MORE_TOKENS + SPARE_BLOCKS * config.cache_config.block_size
+    return int(1.25 * per_token * (tokens + spare))

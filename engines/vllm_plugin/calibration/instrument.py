@@ -26,6 +26,7 @@ from engines.vllm_plugin.calibration.reference_model import (
 )
 from engines.vllm_plugin.calibration.ropes import ropes_of
 from engines.vllm_plugin.worker.fingerprint import fingerprint
+from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 
@@ -33,20 +34,13 @@ from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 class VllmInstrument:
     """Implements ``Instrument`` and ``Differentiable`` for one rank of vLLM.
 
-    All layers of the model must keep all tokens.
+    All layers of the model keep all tokens; for other models see ``session_instrument``.
     """
 
     def __init__(self, engine: LLMEngine, remembered: Path | None, most_bytes: int = 0) -> None:
-        """``remembered``: see ``fingerprint``. ``most_bytes``: see ``Order``.
-
-        Raises ``ValueError``: this model's cache holds state that no lossy codec may touch.
-        """
-        connector = get_kv_transfer_group()
-        assert isinstance(connector, CalibrationConnector)
-        if connector.groups.states:
-            raise ValueError("a part of this model's cache cannot be cut to a length")
+        """``remembered``: see ``fingerprint``. ``most_bytes``: see ``Order``."""
         self._engine = engine
-        self._connector = connector
+        self._connector = connector = connector_here()
         self._fingerprint = fingerprint(engine.vllm_config, 0, remembered, connector.groups)
         self._numbers = itertools.count()
         self._hidden: list[torch.Tensor] = []  # the model's output, per step of the request
@@ -75,22 +69,32 @@ class VllmInstrument:
 
     def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
         """The KV of ``tokens``, of which the first have the KV ``past``."""
-        output = self._forward(tokens, past)
-        self._hidden.clear()
+        return self._rows(self._forward(tokens, past), len(tokens))
+
+    def _rows(self, output: RequestOutput, num_tokens: int) -> KVRun:
+        """The KV of the first tokens of the request that has just ended."""
         pages = self._connector.pages
-        used = output.kv_transfer_params[BLOCKS][: -(-len(tokens) // pages.block_tokens)]
-        return slice_tokens(pages.read(used), 0, len(tokens))
+        used = output.kv_transfer_params[BLOCKS][: -(-num_tokens // pages.block_tokens)]
+        return slice_tokens(pages.read(used), 0, num_tokens)
 
     def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
         """Log-probabilities after each of ``tokens``: (num_tokens, vocabulary), fp32."""
         # The past's KV says all about its tokens; vLLM needs only their number.
-        self._forward([*[0] * run[0][0].shape[1], *tokens], run)
-        hidden = torch.cat(self._hidden)
+        num_past = run[0][0].shape[1]
+        self._forward([*[0] * num_past, *tokens], run)
+        return self._scores(0, len(tokens))
+
+    def _scores(self, first: int, num_tokens: int) -> np.ndarray:
+        """Log-probabilities after tokens of the request that has just ended: see ``log_probs``.
+
+        ``first``: the number of the first of them among those that vLLM has computed.
+        """
+        hidden = torch.cat(self._hidden)[first : first + num_tokens]
         self._hidden.clear()
-        if len(hidden) < len(tokens):
-            raise RuntimeError(f"{len(hidden)} of {len(tokens)} tokens went through the model")
+        if len(hidden) < num_tokens:
+            raise RuntimeError(f"{len(hidden)} of {num_tokens} tokens went through the model")
         with torch.inference_mode():
-            logits = self._model.compute_logits(hidden[: len(tokens)])
+            logits = self._model.compute_logits(hidden)
             scores = torch.log_softmax(logits.float(), -1).cpu().numpy()
         return np.asarray(scores)
 
@@ -115,11 +119,17 @@ class VllmInstrument:
         check_reference(reference, self, run, tokens)
         return reference
 
-    def _forward(self, tokens: Sequence[int], past: KVRun) -> RequestOutput:
-        """Run a request that samples one token. Its blocks keep their KV until the next request."""
+    def _forward(
+        self, tokens: Sequence[int], past: KVRun, state: StateTree = None
+    ) -> RequestOutput:
+        """Run a request that samples one token. Its blocks keep their KV until the next request.
+
+        ``state``: behind the tokens of ``past``, which then are whole blocks.
+        """
         num_past = past[0][0].shape[1] if past else 0
         name = f"request{next(self._numbers)}"
         self._connector.past = _whole_blocks(past, self._connector.pages.block_tokens)
+        self._connector.past_state = state
         self._hidden.clear()
         params = SamplingParams(
             max_tokens=1,
@@ -133,7 +143,7 @@ class VllmInstrument:
         outputs: list[Any] = []
         while self._engine.has_unfinished_requests():
             outputs += self._engine.step()
-        self._connector.past = ()
+        self._connector.past, self._connector.past_state = (), None
         output = outputs[-1] if outputs else None
         if not isinstance(output, RequestOutput) or output.num_cached_tokens != num_past:
             raise RuntimeError(f"vLLM did not go on behind the {num_past} tokens it was given")
@@ -141,6 +151,13 @@ class VllmInstrument:
 
     def _seen(self, model: nn.Module, given: object, hidden: torch.Tensor) -> None:
         self._hidden.append(hidden.clone())
+
+
+def connector_here() -> CalibrationConnector:
+    """The connector of the engine in this process."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, CalibrationConnector)
+    return connector
 
 
 def _whole_blocks(run: KVRun, block_tokens: int) -> list[KVPair]:

@@ -30,6 +30,23 @@ def ropes_of(
     return tuple(read(x, dim) for x, dim in zip(modules, head_dims, strict=True))
 
 
+def ropes_if_found(
+    model: nn.Module, layer_names: Sequence[str], head_dims: Sequence[int]
+) -> tuple[Rope | None, ...]:
+    """As ``ropes_of``, but a layer whose turning is not found counts as one without.
+
+    That costs bits, not truth: the gate measures what comes of it.
+    """
+
+    def one(name: str, dim: int) -> Rope | None:
+        try:
+            return ropes_of(model, [name], [dim])[0]
+        except ValueError:
+            return None
+
+    return tuple(map(one, layer_names, head_dims))
+
+
 def _rotary_of(model: nn.Module, layer_name: str) -> nn.Module:
     around, _, _ = layer_name.rpartition(".")
     try:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from engines.calibration.instrument import HeldSession
-from engines.vllm_plugin.calibration.ropes import ropes_of
+from engines.vllm_plugin.calibration.ropes import ropes_if_found, ropes_of
 from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from kvstore.blobs.snapshot import StateTree
@@ -97,20 +97,8 @@ class ServingInstrument:
         return self._ropes_of(self._kv.window_names, windows) if windows is not None else ()
 
     def _ropes_of(self, names: Sequence[str], layout: KVLayout) -> tuple[Rope | None, ...]:
-        dims = [x.head_dim for x in layout.layers]
-        if self._kv.states is None:
-            return ropes_of(self._model, names, dims)
-        return tuple(map(self._rope_if_found, names, dims))
-
-    def _rope_if_found(self, name: str, dim: int) -> Rope | None:
-        """Read off one layer; one whose turning is not found counts as one without.
-
-        That costs bits, not truth: the gate measures what comes of it.
-        """
-        try:
-            return ropes_of(self._model, [name], [dim])[0]
-        except ValueError:
-            return None
+        find = ropes_of if self._kv.states is None else ropes_if_found
+        return find(self._model, names, [x.head_dim for x in layout.layers])
 
     @property
     def _model(self) -> nn.Module:

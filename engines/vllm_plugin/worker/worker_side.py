@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.calibration.measuring.trials import SLEEPS
+from engines.calibration.measuring.trials import least_context
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.device_check import blocks_for
@@ -176,8 +176,7 @@ def open_worker_side(
         measuring,
     )
     # A state can only sleep behind whole blocks, which may be hundreds of tokens long.
-    sleeps = SLEEPS if layout is not None and layout.has_matrices else 0
-    least = (sleeps + 1) * cache.block_tokens
+    least = least_context(layout, cache.block_tokens)
     longest = longest_prompt(vllm_config)
     if not why:
         order = partial(first_order, settings.store, longest, str(data), least)

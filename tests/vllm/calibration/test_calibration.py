@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,11 +14,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
-from engines.calibration.messages import CalibrationOrder
+from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.config import WRONG_SETTINGS, VllmConfig
+from kvstore.codecs.profile import load_profile
+from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.calibration_facts import CONTEXT, order
-from tests.vllm.rig.engine import ROOT
-from tests.vllm.rig.tiny_hybrids import write_windowed
+from tests.vllm.rig.engine import BLOCK, ROOT
+from tests.vllm.rig.session_facts import EARLIER
+from tests.vllm.rig.tiny_hybrids import write_recurrent, write_windowed
 from tests.vllm.rig.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, write_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -28,8 +32,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERR
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    words = [sys.executable, "-m", "tests.vllm.rig.calibration_facts", str(model)]
-    done = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    return facts_of("calibration_facts", str(model))
+
+
+def facts_of(program: str, *words: str) -> dict[str, Any]:
+    """What a program of the rig has seen."""
+    command = [sys.executable, "-m", f"tests.vllm.rig.{program}", *words]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("facts: ")] or [done.stderr]
     found: dict[str, Any] = json.loads(line.removeprefix("facts: "))
     return found
@@ -70,7 +79,9 @@ def ordered(given: CalibrationOrder) -> subprocess.CompletedProcess[bytes]:
         program.stdin.write(msgspec.json.encode(given) + b"\n")
         program.stdin.flush()
         stderr = program.stderr.read()
-        return subprocess.CompletedProcess(program.args, program.wait(), b"", stderr)
+        assert program.stdout is not None
+        stdout = program.stdout.read()  # of one line: it waits in the pipe
+        return subprocess.CompletedProcess(program.args, program.wait(), stdout, stderr)
 
 
 def test_several_ranks_are_refused(tmp_path):
@@ -81,7 +92,65 @@ def test_several_ranks_are_refused(tmp_path):
     assert b"engine.vllm.tensor_parallel=1" in done.stderr
 
 
-def test_state_that_no_codec_may_touch_is_refused(tmp_path):
-    done = ordered(order(str(write_windowed(tmp_path))))
+QUICK = {
+    "contexts": (256,),
+    "num_windows": 2,
+    "window_tokens": 256,
+    "num_scored": 32,
+    "depths": (),
+    "num_chains": 0,
+    "with_bounds": False,
+}
+# Block sizes that a tiny model's prompts have several of.
+FAMILIES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "windows": (write_windowed, ()),
+    "convolutions": (write_recurrent, ("--mamba-block-size", str(BLOCK))),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> CalibrationOrder:
+    write, args = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("family")
+    (folder / "model").mkdir()
+    write_tokenizer(write(folder / "model"))
+    order = CalibrationOrder(
+        model_path=str(folder / "model"),
+        vllm=VllmConfig(args=args),
+        presets=("raw", "tq4", "dense3"),
+        data_path=str(folder / "data"),
+        **QUICK,
+    )
+    return order
+
+
+def test_a_model_with_states_is_measured_whole(family):
+    done = ordered(family)
+    assert done.returncode == 0, done.stderr.decode()
+    report = msgspec.json.decode(done.stdout, type=CalibrationReport)
+    rows = {x.preset: x for x in report.rows}
+    assert rows["raw"].kl == 0, "what is given back is what was computed"
+    assert rows["tq4"].kl > 1e-6 and rows["dense3"].kl > 1e-6, "and a codec's loss is seen"
+    assert load_profile(Path(report.profile)).fingerprint == report.fingerprint
+
+
+def test_a_context_without_a_state_is_refused(family):
+    large = VllmConfig(args=("--block-size", "512", "--mamba-block-size", "512"))
+    done = ordered(msgspec.structs.replace(family, vllm=large))
     assert done.returncode == WRONG_SETTINGS
-    assert b"cannot be cut to a length" in done.stderr and b"Traceback" not in done.stderr
+    assert b"rest every 512 tokens" in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_session_goes_on_from_the_state_it_is_given(name, tmp_path):
+    write, args = FAMILIES[name]
+    write(tmp_path)
+    found = facts_of("session_facts", str(tmp_path), *args)
+    earlier = EARLIER // BLOCK * BLOCK
+    assert found["tokens"] == [earlier, earlier, CONTEXT, CONTEXT]
+    assert found["later"] < 1e-3 and found["rows alone"] < 1e-3
+    assert found["wrong"] > 1e-2
+    if name == "windows":  # the scores of the other hang on how its prompt was cut
+        assert found["scores"] < 1e-3

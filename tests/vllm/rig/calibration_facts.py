@@ -21,8 +21,8 @@ CONTEXT = 1024
 TOKENS = [(37 * i * i + 11 * i + 3) % 1000 for i in range(CONTEXT + 64)]
 
 
-def order(model: str) -> CalibrationOrder:
-    own = VllmConfig(args=("--skip-tokenizer-init",))
+def order(model: str, *args: str) -> CalibrationOrder:
+    own = VllmConfig(args=("--skip-tokenizer-init", *args))
     return CalibrationOrder(model_path=model, vllm=own, presets=("raw",), contexts=(CONTEXT,))
 
 
