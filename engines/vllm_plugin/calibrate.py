@@ -24,8 +24,8 @@ def calibrate(order: CalibrationOrder) -> CalibrationReport:
     """
     if order.vllm.tensor_parallel > 1:
         raise CannotCalibrate(
-            "each of several ranks has heads of its own, which one process cannot measure;"
-            " calibrate with engine.vllm.tensor_parallel=1, or keep cold sessions exact"
+            "each of several ranks has heads of its own, which one process cannot measure; their"
+            " server can: thermocline calibrate --url URL"
         )
     os.environ.update(_environment(order))
     # vLLM reads its environment when it is imported.

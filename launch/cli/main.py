@@ -210,6 +210,12 @@ def calibrate(
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw rate against distortion.")
     ] = None,
+    url: Annotated[
+        str, typer.Option(help="Have the server there measure what it serves, in idle moments.")
+    ] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar="THERMOCLINE_API_KEY", help="An admin's, for --url.")
+    ] = "",
     profile: options.Profile = None,
     config: options.Config = None,
     assignments: options.Assignments = None,
@@ -220,19 +226,28 @@ def calibrate(
     from launch.calibrate.plot import check_path, draw
     from launch.calibrate.program import calibrate as run
     from launch.cli.calibration_table import print_report
+    from launch.cli.remote import Remote
+    from launch.cli.served_measurement import measure_served
 
     if plot is not None:
         check_path(plot)
     if json is not None:
         check_output("--json", json)
-    chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
-    report = run(options.chosen(context, os.environ), chosen, os.environ)
+    if url:
+        if any((model, text, eval_text, presets, contexts, not needles, profile, config)) or (
+            assignments
+        ):
+            raise UsageError("with --url the server measures what it serves: leave out the others")
+        report = measure_served(Remote(url, api_key), lambda words: print(words, file=sys.stderr))
+    else:
+        chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
+        report = run(options.chosen(context, os.environ), chosen, os.environ)
     print_report(report)
     if json is not None:
         write_json(report, json)
     if plot is not None:
         draw(report, plot)
-    if not report.profile:
+    if not (url or report.profile):
         raise LaunchError("what was learned is not kept; the lines above say why")
 
 

@@ -8,7 +8,9 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 
+from engines.wire import CodecReport
 from launch.errors import LaunchError, UsageError
 
 TIMEOUT_S = 120.0  # a demote may have to write to a slow tier first
@@ -57,6 +59,18 @@ class Remote:
         """The server's API keys by their ids; needs an admin key."""
         found: list[dict[str, Any]] = self._ask("GET", "/admin/keys")["data"]
         return found
+
+    def codec(self) -> CodecReport | None:
+        """The codecs that the engine packs with, and what they cost; None while it is away."""
+        found = self._ask("GET", "/v1/sessions").get("codec")
+        try:
+            return None if found is None else msgspec.convert(found, CodecReport)
+        except msgspec.ValidationError as error:
+            raise LaunchError(f"{self._url} is of another version: {error}") from error
+
+    def measure(self) -> str:
+        """Have the engine measure its codecs; says how far it is. It needs an admin key."""
+        return str(self._ask("POST", "/admin/measure", {}).get("progress", ""))
 
     def make_key(self, tenant: str) -> dict[str, Any]:
         """Make a key; the answer is the only one that shows it. It needs an admin key."""

@@ -33,7 +33,7 @@ def ropes_of(
 def ropes_if_found(
     model: nn.Module, layer_names: Sequence[str], head_dims: Sequence[int]
 ) -> tuple[Rope | None, ...]:
-    """As ``ropes_of``, but a layer whose turning is not found counts as one without.
+    """Do as ``ropes_of``, but count a layer whose turning is not found as one without.
 
     That costs bits, not truth: the gate measures what comes of it.
     """

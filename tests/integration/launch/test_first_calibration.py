@@ -122,6 +122,36 @@ def test_an_engine_that_is_killed_goes_on_where_it_was(fresh: Path) -> None:
         assert server.stop() == 0
 
 
+def told(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``thermocline calibrate`` against a running server."""
+    words = [*PROGRAM, "calibrate", "--url", server.url, *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=800)
+
+
+def test_a_running_server_is_told_to_measure(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").symlink_to(folder / "tiny")
+    server = start(tmp_path, "--set", "store.calibrate=false")
+    try:
+        assert codec_of(server)["unmeasured"] and not codec_of(server)["progress"]
+        done = told(server, "--json", str(tmp_path / "rows.json"))
+        assert done.returncode == 0, done.stderr
+        assert "measuring: " in done.stderr and "perplexity" in done.stdout
+        rows = {x["preset"]: x for x in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+        assert set(rows) >= set(FIRST_PRESETS)
+        codec = codec_of(server)
+        assert not codec["unmeasured"] and codec["name"] in rows
+    finally:
+        assert server.stop() == 0
+    gone = told(server)
+    assert gone.returncode == 1 and "does not answer" in gone.stderr
+
+
+def test_what_a_server_measures_is_not_chosen_here() -> None:
+    words = [*PROGRAM, "calibrate", "--url", "http://127.0.0.1:9", "--contexts", "512"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "leave out" in done.stderr
+
+
 def test_it_ends_at_once_with_its_gateway(folder: Path) -> None:
     """Asked to, or killed; nothing is measured yet when the next test begins."""
     server = start(folder)

@@ -89,7 +89,7 @@ def test_several_ranks_are_refused(tmp_path):
     several = msgspec.structs.replace(given, vllm=VllmConfig(tensor_parallel=2))
     done = ordered(several)
     assert done.returncode == WRONG_SETTINGS
-    assert b"engine.vllm.tensor_parallel=1" in done.stderr
+    assert b"thermocline calibrate --url" in done.stderr
 
 
 QUICK = {
