@@ -7,7 +7,9 @@ from typing import Final
 from engines.calibration.corpus import held_out_texts
 from engines.calibration.messages import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
+from kvstore.codecs.names import session_presets
 from kvstore.config import AUTO, StoreConfig
+from kvstore.shapes import StateLayout
 
 # The presets that ``auto`` chooses among except ``max``, which takes longer to learn than all the
 # others together.
@@ -58,12 +60,20 @@ def first_order(
     )
 
 
-def tokens_to_compute(order: CalibrationOrder) -> int:
+def tokens_to_compute(order: CalibrationOrder, states: StateLayout | None = None) -> int:
     """Reckon how many tokens a measurement has the model compute, to learn from and to judge by.
 
     Gradients, where the engine has them, take about as long as the texts to learn from.
+
+    Args:
+        states: what the model keeps besides rows of every token, which it is taken to keep, too.
     """
     num_cases = len(held_out_texts()) + len(order.depths) + order.num_chains
     learned = order.num_windows * order.window_tokens
-    scored = order.num_scored * (len(order.presets) + 1)
+    presets = order.presets
+    if states is not None:
+        windows = states.windows is not None
+        presets = session_presets(order.presets, True, windows, states.has_matrices)
+        learned *= 2 if windows else 1  # their rows are learned from texts of their own
+    scored = order.num_scored * (len(presets) + 1)
     return learned + sum(num_cases * (x + scored) for x in order.contexts)

@@ -7,7 +7,10 @@ from typing import NamedTuple
 from engines.calibration.first_order import TooShort, first_order, tokens_to_compute
 from engines.calibration.gate.choice import Choice
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
+from kvstore.shapes import StateLayout
 from launch.model import find_model
+from launch.plan.cache_shape import NotUnderstood
+from launch.plan.served_cache import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
 BY_HAND = "run: thermocline calibrate"
@@ -39,9 +42,19 @@ def first_measurement(effective: EffectiveSettings) -> Outlook:
         )
     except TooShort as error:
         return Outlook(False, f"it will not be measured: {error}; {BY_HAND}")
-    presets, thousands = ", ".join(order.presets), round(tokens_to_compute(order) / 1000)
+    tokens = tokens_to_compute(order, _states(effective))
+    presets, thousands = ", ".join(order.presets), round(tokens / 1000)
     return Outlook(
         True,
         f"the engine measures it in idle moments of its first start ({presets}), about as long as"
         f" it takes to prefill {thousands} prompts of 1,000 tokens",
     )
+
+
+def _states(effective: EffectiveSettings) -> StateLayout | None:
+    """What the model keeps besides rows of every token; None = nothing, or it cannot be told."""
+    content = find_model(effective.settings.engine.model, effective.folders.cache).config()
+    try:
+        return served_cache(effective, content).states(served_dtype(effective, content))
+    except NotUnderstood:
+        return None

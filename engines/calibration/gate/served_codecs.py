@@ -52,12 +52,11 @@ class _Chosen:
 
     @property
     def _sessions(self) -> dict[str, SessionCodec]:
-        """Codecs of states by that of rows beside them, where all tiers that have it lose some."""
-        exact_beside = {x.codec.id for x in self.different if x.session is None or x.session.exact}
+        """Codecs of states by that of rows beside them, which is one for all tiers."""
         return {
             x.codec.id: x.session
-            for x in reversed(self.different)
-            if x.session is not None and x.codec.id not in exact_beside
+            for x in self.different
+            if x.session is not None and not x.session.exact
         }
 
     @property

@@ -12,7 +12,7 @@ from engines.calibration.first_order import first_order
 from launch.plan.measurement_outlook import first_measurement
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
 from launch.settings.fields import Value
-from tests.unit.launch.plan.published import LLAMA_8B
+from tests.unit.launch.plan.published import GEMMA3_27B, LLAMA_8B
 
 GIB = 1 << 30
 
@@ -39,6 +39,11 @@ def test_it_names_the_presets_of_the_engines_own_order(effective):
     order = first_order(effective.settings.store, LLAMA_8B["max_position_embeddings"], "")
     assert outlook.will_be and ", ".join(order.presets) in outlook.text
     assert "23 prompts of 1,000 tokens" in outlook.text
+
+
+def test_windows_are_learned_and_judged_by_more(tmp_path):
+    told = first_measurement(settings_of(tmp_path, GEMMA3_27B)).text
+    assert "33 prompts of 1,000 tokens" in told
 
 
 def test_a_context_too_short_to_pack_is_not_measured(tmp_path):
