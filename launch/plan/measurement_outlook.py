@@ -52,7 +52,7 @@ def first_measurement(effective: EffectiveSettings) -> Outlook:
 
 
 def _states(effective: EffectiveSettings) -> StateLayout | None:
-    """What the model keeps besides rows of every token; None = nothing, or it cannot be told."""
+    """Look up what the model keeps besides rows of every token; None = nothing, or unknown."""
     content = find_model(effective.settings.engine.model, effective.folders.cache).config()
     try:
         return served_cache(effective, content).states(served_dtype(effective, content))

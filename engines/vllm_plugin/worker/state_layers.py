@@ -81,14 +81,14 @@ class StatePart:
 class RecurrentLayers:
     """Recurrent layers: tensors (num_blocks, ...) of any shape and dtype, copied bit by bit.
 
-    vLLM gives one tensor of bytes per layer, in which a block is the layer's states in a row, and
-    perhaps some room behind them.
+    vLLM gives one tensor of bytes per layer, (num_blocks, 1, 1, nbytes), in which a block is the
+    layer's states in a row, and perhaps some room behind them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], parts: Sequence[StatePart] = ()) -> None:
         """``parts``: of every tensor's block; () = they are not known, it is copied as a whole."""
-        self._tensors = tensors
-        self._parts = parts if tensors and _fit(tensors, parts) else ()
+        self._tensors = [_flat(x) for x in tensors]
+        self._parts = parts if tensors and _fit(self._tensors, parts) else ()
 
     @property
     def has_matrices(self) -> bool:
@@ -251,6 +251,12 @@ def check_arrays(arrays: Sequence[StateArray], wanted: Sequence[StateArray]) -> 
     found = [(x.dtype, x.array.shape, x.array.dtype) for x in arrays]
     if found != [(x.dtype, x.array.shape, x.array.dtype) for x in wanted]:
         raise Corrupt(OTHER_STATE)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The same memory without axes of length one, which vLLM has in blocks of bytes."""
+    axes = tuple(i for i, length in enumerate(tensor.shape) if i and length == 1)
+    return tensor.squeeze(axes) if tensor.ndim > 2 else tensor
 
 
 def _fit(tensors: Sequence[Tensor], parts: Sequence[StatePart]) -> bool:

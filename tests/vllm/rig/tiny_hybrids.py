@@ -54,7 +54,30 @@ def write_windowed(folder: Path) -> Path:
     return _written(Gemma3ForCausalLM(config), folder)
 
 
-def _written(model: Any, folder: Path) -> Path:
+def write_gated_delta(folder: Path) -> Path:
+    """Qwen3-Next in bf16, the one dtype of vLLM's CPU kernels for it: matrices of states."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **{**_COMMON, "torch_dtype": "bfloat16"},
+        head_dim=HEAD_DIM,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=HEAD_DIM,
+        linear_value_head_dim=HEAD_DIM,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[1, 2, 3],
+        partial_rotary_factor=0.25,
+    )
+    return _written(Qwen3NextForCausalLM(config), folder, torch.bfloat16)
+
+
+def _written(model: Any, folder: Path, dtype: Any = None) -> Path:
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -64,5 +87,5 @@ def _written(model: Any, folder: Path) -> Path:
                 width = weight[0].numel()  # a convolution's kernel counts too
                 weight.normal_(0, width**-0.5, generator=generator)
                 weight.mul_(4 if "lm_head" in name else 2 if "_proj" in name else 1)
-    model.save_pretrained(folder)
+    model.to(dtype or torch.float32).save_pretrained(folder)
     return folder
