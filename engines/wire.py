@@ -70,6 +70,13 @@ class TierReport(msgspec.Struct, frozen=True):
     available: bool
 
 
+class MeasurementEnd(msgspec.Struct, frozen=True):
+    """The end of the last measurement of the model in this life of the engine."""
+
+    at: float  # seconds since the epoch
+    error: str = ""  # why it found nothing; "" = its figures are the report's
+
+
 class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     """The codecs that sessions are packed with from now on, and why these."""
 
@@ -85,6 +92,7 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""  # the model's; its profile is named by it
     # One sentence on how far a measurement is, such as "measuring: 3 of 12 cases"; "" = none runs.
     progress: str = ""
+    ended: MeasurementEnd | None = None  # null: none has, since the engine was started
     # The bound that lossy codecs have to keep here (see engines.calibration.gate.bound); None: not
     # said.
     max_kl: float | None = None

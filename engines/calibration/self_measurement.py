@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from engines.calibration.agreement import ALONE, Partners
 from engines.calibration.gate.profiles import locked
 from engines.calibration.instrument import Instrument
@@ -28,6 +30,7 @@ from engines.calibration.measuring.freed_memory import (
 from engines.calibration.messages import CalibrationOrder
 from engines.calibration.survey import CannotCalibrate, survey_report
 from engines.calibration.unfinished import Unfinished
+from engines.wire import CodecReport, MeasurementEnd
 from kvstore.errors import UnknownCodec
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,7 @@ class SelfMeasurement:
         self._work = work
         self._partners = partners
         self._progress = ""
+        self._ended: MeasurementEnd | None = None
         self._told_s = float("-inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thermocline-measure", daemon=True)
@@ -90,10 +94,9 @@ class SelfMeasurement:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    @property
-    def progress(self) -> str:
-        """One sentence on how far it is; "" when nothing is being measured."""
-        return self._progress
+    def told_in(self, report: CodecReport) -> CodecReport:
+        """The report with what is to be said of this measurement."""
+        return msgspec.structs.replace(report, progress=self._progress, ended=self._ended)
 
     def close(self) -> None:
         """Have it end at the next opportunity. The instrument must refuse its steps, too."""
@@ -108,17 +111,23 @@ class SelfMeasurement:
         try:
             with self._work(), large_arrays_apart():
                 self._measure()
+            self._ended = MeasurementEnd(time.time())
         except Interrupted:
             again = "goes on" if self._resumes else "begins again"
             logger.info("measuring was interrupted; it %s with the engine's next start", again)
         except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
-            logger.warning("the model is not measured: %s", " ".join(str(error).split()))
-            self._partners.give_up(str(error))
+            words = " ".join(str(error).split())
+            logger.warning("the model is not measured: %s", words)
+            self._give_up(words)
         except Exception as error:  # the edge of this thread: nothing here may end the service
             logger.exception("the model is not measured")
-            self._partners.give_up(f"{type(error).__name__}: {error}")
+            self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._progress = ""
+
+    def _give_up(self, error: str) -> None:
+        self._ended = MeasurementEnd(time.time(), error)
+        self._partners.give_up(error)
 
     def _measure(self) -> None:
         instrument = self._open_instrument()

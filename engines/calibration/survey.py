@@ -102,13 +102,14 @@ def survey(
         tell: told now and then how far it is; may raise, to end it.
 
     Raises:
-        CannotCalibrate: no text is long enough.
+        CannotCalibrate: no text is long enough, or a context is too short for a state.
         UnknownCodec: a preset does not exist, or cannot pack this model's cache.
         ValueError: the model turns its keys in a way that is not understood.
         OSError: a text cannot be read.
     """
-    cases = list(_cases(instrument, order))
-    for context in order.contexts:
+    contexts = _contexts(instrument, order)
+    cases = list(_cases(instrument, order, contexts))
+    for context in contexts:
         if not any(len(x.prefix) == context and x.is_text for x in cases):
             needed = context + order.num_scored
             raise CannotCalibrate(f"no text has {needed} tokens; give longer ones by --eval-text")
@@ -132,19 +133,36 @@ def survey(
 
 
 def check_contexts(instrument: StatefulInstrument, contexts: Sequence[int]) -> None:
-    """Refuse contexts in which a session's state cannot sleep, or not as often as it is judged by.
+    """Refuse contexts in none of which a session can sleep as often as it is judged by.
 
-    Not for an engine that holds no longer ones: its sessions sleep less often.
+    An engine that serves may hold no longer ones; its sessions then sleep less often.
 
     Raises ``CannotCalibrate``.
     """
+    least = least_context(instrument.states, instrument.state_step)
+    if max(contexts) < least:
+        raise _too_short(instrument.state_step, least)
+
+
+def _contexts(instrument: Instrument, order: CalibrationOrder) -> list[int]:
+    """The contexts to measure. With states they end where a state can rest.
+
+    What lies behind it would be computed again, and count as if it had been packed.
+    """
+    if states_of(instrument) is None:
+        return list(order.contexts)
+    assert isinstance(instrument, StatefulInstrument)
     step = instrument.state_step
-    least = least_context(instrument.states, step)
-    if min(contexts) < step or max(contexts) < least:
-        raise CannotCalibrate(
-            f"the state of this model can rest every {step} tokens: ask for no context below that,"
-            f" and for one of {least} tokens or more"
-        )
+    if min(order.contexts) < step:
+        raise _too_short(step, step)
+    return list(dict.fromkeys(x // step * step for x in order.contexts))
+
+
+def _too_short(step: int, least: int) -> CannotCalibrate:
+    return CannotCalibrate(
+        f"this model's state rests at every {step}th token only; ask for contexts of {least} tokens"
+        " or more (--contexts)"
+    )
 
 
 def _codecs(
@@ -243,10 +261,12 @@ def _water_filling(stick: RateDistortionBound, most_bits: float) -> WaterFilling
     return WaterFilling(scope=str(stick.scope), bits=bits, residual_errors=errors)
 
 
-def _cases(instrument: Instrument, order: CalibrationOrder) -> Iterator[Case]:
+def _cases(
+    instrument: Instrument, order: CalibrationOrder, contexts: Sequence[int]
+) -> Iterator[Case]:
     texts = texts_of(map(Path, order.eval_texts)) if order.eval_texts else held_out_texts()
     encode = functools.cache(instrument.encode)  # a long text takes a second
-    for context in order.contexts:
+    for context in contexts:
         yield from text_cases(texts, encode, context, order.num_scored)
         yield from needle_cases(texts, encode, context, order.depths)
         yield from chain_cases(texts, encode, context, order.num_chains, order.num_scored)

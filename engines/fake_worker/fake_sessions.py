@@ -16,6 +16,7 @@ from engines.wire import (
     CodecReport,
     Done,
     EngineReport,
+    MeasurementEnd,
     Notice,
     SessionRef,
     SessionReport,
@@ -64,6 +65,7 @@ class FakeSessions:
         self._clock = clock
         self._sessions: dict[Key, FakeSession] = {}
         self._cases_left = 0
+        self._measured_at = 0.0
         self._counters = {"turns": 0, "saves": 0, "restores": 0, "misses": 0, "evictions": 0}
 
     def listen(self, notify: Callable[[Notice], None]) -> None:
@@ -154,7 +156,9 @@ class FakeSessions:
 
     async def stats(self) -> EngineReport:
         cold_bytes = sum(x.cold_bytes for x in self._sessions.values())
-        self._cases_left = max(0, self._cases_left - 1)
+        if self._cases_left:
+            self._cases_left -= 1
+            self._measured_at = self._clock()
         return EngineReport(
             hot_bytes=self._hot_bytes(),
             idle_hot_bytes=sum(x.hot_bytes for x in self._sessions.values() if not x.num_turns),
@@ -179,7 +183,8 @@ class FakeSessions:
     def _with_progress(self) -> CodecReport:
         done = CASES - self._cases_left
         words = f"measuring: {done} of {CASES} cases" if self._cases_left else ""
-        return msgspec.structs.replace(self.codec, progress=words)
+        ended = MeasurementEnd(self._measured_at) if self._measured_at and not words else None
+        return msgspec.structs.replace(self.codec, progress=words, ended=ended)
 
     @property
     def num_running(self) -> int:

@@ -139,7 +139,7 @@ async def _serve_until(
     stop: asyncio.Event, owner: Owner, config: WorkerConfig, folder: Path
 ) -> None:
     measuring = Measuring(owner, config)
-    reports = SessionReports(owner, progress=lambda: measuring.progress)
+    reports = SessionReports(owner, measuring=lambda report: measuring.told_in(report))
     verbs = MlxVerbs(owner, reports, measuring.begin_again)
     rules = _template_rules(owner)
     welcome = partial(_welcome, owner, reports, config, rules, measuring.possible)

@@ -21,6 +21,7 @@ from launch.model import find_model
 from launch.settings.effective_settings import EffectiveSettings
 
 USUAL_CONTEXTS = "2048,6144"
+USUAL_WINDOW: Final = 1024  # tokens of a text to learn from
 BEHIND_CONTEXT: Final = 512  # tokens after the context: the scored ones, a needle's question
 MOST_CONTEXT: Final = 1 << 20  # tokens that an order may ask for
 SNIFFED_BYTES: Final = 1 << 16  # of a file, to see whether it is text
@@ -53,12 +54,14 @@ def order_of(effective: EffectiveSettings, options: CalibrateOptions) -> Calibra
         _check_text(path)
     if both := {x.resolve() for x in options.texts} & {x.resolve() for x in options.eval_texts}:
         raise UsageError(f"{both.pop()} cannot be learned from and be judged by; take another")
+    longest = stated_context(model.config())
     order = CalibrationOrder(
         model_path=model.path,
         dtype=effective.settings.engine.dtype,
         vllm=effective.settings.engine.vllm,
         presets=presets_of(options.presets),
-        contexts=_contexts(options.contexts, stated_context(model.config())),
+        contexts=_contexts(options.contexts, longest),
+        window_tokens=_window_tokens(longest),
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
@@ -95,6 +98,13 @@ def presets_of(names: str | None) -> tuple[str, ...]:
         except UnknownCodec as error:
             raise UsageError(f"--presets: {error}") from error
     return tuple(each)
+
+
+def _window_tokens(longest: int | None) -> int:
+    """Tokens of each text to learn from; fewer than usual for a model that takes few."""
+    return (
+        USUAL_WINDOW if longest is None else max(128, min(USUAL_WINDOW, longest - BEHIND_CONTEXT))
+    )
 
 
 def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:

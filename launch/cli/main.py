@@ -211,8 +211,9 @@ def calibrate(
         Path | None, typer.Option(metavar="OUT.png", help="Draw rate against distortion.")
     ] = None,
     url: Annotated[
-        str, typer.Option(help="Have the server there measure what it serves, in idle moments.")
-    ] = "",
+        str | None,
+        typer.Option(help="Have the server there measure what it serves, in idle moments."),
+    ] = None,
     api_key: Annotated[
         str, typer.Option(envvar="THERMOCLINE_API_KEY", help="An admin's, for --url.")
     ] = "",
@@ -220,7 +221,7 @@ def calibrate(
     config: options.Config = None,
     assignments: options.Assignments = None,
 ) -> None:
-    """Measure what each codec costs this model. Takes minutes; a running server is left alone."""
+    """Measure what each codec costs this model. Takes minutes."""
     from launch.calibrate.orders import CalibrateOptions
     from launch.calibrate.output_files import check_output, write_json
     from launch.calibrate.plot import check_path, draw
@@ -233,11 +234,13 @@ def calibrate(
         check_path(plot)
     if json is not None:
         check_output("--json", json)
-    if url:
-        if any((model, text, eval_text, presets, contexts, not needles, profile, config)) or (
-            assignments
-        ):
-            raise UsageError("with --url the server measures what it serves: leave out the others")
+    if url is not None:
+        own = (model, text, eval_text, presets, contexts, not needles, profile, config, assignments)
+        if any(own):
+            raise UsageError(
+                "with --url the server measures what it serves, in its own way: leave out all"
+                " options but --api-key, --json and --plot"
+            )
         report = measure_served(Remote(url, api_key), lambda words: print(words, file=sys.stderr))
     else:
         chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
@@ -247,7 +250,7 @@ def calibrate(
         write_json(report, json)
     if plot is not None:
         draw(report, plot)
-    if not (url or report.profile):
+    if url is None and not report.profile:
         raise LaunchError("what was learned is not kept; the lines above say why")
 
 

@@ -11,9 +11,8 @@ from engines.wire import CodecReport
 from launch.cli.remote import Remote
 from launch.errors import LaunchError
 
-LOOK_EVERY_S: Final = 1.0
-# An engine tells its gateway now and then how far it is, and after a restart it goes on where it
-# was.
+LOOK_EVERY_S: Final = 2.0
+# An engine tells its gateway now and then how far it is; one that was restarted says nothing more.
 SILENCE_S: Final = 60.0
 
 
@@ -26,7 +25,8 @@ def measure_served(
 ) -> CalibrationReport:
     """Have the server begin, and return its figures when it has ended. Takes minutes.
 
-    The measurement goes on if this is interrupted.
+    The measurement goes on if this is interrupted. The report has no bounds and no single texts,
+    and beside what was measured now the figures that older runs have left of other presets.
 
     Args:
         tell: told how far it is, whenever that changes.
@@ -35,29 +35,42 @@ def measure_served(
         LaunchError: the server cannot measure, or has given up.
     """
     before = remote.codec()
-    told = remote.measure()
+    told, heard = remote.measure(), clock()
     tell(told)
-    has_begun, heard = False, clock()
     while True:
         sleep(LOOK_EVERY_S)
-        codec = remote.codec()
+        codec = _looked(remote)
         if codec is not None and codec.progress:
-            has_begun, heard = True, clock()
+            heard = clock()
             if codec.progress != told:
                 told = codec.progress
                 tell(told)
-        elif codec is not None and _has_ended(codec, before, has_begun):
+        elif codec is not None and _has_ended(codec, before):
             return _report(codec)
         elif clock() - heard > SILENCE_S:
-            raise LaunchError("the server measures no more; its log says why")
+            raise LaunchError(
+                "the server measures no more, and does not say why: its engine may have been"
+                " restarted; look at its log, and ask again"
+            )
 
 
-def _has_ended(codec: CodecReport, before: CodecReport | None, has_begun: bool) -> bool:
-    """Tell whether the figures are those of the measurement."""
-    is_new = before is None or codec.rows != before.rows or codec.others != before.others
-    return not codec.unmeasured and (has_begun or is_new)
+def _looked(remote: Remote) -> CodecReport | None:
+    """What the server says now; None if it does not answer, which may pass."""
+    try:
+        return remote.codec()
+    except LaunchError:
+        return None
+
+
+def _has_ended(codec: CodecReport, before: CodecReport | None) -> bool:
+    return codec.ended is not None and (before is None or codec.ended != before.ended)
 
 
 def _report(codec: CodecReport) -> CalibrationReport:
+    """The report of a measurement that has ended. Raises ``LaunchError``: it found nothing."""
+    if codec.ended is not None and codec.ended.error:
+        raise LaunchError(f"the server has not measured its model: {codec.ended.error}")
     rows = (*codec.rows, *codec.others)
+    if not rows:
+        raise LaunchError("this server's engine has no codecs to measure")
     return CalibrationReport(fingerprint=codec.fingerprint, engine="", dtype="", rows=rows)

@@ -131,7 +131,7 @@ def move_to_disk(page: Any) -> str:
             page.get_by_role("button", name="Move to disk").click()
         said.wait_for()
         told = str(said.inner_text())
-        slow = re.search("not taken it yet|did not take all of it", told)
+        slow = re.search("has not taken it|did not take all of it", told)
         if not slow or time.monotonic() > until:
             return told
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import mlx.core as mx
-import msgspec
 
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.hot_sessions import HotSession, SessionKey
@@ -30,11 +29,11 @@ class SessionReports:
         self,
         owner: Owner,
         wall_clock: Callable[[], float] = time.time,
-        progress: Callable[[], str] = str,
+        measuring: Callable[[CodecReport], CodecReport] = lambda report: report,
     ) -> None:
-        """``progress``: one sentence on a measurement of the model, "" while there is none."""
+        """``measuring`` adds what is to be said of a measurement of the model."""
         self._owner = owner
-        self._progress = progress
+        self._measuring = measuring
         self._hot = owner.parts.hot_cache.sessions
         self._store = owner.store
         self._wall_clock = wall_clock
@@ -115,7 +114,7 @@ class SessionReports:
     def codec(self) -> CodecReport:
         """The report on the codecs that pack cold KV."""
         if (codecs := self._owner.codecs) is not None:
-            return msgspec.structs.replace(codecs.report, progress=self._progress())
+            return self._measuring(codecs.report)
         return CodecReport(name="none", why=self._owner.facts.hibernation_reason)
 
     def _measured_bytes(self) -> int:

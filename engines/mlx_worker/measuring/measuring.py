@@ -13,6 +13,7 @@ from engines.calibration.instrument import Interrupted
 from engines.config import WorkerConfig
 from engines.mlx_worker.measuring.serving_instrument import ServingInstrument
 from engines.mlx_worker.owner import Owner
+from engines.wire import CodecReport
 
 if TYPE_CHECKING:
     from engines.calibration.self_measurement import SelfMeasurement
@@ -29,10 +30,9 @@ class Measuring:
         self._config = config
         self._running: SelfMeasurement | None = None
 
-    @property
-    def progress(self) -> str:
-        """One sentence on how far it is; "" when nothing is being measured. Any thread."""
-        return self._running.progress if self._running is not None else ""
+    def told_in(self, report: CodecReport) -> CodecReport:
+        """The report with what is to be said of the measurement. Any thread."""
+        return self._running.told_in(report) if self._running is not None else report
 
     @property
     def possible(self) -> bool:

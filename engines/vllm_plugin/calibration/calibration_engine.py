@@ -18,6 +18,7 @@ STEP_TOKENS: Final = 2048  # prefilled in one step; the scored tokens have to fi
 # Room beyond a prefix and the tokens scored behind it: a needle's question and one token of answer.
 MORE_TOKENS: Final = 256
 SPARE_BLOCKS: Final = 4
+LEAST_POOL_BYTES: Final = 128 << 20
 
 
 def version() -> str:
@@ -68,11 +69,11 @@ def _transfer_config() -> str:
 def _pool_bytes(args: EngineArgs, tokens: int) -> int:
     """Bytes of KV cache for one request, and some more.
 
-    Each group of layers takes whole blocks, which recurrent states can make long.
+    Each group of layers takes whole blocks, which recurrent states can make longer later.
     """
     config: Any = args.create_engine_config()
     model = config.model_config
     heads = model.get_total_num_kv_heads() * model.get_head_size()
     per_token = 2 * model.get_total_num_hidden_layers() * heads * model.dtype.itemsize
     spare = MORE_TOKENS + SPARE_BLOCKS * config.cache_config.block_size
-    return int(1.25 * per_token * (tokens + spare))
+    return max(LEAST_POOL_BYTES, int(1.25 * per_token * (tokens + spare)))

@@ -73,6 +73,7 @@ class VllmInstrument:
 
     def _rows(self, output: RequestOutput, num_tokens: int) -> KVRun:
         """The KV of the first tokens of the request that has just ended."""
+        self._hidden.clear()
         pages = self._connector.pages
         used = output.kv_transfer_params[BLOCKS][: -(-num_tokens // pages.block_tokens)]
         return slice_tokens(pages.read(used), 0, num_tokens)

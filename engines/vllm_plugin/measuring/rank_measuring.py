@@ -21,6 +21,7 @@ from engines.vllm_plugin.messages import ForwardDone, JointFindings
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.worker.paging import PagedCache
 from engines.vllm_plugin.worker.state_layers import StateBlocks
+from engines.wire import CodecReport
 
 
 def longest_prompt(vllm_config: Any) -> int:
@@ -109,10 +110,9 @@ class RankMeasuring:
         """Pass on what the hub says to the thread that waits for it. On the link's thread."""
         self._client.hear(news)
 
-    @property
-    def progress(self) -> str:
-        """One sentence on how far it is; "" when nothing is being measured."""
-        return self._measurement.progress if self._measurement is not None else ""
+    def told_in(self, report: CodecReport) -> CodecReport:
+        """The report with what is to be said of the measurement."""
+        return self._measurement.told_in(report) if self._measurement is not None else report
 
     def read(self, step: StepWork) -> list[int]:
         """Read the blocks of the step that are wanted; returns the jobs that are done."""

@@ -114,9 +114,8 @@ class StagingArea:
 class Measurement(Protocol):
     """The rank's share in measuring the model (``RankMeasuring``)."""
 
-    @property
-    def progress(self) -> str:
-        """One sentence on how far it is; "" when nothing is being measured."""
+    def told_in(self, report: CodecReport) -> CodecReport:
+        """The report with what is to be said of the measurement."""
 
     def begin(self) -> None:
         """Begin to measure, unless that is being done or cannot be."""
@@ -291,7 +290,7 @@ class RankLink:
             self._send_on(connection, page)
 
     def _report(self) -> CodecReport:
-        return msgspec.structs.replace(self._codecs.report, progress=self._measurement.progress)
+        return self._measurement.told_in(self._codecs.report)
 
     def adopt(self) -> None:
         """Have the store adopt the codecs that the model's profile allows now."""

@@ -21,7 +21,7 @@ from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.calibration_facts import CONTEXT, order
 from tests.vllm.rig.engine import BLOCK, ROOT
 from tests.vllm.rig.session_facts import EARLIER
-from tests.vllm.rig.tiny_hybrids import write_recurrent, write_windowed
+from tests.vllm.rig.tiny_hybrids import write_gated_delta, write_recurrent, write_windowed
 from tests.vllm.rig.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, write_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -140,7 +140,37 @@ def test_a_context_without_a_state_is_refused(family):
     large = VllmConfig(args=("--block-size", "512", "--mamba-block-size", "512"))
     done = ordered(msgspec.structs.replace(family, vllm=large))
     assert done.returncode == WRONG_SETTINGS
-    assert b"rest every 512 tokens" in done.stderr and b"Traceback" not in done.stderr
+    assert b"every 512th token" in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def matrices(tmp_path_factory: pytest.TempPathFactory) -> CalibrationOrder:
+    folder = tmp_path_factory.mktemp("matrices")
+    (folder / "model").mkdir()
+    write_tokenizer(write_gated_delta(folder / "model"))
+    return CalibrationOrder(
+        model_path=str(folder / "model"),
+        dtype="bfloat16",
+        presets=("raw", "tq4"),
+        data_path=str(folder / "data"),
+        **{**QUICK, "contexts": (900,)},
+    )
+
+
+def test_matrices_of_states_are_measured_packed(matrices):
+    done = ordered(matrices)
+    assert done.returncode == 0, done.stderr.decode()
+    rows = {x.preset: x for x in msgspec.json.decode(done.stdout, type=CalibrationReport).rows}
+    assert rows["raw"].kl == 0 and rows["tq4+state8"].kl > 1e-6
+    assert rows["raw"].context == 5 * 160, "whole blocks: what is behind them is not packed"
+    assert 16 < rows["raw"].bits_per_element < 20, "bf16, and states in float32"
+    assert rows["tq4+state8"].bits_per_element < 6
+
+
+def test_a_context_with_fewer_sleeps_than_judge_a_state_is_refused(matrices):
+    done = ordered(msgspec.structs.replace(matrices, contexts=(512,)))
+    assert done.returncode == WRONG_SETTINGS
+    assert b"contexts of 800 tokens or more" in done.stderr
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -16,6 +16,7 @@ from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.engine import BLOCK, RealEngine
 from tests.vllm.rig.measuring_front import MeasuringFront
 from tests.vllm.rig.tiny_hybrids import write_gated_delta, write_recurrent, write_windowed
+from tests.vllm.rig.tiny_model import HEAD_DIM
 
 NUM_TOKENS = 300
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -78,3 +79,31 @@ def test_a_session_is_measured_whole(engine, sessions):
     if engine.report().codec.tiers["ram"].startswith("raw"):
         assert again.tokens == first.tokens
     assert ("+state" in packed) == (block_tokens > BLOCK), "matrices are packed, too"
+
+
+def test_a_packed_matrix_comes_back(tmp_path, sessions):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "vllm").mkdir()
+    write_gated_delta(tmp_path / "model")
+    store = StoreConfig(codec="tq4", accept_loss=True, ram_bytes=1 << 28, disk_bytes=0)
+    engine = RealEngine(
+        str(tmp_path / "model"),
+        tmp_path / "vllm",
+        store,
+        dtype="bfloat16",
+        max_model_len=960,
+        skip_tokenizer_init=True,
+    )
+    try:
+        assert "state8" in engine.report().codec.id
+        first = engine.ask(sessions[0][:NUM_TOKENS], "asleep", tokens=8)
+        engine.wait_saved("asleep")
+        (tier,) = [x for x in engine.report().tiers if x.name == "ram"]
+        # Of 160 tokens in bf16, and two matrices of each of two layers in float32.
+        live = 160 * 2 * 2 * 2 * HEAD_DIM * 2 + 2 * 4 * HEAD_DIM * HEAD_DIM * 4
+        assert tier.nbytes < live / 2
+        assert engine.forget_local()
+        again = engine.ask(sessions[0][:NUM_TOKENS], "asleep", tokens=8)
+        assert again.restored == 160 and len(again.tokens) == len(first.tokens)
+    finally:
+        engine.close()

@@ -72,8 +72,8 @@ function Actions({ row, close }) {
     }
   };
   const asleep = (said) => `${row.id} sleeps now${said?.tier ? `, in ${TIER_NAMES[said.tier]}` : ""}.`;
-  const moved = (said) => // a slow disk has what it was given a while later
-    said?.tier === "ram" ? `${row.id} is still in ${TIER_NAMES.ram}: the disk has not taken it yet. Try again.` : asleep(said);
+  const moved = (said) =>
+    said?.tier === "ram" ? `${row.id} sleeps now, but in ${TIER_NAMES.ram}: the disk has not taken it.` : asleep(said);
   const awake = (said) =>
     said?.state === "cold" && said.tier // vLLM fills its blocks for a running request only
       ? `${row.id} is ready in ${TIER_NAMES[said.tier]}; this engine unpacks it with its next turn.`

@@ -15,6 +15,7 @@ from engines.calibration.first_order import first_order
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument, Interrupted
 from engines.calibration.self_measurement import SelfMeasurement
+from engines.wire import CodecReport
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.codecs.quality import Quality
 from kvstore.config import StoreConfig
@@ -66,9 +67,15 @@ class Engine:
     def _adopt(self) -> None:
         self.adopted += 1
 
-    def ended(self) -> None:
+    @property
+    def report(self) -> CodecReport:
+        return self.measurement.told_in(CodecReport(name="raw"))
+
+    def ended(self) -> str | None:
+        """Wait for it; returns why it found nothing, "" if it did, None if it was interrupted."""
         self.measurement.join(WITHIN_S)
-        assert not self.measurement.is_running and self.measurement.progress == ""
+        assert not self.measurement.is_running and self.report.progress == ""
+        return self.report.ended.error if self.report.ended is not None else None
 
 
 def untimed(profile: Profile) -> list[Quality]:
@@ -79,13 +86,12 @@ def untimed(profile: Profile) -> list[Quality]:
 def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
     first = Talking(stop_after=7)
     one = Engine(tmp_path, first)
-    one.ended()
+    assert one.ended() is None
     assert one.adopted == 0 and first.num_answers == 7
     assert not profile_path(tmp_path, first.fingerprint).exists(), "nobody is served by a part"
     second = Talking()
     two = Engine(tmp_path, second)
-    two.ended()
-    assert two.adopted == 1
+    assert two.ended() == "" and two.adopted == 1
     profile = load_profile(profile_path(tmp_path, second.fingerprint))
     assert {x.preset for x in profile.rows} == {"dense3", "balanced", "tq4", "safe"}
     whole = Talking()
@@ -100,7 +106,7 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_it_ends_when_it_is_closed(tmp_path: Path) -> None:
     one = Engine(tmp_path, Talking())
-    until(lambda: one.measurement.progress)
+    until(lambda: one.report.progress)
     one.measurement.close()
     one.ended()
     assert one.adopted == 0
@@ -112,7 +118,7 @@ def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
     instrument = Talking()
     with locked(tmp_path, instrument.fingerprint, lambda: None):
         one = Engine(tmp_path, instrument, is_needed=needed.is_set)
-        until(lambda: "another process" in one.measurement.progress)
+        until(lambda: "another process" in one.report.progress)
     one.ended()
     assert instrument.num_prefills == 0 and one.adopted == 1
 
@@ -120,8 +126,8 @@ def test_one_process_measures_a_model_at_a_time(tmp_path: Path) -> None:
 def test_what_fails_ends_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     instrument = Talking()
     instrument.ropes = ()
-    Engine(tmp_path, instrument).ended()
-    assert "the model is not measured" in caplog.text
+    error = Engine(tmp_path, instrument).ended()
+    assert error and f"the model is not measured: {error}" in caplog.text
 
 
 def until(condition: Callable[[], object]) -> None:
