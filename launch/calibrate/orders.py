@@ -101,7 +101,7 @@ def presets_of(names: str | None) -> tuple[str, ...]:
 
 
 def _window_tokens(longest: int | None) -> int:
-    """Tokens of each text to learn from; fewer than usual for a model that takes few."""
+    """Return the tokens of each text to learn from: fewer than usual for a short model."""
     return (
         USUAL_WINDOW if longest is None else max(128, min(USUAL_WINDOW, longest - BEHIND_CONTEXT))
     )

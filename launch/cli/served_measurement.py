@@ -55,7 +55,7 @@ def measure_served(
 
 
 def _looked(remote: Remote) -> CodecReport | None:
-    """What the server says now; None if it does not answer, which may pass."""
+    """Ask what the server says now; None if it does not answer, which may pass."""
     try:
         return remote.codec()
     except LaunchError:
