@@ -55,6 +55,15 @@ def qwen_next(config: Config) -> CacheShape:
     return between(full, delta_net_state(config), num_layers - num_full)
 
 
+def qwen_next_by_types(config: Config) -> CacheShape:
+    """The same where ``layer_types`` says which layers are full; without it every few are."""
+    if not config.words("layer_types"):
+        return qwen_next(config)
+    types = config.layer_types([])
+    full = (kv_layer(config, STATED),) * types.count(FULL)
+    return between(full, delta_net_state(config), len(types) - len(full))
+
+
 def olmo_hybrid(config: Config) -> CacheShape:
     num_layers = config.integer("num_hidden_layers")
     types = config.layer_types(repeated(["linear_attention"] * 3 + [FULL], num_layers))

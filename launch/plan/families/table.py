@@ -158,9 +158,13 @@ FAMILIES: Mapping[str, Family] = {
     "youtu_llm": attention.expanded_latent(),
 }
 
-# vLLM keeps latents as they are, and forgets what is behind a window.
+# vLLM keeps latents as they are, forgets what is behind a window, and goes by ``layer_types`` where
+# mlx_lm counts layers.
 ON_VLLM: Mapping[str, Family] = {
     **FAMILIES,
+    **dict.fromkeys(("gemma3", "gemma3_text"), every_nth_full(6, STATED, types_first=True)),
+    **dict.fromkeys(_LINEAR, recurrent.qwen_next_by_types),
+    "cohere2": every_nth_full(4, types_first=True),
     **dict.fromkeys(("deepseek_v2", "minicpm3", "youtu_llm"), latents.latent()),
     "gemma2": every_nth_full(2, STATED),
 }

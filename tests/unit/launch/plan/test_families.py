@@ -135,6 +135,21 @@ def test_the_same_model_may_be_kept_otherwise_by_vllm():
 
 
 @pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        ({**LLAMA_8B, "model_type": "gemma3_text", "sliding_window": 512}, "sliding_attention"),
+        (QWEN3_NEXT_80B, "linear_attention"),
+    ],
+)
+def test_vllm_goes_by_the_types_of_layers(config, others):
+    num_layers = config["num_hidden_layers"]
+    types = [others, "full_attention"] * (num_layers // 2)
+    shape = cache_shape({**config, "layer_types": types}, "vllm")
+    assert len(shape.growing) == num_layers // 2 > len(cache_shape(config, "vllm").growing)
+    assert len(shape.windows) + shape.num_states == num_layers // 2
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         ({**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128}, "keys of an index"),
