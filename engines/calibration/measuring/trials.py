@@ -51,8 +51,8 @@ def least_context(states: StateLayout | None, state_step: int) -> int:
 
     ``state_step``: see ``StatefulInstrument``.
     """
-    sleeps = SLEEPS if states is not None and states.has_matrices else 0
-    return (sleeps + 1) * state_step
+    sleeps = SLEEPS if states is not None and states.has_matrices else 1
+    return sleeps * state_step
 
 
 class Trials(Protocol):

@@ -170,7 +170,7 @@ def test_matrices_of_states_are_measured_packed(matrices):
 def test_a_context_with_fewer_sleeps_than_judge_a_state_is_refused(matrices):
     done = ordered(msgspec.structs.replace(matrices, contexts=(512,)))
     assert done.returncode == WRONG_SETTINGS
-    assert b"contexts of 800 tokens or more" in done.stderr
+    assert b"contexts of 640 tokens or more" in done.stderr
 
 
 @pytest.mark.parametrize("name", FAMILIES)

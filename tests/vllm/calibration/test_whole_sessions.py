@@ -22,7 +22,7 @@ NUM_TOKENS = 300
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-# A quick measurement: of 128 tokens. Behind a matrix there are blocks of 160, and five are needed.
+# A quick measurement: of 128 tokens. Behind a matrix there are blocks of 160, and four are needed.
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "windowed": (write_windowed, {"max_model_len": 340}),
     "convolutions": (write_recurrent, {"mamba_block_size": BLOCK, "max_model_len": 340}),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engines.calibration.instrument import HeldSession
-from engines.calibration.measuring.trials import SLEEPS, TURN_TOKENS, trials
+from engines.calibration.measuring.trials import SLEEPS, TURN_TOKENS, least_context, trials
 from kvstore.blobs.snapshot import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.states.matrices import matrix_codec
@@ -89,6 +89,18 @@ def test_states_that_are_only_behind_blocks_sleep_as_often_as_there_is_room() ->
         assert session.num_tokens == whole and instrument.went_on_from == [0, first]
         how.trip(SessionCodec(RAW, None, matrix_codec("state4")), session)
         assert instrument.went_on_from[2:] == list(range(first, whole, 32))
+
+
+def test_in_the_least_context_a_state_sleeps_as_often_as_it_is_judged_by() -> None:
+    step = 32
+    least = least_context(Adding.states, step)
+    for num_tokens, sleeps in [(least, SLEEPS), (least - step, SLEEPS - 1)]:
+        instrument = Adding(step)
+        how = trials(instrument, 128, 1, None)
+        session = how.session([1] * num_tokens)
+        how.trip(SessionCodec(RAW, None, matrix_codec("state4")), session)
+        assert 1 + len(instrument.went_on_from[2:]) == sleeps
+    assert least_context(StateLayout(), step) == least_context(None, step) == step
 
 
 def test_an_exact_codec_changes_nothing() -> None:
