@@ -112,9 +112,8 @@ async def sleep_on_disk(client: Client, name: str) -> str:
 
 
 def check_errors(users: list[User]) -> None:
-    errors = [x for user in users for x in user.errors]
-    assert errors, "somebody was served by the process that was killed"
-    for error in errors:
+    """Check what users were told, if any was: a turn that had said nothing is asked once more."""
+    for error in [x for user in users for x in user.errors]:
         assert error.message and error.type, repr(error)
         if isinstance(error, openai.APIStatusError):
             assert error.status_code in (502, 503, 504), repr(error)
