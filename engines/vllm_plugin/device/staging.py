@@ -57,10 +57,11 @@ class StagingRing:
     def __init__(self, nbytes: int, device: torch.device, *, mirrored: bool) -> None:
         on_gpu = device.type == "cuda"
         self._nbytes = nbytes
-        self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        # Of zeros: memory that held the right bytes before must not vouch for a kernel that writes none.
+        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
         mirror = mirrored and on_gpu
         self._device = (
-            torch.empty(nbytes, dtype=torch.uint8, device=device) if mirror else self._host
+            torch.zeros(nbytes, dtype=torch.uint8, device=device) if mirror else self._host
         )
         self._regions: deque[Region] = deque()  # in the order of the ring
         self._changed = threading.Condition()
