@@ -57,7 +57,7 @@ class StagingRing:
     def __init__(self, nbytes: int, device: torch.device, *, mirrored: bool) -> None:
         on_gpu = device.type == "cuda"
         self._nbytes = nbytes
-        # Of zeros: memory that held the right bytes before must not vouch for a kernel that writes none.
+        # Zeros: right bytes of before must not vouch for a kernel that writes none.
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
         mirror = mirrored and on_gpu
         self._device = (
