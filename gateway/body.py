@@ -1,6 +1,6 @@
 """Request bodies: JSON only, of bounded size and weight, in bounded time.
 
-What asks the engine for something enters by ``asked_by``; what does not, by ``parsed``.
+What asks the engine for something enters by ``body_for_engine``; what does not, by ``parsed``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engines.openai.requests import Json, parse_json
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, gateway_of
 from gateway.edge.body_budget import LARGE_BODY_BYTES, body_share_of, check_weight
-from gateway.keys import Tenant
+from gateway.limits.accounts import account_of
 
 T = TypeVar("T")
 
@@ -36,19 +36,13 @@ class ParsedBody(NamedTuple):
 
 
 @asynccontextmanager
-async def asked_by(
-    tenant: Tenant, request: Request, *, empty: bytes = b""
-) -> AsyncIterator[ParsedBody]:
-    """Let in a request that asks the engine for something, within what its key may take.
-
-    See ``parsed``. The key's place is left when the request has ended.
+async def body_for_engine(request: Request, *, empty: bytes = b"") -> AsyncIterator[ParsedBody]:
+    """Read and parse the body of a request that asks the engine for something; see ``parsed``.
 
     Raises (on entering), besides:
-        Refused: 429, the key has used up what it may.
         EngineUnavailable: there is no engine, or none again in time.
     """
     gateway = gateway_of(request)
-    gateway.limits.enter(tenant, request.scope)
     await gateway.served_soon()  # before the body is read: a request that waits holds no memory
     async with parsed(gateway, request, empty=empty) as body:
         yield body
@@ -91,6 +85,7 @@ async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
         Refused: 503, the bodies of all requests take too much.
         InvalidRequest: it takes too long (408), is too large (413) or not declared as JSON (415).
     """
+    assert account_of(request.scope).body, "a route that reads a body says so in its account"
     _check_encoding(request)
     try:
         async with asyncio.timeout(config.body_timeout_s):

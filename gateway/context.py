@@ -20,6 +20,7 @@ from gateway.edge.body_budget import BodyBudget, body_share_of
 from gateway.errors import Failure, Refused
 from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant, Tenants
+from gateway.limits.accounts import account_of
 from gateway.limits.key_limits import KeyLimits
 from gateway.live.live import Live
 from gateway.live.places import StreamPlaces
@@ -35,6 +36,7 @@ from scheduler.sessions import SessionManager
 ENGINE_POLL_S = 0.05
 FIGURES_S = 0.5  # an engine that does not answer must not make /metrics wait
 LAST_WORDS_S = 1.0  # to tell all streams that they end
+_CALLER = "caller"  # where a request's tenant is in the scope's state
 MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
 
@@ -223,17 +225,25 @@ def admin_of(request: Request) -> Tenant:
 
 
 def caller_of(request: Request) -> Tenant:
-    """Authenticate a request by its API key; on the admins' unix socket none is looked at.
+    """Authenticate a request by its API key, and charge its route's account to that key, once.
 
-    From here on its body counts as this tenant's.
+    On the admins' unix socket no key is looked at. From here on the body counts as this tenant's.
 
     Raises:
         InvalidRequest: 401, no key, an unknown one, or two that differ.
+        Refused: 429, the key has used up what it may.
     """
-    tenants, headers = gateway_of(request).tenants, request.headers
-    if gateway_of(request).config.is_admin_socket(request.scope.get("server")):
-        caller = tenants.operator()
+    state = request.scope["state"]
+    if (known := state.get(_CALLER)) is not None:
+        assert isinstance(known, Tenant)
+        return known
+    gateway, headers = gateway_of(request), request.headers
+    if gateway.config.is_admin_socket(request.scope.get("server")):
+        caller = gateway.tenants.operator()
     else:
-        caller = tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))
+        key, other = headers.get("authorization"), headers.get("x-api-key")
+        caller = gateway.tenants.authenticate(key, other)
+    gateway.limits.enter(caller, request.scope, account_of(request.scope))
     body_share_of(request.scope).tenant = caller.name
+    state[_CALLER] = caller
     return caller

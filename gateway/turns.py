@@ -25,7 +25,7 @@ from engines.openai.images import Sight
 from engines.openai.messages import with_known_parts
 from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
-from gateway.body import asked_by
+from gateway.body import body_for_engine
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
@@ -113,7 +113,7 @@ async def accept(request: Request, operation: Operation) -> Response:
     """
     gateway = gateway_of(request)
     tenant = caller_of(request)
-    async with asked_by(tenant, request) as body:
+    async with body_for_engine(request) as body:
         translate = operation.translate
         if operation.recall is not None:
             translate = await operation.recall(gateway, tenant, body.json)

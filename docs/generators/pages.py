@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from docs.generators.accounts_page import accounts_page
 from docs.generators.cli_page import cli_page
 from docs.generators.decisions_page import decisions_page
 from docs.generators.errors_page import errors_page
@@ -19,6 +20,7 @@ PAGES: Final[Mapping[Path, Callable[[], str]]] = {
     DOCS / "reference" / "cli.md": cli_page,
     DOCS / "reference" / "headers.md": headers_page,
     DOCS / "reference" / "errors.md": errors_page,
+    DOCS / "reference" / "accounts.md": accounts_page,
     DOCS / "metrics.md": metrics_page,
     DOCS / "decisions" / "index.md": decisions_page,
 }

@@ -13,7 +13,7 @@ from engines.openai.images import BLIND, Sight
 from engines.openai.requests import Json, checked, validate_chat
 from gateway.anthropic.request import CountRequest
 from gateway.anthropic.translation import prompt_fields
-from gateway.body import asked_by
+from gateway.body import body_for_engine
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.errors import ANTHROPIC_PATH
 from gateway.relay.prompt_count import count_question, prompt_tokens
@@ -44,7 +44,8 @@ async def count_tokens(request: Request) -> Response:
 
 async def _question(request: Request) -> bytes:
     gateway = gateway_of(request)
-    async with asked_by(caller_of(request), request) as body:
+    caller_of(request)
+    async with body_for_engine(request) as body:
         return await body.beside(partial(_for_engine, gateway, body.json))
 
 

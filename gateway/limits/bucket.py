@@ -28,12 +28,12 @@ class Bucket:
         self._fill()
         return self._seconds(self.per_minute - self._level)
 
-    def wait_s(self) -> float:
-        """Seconds until one may be used; 0 if it may be now."""
+    def wait_s(self, number: float = 1.0) -> float:
+        """Return the seconds until ``number`` may be used; 0 if it may be now."""
         self._fill()
-        return self._seconds(max(0.0, 1.0 - self._level))
+        return self._seconds(max(0.0, min(number, float(self.per_minute)) - self._level))
 
-    def use(self, number: int) -> None:
+    def use(self, number: float) -> None:
         """Take ``number`` out; more than there is leaves a debt of a minute's worth at most."""
         self._fill()
         self._level = max(self._level - number, -float(self.per_minute))

@@ -17,6 +17,7 @@ from starlette.types import Scope
 from gateway.config import GatewayConfig
 from gateway.errors import Failure, Refused
 from gateway.keys import Limits, Tenant
+from gateway.limits.accounts import Account
 from gateway.limits.bucket import Bucket
 
 KEY_SHARE = "key_share"  # where a request's share is in the scope's state
@@ -48,20 +49,24 @@ class KeyLimits:
         """Return what the caller's key may take."""
         return tenant.limits or self.usual
 
-    def enter(self, tenant: Tenant, scope: Scope) -> None:
-        """Let a request in; ``leave`` of its share lets the next one in.
+    def enter(self, tenant: Tenant, scope: Scope, account: Account) -> None:
+        """Charge a request to its key; ``leave`` of its share lets the next one in.
+
+        An account that counts nothing leaves no share.
 
         Raises:
             Refused: 429, the key has used up what it may.
         """
+        if not account.requests:
+            return
         limits = self.of(tenant)
         counts = self._counts.get(tenant.key_id)
         if counts is None:
             counts = self._counts[tenant.key_id] = _Counts(limits, self._clock)
         elif counts.limits != limits:  # its line was changed; its shares hold on to the counts
             counts.limit_to(limits)
-        counts.admit()
-        scope["state"][KEY_SHARE] = KeyShare(counts)
+        counts.admit(account)
+        scope["state"][KEY_SHARE] = KeyShare(counts, int(account.computes))
 
     def coming(self, tenant: Tenant) -> Collection[str]:
         """Return the sessions that requests of the tenant are about now, with a row or without."""
@@ -103,17 +108,18 @@ class _Counts:
             if per_minute
         }
 
-    def admit(self) -> None:
+    def admit(self, account: Account) -> None:
         at_once = self.limits.concurrent_requests
-        if at_once and self.running >= at_once:
+        if account.computes and at_once and self.running >= at_once:
             raise self._refusal(f"{self.running} requests of this key are running already", AGAIN_S)
+        needed = {"requests": account.requests, "tokens": float(account.computes)}
         for what, bucket in self._buckets.items():
-            if wait_s := bucket.wait_s():
+            if wait_s := bucket.wait_s(needed[what]) if needed[what] else 0.0:
                 raise self._refusal(f"this key may use {bucket.per_minute} {what} a minute", wait_s)
-        self.use("requests", 1)
-        self.running += 1
+        self.use("requests", account.requests)
+        self.running += account.computes
 
-    def use(self, what: str, number: int) -> None:
+    def use(self, what: str, number: float) -> None:
         if what in self._buckets:
             self._buckets[what].use(number)
 
@@ -134,10 +140,11 @@ class _Counts:
 
 
 class KeyShare:
-    """The place that one request has among those of its key."""
+    """The share that one request has of its key: a place among those that run, if it computes."""
 
-    def __init__(self, counts: _Counts) -> None:
+    def __init__(self, counts: _Counts, num_places: int = 1) -> None:
         self._counts = counts
+        self._num_places = num_places
         self._inside = True
         self._on_leaving: Callable[[], None] = lambda: None
 
@@ -157,7 +164,7 @@ class KeyShare:
         """Make room for another request; may be called twice."""
         if self._inside:
             self._inside = False
-            self._counts.running -= 1
+            self._counts.running -= self._num_places
             self._on_leaving()
 
 

@@ -16,7 +16,7 @@ from engines.asgi import while_client_stays
 from engines.headers import payer_headers
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.requests import Json
-from gateway.body import asked_by
+from gateway.body import body_for_engine
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.edge.body_budget import body_share_of
 from gateway.limits.key_limits import key_share_of
@@ -54,7 +54,8 @@ async def _answer(request: Request) -> bytes:
 
 
 async def _question(request: Request) -> bytes:
-    async with asked_by(caller_of(request), request) as body:
+    caller_of(request)
+    async with body_for_engine(request) as body:
         return await body.beside(partial(_for_engine, gateway_of(request), body.json))
 
 

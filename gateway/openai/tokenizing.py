@@ -20,7 +20,7 @@ from engines.openai.tokenizing import (
     validate_detokenize,
     validate_tokenize,
 )
-from gateway.body import asked_by
+from gateway.body import body_for_engine
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.relay.question import answer_to
 from gateway.turns import served_name
@@ -50,7 +50,8 @@ async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], An
 
 
 async def _question(request: Request, validate: Callable[[Json, Sight], Any]) -> bytes:
-    async with asked_by(caller_of(request), request) as body:
+    caller_of(request)
+    async with body_for_engine(request) as body:
         return await body.beside(partial(_for_engine, gateway_of(request), validate, body.json))
 
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import Json, checked
-from gateway.body import asked_by
+from gateway.body import body_for_engine
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.openai.lists import shown
 from gateway.openai.responses.fields import ResponseFields
@@ -32,7 +32,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 async def _question(request: Request) -> bytes:
     gateway, tenant = gateway_of(request), caller_of(request)
-    async with asked_by(tenant, request, empty=b"{}") as body:
+    async with body_for_engine(request, empty=b"{}") as body:
         if body.json.get("model") is None:
             body.json["model"] = gateway.served.model
         fields = await body.beside(lambda: checked(body.json, ResponseFields))

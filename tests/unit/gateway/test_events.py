@@ -14,7 +14,7 @@ from engines.base import SessionRef
 from gateway.context import caller_of, sees_all
 from gateway.edge.body_budget import BODY_SHARE, BodyShare
 from gateway.events.event_stream import GOODBYE, LiveEvents
-from gateway.events.routes import page_rows
+from gateway.events.routes import events, page_rows
 from gateway.keys import ANONYMOUS, Tenant, generate_key
 from tests.unit.gateway.in_process import App
 
@@ -99,6 +99,7 @@ def request(app: App, port: int, **headers: str) -> Request:
     scope: dict[str, Any] = {
         "type": "http",
         "app": app.app,
+        "endpoint": events,
         "server": ("127.0.0.1", port),
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
         "state": {BODY_SHARE: BodyShare(app.gateway.bodies)},

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import Refused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
+from gateway.limits.accounts import ACCOUNTS, Account
 from gateway.limits.bucket import Bucket
 from gateway.limits.key_limits import KeyLimits, KeyShare, key_share_of
 from scheduler.config import SchedulerConfig
@@ -30,9 +31,12 @@ ALICE = Tenant("alice", b"salt", "a1")
 OTHER_KEY = Tenant("alice", b"salt", "a2")
 
 
-def enter(limits: KeyLimits, tenant: Tenant = ALICE) -> KeyShare:
+TURN, READ = ACCOUNTS["chat_completions"], ACCOUNTS["show_response"]
+
+
+def enter(limits: KeyLimits, tenant: Tenant = ALICE, account: Account = TURN) -> KeyShare:
     scope: dict[str, Any] = {"state": {}}
-    limits.enter(tenant, scope)
+    limits.enter(tenant, scope, account)
     share = key_share_of(scope)
     assert share is not None
     return share
@@ -80,6 +84,31 @@ def test_requests_at_once() -> None:
     for share in (two, three):
         share.leave()
     enter(limits)
+
+
+def test_reads_cost_a_part_of_a_request_and_need_no_place() -> None:
+    limits = KeyLimits(Limits(requests_per_minute=2, concurrent_requests=1), Clock())
+    turn = enter(limits)
+    for _ in range(10):
+        enter(limits, account=READ).leave()
+    with pytest.raises(Refused) as caught:
+        enter(limits, account=READ)
+    assert caught.value.failure.retry_after_s == pytest.approx(3.0)
+    refusal(limits)  # the reads that left gave back no place of the turn
+    turn.leave()
+
+
+def test_a_key_that_owes_tokens_may_read_but_not_compute() -> None:
+    limits = KeyLimits(Limits(tokens_per_minute=600), Clock())
+    enter(limits).used_tokens(900)
+    enter(limits, account=READ)
+    refusal(limits)
+
+
+def test_what_is_open_to_all_is_charged_to_no_key() -> None:
+    scope: dict[str, Any] = {"state": {}}
+    KeyLimits(Limits(requests_per_minute=1), Clock()).enter(ALICE, scope, ACCOUNTS["livez"])
+    assert key_share_of(scope) is None
 
 
 def test_a_keys_own_line_goes_before_the_usual_limits_and_may_change() -> None:
@@ -145,6 +174,36 @@ def test_a_line_with_other_words_is_refused(words: str) -> None:
 
 
 # ---- in answers
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/chat/completions"),
+        ("GET", "/v1/responses/resp_1"),
+        ("GET", "/v1/conversations/conv_1/items"),
+        ("POST", "/v1/conversations"),
+        ("DELETE", "/v1/conversations/conv_1"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/sessions"),
+        ("POST", "/v1/sessions/x/demote"),
+        ("DELETE", "/v1/sessions/x"),
+    ],
+)
+async def test_what_is_no_turn_counts_too(method: str, path: str) -> None:
+    app = App(RecordingEngine(), requests_per_minute=1)
+    body = b"{}" if method == "POST" else b""
+    headers = {"content-type": "application/json"}
+    statuses = [(await app.call(method, path, body, headers)).status for _ in range(11)]
+    assert 429 not in statuses[:2] and statuses[-1] == 429
+
+
+async def test_asking_for_the_caller_twice_charges_once() -> None:
+    """The handlers of conversations look at the caller at several places."""
+    app = App(RecordingEngine(), requests_per_minute=1)
+    first = await app.post("/v1/conversations", {})
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    assert (await app.post("/v1/conversations", {})).status != 429
 
 
 async def test_answers_say_what_is_left_and_refusals_when_to_come_back() -> None:

@@ -90,4 +90,4 @@ async def test_a_large_question_is_parsed_on_a_thread() -> None:
         assert (await app.post("/tokenize", question)).status == 200
     finally:
         sys.setprofile(None)
-    assert "asked_by" in here and not here & {"check_weight", "parse_json", "_for_engine"}
+    assert "body_for_engine" in here and not here & {"check_weight", "parse_json", "_for_engine"}

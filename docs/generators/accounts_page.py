@@ -1,0 +1,44 @@
+"""``docs/reference/accounts.md``: what each route takes of a key's limits, and what bounds it."""
+
+from __future__ import annotations
+
+from docs.generators.tables import code, page, table
+from gateway.app import ROUTES
+from gateway.limits.accounts import ACCOUNTS, VERBS, Work
+
+INTRODUCTION = """
+A request is charged to its caller's key once, before its body is read. *Requests* are those of
+`gateway.requests_per_minute`; what *computes* also takes one of `gateway.concurrent_requests` until
+its answer has ended, and waits while the key owes tokens. Beyond a limit the answer is 429 with
+`retry-after`. Bodies count in `gateway.max_bodies_bytes` as their bytes come. These limits are off
+until they are set; the bounds of the work below always hold.
+"""
+
+
+def accounts_page() -> str:
+    """Write the page. A route's function names its account."""
+    rows = []
+    for module in ROUTES:
+        for route in module.router.routes:
+            account = ACCOUNTS[route.endpoint.__name__]
+            requests = f"{account.requests:g}" if account.requests else ""
+            methods = ", ".join(sorted(route.methods))
+            at = code(f"{methods} {route.path.replace(':path', '')}")
+            rows.append(
+                (at, requests, "yes" if account.computes else "", account.work.name.lower())
+            )
+    works = [(x.name.lower(), x.value) for x in Work]
+    return page(
+        "What requests cost",
+        INTRODUCTION,
+        table(("route", "requests", "computes", "work"), sorted(rows, key=_path)),
+        "## What bounds the work",
+        table(("work", "bound"), works),
+        "## Verbs to the engine",
+        table(("verb", "asked by"), [(code(x), by) for x, by in VERBS.items()]),
+    )
+
+
+def _path(row: tuple[str, ...]) -> tuple[str, str]:
+    method, _, path = row[0].strip("`").partition(" ")
+    return path, method
