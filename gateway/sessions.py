@@ -18,7 +18,7 @@ from engines.base import SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import Gateway, admin_of, caller_of, gateway_of
-from gateway.identity.names import checked_id
+from gateway.identity.names import checked_name
 from gateway.keys import Tenant
 from gateway.prefixes.beside import SUFFIX
 from gateway.stored.shelf import Shelf
@@ -126,14 +126,14 @@ def _owner(request: Request) -> Tenant:
     if named == caller.name:
         return caller
     admin_of(request)
-    name = checked_id(named, "tenant")
+    name = checked_name(named, "tenant")
     return Tenant(name, gateway_of(request).tenants.salt_of(name))
 
 
 def _addressed(request: Request) -> tuple[Gateway, SessionRef]:
     tenant = _owner(request)
     gateway = gateway_of(request)
-    session_id = checked_id(request.path_params["session_id"], "the session's id")
+    session_id = checked_name(request.path_params["session_id"], "the session's id")
     return gateway, gateway.session(tenant, session_id)
 
 

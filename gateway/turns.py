@@ -31,7 +31,7 @@ from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
 from gateway.identity.client_names import client_name
 from gateway.identity.known_chats import message_chain
-from gateway.identity.names import MAX_ID_BYTES, group_of, named_in_body
+from gateway.identity.names import MAX_ID_BYTES, checked_id, group_of, named_in_body
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.prefixes.beside import SUFFIX, row_of
@@ -196,7 +196,9 @@ def _named(
     session_id = named_in_body(asked) or by_user_id(asked.get("metadata"), messages)
     if session_id is None and "messages" not in asked:
         group = group_of(asked)  # a text has no messages to be found by
-        return NamedSession(group, of_several=True) if group else None
+        if group is None:
+            return None
+        return NamedSession(checked_id(group, "prompt_cache_key"), of_several=True)
     return NamedSession(session_id) if session_id else None
 
 

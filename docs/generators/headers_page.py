@@ -44,7 +44,8 @@ RESPONSE = {
     "x-ratelimit-reset-*": "seconds until all of it is there again",
     "www-authenticate": "`Bearer`; with 401",
     "x-accel-buffering": "`no`: a proxy is asked to pass events on at once",
-    "x-content-type-options": "`nosniff`, on the dashboard's files",
+    "x-content-type-options": "`nosniff`, on the dashboard's files and `/docs`",
+    "x-frame-options": "`DENY`, on the same: no page may frame them",
     "allow": "the methods that the path takes; with 405",
 }
 CACHE = """

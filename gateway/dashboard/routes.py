@@ -26,13 +26,13 @@ POLICY: Final = "; ".join(
         "object-src 'none'",
     )
 )
-_HEADERS: Final = {
+PAGE_HEADERS: Final = {
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "vary": "accept-encoding",
+    "x-frame-options": "DENY",  # for what does not know ``frame-ancestors``
 }
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 
@@ -64,7 +64,8 @@ async def dashboard_file(request: Request) -> Response:
 
 
 def _answer(request: Request, file: PageFile, caching: str) -> Response:
-    headers = {**_HEADERS, "etag": file.tag, "cache-control": caching}
+    headers = {**PAGE_HEADERS, "vary": "accept-encoding", "etag": file.tag}
+    headers["cache-control"] = caching
     if file.tag in request.headers.get("if-none-match", ""):
         return Response(None, 304, headers)
     body = file.plain

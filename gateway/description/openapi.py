@@ -6,11 +6,13 @@ page loads nothing from anywhere else.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter
@@ -24,6 +26,7 @@ from engines.openai.requests import ChatRequest, CompletionRequest
 from engines.openai.tokenizing import Detokenize
 from gateway.admin.keys import NewKey
 from gateway.anthropic.request import CountRequest, MessagesRequest
+from gateway.dashboard.routes import PAGE_HEADERS
 from gateway.openai.conversations import AddedItems, NewConversation
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.stored_objects import MetadataChange
@@ -71,11 +74,12 @@ _ERROR: Json = {
         }
     },
 }
-_PAGE = """<!doctype html><meta charset="utf-8"><title>Thermocline</title>
-<style>body{font:15px/1.5 system-ui;margin:2em auto;max-width:60em;padding:0 1em}
+_STYLE: Final = """
+:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui;margin:2em auto;max-width:60em;padding:0 1em}
 summary{cursor:pointer;font-family:monospace}pre{overflow:auto;background:#8881;padding:1em}
-</style><h1>Thermocline</h1><p><a href="openapi.json">openapi.json</a></p><div id="all"></div>
-<script>
+"""
+_SCRIPT: Final = """
 const add = (to, tag, text) => {
   const made = to.appendChild(document.createElement(tag)); made.textContent = text; return made;
 };
@@ -90,8 +94,30 @@ fetch("openapi.json").then(x => x.json()).then(api => {
       if (body) add(row, "pre", JSON.stringify(api.components.schemas[body], null, 2));
     }
 });
-</script>
 """
+_PAGE: Final = f"""<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>Thermocline</title>
+<style>{_STYLE}</style><h1>Thermocline</h1><p><a href="openapi.json">openapi.json</a></p>
+<div id="all"></div><script>{_SCRIPT}</script>
+"""
+
+
+def _source(text: str) -> str:
+    """Name a script or a style as a policy does that allows no other one in the page."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "connect-src 'self'",
+        f"script-src {_source(_SCRIPT)}",
+        f"style-src {_source(_STYLE)}",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
 
 
 @router.get("/openapi.json")
@@ -105,7 +131,7 @@ async def openapi(request: Request) -> Response:
 @router.get("/docs")
 async def docs(request: Request) -> Response:
     """Show that description as a page."""
-    return HTMLResponse(_PAGE)
+    return HTMLResponse(_PAGE, headers={**PAGE_HEADERS, "content-security-policy": _POLICY})
 
 
 def document(routes: Iterable[Any]) -> Json:

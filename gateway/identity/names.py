@@ -8,6 +8,7 @@ from engines.openai.requests import InvalidRequest, Json
 
 SESSION_ID_HEADER = "x-session-id"
 MAX_ID_BYTES = 256  # of UTF-8
+_DOTS = frozenset({".", ".."})
 _PLAIN = "!#$&'()*+,-./:;<=>?@[]^_`{|}~ "  # not encoded in headers, like letters and digits
 
 
@@ -33,11 +34,30 @@ def group_of(raw: Json) -> str | None:
         InvalidRequest: it is no string that could be a name.
     """
     key = raw.get("prompt_cache_key")
-    return None if key is None else checked_id(key, "prompt_cache_key")
+    return None if key is None else checked_name(key, "prompt_cache_key")
 
 
 def checked_id(value: object, where: str) -> str:
-    """Return ``value`` if it can be a session's id: ids end up in headers, logs and lists.
+    """Return ``value`` if it can be the id of a new session.
+
+    Clients and proxies resolve "." and ".." in a path, encoded or not, so under such an id a
+    session could not be deleted, and an attempt might delete another one.
+
+    Raises:
+        InvalidRequest: it is no name, or has such a part; ``where`` names it.
+    """
+    name = checked_name(value, where)
+    if _DOTS.isdisjoint(name.split("/")):
+        return name
+    raise InvalidRequest(
+        f'{where} must not be "." or "..", nor have these between slashes; any other printable'
+        f" characters will do, 1 to {MAX_ID_BYTES} bytes of UTF-8.",
+        where,
+    )
+
+
+def checked_name(value: object, where: str) -> str:
+    """Return ``value`` if it is a name: these end up in headers, logs and lists.
 
     Raises:
         InvalidRequest: it is no string, not printable, or too long; ``where`` names it.

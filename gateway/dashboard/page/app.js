@@ -25,10 +25,20 @@ const PHASES = {
 };
 const place = signal(read());
 
-// "#sessions/TENANT/ID": the view, and the session that is open.
+// "#sessions/TENANT/ID": the view, and the session that is open; an id may have slashes.
 function read() {
-  const [view, tenant, id] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  const [view, tenant, ...rest] = location.hash.slice(1).split("/").map(decoded);
+  const id = rest.join("/");
   return { view: VIEWS.includes(view) ? view : "now", open: id ? rowKey({ tenant: tenant || undefined, id }) : "" };
+}
+
+// An address that was typed or cut may hold a % that begins no character: it stands for itself.
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
 }
 
 function go(view, row) {

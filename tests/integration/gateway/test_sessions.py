@@ -145,13 +145,18 @@ async def test_forget_leaves_nothing(alice: Caller) -> None:
     assert headers["x-thermocline-cache"].startswith("miss")
 
 
-@pytest.mark.parametrize("session", ["a/b/../c", "with blank", "käse:@%41", "demote", "x" * 256])
+@pytest.mark.parametrize(
+    "session", ["a/b..c", "/a//b/", "%2e%2E", "with blank", "käse:@%41?q#f", "demote", "x" * 256]
+)
 async def test_odd_ids(alice: Caller, session: str) -> None:
     _, headers = await alice.chat("hi", session=quote(session, safe=""))
     assert (await alice.one(session))["id"] == session
     assert (await alice.verb(session, "pin"))[1]["id"] == session
     again, _ = await alice.chat("hi", session=headers["x-thermocline-session"])
     assert cached(again) == 1  # its own header names the same session
+    path = f"/v1/sessions/{quote(session, safe='')}"
+    assert (await alice.call("DELETE", path))[0] == 200
+    assert (await alice.call("GET", path))[0] == 404
 
 
 async def test_the_list_is_the_latest_first(alice: Caller) -> None:

@@ -35,6 +35,9 @@ async def test_references_lead_somewhere() -> None:
 
 
 async def test_the_page_loads_nothing_from_elsewhere() -> None:
-    page = (await App().get("/docs")).body.decode()
+    reply = await App().get("/docs")
+    page, policy = reply.body.decode(), reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy and reply.headers["x-frame-options"] == "DENY"
     assert "<title>" in page
     assert "http:" not in page and "https:" not in page and "src=" not in page

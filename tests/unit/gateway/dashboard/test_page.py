@@ -38,8 +38,10 @@ async def test_the_page_needs_no_key_and_names_its_files():
 @pytest.mark.parametrize("path", ["/ui", "/ui/{version}/app.js", "/ui/{version}/icon.svg"])
 async def test_nothing_but_this_server_may_be_asked(path):
     path = path.format(version=page_files().version)
-    policy = (await App().get(path)).headers["content-security-policy"]
+    headers = (await App().get(path)).headers
+    policy = headers["content-security-policy"]
     assert "default-src 'self'" in policy and "unsafe" not in policy and ":" not in policy
+    assert "frame-ancestors 'none'" in policy and headers["x-frame-options"] == "DENY"
 
 
 async def test_what_a_browser_has_is_not_sent_again():

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from yarl import URL
 
 from engines.openai.requests import InvalidRequest
 from gateway.identity.known_chats import KnownChats, message_chain
 from gateway.identity.names import checked_id, id_from_header, id_to_header, named_in_body
 from gateway.keys import Tenant
+from tests.unit.gateway.in_process import MODEL, App
 
 ALICE = Tenant("alice", b"a" * 32)
 BOB = Tenant("bob", b"b" * 32)
@@ -64,10 +67,41 @@ def test_unfit_ids_are_refused(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["../../etc/passwd", "a b", "ümlaut:@x", "x" * 256, "🙂" * 64, "50%25"]
+    "value",
+    ["etc/..passwd", "a b", "ümlaut:@x", "x" * 256, "🙂" * 64, "50%25"]
+    + ["...", "a/", "/a", "a//b", "%2e%2e"],
 )
 def test_odd_but_printable_ids_are_taken(value: str) -> None:
     assert checked_id(value, "session_id") == value
+
+
+@pytest.mark.parametrize("value", [".", "..", "./a", "a/..", "a/../b", "../../etc/passwd"])
+async def test_ids_that_clients_resolve_in_a_path_are_refused_wherever_they_are_named(
+    value: str,
+) -> None:
+    app = App()
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    text = {"model": MODEL, "prompt": "hi", "prompt_cache_key": value}
+    for reply in (
+        await app.post("/v1/chat/completions", chat, x_session_id=value),
+        await app.post("/v1/chat/completions", chat, session_id=value),
+        await app.post("/v1/chat/completions", {**chat, "session_id": value}),
+        await app.post("/v1/chat/completions", {**chat, "conversation": {"id": value}}),
+        await app.post("/v1/completions", text),
+    ):
+        assert reply.status == 400
+        assert "any other printable" in reply.error["message"]
+    assert app.engine.asked == []
+
+
+@given(st.text(st.sampled_from("./%2ea"), min_size=1, max_size=12))
+def test_the_path_of_an_id_is_the_same_after_a_client_has_resolved_it(value: str) -> None:
+    try:
+        checked_id(value, "session_id")
+    except InvalidRequest:
+        return
+    assert URL(f"http://h/v1/sessions/{value.replace('%', '%25')}").path == f"/v1/sessions/{value}"
+    assert URL(f"http://h/v1/sessions/{quote(value, safe='')}").path == f"/v1/sessions/{value}"
 
 
 @given(st.text(min_size=1, max_size=256).filter(str.isprintable))
