@@ -104,7 +104,7 @@ class Engine(Protocol):
 
     @property
     def gave_up(self) -> bool:
-        """True once it is known that it can never serve with its settings; its log says why."""
+        """True once it is known that it cannot serve as things are; the log says why."""
 
     async def start(self) -> None:
         """Start or attach; returns at once, ``ready`` turns true later."""

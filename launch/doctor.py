@@ -31,6 +31,7 @@ from launch.machine.blas import find_blas
 from launch.machine.interpreters import require_vllm
 from launch.machine.memory import available_memory, free_disk
 from launch.machine.open_files import COMFORTABLE, least_for, too_low
+from launch.machine.private_folders import compile_environment, server_folder
 from launch.model import find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.expected_codec import expected_choices
@@ -173,6 +174,16 @@ def _blas(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     return ("ok" if blas.fast else "warning"), blas.message.removeprefix("BLAS: ")
 
 
+def _private_folders(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
+    """Check the folders that engines compile into, and load code from."""
+    if effective.engine_kind == "attached":
+        return "ok", "the engine's own"
+    cache = effective.folders.cache
+    compile_environment(cache, environ)
+    with server_folder(cache, environ) as folder:
+        return "ok", f"{cache / 'compiled'} and {folder.parent}, for this user alone"
+
+
 def _memory(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     available = available_memory()
     settings = effective.settings
@@ -305,6 +316,7 @@ CHECKS: Mapping[str, Check] = {
     "tools": _tools,
     "codec": _codec,
     "capacity": _capacity,
+    "folders": _private_folders,
     "blas": _blas,
     "memory": _memory,
     "disk": _disk,

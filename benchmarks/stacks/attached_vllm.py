@@ -133,6 +133,7 @@ def started(python: str, folder: Path, store: dict[str, Any], options: Sequence[
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "PYTHONPATH": import_path(),
         "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(run),
         "VLLM_NO_USAGE_STATS": "1",
     }
     engine = Elsewhere(folder, port, control_port, argv, env)

@@ -133,6 +133,7 @@ class PlainVllm:
             **os.environ,
             **CHILD_ENV,
             **ours,
+            "TMPDIR": self._folder.name,
         }
 
     def __enter__(self) -> PlainVllm:

@@ -77,6 +77,7 @@ class ControlLink:
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
         self._writer: asyncio.StreamWriter | None = None
         self.welcome: Welcome | None = None
+        self.was_welcomed = False  # ever
         self.codec: CodecReport | None = None  # of the welcome, or heard since
         self._why_absent = why_absent
         self.trouble = why_absent
@@ -141,6 +142,7 @@ class ControlLink:
         try:
             welcome = await self._greet(reader, writer)
             self._writer, self.welcome, self.trouble = writer, welcome, ""
+            self.was_welcomed = True
             self.codec = welcome.codec
             log.info("engine %s serves %s", welcome.engine, welcome.model)
             self._publish(None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 from engines.config import WorkerConfig
 from engines.fake_worker.fake_sessions import CODEC, HOT_BYTES_PER_TOKEN, FakeSessions
 from engines.fake_worker.server import DataServer
 from engines.host.control_server import ControlServer
 from engines.host.lifeline import read_settings, runtime_folder, stop_event
+from engines.runtime_folder import held
 from engines.wire import Welcome
 
 logger = logging.getLogger("engines.fake_worker")
@@ -19,7 +21,9 @@ SIGHTED = "vision"  # a model that is called so sees images
 
 
 def main() -> None:
-    asyncio.run(serve(read_settings()))
+    config = read_settings()
+    with held(Path(config.runtime_dir)):
+        asyncio.run(serve(config))
 
 
 async def serve(config: WorkerConfig) -> None:

@@ -32,6 +32,7 @@ from engines.mlx_worker.measuring.measuring import Measuring
 from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_model
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener
+from engines.runtime_folder import held
 from engines.wire import TemplateRules, Welcome
 
 logger = logging.getLogger("engines.mlx_worker")
@@ -57,7 +58,8 @@ def main() -> None:
     config = read_settings()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
-        asyncio.run(serve(config))
+        with held(Path(config.runtime_dir)):
+            asyncio.run(serve(config))
     except CannotServe as error:  # what the operator can change
         logger.error("%s cannot be served: %s", config.served_model_name, _one_line(error))
         raise SystemExit(WRONG_SETTINGS) from error

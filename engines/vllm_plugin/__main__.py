@@ -21,6 +21,7 @@ from typing import Final
 import msgspec
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
+from engines.runtime_folder import held
 from engines.vllm_plugin.config import write_settings
 from engines.vllm_plugin.process.command import (
     command,
@@ -59,13 +60,14 @@ def main() -> int:
     argv = command(worker, settings, cpu=is_cpu_build())
     argv += ["--shutdown-timeout", str(ENGINE_END_S)]
     adopt_orphans()
-    with subprocess.Popen(
-        argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
-    ) as server:
-        signal.signal(signal.SIGTERM, lambda *_: server.terminate())
-        threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
-        code = server.wait()
-    end_descendants()
+    with held(Path(worker.runtime_dir)):
+        with subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+        ) as server:
+            signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+            threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+            code = server.wait()
+        end_descendants()
     return code if code >= 0 else 128 - code  # the code that a shell gives for a signal
 
 

@@ -15,11 +15,13 @@ import msgspec
 
 from engines.about_vllm.environment import import_path
 from engines.calibration.messages import CalibrationOrder, CalibrationReport
+from engines.runtime_folder import fresh_scratch
 from launch.calibrate.orders import CalibrateOptions, order_of
 from launch.calibrate.profile_notes import write_note
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import find_blas
 from launch.machine.interpreters import CHILD_ENV
+from launch.machine.private_folders import compile_environment, server_folder
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 
 log = logging.getLogger("thermocline.launch")
@@ -39,7 +41,9 @@ def calibrate(
     """
     command, env = program(effective, environ)
     order = order_of(effective, options)
-    report = msgspec.json.decode(_answer(command, order, env), type=CalibrationReport)
+    with server_folder(effective.folders.cache, environ) as folder:
+        env = {**env, "TMPDIR": str(fresh_scratch(folder))}
+        report = msgspec.json.decode(_answer(command, order, env), type=CalibrationReport)
     write_note(effective, report.fingerprint)
     return report
 
@@ -56,6 +60,7 @@ def program(
     if kind not in _MODULES:
         raise UsageError(f"engine {kind} cannot calibrate; use --set engine.kind=mlx, or vllm")
     require_installed(effective)
+    compiled = compile_environment(effective.folders.cache, environ)
     if kind == "vllm":
         python = effective.settings.engine.vllm.python or sys.executable
         env: Mapping[str, str] = _path(environ)
@@ -63,7 +68,7 @@ def program(
         blas = find_blas(environ, effective.folders.cache)
         log.info("%s", blas.message)
         python, env = sys.executable, blas.env
-    return [python, "-m", _MODULES[kind]], {**environ, **CHILD_ENV, **env}
+    return [python, "-m", _MODULES[kind]], {**environ, **compiled, **CHILD_ENV, **env}
 
 
 def _answer(command: Sequence[str], order: CalibrationOrder, env: Mapping[str, str]) -> bytes:

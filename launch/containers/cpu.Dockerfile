@@ -26,6 +26,7 @@ RUN useradd --uid 1000 --create-home thermocline \
 ENV PATH=/opt/thermocline/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     THERMOCLINE_DATA_DIR=/data \
+    THERMOCLINE_CACHE_DIR=/data/cache \
     THERMOCLINE_GATEWAY__HOST=0.0.0.0
 USER 1000
 VOLUME /data

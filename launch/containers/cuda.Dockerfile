@@ -28,6 +28,7 @@ RUN python3 -m venv /opt/thermocline \
 ENV PATH=/opt/thermocline/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     THERMOCLINE_DATA_DIR=/data \
+    THERMOCLINE_CACHE_DIR=/data/cache \
     THERMOCLINE_GATEWAY__HOST=0.0.0.0 \
     THERMOCLINE_ENGINE__VLLM__PYTHON=/usr/bin/python3
 USER 1001

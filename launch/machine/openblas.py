@@ -16,6 +16,9 @@ import sysconfig
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
+from launch.errors import LaunchError
+from launch.machine.private_folders import private_folder
+
 PACKAGE = "scipy-openblas32"
 LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"
 # All that mlx calls of BLAS. Its LAPACK calls keep going to the library it brings along.
@@ -30,10 +33,15 @@ def plain_openblas(cache_dir: Path) -> Path:
     """The path of the copy with plain names; made anew after each update of the package.
 
     Raises:
-        NoBlas: a package is missing, or patchelf or the disk refused.
+        NoBlas: a package is missing, another user could write the folder, or patchelf or the disk
+            refused.
     """
     package = _package()
-    copy = cache_dir / "blas" / f"libopenblas-{package.version}-{platform.machine()}.so"
+    try:
+        folder = private_folder(cache_dir / "blas")
+    except LaunchError as error:
+        raise NoBlas(str(error)) from error
+    copy = folder / f"libopenblas-{package.version}-{platform.machine()}.so"
     if copy.exists():
         return copy
     source = Path(str(package.locate_file(LIBRARY)))
@@ -51,7 +59,6 @@ def _package() -> Distribution:
 
 
 def _build(source: Path, copy: Path) -> Path:
-    copy.parent.mkdir(parents=True, exist_ok=True)
     draft = copy.with_suffix(f".{os.getpid()}")
     table = copy.with_suffix(f".{os.getpid()}.names")
     try:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +30,7 @@ from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
 from launch.machine.interpreters import CHILD_ENV
 from launch.machine.memory import machine_memory
+from launch.machine.private_folders import compile_environment, server_folder
 from launch.model import Model, find_model
 from launch.plan.cache_shape import NotUnderstood
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
@@ -47,9 +45,6 @@ from launch.settings.schema import Settings
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.launch")
-
-# A unix socket's path may have 104 bytes on macOS and 108 on Linux; "/control.sock" takes 13.
-MAX_RUNTIME_DIR = 90
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,10 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     _check_admins(settings.gateway, tenants)
     _check_codecs(settings.store)
     require_installed(effective)
-    blas = find_blas(environ, effective.folders.cache) if kind == "mlx" else None
+    attached = kind == "attached"  # it has folders of its own
+    cache = effective.folders.cache
+    compiled = {} if attached else compile_environment(cache, environ)
+    blas = find_blas(environ, cache) if kind == "mlx" else None
     model = _model(effective)
     check_family(effective, model)
     check_hot_codec(effective, model)
@@ -86,7 +84,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     if kind in ("mlx", "vllm"):
         ranks = settings.engine.vllm.tensor_parallel if kind == "vllm" else 0
         check_tiers(store, vllm_ranks=ranks)
-    with _runtime_dir(environ) as runtime_dir:
+    with nullcontext("") if attached else server_folder(cache, environ) as runtime_dir:
         worker = WorkerConfig(
             engine=settings.engine,
             store=store,
@@ -97,7 +95,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             data_path=str(effective.folders.data),
             log_level=settings.log_level,
         )
-        engine = _engine(kind, worker, {**CHILD_ENV, **(blas.env if blas else {})})
+        engine = _engine(kind, worker, {**compiled, **CHILD_ENV, **(blas.env if blas else {})})
         metrics = Metrics()
         sessions = SessionManager(
             engine,
@@ -239,16 +237,3 @@ def _check_codecs(store: StoreConfig) -> None:
                 check_name(name)
         except UnknownCodec as error:
             raise UsageError(f"store.{field}: {error}") from error
-
-
-@contextmanager
-def _runtime_dir(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Make a private folder (0700) with a path short enough for unix sockets."""
-    base = environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    if not os.access(base, os.W_OK) or len(base) > MAX_RUNTIME_DIR - len("/thermocline-12345678"):
-        base = "/tmp"
-    folder = tempfile.mkdtemp(prefix="thermocline-", dir=base)
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

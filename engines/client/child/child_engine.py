@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -39,6 +40,8 @@ class ChildEngine(EngineClient):
             msgspec.json.encode(worker) + b"\n",
             env or {},
             name=self.module.rpartition(".")[2].removesuffix("_worker"),
+            folder=Path(worker.runtime_dir),
+            served=lambda: self._link.was_welcomed,
             rules=rules,
         )
         self._watching: asyncio.Task[None] | None = None
@@ -90,7 +93,6 @@ class ChildEngine(EngineClient):
                 absent_since, pid, was_ready = now, self.pid, False
             if self.ready:
                 absent_since, was_ready = now, True
-                self._supervisor.has_served()
             limit_s = self._stall_timeout_s if was_ready else self._start_timeout_s
             if now - absent_since > limit_s:
                 self._supervisor.kill(f"no answer for {limit_s:.0f} s")

@@ -16,10 +16,12 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from engines.client.child.restarts import RestartPolicy, RestartRules
 from engines.config import WRONG_SETTINGS
 from engines.log_lines import read_line
+from engines.runtime_folder import SCRATCH, fresh_scratch
 
 log = logging.getLogger("thermocline.engines")
 
@@ -38,9 +40,10 @@ class Supervisor:
         env: Mapping[str, str],
         *,
         name: str,
+        folder: Path,
+        served: Callable[[], bool] = lambda: False,
         rules: RestartRules | None = None,
         term_grace_s: float = TERM_GRACE_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a supervisor; nothing runs before ``start``.
 
@@ -48,20 +51,23 @@ class Supervisor:
             first_line: written to the child's standard input; the pipe stays open.
             env: added to this process's environment.
             name: the logger of the child's lines is called ``thermocline.engine.<name>``.
+            folder: a private one; the child's temporary files lie below it.
+            served: returns True once a child was ready to serve.
         """
         self._term_grace_s = term_grace_s
         self._argv = list(argv)
         self._first_line = first_line
-        self._env = {**os.environ, **env}
+        self._folder = folder
+        self._env = {**os.environ, **env, "TMPDIR": str(folder / SCRATCH)}
         self._log = logging.getLogger(f"thermocline.engine.{name}")
         self._policy = RestartPolicy(rules)
-        self._clock = clock
+        self._served = served
         self._process: Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._stopping = False
         self.num_starts = 0
         self._last_end = ""
-        self._has_served = False
+        self._last_words = (False, "")  # whether it was an error, and the line of the child's log
         self._gave_up = False
 
     @property
@@ -71,12 +77,8 @@ class Supervisor:
 
     @property
     def gave_up(self) -> bool:
-        """True if the child cannot serve with its settings, and is not started again."""
+        """True if the child cannot serve as things are, and is not started again."""
         return self._gave_up
-
-    def has_served(self) -> None:
-        """Note that the settings were right once: whatever ends the child now may pass."""
-        self._has_served = True
 
     @property
     def trouble(self) -> str:
@@ -112,18 +114,34 @@ class Supervisor:
 
     async def _keep_running(self) -> None:
         while True:
-            self._policy.started(self._clock())
+            self._policy.started(time.monotonic())
             code = await self._run_once()
-            self._gave_up = code == WRONG_SETTINGS and not self._has_served
-            if self._stopping or self._gave_up:
+            delay_s = self._policy.ended(time.monotonic(), self._last_end)
+            if self._stopping:
                 return
-            delay_s = self._policy.ended(self._clock())
+            if not self._served():  # what ends a child that was ready once may pass
+                self._gave_up = code == WRONG_SETTINGS or self._policy.hopeless
+            if self._gave_up:
+                if code != WRONG_SETTINGS:  # else its own line says all
+                    self._log_reason()
+                return
             log.error("the engine %s; starting it again in %.1f s", self._last_end, delay_s)
             await asyncio.sleep(delay_s)
 
+    def _log_reason(self) -> None:
+        log.error(
+            "the engine %s %d times in a row and was never ready, so it is not started again; the"
+            " last it said: %s",
+            self._last_end,
+            self._policy.num_alike,
+            self._last_words[1] or "nothing",
+        )
+
     async def _run_once(self) -> int | None:
         """Run the child once. Returns its exit code; None if it could not be started."""
+        self._last_words = (False, "")
         try:
+            await asyncio.to_thread(fresh_scratch, self._folder)
             process = await asyncio.create_subprocess_exec(
                 *self._argv,
                 stdin=PIPE,
@@ -178,7 +196,11 @@ class Supervisor:
         text = line[:MAX_LOG_LINE].decode("utf-8", "replace").rstrip()
         if text:
             level, words = read_line(text)
-            self._log.log(level, "%s", words.translate(_CONTROL_CHARACTERS))
+            words = words.translate(_CONTROL_CHARACTERS)
+            self._log.log(level, "%s", words)
+            is_error = level >= logging.ERROR
+            if is_error or not self._last_words[0]:
+                self._last_words = (is_error, words)
 
 
 async def _end(process: Process, grace_s: float, term_grace_s: float) -> None:

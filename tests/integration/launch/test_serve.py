@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -29,10 +30,7 @@ class Server:
     def __init__(
         self, folder: Path, *arguments: str, engine: str = "fake", calibrate: bool = False
     ) -> None:
-        runtime = folder / "run"
-        runtime.mkdir(exist_ok=True)
-        self.runtime = runtime
-        environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+        environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
         environ["THERMOCLINE_STORE__CALIBRATE"] = str(calibrate).lower()
         self.process = subprocess.Popen(
             [*PROGRAM, "serve", "--engine", engine, "--port", "0", *arguments],
@@ -112,10 +110,22 @@ def test_a_server_is_started_used_and_stopped(server, tmp_path):
     assert (gone.returncode, gone.stderr.strip()) == (1, "error: 404: There is no such session.")
 
     assert server.stop() == 0
-    assert not list(server.runtime.iterdir())  # the sockets' folder is gone
     secret = (tmp_path / "data" / "secret").read_bytes()
     assert secret.hex() not in "".join(server.log)
     assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z \w+ +\S+: ", line) for line in server.log)
+
+
+def test_of_a_killed_server_no_folder_stays(tmp_path):
+    with tempfile.TemporaryDirectory(prefix="tc-", dir="/tmp") as cache:  # a short path
+        server = Server(tmp_path, "--set", f"cache_dir={cache}")
+        (folder,) = Path(cache, "run").iterdir()
+        assert {"http.sock", "control.sock", "tmp"} <= {x.name for x in folder.iterdir()}
+        server.process.kill()
+        server.stop()
+        end = time.monotonic() + START_S
+        while list(Path(cache, "run").iterdir()):
+            assert time.monotonic() < end, "its engine has not removed the folder"
+            time.sleep(0.05)
 
 
 def test_the_log_says_how_to_take_a_turn(server):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,8 +30,9 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def refused(tmp_path: Path, *arguments: object) -> tuple[int, str, str]:
+def refused(tmp_path: Path, *arguments: object, cache: Path | None = None) -> tuple[int, str, str]:
     """The exit code, the line that says why, and the whole log."""
+    chosen = {"THERMOCLINE_CACHE_DIR": str(cache)} if cache else {}
     done = subprocess.run(
         [sys.executable, "-m", "launch", "serve", "--engine", "mlx", "--port", "0"]
         + [str(x) for x in arguments],
@@ -41,6 +44,7 @@ def refused(tmp_path: Path, *arguments: object) -> tuple[int, str, str]:
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(tmp_path / "hub"),
             "THERMOCLINE_DATA_DIR": str(tmp_path / "data"),
+            **chosen,
         },
     )
     assert "Traceback" not in done.stderr
@@ -77,6 +81,60 @@ def test_a_disk_folder_that_cannot_be_used(tmp_path, folder):
     (tmp_path / "data" / "cold").write_text("not a folder")
     code, why, _ = refused(tmp_path, "--model", folder)
     assert code == 1 and "--disk 0" in why and str(tmp_path / "data" / "cold") in why
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path, folder):
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"
+    code, why, log = refused(tmp_path, "--model", folder, cache=cache)
+    assert code == 1 and f"{cache}/compiled cannot be made: Not a directory; choose" in why
+    assert "engine started" not in log
+    told = subprocess.run(
+        [sys.executable, "-m", "launch", "doctor", "--set", "engine.kind=fake"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "THERMOCLINE_CACHE_DIR": str(cache)},
+    )
+    assert told.returncode == 1
+    assert any("folders" in x and "cannot be made" in x for x in told.stdout.splitlines())
+
+
+def test_a_cache_folder_that_others_can_write(tmp_path, folder):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    code, why, log = refused(tmp_path, "--model", folder, cache=tmp_path / "cache")
+    assert code == 1 and f"other users can write {tmp_path}/cache" in why
+    assert "engine started" not in log
+
+
+def test_an_engine_that_never_becomes_ready_ends_the_server(tmp_path, folder):
+    """It stands in for the interpreter of an environment with vLLM, and never gets beyond that."""
+    python = tmp_path / "python"
+    found = {"vllm": "0.32.1", "cpu": True, "missing": [], "plugin": True}
+    found["plugin_version"] = version("thermocline")
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in "-m "*) echo "ERROR no such device" >&2; exit 3 ;; esac\n'
+        f"echo '{json.dumps(found)}'\n"
+    )
+    python.chmod(0o700)
+    (folder / "config.json").write_text(
+        '{"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64,'
+        ' "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,'
+        ' "intermediate_size": 64, "max_position_embeddings": 4096}'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "serve", "--engine", "vllm", "--port", "0"]
+        + ["--model", str(folder), "--set", f"engine.vllm.python={python}", "--disk", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "THERMOCLINE_DATA_DIR": str(tmp_path / "data")},
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("starting it again") == 4
+    assert "ended with code 3 5 times in a row and was never ready" in done.stderr
+    assert "the last it said: no such device" in done.stderr
 
 
 def test_too_little_hot_memory_is_refused_before_the_weights_are_read(tmp_path):

@@ -1,0 +1,125 @@
+"""The folder of one server's sockets and temporary files, removed by the last process that leaves.
+
+A gateway makes it. The gateway and its engine hold a shared lock on a file in it for as long as
+they live: a folder whose lock has no holder was left by processes that were killed, and the next
+start removes it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger("thermocline.engines")
+
+LOCK: Final = "alive"
+SCRATCH: Final = "tmp"  # TMPDIR of the engine, made anew for each of its lives
+
+
+@contextmanager
+def runtime_folder(base: Path, prefix: str = "") -> Iterator[Path]:
+    """Make a folder (0700) in ``base``; it is removed at the end.
+
+    Folders with the same prefix that killed processes of this user left there are removed first.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for lock_file in base.glob(f"{prefix}*/{LOCK}"):
+        with suppress(OSError):  # another user's, or it went meanwhile
+            _remove_abandoned(lock_file.parent)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    try:
+        with _locked(_new_lock(folder)):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep the folder while an engine lives; the engine removes it if the gateway is gone by then.
+
+    A folder that was not made by ``runtime_folder`` is left alone.
+
+    Raises:
+        OSError: the folder is being removed.
+    """
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        yield
+        return
+    with _locked(lock):
+        try:
+            yield
+        finally:
+            _remove_unless_held(folder, lock)
+
+
+def fresh_scratch(folder: Path) -> Path:
+    """Make an empty folder for temporary files in ``folder``, without those of an earlier life.
+
+    What a killed engine was writing must not be loaded by the next one. Raises ``OSError``.
+    """
+    scratch = folder / SCRATCH
+    with suppress(FileNotFoundError):
+        shutil.rmtree(scratch)
+    scratch.mkdir(mode=0o700, parents=True)
+    return scratch
+
+
+def _new_lock(folder: Path) -> int:
+    """Make the lock file, and open it.
+
+    It gets its name once it is locked: another start would take the folder for an abandoned one.
+    """
+    draft = folder / f".{LOCK}"
+    lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        draft.rename(folder / LOCK)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+@contextmanager
+def _locked(lock: int) -> Iterator[None]:
+    """Hold a shared lock on an open file, and close the file at the end."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        if _remove_unless_held(folder, lock):
+            log.info("removed %s, which a killed server had left", folder)
+    finally:
+        os.close(lock)
+
+
+def _remove_unless_held(folder: Path, lock: int) -> bool:
+    """Remove the folder if no other process holds its lock; returns whether it did."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return True

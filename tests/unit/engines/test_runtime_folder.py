@@ -1,0 +1,119 @@
+"""The folder of a server's sockets and temporary files, and who removes it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines.runtime_folder import LOCK, fresh_scratch, held, runtime_folder
+
+GATEWAY = (
+    "import sys, time\n"
+    "from pathlib import Path\n"
+    "from engines.runtime_folder import runtime_folder\n"
+    "with runtime_folder(Path(sys.argv[1]), sys.argv[2]) as folder:\n"
+    "    print(folder, flush=True)\n"
+    "    time.sleep(600)\n"
+)
+ENGINE = (
+    "import sys\n"
+    "from pathlib import Path\n"
+    "from engines.runtime_folder import held\n"
+    "with held(Path(sys.argv[1])):\n"
+    "    print('held', flush=True)\n"
+    "    sys.stdin.read()\n"
+)
+
+
+@contextmanager
+def process(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        yield child
+        child.kill()
+
+
+def line_of(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def test_it_is_private_and_gone_at_the_end(tmp_path):
+    with runtime_folder(tmp_path) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "http.sock").touch()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("prefix", ["", "thermocline-"])
+def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path, prefix):
+    (tmp_path / "thermocline-of-something-else").mkdir()
+    with process(GATEWAY, tmp_path, prefix) as living, process(GATEWAY, tmp_path, prefix) as dying:
+        kept, left = Path(line_of(living)), Path(line_of(dying))
+        dying.send_signal(signal.SIGKILL)
+        dying.wait()
+        with runtime_folder(tmp_path, prefix):
+            assert kept.exists() and not left.exists()
+    assert (tmp_path / "thermocline-of-something-else").exists()
+
+
+def test_an_engine_keeps_the_folder_of_its_killed_gateway_until_it_ends(tmp_path):
+    with process(GATEWAY, tmp_path, "") as gateway:
+        folder = Path(line_of(gateway))
+        with process(ENGINE, folder) as engine:
+            assert line_of(engine) == "held"
+            gateway.send_signal(signal.SIGKILL)
+            gateway.wait()
+            with runtime_folder(tmp_path):
+                assert folder.exists()
+            assert engine.stdin is not None
+            engine.stdin.close()
+            assert engine.wait() == 0
+    assert not folder.exists()
+
+
+def test_an_engine_leaves_the_folder_to_a_gateway_that_lives(tmp_path):
+    with runtime_folder(tmp_path) as folder:
+        with held(folder):
+            pass
+        assert (folder / LOCK).exists()
+
+
+def test_a_folder_of_somebody_elses_making_is_left(tmp_path):
+    with held(tmp_path):
+        pass
+    assert tmp_path.exists()
+
+
+def test_links_are_not_followed(tmp_path):
+    elsewhere, base = tmp_path / "elsewhere", tmp_path / "base"
+    elsewhere.mkdir()
+    base.mkdir()
+    (elsewhere / LOCK).touch()
+    (base / "planted").symlink_to(elsewhere)
+    with runtime_folder(base):
+        assert (elsewhere / LOCK).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes folders of other users")
+def test_folders_of_other_users_are_left(tmp_path):
+    theirs = tmp_path / "thermocline-x"
+    theirs.mkdir()
+    (theirs / LOCK).touch()
+    os.chown(theirs, 65534, 65534)
+    with runtime_folder(tmp_path, "thermocline-"):
+        assert theirs.exists()
+
+
+def test_scratch_is_empty_for_each_life(tmp_path):
+    (fresh_scratch(tmp_path) / "half-written").touch()
+    scratch = fresh_scratch(tmp_path)
+    assert list(scratch.iterdir()) == [] and scratch.stat().st_mode & 0o777 == 0o700
