@@ -1,9 +1,9 @@
 """Serves HTTP to the gateway: completions, embeddings, tokens of prompts, models, health.
 
 It stands on a unix socket and answers only who knows the token. A request is checked and planned
-on a thread of its own, handed to the owner thread, and answered as its events arrive; the
-response's head is sent when the prompt has its place in a batch, since only then it is known how
-much of it was in the cache.
+on a thread (``prompt/planning.py``), handed to the owner thread, and answered as its events arrive.
+The response's head is sent when the prompt has its place in a batch, since only then it is known
+how much of it was in the cache.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ from engines.mlx_worker.answer.reply_format import (
     collected,
 )
 from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
-from engines.mlx_worker.embeddings.embedder import Embedder, tokens_of
-from engines.mlx_worker.embeddings.text_line import Payer
+from engines.mlx_worker.embeddings.embedder import Embedder
 from engines.mlx_worker.embeddings.vectors import shown
 from engines.mlx_worker.generation import ContextTooLong, Generator, QueueFull
 from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.planning import Planning
 from engines.mlx_worker.prompt.request_plan import RequestPlan, RequestPlanner
 from engines.mlx_worker.prompt.tokenizing import PromptTokens
+from engines.mlx_worker.tenant_line import Payer
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.errors import unknown_model
 from engines.openai.requests import (
@@ -165,26 +166,24 @@ class Endpoints:
         self._planner = RequestPlanner(self._vocabulary, owner.facts)
         self._tokens = PromptTokens(self._vocabulary, owner.facts)
         self._served = ServedModel(owner.facts.name, _fingerprint(config), self._vocabulary)
-        # One thread: templates hold the GIL anyway, and tokenizers are not fully thread-safe.
-        self._planning = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+        # First in the line of the prompts' thread: nobody waits for it on the event loop later.
+        self._planning = Planning(lambda: self._vocabulary.grammar)
         # Another one: who sends a large body waits for no grammar.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="body")
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        # First in the line of the prompts' thread: nobody waits for it on the event loop later.
-        self._planning.submit(lambda: self._vocabulary.grammar)
         try:
             yield
         finally:
-            for pool in (self._planning, self._reader):
-                pool.shutdown(wait=False, cancel_futures=True)
+            self._planning.close()
+            self._reader.shutdown(wait=False, cancel_futures=True)
 
     async def chat(self, request: Request) -> Response:
         asked = await self._parsed(parse_chat, await read_body(request, MAX_BODY_BYTES))
         self._check_model(asked.model)
         session = session_from(request.headers)
-        plan = await self._planned(lambda: self._planner.chat(asked, session))
+        plan = await self._planned(request, lambda: self._planner.chat(asked, session))
         form = ChatFormat(self._served, asked)
         return await self._answer(request, asked, plan, form)
 
@@ -193,7 +192,7 @@ class Endpoints:
         self._check_model(asked.model)
         session = session_from(request.headers)
         plan, echoed = await self._planned(
-            lambda: (self._planner.text(asked, session), self._echo(asked))
+            request, lambda: (self._planner.text(asked, session), self._echo(asked))
         )
         form = CompletionFormat(self._served, asked, echoed)
         return await self._answer(request, asked, plan, form)
@@ -202,13 +201,13 @@ class Endpoints:
         raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
         asked = validate_tokenize(raw)
         self._check_model(asked.model)
-        return _json(await self._planned(lambda: self._tokens.of(asked)))
+        return _json(await self._planned(request, lambda: self._tokens.of(asked)))
 
     async def detokenize(self, request: Request) -> Response:
         raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
         asked = validate_detokenize(raw)
         self._check_model(asked.model)
-        return _json(await self._planned(lambda: self._tokens.text_of(asked)))
+        return _json(await self._planned(request, lambda: self._tokens.text_of(asked)))
 
     async def embeddings(self, request: Request) -> Response:
         if self._embedder is None:
@@ -217,9 +216,11 @@ class Endpoints:
         raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
         asked = validate_embeddings(raw)
         self._check_model(asked.model)
-        texts = await self._planned(lambda: tokens_of(asked, self._vocabulary.tokenizer))
-        self._embedder.check_tokens(texts)
-        payer = Payer(request.headers.get(TENANT_HEADER, ""), weight_from(request.headers))
+        payer = _payer_of(request)
+        tokens_of = partial(
+            self._planning.tokens_of, payer, asked, self._vocabulary, self._owner.facts
+        )
+        texts = await while_client_stays(request.receive, tokens_of)
         embed = partial(self._embedder.embed, asked, texts, payer)
         vectors = await while_client_stays(request.receive, embed)
         num_tokens = sum(map(len, texts))
@@ -241,7 +242,7 @@ class Endpoints:
     async def _answer(
         self, request: Request, asked: Body, plan: RequestPlan, form: ReplyFormat
     ) -> Response:
-        plan.serve_to(request.headers.get(TENANT_HEADER, ""), weight_from(request.headers))
+        plan.serve_to(*_payer_of(request))
         async with AsyncExitStack() as stack:
             reply = await stack.enter_async_context(ReplyStream(self._owner, plan))
             outcome = await _in_time(request, reply)
@@ -256,11 +257,9 @@ class Endpoints:
             whole = await while_client_stays(request.receive, lambda: collected(form, reply))
             return _json(whole, headers=headers)
 
-    async def _planned(self, work: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._planning, work)
-        except RecursionError as error:  # a schema just shallow enough to have been parsed
-            raise InvalidRequest("The JSON body is nested too deeply.") from error
+    async def _planned(self, request: Request, work: Callable[[], T]) -> T:
+        planned = partial(self._planning.do, _payer_of(request), work)
+        return await while_client_stays(request.receive, planned)
 
     async def _parsed(self, parse: Callable[[bytes], T], body: bytes) -> T:
         """Parse and check a body; a large one on a thread, or all streams would stall meanwhile."""
@@ -296,6 +295,10 @@ async def _in_time(request: Request, reply: ReplyStream) -> CacheOutcome:
             return await while_client_stays(request.receive, reply.admitted)
     except TimeoutError:
         raise QueueFull("no place in a batch was free in time; try again later") from None
+
+
+def _payer_of(request: Request) -> Payer:
+    return Payer(request.headers.get(TENANT_HEADER, ""), weight_from(request.headers))
 
 
 def _fingerprint(config: WorkerConfig) -> str:

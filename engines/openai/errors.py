@@ -64,10 +64,14 @@ def error_body(
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-def context_too_long(max_context: int, prompt_tokens: int, param: str) -> InvalidRequest:
+def context_too_long(
+    max_context: int, prompt_tokens: int, param: str, *, at_least: bool = False
+) -> InvalidRequest:
+    """Make the error of a prompt that is too long; ``at_least``: it was not counted to its end."""
+    number = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
     return InvalidRequest(
         f"This model's maximum context length is {max_context} tokens, but the prompt has "
-        f"{prompt_tokens} tokens and an answer needs at least one more. Shorten the prompt.",
+        f"{number} tokens and an answer needs at least one more. Shorten the prompt.",
         param,
         "context_length_exceeded",
     )

@@ -12,6 +12,9 @@ from engines.openai.requests import ChatRequest, Json, ModelName, checked, valid
 TOKENIZE_PATH: Final = "/tokenize"
 DETOKENIZE_PATH: Final = "/detokenize"
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+# The most that is tokenized, in contexts of the model: a client that counts wants to know by how
+# much its prompt is too long, but not of any prompt.
+MAX_CONTEXTS: Final = 4
 # The fields of a chat that make its prompt.
 PROMPT_FIELDS: Final = frozenset(
     {"model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"}

@@ -11,12 +11,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engines.openai.errors import context_too_long
 from engines.openai.images import Sight
 from engines.openai.messages import with_known_parts
 from engines.openai.requests import ChatRequest, Json
 from engines.openai.tokenizing import (
     DETOKENIZE_PATH,
+    MAX_CONTEXTS,
     TOKENIZE_PATH,
+    Detokenize,
     validate_detokenize,
     validate_tokenize,
 )
@@ -58,6 +61,10 @@ async def _question(request: Request, validate: Callable[[Json, Sight], Any]) ->
 def _for_engine(gateway: Gateway, validate: Callable[[Json, Sight], Any], raw: Json) -> bytes:
     raw.setdefault("model", gateway.served.model)  # optional, as in vLLM
     asked = validate(raw, gateway.sight)
+    if isinstance(asked, Detokenize) and len(asked.tokens) > (
+        MAX_CONTEXTS * gateway.served.max_context
+    ):
+        raise context_too_long(gateway.served.max_context, len(asked.tokens), "tokens")
     question = {name: raw[name] for name in _TAKEN & raw.keys()}
     if isinstance(asked, ChatRequest):
         question["messages"] = with_known_parts(raw["messages"], asked.messages)

@@ -1,9 +1,9 @@
 """Brings texts to the owner thread to be embedded: one text at a time, one step at a time.
 
-Tenants take turns, see ``text_line``. A step is as long as one of a prefill, and stands between two
-rounds of the batches: so answers go on meanwhile. Its tokens count as those of the tenant's prompts
-do. A text of several steps holds KV, which counts in no budget: it begins only when no request
-lacks memory or waits.
+Tenants take turns, see ``tenant_line``. A step is as long as one of a prefill, and stands between
+two rounds of the batches: so answers go on meanwhile. Its tokens count as those of the tenant's
+prompts do. A text of several steps holds KV, which counts in no budget: it begins only when no
+request lacks memory or waits.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from engines.host.fair_shares import PROMPT_TOKEN
 from engines.mlx_worker.embeddings.hidden_states import HiddenStates, inner_of, pooling_of
-from engines.mlx_worker.embeddings.text_line import Payer, TextLine
 from engines.mlx_worker.embeddings.vectors import Vector, check_size, cut
 from engines.mlx_worker.generation import QueueFull
 from engines.mlx_worker.owner import Owner
-from engines.openai.embeddings import MAX_TOKENS, EmbeddingsRequest
-from engines.openai.errors import InvalidRequest, context_too_long
+from engines.mlx_worker.tenant_line import Payer, TenantLine
+from engines.openai.embeddings import EmbeddingsRequest
+from engines.openai.errors import InvalidRequest
 
 T = TypeVar("T")
 
@@ -43,26 +43,13 @@ class Embedder:
         self._patience_s = patience_s
         self._inner = inner_of(owner.loaded.model)
         self._pooling = pooling_of(owner.loaded.path)
-        self._line = TextLine(MAX_WAITING)
+        self._line = TenantLine(MAX_WAITING)
 
     def check(self) -> None:
         """Raise ``InvalidRequest`` (404) if this model makes no embeddings."""
         if self._inner is None:
             message = "This model makes no embeddings: its class keeps its hidden states to itself."
             raise InvalidRequest(message, "model", "not_supported", 404)
-
-    def check_tokens(self, texts: Sequence[Sequence[int]]) -> None:
-        """Check what is to be embedded. Raises ``InvalidRequest``."""
-        facts = self._owner.facts
-        if sum(map(len, texts)) > MAX_TOKENS:
-            raise InvalidRequest(f"input: more than {MAX_TOKENS} tokens in all", "input")
-        for text in texts:
-            if not text:  # some texts are none to some tokenizers
-                raise InvalidRequest("input: a text has no tokens", "input")
-            if len(text) >= facts.max_context:
-                raise context_too_long(facts.max_context, len(text), "input")
-            if max(text) >= facts.vocab_size:
-                raise InvalidRequest("input: a token id is none of this model's", "input")
 
     async def embed(
         self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]], payer: Payer = NOBODY
@@ -118,8 +105,3 @@ class Embedder:
         if self._owner.is_closing:
             raise QueueFull("the engine is shutting down")
         return await self._owner.call(work)
-
-
-def tokens_of(asked: EmbeddingsRequest, tokenizer: Any) -> list[list[int]]:
-    """Tokenize the inputs, with the tokens that the tokenizer adds to a text by itself."""
-    return [x if isinstance(x, list) else list(tokenizer.encode(x)) for x in asked.inputs]

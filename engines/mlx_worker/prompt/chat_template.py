@@ -20,6 +20,11 @@ from engines.mlx_worker.prompt.tools import (
 from engines.openai.errors import context_too_long
 from engines.openai.requests import ChatRequest, InvalidRequest
 
+# Characters for each token of the context that hardly any prompt has: one with more is counted part
+# by part before it is tokenized whole.
+_CONTEXT_CHARS = 4
+_PART_CHARS = 1 << 15
+_CUT_TOKENS = 16
 # What a template raises for messages that it was not written for.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
@@ -114,8 +119,20 @@ class PromptWriter:
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit, before the tokenizer spends seconds on it."""
         least = len(text) // self._vocabulary.max_token_chars
+        if least < self._max_context and len(text) > _CONTEXT_CHARS * self._max_context:
+            least = self._least_tokens(text)
         if least >= self._max_context:
-            raise context_too_long(self._max_context, least, param)
+            raise context_too_long(self._max_context, least, param, at_least=True)
+
+    def _least_tokens(self, text: str) -> int:
+        """Count the tokens of a long text part by part, as far as the context reaches."""
+        least = first = 0
+        while first < len(text) and least < self._max_context:
+            part = text[first : first + _PART_CHARS]
+            # Cut elsewhere, a part may have some tokens more than the same text in the whole.
+            least += max(0, len(self._encode(part)) - _CUT_TOKENS)
+            first += _PART_CHARS
+        return least
 
     def _marker_start(self, marker: str, ids: list[int]) -> int:
         """Count the tokens before the marker; all but one if it has no tokens of its own."""

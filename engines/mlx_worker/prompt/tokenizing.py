@@ -10,10 +10,7 @@ from engines.mlx_worker.prompt.chat_template import PromptWriter
 from engines.mlx_worker.prompt.tools import plan_tools
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import ChatRequest
-from engines.openai.tokenizing import Detokenize, TokenizeText
-
-# Who counts wants to know by how much a prompt is too long, but not of any prompt.
-_CONTEXTS = 4
+from engines.openai.tokenizing import MAX_CONTEXTS, Detokenize, TokenizeText
 
 
 class PromptTokens:
@@ -22,7 +19,7 @@ class PromptTokens:
     def __init__(self, vocabulary: Vocabulary, facts: ModelFacts) -> None:
         self._vocabulary = vocabulary
         self._max_context = facts.max_context
-        self._writer = PromptWriter(vocabulary, _CONTEXTS * facts.max_context)
+        self._writer = PromptWriter(vocabulary, MAX_CONTEXTS * facts.max_context)
 
     def of(self, asked: ChatRequest | TokenizeText) -> dict[str, Any]:
         """Tokenize a chat as it would be answered, or a text.

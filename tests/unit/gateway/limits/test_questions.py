@@ -91,3 +91,11 @@ async def test_a_large_question_is_parsed_on_a_thread() -> None:
     finally:
         sys.setprofile(None)
     assert "body_for_engine" in here and not here & {"check_weight", "parse_json", "_for_engine"}
+
+
+async def test_far_too_many_tokens_never_reach_the_engine() -> None:
+    app = App(counting_engine())  # of 100 tokens
+    reply = await app.post("/detokenize", {"model": MODEL, "tokens": [1] * 401})
+    assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+    assert app.engine.asked == []
+    assert (await app.post("/detokenize", {"model": MODEL, "tokens": [1] * 400})).status == 200

@@ -1,7 +1,7 @@
-"""The line of texts to be embedded: one is embedded at a time, and tenants take turns.
+"""The line of what is done one piece at a time, such as texts to be embedded: tenants take turns.
 
-The next text is of the tenant that was served least by its weight, as with answers; within a tenant
-its requests take turns, text by text. One tenant's requests leave places in the line to others.
+The next piece is of the tenant that was served least by its weight, as with answers; within a
+tenant its requests take turns, piece by piece. One tenant's requests leave places to others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Payer(NamedTuple):
     weight: int = 1
 
 
-class TextLine:
-    """The texts that wait, and whose turn it is. Belongs to the event loop."""
+class TenantLine:
+    """The pieces that wait, and whose turn it is. Belongs to the event loop."""
 
     def __init__(self, limit: int) -> None:
         """``limit``: the most requests that are here at once; see ``QueueLimit``."""
@@ -45,15 +45,18 @@ class TextLine:
             self._limit.leave(payer.tenant)
 
     @asynccontextmanager
-    async def turn(self, payer: Payer, num_tokens: int) -> AsyncIterator[None]:
-        """Wait until no other text is embedded and it is the tenant's turn, and hold it."""
+    async def turn(self, payer: Payer, cost: int) -> AsyncIterator[None]:
+        """Wait until no other piece is under way and it is the tenant's turn, and hold it.
+
+        ``cost``: what the piece counts in the tenant's share, such as its tokens.
+        """
         if self._busy:
             await self._called(payer.tenant)
         self._busy = True
         try:
             yield
         finally:
-            self._shares.serve(payer.tenant, num_tokens)
+            self._shares.serve(payer.tenant, cost)
             self._call_next()
 
     async def _called(self, tenant: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
-from engines.mlx_worker.embeddings.text_line import Payer, TextLine
+from engines.mlx_worker.tenant_line import Payer, TenantLine
 
 
-async def take(line: TextLine, payer: Payer, num_texts: int, order: list[str]) -> None:
+async def take(line: TenantLine, payer: Payer, num_texts: int, order: list[str]) -> None:
     with line.place(payer):
         for _ in range(num_texts):
             async with line.turn(payer, 10):
@@ -17,7 +17,7 @@ async def take(line: TextLine, payer: Payer, num_texts: int, order: list[str]) -
 
 
 async def test_tenants_take_turns_by_their_weight() -> None:
-    line, order = TextLine(64), list[str]()
+    line, order = TenantLine(64), list[str]()
     requests = [take(line, Payer("many"), 10, order) for _ in range(20)]
     requests += [take(line, Payer("heavy", 3), 10, order) for _ in range(3)]
     await asyncio.gather(*requests, take(line, Payer("one"), 10, order))
@@ -27,7 +27,7 @@ async def test_tenants_take_turns_by_their_weight() -> None:
 
 
 async def test_turns_are_never_lost_however_clients_leave() -> None:
-    chance, line, order = random.Random(7), TextLine(64), list[str]()
+    chance, line, order = random.Random(7), TenantLine(64), list[str]()
     for _ in range(50):
         tasks = [asyncio.create_task(take(line, Payer(f"t{i % 3}"), 5, order)) for i in range(12)]
         for task in chance.sample(tasks, 8):

@@ -1,0 +1,135 @@
+"""Planning is done piece by piece, in turns of tenants; what cannot fit is not tokenized whole."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.mlx_worker.generation import ModelFacts
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.prompt.chat_template import PromptWriter
+from engines.mlx_worker.prompt.planning import PIECE_CHARS, Planning, pieces
+from engines.mlx_worker.tenant_line import Payer
+from engines.openai.embeddings import MAX_INPUTS, MAX_TOKENS, validate_embeddings
+from engines.openai.requests import InvalidRequest
+from tests.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = pytest.mark.mlx
+
+ALICE, BOB = Payer("alice"), Payer("bob")
+
+
+class Counting:
+    """A real tokenizer; counts the characters that it was given to encode."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_chars = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.num_chars += len(text)
+        return list(self._tokenizer.encode(text, **options))
+
+
+def vocabulary(folder: Path) -> tuple[Vocabulary, Counting]:
+    counting: Any = Counting(tiny_tokenizer(folder))
+    made = Vocabulary(counting, len(counting))
+    counting.num_chars = 0
+    return made, counting
+
+
+def facts(max_context: int) -> ModelFacts:
+    return ModelFacts("toy", max_context, vocab_size=400, trimmable=True, hibernation=True)
+
+
+def asking(inputs: list[Any]) -> Any:
+    return validate_embeddings({"model": "toy", "input": inputs})
+
+
+async def test_far_too_many_inputs_are_refused_after_the_piece_that_exceeds_the_bound(
+    tmp_path: Path,
+) -> None:
+    known, counting = vocabulary(tmp_path)
+    planning = Planning(lambda: None)
+    asked = asking(["x y z " * 200] * MAX_INPUTS)  # 2.5 million characters
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_TOKENS} tokens in all"):
+        await planning.tokens_of(ALICE, asked, known, facts(100_000))
+    assert 0 < counting.num_chars <= 6 * MAX_TOKENS
+    planning.close()
+
+
+async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    known, counting = vocabulary(tmp_path)
+    planning = Planning(lambda: None)
+    asked = asking(["fine", "z" * known.max_token_chars * 100])
+    with pytest.raises(InvalidRequest, match="at least 100 tokens"):
+        await planning.tokens_of(ALICE, asked, known, facts(100))
+    assert counting.num_chars == 0
+    planning.close()
+
+
+async def test_another_tenant_waits_for_one_piece_only(tmp_path: Path) -> None:
+    known, counting = vocabulary(tmp_path)
+    planning = Planning(lambda: None)
+    inputs = ["a b c d " * (PIECE_CHARS // 10)] * 5
+    first = asyncio.create_task(planning.tokens_of(ALICE, asking(inputs), known, facts(1 << 20)))
+    while not counting.num_chars:
+        await asyncio.sleep(0)
+    at = await planning.do(BOB, lambda: counting.num_chars)
+    assert at <= 2 * len(inputs[0])
+    assert len(await first) == 5
+    planning.close()
+
+
+async def test_work_whose_caller_left_is_not_begun() -> None:
+    planning = Planning(lambda: None)
+    going_on, done = asyncio.Event(), list[str]()
+    loop = asyncio.get_running_loop()
+
+    def block() -> None:
+        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result()
+
+    first = asyncio.create_task(planning.do(ALICE, block))
+    second = asyncio.create_task(planning.do(BOB, lambda: done.append("second")))
+    await asyncio.sleep(0)
+    second.cancel()
+    going_on.set()
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    await planning.do(ALICE, lambda: done.append("third"))
+    assert done == ["third"]
+    planning.close()
+
+
+def test_pieces_are_whole_inputs_of_bounded_length() -> None:
+    inputs: list[Any] = ["a" * 40_000, "b" * 40_000, "c" * 200_000, [1] * 10, "d"]
+    cut = list(pieces(inputs))
+    assert [x for piece in cut for x in piece] == inputs
+    assert all(len(piece) == 1 or sum(map(len, piece)) <= PIECE_CHARS for piece in cut)
+
+
+def test_a_long_prompt_is_counted_only_as_far_as_the_context_reaches(tmp_path: Path) -> None:
+    known, counting = vocabulary(tmp_path)
+    writer = PromptWriter(known, 50_000)
+    text = "x y z " * 100_000  # at least one token for two characters
+    with pytest.raises(InvalidRequest, match="at least"):
+        writer.text(text)
+    assert counting.num_chars <= 150_000
+
+
+def test_a_prompt_that_fits_is_tokenized_once(tmp_path: Path) -> None:
+    known, counting = vocabulary(tmp_path)
+    text = "x y z " * 10_000
+    ids = PromptWriter(known, 100_000).text(text)
+    assert counting.num_chars == len(text)
+    assert ids == list(counting.encode(text))
