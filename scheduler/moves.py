@@ -100,13 +100,14 @@ class Moves:
             if session.state is not State.COLD:
                 return
             self._observer.decision("prefetch")
-            waking = self._table.begin(session.ref)
+            waking = self._table.begin(session.ref, event=Event.WAKE)
+            outcome = Event.KEPT
             try:
                 report = await self._engine.prefetch(waking.ref)
-                if waking.state is State.WAKING:  # no turn has come in between
-                    waking.apply(Event.RESTORED if report and report.hot else Event.LOST)
+                if report is not None and report.hot:
+                    outcome = Event.WOKEN
             finally:
-                self._table.end(waking)
+                self._table.end(waking, outcome)
             self._table.take(waking, report)
 
     async def remove(self, session: Session) -> None:

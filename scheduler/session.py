@@ -4,7 +4,7 @@
     idle         quiet, and its KV is still hot: the next turn prefills only the new text
     hibernating  a job is dropping the hot copy (the cold copy was written when the turn ended)
     cold         only the packed copy exists; which tier holds it is an attribute, not a state
-    waking       a turn has come and the packed copy is being restored
+    waking       the packed copy is being restored, for a turn or ahead of one
     leaving      forgotten on request while a turn was served: what that turn saves must go as well
     gone         nothing is left; a new turn starts a new session under the same id
 
@@ -46,10 +46,12 @@ class Event(enum.Enum):
 
     TURN = "turn"  # a request arrived
     QUIET = "quiet"  # the last running turn ended
+    WAKE = "wake"  # it is to be hot before its next request arrives
     HIBERNATE = "hibernate"  # a job starts to drop the hot copy
     EVICTED = "evicted"  # the hot copy is gone, the cold one is there
-    KEPT = "kept"  # the job left it hot
-    RESTORED = "restored"  # the KV is hot again
+    KEPT = "kept"  # the job left it as it was
+    WOKEN = "woken"  # the KV is hot again, and no turn has come yet
+    RESTORED = "restored"  # the KV is hot again, for a turn
     REFUSED = "refused"  # the engine never took the turn: all is as it was
     LOST = "lost"  # the copy that mattered is gone
     EXPIRE = "expire"  # forgotten on request
@@ -75,12 +77,15 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
     },
     S.COLD: {
         E.TURN: S.WAKING,
+        E.WAKE: S.WAKING,
         E.RESTORED: S.IDLE,  # for a turn that did not wait for it
         E.LOST: S.GONE,
         E.EXPIRE: S.GONE,
     },
     S.WAKING: {
         E.TURN: S.WAKING,
+        E.KEPT: S.COLD,
+        E.WOKEN: S.IDLE,
         E.RESTORED: S.ACTIVE,
         E.REFUSED: S.COLD,
         E.LOST: S.ACTIVE,  # "prefill again": the session goes on

@@ -116,15 +116,17 @@ class SessionTable:
         self._file(session)
         return session
 
-    def begin(self, ref: SessionRef, hints: TurnHints | None = None) -> Session:
-        """Start a turn of a session, known or new."""
+    def begin(
+        self, ref: SessionRef, hints: TurnHints | None = None, event: Event = Event.TURN
+    ) -> Session:
+        """Start a turn of a session, known or new; with ``Event.WAKE`` one without tokens."""
         session = self.row(ref.tenant, ref.id)
         if session is None:
             session = self.add(ref, State.ACTIVE, self._clock())
             session.num_turns = 1
         else:
             session.num_turns += 1
-            session.apply(Event.TURN)
+            session.apply(event)
         session.last_used = self._clock()  # it stands in no queue now
         if hints is not None:
             session.take_hints(hints, session.last_used)
@@ -133,15 +135,18 @@ class SessionTable:
             self._count_child(session, 1)
         return session
 
-    def end(self, session: Session) -> None:
-        """End a turn, whatever came of it."""
+    def end(self, session: Session, asleep: Event = Event.REFUSED) -> None:
+        """End a turn, whatever came of it.
+
+        Args:
+            asleep: what happened to a session that is still waking and has no other turn.
+        """
         session.num_turns -= 1
         session.last_used = self._clock()
         if session.num_turns > 0:
             return
         self._count_child(session, -1)
-        # Still waking: the engine has not said what became of the packed copy.
-        session.apply(Event.REFUSED if session.state is State.WAKING else Event.QUIET)
+        session.apply(asleep if session.state is State.WAKING else Event.QUIET)
         if not session.known and session.can(Event.LOST):  # refused turns leave no row
             session.apply(Event.LOST)
 

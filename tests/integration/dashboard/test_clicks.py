@@ -48,6 +48,22 @@ def test_a_chat_is_opened_sleeps_comes_back_is_pinned_and_forgotten(server, brow
     page.context.close()
 
 
+def test_steps_tell_a_wake_ahead_from_a_turn(server, browser):
+    server.chat("alice", "woken-ahead", "one two three")
+    server.post("alice", "/v1/sessions/woken-ahead/demote")
+    page = browser.open("sessions//woken-ahead", key=KEYS["alice"][0])
+    side = page.get_by_role("complementary")
+    side.get_by_role("button", name="Wake").click()
+    side.get_by_role("button", name="Let it sleep").wait_for()
+    steps = side.get_by_role("region", name="Steps").get_by_role("listitem")
+    steps.filter(has_text="is woken ahead of its next turn").wait_for()
+    told = [" ".join(x.split()[1:]) for x in steps.all_inner_texts()]
+    assert told[:2] == ["is back idle", "is woken ahead of its next turn waking"]
+    assert told[2].startswith("fell asleep, in Packed RAM")
+    assert sum("the turn ended" in x for x in told) == 1
+    page.context.close()
+
+
 def test_another_tenant_sees_nothing_of_it(server, browser):
     server.chat("alice", "alices-secret-plan", "one two three")
     hers = browser.open("sessions", key=KEYS["alice"][0])

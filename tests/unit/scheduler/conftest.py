@@ -100,6 +100,7 @@ class RowsEngine:
         self.capacity = 1000
         self.down = False
         self.kept = ""
+        self.wakes = True  # it has room to wake sessions ahead of their turns
         self.gate: asyncio.Event | None = None  # demote and prefetch wait here
         self.forget_gate: asyncio.Event | None = None
         self.refuses: set[str] = set()  # sessions that it does not demote
@@ -133,7 +134,7 @@ class RowsEngine:
         if self.gate:
             await self.gate.wait()
         held = self.held.get((session.tenant, session.id))
-        if held:
+        if held and self.wakes:
             held.hot = True
         return self.report(session)
 

@@ -136,11 +136,31 @@ async def test_of_two_turns_the_refused_one_leaves_the_other_waking(manager, eng
     assert manager.get(ref("a")).state == "idle"
 
 
-async def test_prefetch_wakes_without_a_turn(manager, engine, ref, talk):
+async def test_prefetch_wakes_without_a_turn(manager, engine, ref, talk, log):
     await talk(manager, ref("a"))
     await manager.demote(ref("a"))
+    log.transitions.clear()
     assert (await manager.prefetch(ref("a"))).state == "idle"
     assert engine.held["alice", "a"].hot
+    assert [x[1:] for x in log.transitions] == [
+        ("cold", "wake", "waking"),
+        ("waking", "woken", "idle"),
+    ]
+
+
+async def test_what_an_engine_does_not_wake_ahead_is_as_it_was(manager, engine, ref, talk, log):
+    """vLLM fills its blocks for a running request only."""
+    await talk(manager, ref("a"))
+    cold = await manager.demote(ref("a"))
+    log.transitions.clear()
+    engine.wakes = False
+    assert await manager.prefetch(ref("a")) == cold
+    assert [x[1:] for x in log.transitions] == [
+        ("cold", "wake", "waking"),
+        ("waking", "kept", "cold"),
+    ]
+    del engine.held["alice", "a"]
+    assert await manager.prefetch(ref("a")) is None
 
 
 async def test_a_turn_joins_a_prefetch(manager, engine, ref, talk):

@@ -8,15 +8,20 @@ import { clock, plural } from "../live/format.js";
 const FEW = 6;
 const EVENTS = {
   turn: "a turn came",
+  wake: "is woken ahead of its next turn",
+  woken: "is back",
   quiet: "the turn ended",
   hibernate: "goes to sleep",
   evicted: "fell asleep",
-  kept: "stays awake",
+  kept: { idle: "stays awake", cold: "stays asleep" },
   restored: "is back",
   refused: "the turn was refused",
   lost: "its copy was gone",
   moved: "went to another tier",
 };
+
+const FELL_ASLEEP = new Set(["evicted", "moved"]); // steps that say where it rests from then on
+const words = ({ event, after }) => EVENTS[event]?.[after] ?? EVENTS[event] ?? event;
 
 export function Steps({ steps }) {
   const [all, setAll] = useState(false);
@@ -28,7 +33,7 @@ export function Steps({ steps }) {
     <ol>${shown.map(
       (x, i) => html`<li key=${`${x.at} ${i}`}>
         <time class="faint">${clock(x.at)}</time>
-        <span>${EVENTS[x.event] ?? x.event}${x.after === "cold" && x.tier && x.event !== "refused" ? html`, in <span class="mark ${x.tier}">${TIER_NAMES[x.tier]}</span>` : ""}${x.why && html`<span class="faint">: ${leftWords(x.why)}</span>`}</span>
+        <span>${words(x)}${FELL_ASLEEP.has(x.event) && x.tier ? html`, in <span class="mark ${x.tier}">${TIER_NAMES[x.tier]}</span>` : ""}${x.why && html`<span class="faint">: ${leftWords(x.why)}</span>`}</span>
         <span class="state faint">${x.after}</span>
       </li>`,
     )}</ol>
