@@ -21,7 +21,7 @@ from typing import Any
 
 from engines.base import SessionReport
 from engines.headers import CacheOutcome
-from engines.wire import CodecReport, SessionRef, Welcome
+from engines.wire import CodecReport, KVSize, SessionRef, Welcome
 from gateway.live.live import Live
 from gateway.live.scope import Scope
 from gateway.metrics import PromptDetails, Usage
@@ -41,7 +41,8 @@ class NoEngine:
         max_context=8192,
         codec=CodecReport(name="raw"),
         hibernation=True,
-        kv_bytes_per_token=1000,
+        live_kv=KVSize(1000),
+        bf16_kv=KVSize(1000),
     )
     codec = welcome.codec
     ready = True

@@ -24,6 +24,7 @@ WIRE_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
 # Bytes of sessions in one reply: far below a frame's limit, since an event loop decodes them.
 PAGE_BYTES = 4 << 20
+BF16_BYTES = 2
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,6 +227,26 @@ class FillIn(msgspec.Struct, frozen=True):
         return f"{self.before}{front}{self.between}{behind}{self.after}"
 
 
+class KVSize(msgspec.Struct, frozen=True):
+    """The bytes that a session's KV takes, by its tokens. Sizes of several parts add up."""
+
+    per_token: int = 0  # in layers that keep every token
+    windows: tuple[tuple[int, int], ...] = ()  # bytes per token, and of so many tokens at most
+    fixed: int = 0  # recurrent states
+
+    def of(self, num_tokens: int) -> int:
+        """Count the bytes of a session of ``num_tokens``."""
+        windows = sum(nbytes * min(num_tokens, longest) for nbytes, longest in self.windows)
+        return self.per_token * num_tokens + windows + (self.fixed if num_tokens else 0)
+
+    def __add__(self, other: KVSize) -> KVSize:
+        return KVSize(
+            self.per_token + other.per_token,
+            self.windows + other.windows,
+            self.fixed + other.fixed,
+        )
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     """The answer to ``Hello``: the engine describes itself."""
 
@@ -238,7 +259,10 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     hibernation_reason: str = ""  # why not, in one sentence
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
-    kv_bytes_per_token: int = 0  # of a token's live KV, unpacked; 0: not said
+    live_kv: KVSize | None = None  # as this engine keeps it; None: not said
+    # With two bytes for each value of K and V, whatever the engine's dtype is, and recurrent states
+    # as they are: what packed bytes are compared with.
+    bf16_kv: KVSize | None = None
     sees_images: bool = False  # in chats, as ``image_url`` parts
     fill_in: FillIn | None = None  # None: the model learned none
     version: int = WIRE_VERSION

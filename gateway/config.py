@@ -54,6 +54,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     concurrent_requests: Annotated[int, msgspec.Meta(ge=0)] = 0
     sessions_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_event_streams: Positive = 8  # of ``GET /v1/events`` at once, for each tenant
+    # Show sessions by the first words of their users, to their tenant and to admins; these words
+    # are kept in this process only, and go with their session.
+    session_titles: bool = False
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
     # Bytes of all bodies together, from their first byte until their turn is called; beyond it 503.
     # One tenant's have at most three quarters of it.

@@ -34,6 +34,7 @@ from gateway.identity.known_chats import message_chain
 from gateway.identity.names import MAX_ID_BYTES, checked_id, group_of, named_in_body
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
+from gateway.live.history import title_of
 from gateway.prefixes.beside import SUFFIX, row_of
 from gateway.prefixes.inline_system import fitted
 from gateway.prefixes.kept_reasoning import keep_reasoning
@@ -142,6 +143,7 @@ async def accept(request: Request, operation: Operation) -> Response:
         if asked.outline is not None:
             compared = gateway.prefixes.compare(tenant.name, named.id, asked.outline)
             operation.compared(gateway, tenant, answer, compared)
+        title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
         for_engine, digest = await body.beside(partial(_encode, gateway.engine, raw, session))
     hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
     turn = TurnRequest(
@@ -155,6 +157,7 @@ async def accept(request: Request, operation: Operation) -> Response:
         client_name(request.headers),
         _is_shared(asked.session, raw, request.headers),
         tenant.weight,
+        title,
     )
     request_id = request_id_of(request.scope)
     return TurnResponse(gateway, turn, request_id, answer, asked.translated.keep)

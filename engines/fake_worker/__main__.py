@@ -12,7 +12,7 @@ from engines.fake_worker.server import DataServer
 from engines.host.control_server import ControlServer
 from engines.host.lifeline import read_settings, runtime_folder, stop_event
 from engines.runtime_folder import held
-from engines.wire import Welcome
+from engines.wire import KVSize, Welcome
 
 logger = logging.getLogger("engines.fake_worker")
 
@@ -38,7 +38,8 @@ async def serve(config: WorkerConfig) -> None:
         codec=CODEC,
         hibernation=True,
         can_measure=True,
-        kv_bytes_per_token=HOT_BYTES_PER_TOKEN,
+        live_kv=KVSize(HOT_BYTES_PER_TOKEN),
+        bf16_kv=KVSize(HOT_BYTES_PER_TOKEN),
         sees_images=SIGHTED in config.served_model_name,
     )
 

@@ -225,6 +225,7 @@ async def _welcome(
     can_measure: bool,
 ) -> Welcome:
     facts = owner.facts
+    live, bf16 = owner.kv_sizes()
     return Welcome(
         engine="mlx",
         engine_version=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
@@ -235,16 +236,10 @@ async def _welcome(
         hibernation_reason=facts.hibernation_reason,
         template=rules,
         can_measure=can_measure,
-        kv_bytes_per_token=_kv_bytes_per_token(owner, config),
+        live_kv=live,
+        bf16_kv=bf16,
         fill_in=fill_in_of(owner.loaded.tokenizer.get_vocab()),
     )
-
-
-def _kv_bytes_per_token(owner: Owner, config: WorkerConfig) -> int:
-    """Bytes of a token's KV, unpacked and far from the beginning; 0 where nobody can tell."""
-    if config.engine.hot_codec:  # what a row takes is packed, too
-        return owner.store.layout.bytes_per_token if owner.store else 0
-    return (owner.sequence_bytes(8192) - owner.sequence_bytes(4096)) // 4096
 
 
 def _log_ready(owner: Owner) -> None:

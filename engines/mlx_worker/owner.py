@@ -35,6 +35,7 @@ from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.sessions.cold_sessions import ColdSessions
 from engines.mlx_worker.sessions.hot_cache import Cause
 from engines.mlx_worker.sessions.store_opening import OpenedStore
+from engines.wire import KVSize
 from kvstore.by_tokens.store import ColdStore
 from kvstore.session import SessionRef
 
@@ -130,6 +131,10 @@ class Owner:
     def sequence_bytes(self, num_tokens: int) -> int:
         """The bytes that a running sequence of ``num_tokens`` tokens may take."""
         return self._plan.cost.row_bytes(num_tokens)
+
+    def kv_sizes(self) -> tuple[KVSize, KVSize | None]:
+        """The bytes of a session at rest, live and in bf16; see ``CachePlan``."""
+        return self._plan.kv_sizes()
 
     @property
     def num_waiting(self) -> int:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, Verb, WireError
+from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, KVSize, Verb, WireError
 from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
@@ -147,6 +147,8 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
     codec: str  # id
     bytes_per_token: int  # in vLLM's blocks, on this rank
     packed_bytes_per_token: int  # in a blob; an estimate that leaves states out
+    live_kv: KVSize = KVSize()  # of this rank; see ``engines.wire.Welcome``
+    bf16_kv: KVSize = KVSize()
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):

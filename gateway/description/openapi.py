@@ -77,7 +77,7 @@ _ERROR: Json = {
 _STYLE: Final = """
 :root{color-scheme:light dark}
 body{font:15px/1.5 system-ui;margin:2em auto;max-width:60em;padding:0 1em}
-summary{cursor:pointer;font-family:monospace}pre{overflow:auto;background:#8881;padding:1em}
+summary{cursor:pointer;font-family:monospace;overflow-wrap:anywhere}pre{overflow:auto;background:#8881;padding:1em}
 """
 _SCRIPT: Final = """
 const add = (to, tag, text) => {

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 
+import msgspec
 from msgspec import UNSET
 
 from engines.base import Engine, EngineError, EngineReport, SessionRef
@@ -24,9 +25,17 @@ from gateway.live.quality import Verdicts, prefill_speed, quality_shown
 from gateway.live.requests import LiveRequest, of_tenant
 from gateway.live.rows import Key, Rows
 from gateway.live.scope import Parts, Scope
-from gateway.live.shape import NowShown, RequestShown, ServerShown, SessionDetail
+from gateway.live.shape import (
+    HourShown,
+    MoveShown,
+    NowShown,
+    Place,
+    RequestShown,
+    ServerShown,
+    SessionDetail,
+)
 from gateway.live.sums import Sums
-from gateway.live.tally import PrefillSpeed, Tally
+from gateway.live.tally import HOUR_S, STEP_S, PrefillSpeed, Tally
 from scheduler.observer import Step
 from scheduler.sessions import SessionManager
 
@@ -63,10 +72,20 @@ class Live:
         self._clock = clock
         self._wall = wall
         self._started_at = round(wall(), 3)
+        self._started = clock()
         self._version = version("thermocline")
         self._requests: dict[LiveRequest, None] = {}
+        self._serving: defaultdict[Key, dict[LiveRequest, None]] = defaultdict(dict)
         self.histories = Histories(wall)
-        self._rows = Rows(sessions.table, self.histories, clock, wall)
+        self._rows = Rows(
+            sessions.table,
+            self.histories,
+            lambda key: self._serving.get(key, {}),
+            lambda: engine.welcome,
+            clock,
+            wall,
+        )
+        self._num_moves = 0
         self._speed = PrefillSpeed()
         self._tallies: defaultdict[str | None, Tally] = defaultdict(partial(Tally, wall))
         self.report: EngineReport | None = None  # the latest
@@ -83,16 +102,29 @@ class Live:
 
     @contextmanager
     def request(
-        self, ref: SessionRef, id: str, operation: str, client: str
+        self, ref: SessionRef, id: str, operation: str, client: str, title: str = ""
     ) -> Iterator[LiveRequest]:
-        """Follow a request while it is served; at its end its session's history has one more."""
-        request = LiveRequest(ref, id, operation, client, self._wall())
-        self._requests[request] = None
+        """Follow a request while it is served; at its end its session's history has one more.
+
+        Args:
+            title: for its session; "" where the settings do not ask for titles.
+        """
+        request = LiveRequest(ref, id, operation, client, self._wall(), self._clock, title)
+        key = (ref.tenant, ref.id)
+        self._requests[request] = self._serving[key][request] = None
         try:
             yield request
         finally:
-            del self._requests[request]
+            self._count(request)
+            del self._requests[request], self._serving[key][request]
+            if not self._serving[key]:
+                del self._serving[key]
             self._take(request)
+
+    def _count(self, request: LiveRequest) -> None:
+        for stretch in request.uncounted():
+            for tenant in (None, request.ref.tenant):
+                self._tallies[tenant].count(stretch)
 
     def _take(self, request: LiveRequest) -> None:
         if request.shares is not None:  # the other one is counted
@@ -108,7 +140,7 @@ class Live:
             self._tallies[tenant].add(request, saved_s)
         key = (request.ref.tenant, request.ref.id)
         if self._rows.session(key) is not None:
-            self.histories.turned(key, request.turn(saved_s))
+            self.histories.turned(key, request.turn(saved_s), request.title)
             self.row_changed(request.ref)
 
     # ---- scheduler.observer.Observer
@@ -120,8 +152,36 @@ class Live:
                 self._tallies[tenant].left(step.left, step.why)
         if step.after in ("gone", "leaving"):
             self.histories.forget(key)
-        else:
-            self.histories.stepped(key, step)
+            return
+        before, after = self.histories.stepped(key, step)
+        if before != after:
+            self._moved(key, step, before, after)
+
+    def _moved(self, key: Key, step: Step, before: Place, after: Place) -> None:
+        session = self._rows.session(key)
+        if session is None or not session.known:  # the engine refused its first turn
+            return
+        self._num_moves += 1
+        hot_bytes = self._rows.hot_bytes(session)
+        moved = MoveShown(
+            number=self._num_moves,
+            at=round(self._wall(), 3),
+            id=session.ref.id,
+            tenant=session.ref.tenant,
+            before=before,
+            after=after,
+            event=step.event,
+            why=step.why,
+            tokens=session.tokens,
+            bytes=hot_bytes if after == "hot" else session.cold_bytes,
+            bf16_bytes=self._rows.bf16_bytes(session.tokens),
+        )
+        self._tallies[None].moves.append(moved)
+        own = msgspec.structs.replace(moved, tenant=UNSET)
+        self._tallies[session.ref.tenant].moves.append(own)
+        for scope in self._scopes.values():
+            if scope.sees(session.ref.tenant):
+                scope.moved(moved if scope.tenant is None else own)
 
     def row_changed(self, ref: SessionRef) -> None:
         for scope in self._scopes.values():
@@ -154,7 +214,8 @@ class Live:
         scope = self._scopes.get(tenant)
         if scope is None:
             self._epoch = max(self._epoch + 1, int(self._wall() * 1000))
-            scope = self._scopes[tenant] = Scope(tenant, self._rows, self._parts, self._epoch)
+            look, past = self._parts, self._past
+            scope = self._scopes[tenant] = Scope(tenant, self._rows, look, past, self._epoch)
         scope.num_readers += 1
         self._unread_since.pop(tenant, None)
         if self._looking is None:
@@ -208,6 +269,10 @@ class Live:
         for tenant, since in list(self._unread_since.items()):
             if self._clock() - since > LINGER_S:
                 del self._scopes[tenant], self._unread_since[tenant]
+        for request in self._requests:
+            self._count(request)
+            if self._rows.session((request.ref.tenant, request.ref.id)) is not None:
+                self.row_changed(request.ref)
         for scope in self._scopes.values():
             scope.look()
 
@@ -228,8 +293,6 @@ class Live:
 
     def _parts(self, tenant: str | None, sums: Sums[Key]) -> Parts:
         admin, welcome = tenant is None, self._engine.welcome
-        if welcome is not None:
-            self._rows.kv_size.told = welcome.kv_bytes_per_token
         return Parts(
             server=self._server(tenant),
             now=self._now(tenant),
@@ -237,7 +300,6 @@ class Live:
                 sums,
                 self.report,
                 self._engine.codec,
-                self._rows.kv_size,
                 self._tallies[tenant].outcomes,
                 self._tallies[tenant].departures,
                 self._sessions.water_marks,
@@ -249,6 +311,18 @@ class Live:
                 self._verdicts.hear(self._engine.codec),
             ),
         )
+
+    def _past(self, tenant: str | None) -> tuple[HourShown, list[MoveShown]]:
+        """Show the last hour, which no change tells."""
+        tally, now, wall = self._tallies[tenant], self._clock(), self._wall()
+        since, prompts, answers = tally.hour(now, self._started)
+        hour = HourShown(
+            since=round(wall - (now - since), 3),
+            step_s=STEP_S,
+            prompt_tokens_per_s=prompts,
+            answer_tokens_per_s=answers,
+        )
+        return hour, [x for x in tally.moves if x.at > wall - HOUR_S]
 
     def _server(self, tenant: str | None) -> ServerShown:
         welcome = self._engine.welcome
@@ -271,11 +345,6 @@ class Live:
 
     def _now(self, tenant: str | None) -> NowShown:
         mine, tally = of_tenant(self._requests, tenant), self._tallies[tenant]
-        prompt_rate, answer_rate = tally.rates(
-            self._clock(),
-            tally.computed_tokens,
-            tally.answered_tokens + sum(x.answered_tokens for x in mine if x.computed is x),
-        )
         tokens, seconds, turns = tally.today
         waiting = sum(x.computed.phase == "waiting" for x in mine)
         speed = self._speed.tokens_per_s
@@ -284,8 +353,8 @@ class Live:
             running=len(mine) - waiting,
             waiting=waiting,
             requests=[_shown(x, tenant is None) for x in mine[:MAX_REQUESTS]],
-            prompt_tokens_per_s=prompt_rate,
-            answer_tokens_per_s=answer_rate,
+            prompt_tokens_per_s=tally.prompts.rate(self._clock()),
+            answer_tokens_per_s=tally.answers.rate(self._clock()),
             memory_available_bytes=available and available // COARSE_BYTES * COARSE_BYTES,
             prefill_tokens_per_s=round(speed, 1) if speed else None,
             saved_tokens_today=tokens,
@@ -308,4 +377,5 @@ def _shown(request: LiveRequest, admin: bool) -> RequestShown:
         prefilled_tokens=computed.prefilled_tokens,
         answered_tokens=computed.answered_tokens,
         source=computed.cache.source if computed.cache else None,
+        reason=computed.cache.reason if computed.cache else None,
     )

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from engines.base import EngineReport
 from engines.wire import CodecReport, TierReport
-from gateway.live.rows import Key, KvSize
+from gateway.live.rows import Key
 from gateway.live.shape import HotShown, MemoryShown, TierShown
 from gateway.live.sums import Sums
 
@@ -21,7 +21,6 @@ def memory_shown(
     sums: Sums[Key],
     report: EngineReport | None,
     codec: CodecReport | None,
-    kv_size: KvSize,
     outcomes: Counts,
     departures: Counts,
     water: tuple[float, float],
@@ -39,7 +38,7 @@ def memory_shown(
         hot=_hot(sums, report, water, admin),
         tiers=[_tier(x, sums, codec, admin) for x in tiers],
         cold_bytes=sums.cold_bytes,
-        bf16_bytes=kv_size.of(sums.cold_tokens),
+        bf16_bytes=sums.bf16_bytes or (None if sums.cold_bytes else 0),
         sessions=dict(sorted(sums.states.items())),
         outcomes={source: dict(reasons) for source, reasons in outcomes.items()},
         departures={place: dict(whys) for place, whys in departures.items()},

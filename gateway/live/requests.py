@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from engines.headers import CacheOutcome
 from engines.wire import RequestProgress, SessionRef
@@ -12,6 +13,31 @@ from gateway.metrics import PromptDetails, Usage
 from gateway.prefixes.outline import Change
 
 _LONGEST_COMMENT = 60
+
+
+class Stretch(NamedTuple):
+    """Tokens that came between two moments, in seconds of the request's clock."""
+
+    begin: float
+    end: float
+    computed: int = 0
+    answered: int = 0
+
+
+class _Counted:
+    """The tokens of one kind that were counted, and the moment until which."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._until = float("-inf")
+
+    def rise(self, num_tokens: int, begin: float, end: float) -> list[tuple[float, float, int]]:
+        """Count all up to ``num_tokens``; gives those that are new, and between which moments."""
+        new, begin = num_tokens - self._num_tokens, max(begin, self._until)
+        if new <= 0:
+            return []
+        self._num_tokens, self._until = num_tokens, max(begin, end)
+        return [(begin, self._until, new)]
 
 
 class LiveRequest:
@@ -25,13 +51,19 @@ class LiveRequest:
         client: str,
         at: float,
         clock: Callable[[], float] = time.perf_counter,
+        title: str = "",
     ) -> None:
-        """``at``: the Unix time of its arrival."""
+        """
+        Args:
+            at: the Unix time of its arrival.
+            title: for its session; told to nobody but readers of that session.
+        """
         self.ref = ref
         self.id = request_id
         self.operation = operation
         self.client = client
         self.at = at
+        self.title = title
         self.phase: Phase = "waiting"
         self.cache: CacheOutcome | None = None
         self.usage: Usage | None = None
@@ -47,6 +79,7 @@ class LiveRequest:
         self._began = clock()
         self._opened = self._began
         self._prefilled_s: float | None = None  # from there to the last word of the prefill
+        self._computed, self._answered = _Counted(), _Counted()
 
     def admitted(self) -> None:
         """Its slot was free: the engine has it from now on."""
@@ -58,6 +91,33 @@ class LiveRequest:
     def computed(self) -> LiveRequest:
         """The request that the engine computes for this one: another if it shares that one's."""
         return self.shares or self
+
+    @property
+    def is_own_turn(self) -> bool:
+        """True while the engine serves it, and not another one whose answer it gets."""
+        return self.shares is None and self.phase != "waiting"
+
+    @property
+    def tokens_so_far(self) -> int:
+        """The length of its session with what is there of the answer; 0 until the engine tells."""
+        return (self.prompt_tokens or 0) + self.answered_tokens if self.is_own_turn else 0
+
+    def uncounted(self) -> list[Stretch]:
+        """Count the tokens that came since this was called last, and between which moments."""
+        if not self.is_own_turn:
+            return []
+        now, begin = self._clock(), self._opened
+        if self.phase_now == "decode" or self.usage is not None:
+            num_computed = self.computed_tokens or 0
+        else:
+            num_computed = max(0, (self.prefilled_tokens or 0) - self.reused_tokens)
+        first = None if self.first_token_s is None else self._began + self.first_token_s
+        computed = self._computed.rise(num_computed, begin, now if first is None else first)
+        answered = self._answered.rise(self.answered_tokens, begin if first is None else first, now)
+        return [
+            *(Stretch(begin, end, computed=n) for begin, end, n in computed),
+            *(Stretch(begin, end, answered=n) for begin, end, n in answered),
+        ]
 
     @property
     def prefill_s(self) -> float | None:
@@ -110,7 +170,7 @@ class LiveRequest:
     def prompt_tokens(self) -> int | None:
         if self.usage is not None:
             return self.usage.prompt_tokens
-        return self.progress.prompt_tokens if self.progress else None
+        return self.progress.prompt_tokens if self.progress else self.told_prompt_tokens
 
     @property
     def prefilled_tokens(self) -> int | None:

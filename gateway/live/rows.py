@@ -1,36 +1,19 @@
-"""Makes what is shown of a session out of its row in the scheduler's table and its past."""
+"""Makes what is shown of a session out of its row, its past and the requests that it has now."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from msgspec import UNSET
 
+from engines.wire import KVSize, Welcome
 from gateway.live.history import Histories
+from gateway.live.requests import LiveRequest
 from gateway.live.shape import GoneShown, SessionShown
 from scheduler.session import Session, State
 from scheduler.table import SessionTable
 
 Key = tuple[str, str]  # tenant and id
-_LEAST_TOKENS = 32  # fewer tell little of what a token takes
-
-
-class KvSize:
-    """The bytes that a token takes unpacked: what the engine says, else as seen in hot sessions."""
-
-    def __init__(self) -> None:
-        self.told = 0  # by the engine; 0: it did not say
-        self._seen = 0.0
-
-    def learn(self, session: Session) -> None:
-        """Learn from a quiet hot session."""
-        if session.state is State.IDLE and session.tokens >= _LEAST_TOKENS and session.hot_bytes:
-            self._seen = session.hot_bytes / session.tokens
-
-    def of(self, tokens: int) -> int | None:
-        """Return the bytes of so many tokens; None while nobody knows."""
-        per_token = self.told or self._seen
-        return round(tokens * per_token) if per_token else None
 
 
 class Rows:
@@ -40,15 +23,25 @@ class Rows:
         self,
         table: SessionTable,
         histories: Histories,
+        serving: Callable[[Key], Collection[LiveRequest]],
+        welcome: Callable[[], Welcome | None],
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        """``clock`` is the scheduler's."""
+        """
+        Args:
+            serving: gives the requests of a session that are not over, the latest last.
+            welcome: gives the engine's account of itself; None while there is none.
+            clock: the scheduler's.
+        """
         self._table = table
         self._histories = histories
+        self._serving = serving
+        self._welcome = welcome
         self._clock = clock
         self._wall = wall
-        self.kv_size = KvSize()
+        self._live_kv: KVSize | None = None  # as the latest engine said
+        self._bf16_kv: KVSize | None = None
 
     def session(self, key: Key) -> Session | None:
         """Find a row that may be shown; None if it is gone or leaving."""
@@ -68,33 +61,63 @@ class Rows:
         rows = self._table if tenant is None else self._table.of(tenant)
         return (x for x in rows if x.state is not State.LEAVING)
 
+    # ---- sizes
+
+    def tokens(self, session: Session) -> int:
+        """Count a session's tokens, with those of answers that are on their way."""
+        served = (x.tokens_so_far for x in self._serving(_key(session)))
+        return max(session.tokens, *served, 0)
+
+    def hot_bytes(self, session: Session) -> int | None:
+        """Return the bytes of its live KV; until the engine has said, what its tokens take."""
+        if session.hot_bytes and not session.num_turns:
+            return session.hot_bytes
+        self._look_at_engine()
+        by_tokens = self._live_kv.of(self.tokens(session)) if self._live_kv else 0
+        return max(session.hot_bytes, by_tokens) or None
+
+    def bf16_bytes(self, num_tokens: int) -> int | None:
+        """Return the bytes that the KV of so many tokens takes in bf16; None if not known."""
+        self._look_at_engine()
+        return self._bf16_kv.of(num_tokens) if self._bf16_kv else None
+
+    def _look_at_engine(self) -> None:
+        if (welcome := self._welcome()) is not None:
+            self._live_kv, self._bf16_kv = welcome.live_kv, welcome.bf16_kv
+
+    # ---- what is shown
+
     def shown(self, session: Session, *, admin: bool) -> SessionShown:
         """Show a row; with its tenant for an admin."""
-        key = (session.ref.tenant, session.ref.id)
-        past = self._histories.of(key)
+        key = _key(session)
+        past, serving = self._histories.of(key), list(self._serving(key))
         last = past.turns[-1] if past and past.turns else None
-        unpacked = self.kv_size.of(session.cold_tokens)
+        now = serving[-1] if serving else None
+        cache = now.cache if now else None
+        title = (now.title if now else "") or (past.title if past else "")
+        num_tokens, in_bf16 = self.tokens(session), self.bf16_bytes(session.cold_tokens)
         return SessionShown(
             id=session.ref.id,
             tenant=session.ref.tenant if admin else UNSET,
-            client=last.client if last else None,
+            title=title or UNSET,
+            client=now.client if now else last.client if last else None,
             parent=session.parent,
             kind="child" if session.is_child else "main",
             state=session.state.value,
             tier=session.tier,
-            tokens=session.tokens,
-            bytes=session.hot_bytes if session.hot else session.cold_bytes,
+            tokens=num_tokens,
+            bytes=self.hot_bytes(session) if session.hot else session.cold_bytes,
             cold_bytes=session.cold_bytes,
-            bf16_bytes=self.kv_size.of(session.tokens),
+            bf16_bytes=self.bf16_bytes(num_tokens),
             ratio=(
-                round(unpacked / session.cold_bytes, 2) if unpacked and session.cold_bytes else None
+                round(in_bf16 / session.cold_bytes, 2) if in_bf16 and session.cold_bytes else None
             ),
             idle_since=None if session.num_turns else self._unix(session.last_used),
             pinned=session.pinned,
-            last_source=last.source if last else None,
-            last_reason=last.reason if last else None,
+            last_source=cache.source if cache else last.source if last else None,
+            last_reason=cache.reason if cache else last.reason if last else None,
             saved_s=round(past.saved_s, 3) if past else 0.0,
-            turns=past.num_turns if past else 0,
+            turns=(past.num_turns if past else 0) + sum(x.is_own_turn for x in serving),
             retain_until=self._retained(session),
         )
 
@@ -108,3 +131,7 @@ class Rows:
     def _unix(self, reading: float) -> float:
         """Turn a reading of the scheduler's clock into Unix time."""
         return round(self._wall() + reading - self._clock(), 1)
+
+
+def _key(session: Session) -> Key:
+    return session.ref.tenant, session.ref.id

@@ -8,6 +8,7 @@ minute, or comes back with ``Last-Event-ID``, gets each changed session once, as
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,12 @@ import msgspec
 from gateway.live.change_log import ChangeLog
 from gateway.live.rows import Key, Rows
 from gateway.live.shape import (
+    MAX_MOVES,
     Change,
+    HourShown,
     MemoryShown,
     More,
+    MoveShown,
     NowShown,
     QualityShown,
     ServerShown,
@@ -49,12 +53,14 @@ class Scope:
         tenant: str | None,
         rows: Rows,
         look: Callable[[str | None, Sums[Key]], Parts],
+        past: Callable[[str | None], tuple[HourShown, list[MoveShown]]],
         epoch: int,
     ) -> None:
         """
         Args:
             tenant: whose; None = everybody's, for admins.
             look: makes the parts of this moment.
+            past: gives the last hour, which is in snapshots only.
             epoch: tells this scope's moments from those of another, or of an earlier process.
         """
         self.tenant = tenant
@@ -63,6 +69,8 @@ class Scope:
         self._epoch = epoch
         self._rows = rows
         self._look = look
+        self._past = past
+        self._moves: deque[tuple[int, MoveShown]] = deque(maxlen=MAX_MOVES)
         self._log: ChangeLog[Key] = ChangeLog()
         self._pending: set[Key] = set()
         self._sums: Sums[Key] = Sums()
@@ -83,6 +91,10 @@ class Scope:
     def mark(self, key: Key) -> None:
         """Note that a session is no longer as it was."""
         self._pending.add(key)
+
+    def moved(self, move: MoveShown) -> None:
+        """Note that a session's KV went to another place."""
+        self._moves.append((self.moment + 1, move))
 
     def look(self) -> None:
         """Look at what changed; if anything did, a new moment begins and readers are woken."""
@@ -108,9 +120,12 @@ class Scope:
 
     def _count(self, key: Key) -> None:
         session = self._rows.session(key)
-        self._sums.take(key, session)
-        if session is not None:
-            self._rows.kv_size.learn(session)
+        if session is None:
+            self._sums.take(key, None)
+            return
+        hot_bytes = self._rows.hot_bytes(session) or 0
+        in_bf16 = self._rows.bf16_bytes(session.cold_tokens) if session.cold_bytes else 0
+        self._sums.take(key, session, hot_bytes, in_bf16 or 0)
 
     def wake(self) -> None:
         """Let every reader look: there is a new moment, or the end has come."""
@@ -156,11 +171,14 @@ class Scope:
             yield "more", [_encode(More(sessions=shown, left=left))]
 
     def _snapshot(self, keys: Sequence[Key]) -> Iterator[bytes]:
+        hour, moves = self._past(self.tenant)
         head = Snapshot(
             server=self._parts.server,
             now=self._parts.now,
             memory=self._parts.memory,
             quality=self._parts.quality,
+            hour=hour,
+            moves=moves,
             num_sessions=self._num_sessions,
             sessions=[],
         )
@@ -195,4 +213,5 @@ class Scope:
                 shown.append(self._rows.shown(session, admin=admin))
         values: dict[str, Any] = {**self._parts._asdict(), "num_sessions": self._num_sessions}
         new = {name: values[name] for name, at in self._changed_at.items() if at > moment}
-        return Change(sessions=shown, gone=gone, **new)
+        moves = [x for at, x in self._moves if at > moment]
+        return Change(sessions=shown, gone=gone, moves=moves, **new)

@@ -1,7 +1,8 @@
 """The shape of what is shown: the data of ``GET /v1/events`` and of one session's detail.
 
 ``docs/events.md`` says the same in words, with examples. Times are Unix times in seconds, sizes are
-bytes, durations seconds; what nobody knows is null. No field ever holds the text of a chat.
+bytes, durations seconds; what is not known is null. No field ever holds the text of a chat, but a
+session's title where ``gateway.session_titles`` asks for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from msgspec import UNSET, UnsetType
 from engines.base import TierName
 
 Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
+MAX_MOVES = 60  # told of one tenant, or of all
+Place: TypeAlias = Literal["", "hot", "ram", "disk", "redis"]  # of a session's KV; "" = none yet
 
 
 class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,7 @@ class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
     prefilled_tokens: int | None  # reused ones included
     answered_tokens: int | None
     source: str | None  # where the reused part of the prompt came from
+    reason: str | None  # why not more of it was reused
 
 
 class NowShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +61,8 @@ class NowShown(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     requests: list[RequestShown]  # the oldest first, at most ``MAX_REQUESTS``
-    prompt_tokens_per_s: float  # computed ones, over the last ten seconds
+    # Over the last ten seconds, or since there is work again: prompts' computed ones, and answers'.
+    prompt_tokens_per_s: float
     answer_tokens_per_s: float
     memory_available_bytes: int | None  # of the whole machine; for admins only
     prefill_tokens_per_s: float | None  # measured; savings are estimated by it
@@ -71,22 +76,23 @@ class SessionShown(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     tenant: str | UnsetType = UNSET  # for admins only
-    client: str | None
+    title: str | UnsetType = UNSET  # the user's first words, where the settings ask for them
+    client: str | None  # of its latest turn
     parent: str | None
     kind: Literal["main", "child"]
     state: str  # active, idle, hibernating, cold or waking
     tier: TierName | None  # the fastest that holds a cold copy
-    tokens: int
-    bytes: int  # hot bytes while hot, packed bytes while cold
+    tokens: int  # while it is served: those of the prompt and of the answer so far
+    bytes: int | None  # hot bytes while hot (about, while it is served), packed bytes while cold
     cold_bytes: int
-    bf16_bytes: int | None  # what its tokens would take unpacked
-    ratio: float | None  # of what is packed: its unpacked bytes over its packed ones
+    bf16_bytes: int | None  # that the KV of its tokens would take in bf16
+    ratio: float | None  # of what is packed: what it would take in bf16 over its packed bytes
     idle_since: float | None  # null while it is served
     pinned: bool
     last_source: str | None  # hot, cold-ram, cold-disk, cold-redis or miss
     last_reason: str | None  # why not more of its prompt was reused
     saved_s: float  # estimated seconds of prefill that it was spared so far
-    turns: int  # that this server has seen
+    turns: int  # that this server has seen, with the one that it serves
     retain_until: float | None  # its client asked to keep it until then
 
 
@@ -128,7 +134,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     hot: HotShown
     tiers: list[TierShown]  # fastest first
     cold_bytes: int  # packed bytes of all sessions, each counted once
-    bf16_bytes: int | None  # what these would take unpacked
+    bf16_bytes: int | None  # that the same KV would take in bf16
     sessions: dict[str, int]  # how many are in each state
     outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
     departures: dict[str, dict[str, int]]  # sessions that left a place, hot or a tier, by why
@@ -189,6 +195,31 @@ class QualityShown(msgspec.Struct, frozen=True, kw_only=True):
     history: list[VerdictShown]  # that this server has heard, the oldest first
 
 
+class HourShown(msgspec.Struct, frozen=True, kw_only=True):
+    """The speeds of the last hour, or since the server's start; means over each step."""
+
+    since: float  # when the first step began
+    step_s: int
+    prompt_tokens_per_s: list[float]  # the oldest first
+    answer_tokens_per_s: list[float]
+
+
+class MoveShown(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's KV is in another place than before."""
+
+    number: int  # of all moves since the server's start; a reader may hear of one twice
+    at: float
+    id: str
+    tenant: str | UnsetType = UNSET  # for admins only
+    before: Place  # "" = it began
+    after: Place
+    event: str  # of ``TransitionShown``
+    why: str
+    tokens: int
+    bytes: int | None  # that it takes there
+    bf16_bytes: int | None  # that its tokens would take in bf16
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The first event of a stream: everything."""
 
@@ -196,6 +227,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     now: NowShown
     memory: MemoryShown
     quality: QualityShown | None  # null while the engine starts
+    hour: HourShown
+    moves: list[MoveShown]  # of the last hour, the oldest first; the latest ``MAX_MOVES``
     num_sessions: int  # may be more than are listed
     sessions: list[SessionShown]  # the most recently used first; the last field
 
@@ -214,6 +247,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     now: NowShown | UnsetType = UNSET
     sessions: list[SessionShown] = []
     gone: list[GoneShown] = []
+    moves: list[MoveShown] = []
     num_sessions: int | UnsetType = UNSET
     memory: MemoryShown | UnsetType = UNSET
     quality: QualityShown | None | UnsetType = UNSET

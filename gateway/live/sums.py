@@ -20,7 +20,7 @@ class _Share(NamedTuple):
     hot_bytes: int
     idle_bytes: int
     cold_bytes: int
-    cold_tokens: int
+    bf16_bytes: int  # that what is cold would take
 
 
 class Sums(Generic[K]):
@@ -31,19 +31,26 @@ class Sums(Generic[K]):
         self.states: Counter[str] = Counter()
         self.tier_sessions: Counter[TierName] = Counter()
         self.tier_bytes: Counter[TierName] = Counter()
-        self.hot_bytes = self.idle_bytes = self.cold_bytes = self.cold_tokens = 0
+        self.hot_bytes = self.idle_bytes = self.cold_bytes = self.bf16_bytes = 0
 
     @property
     def num_sessions(self) -> int:
         return len(self._shares)
 
-    def take(self, name: K, session: Session | None) -> None:
-        """Count a session as it is now; None if it is gone."""
+    def take(
+        self, name: K, session: Session | None, hot_bytes: int = 0, bf16_bytes: int = 0
+    ) -> None:
+        """Count a session as it is now; None if it is gone.
+
+        Args:
+            hot_bytes: that it takes while it is hot.
+            bf16_bytes: that its cold KV would take in bf16.
+        """
         before = self._shares.pop(name, None)
         if before is not None:
             self._count(before, -1)
         if session is not None:
-            share = self._shares[name] = _share_of(session)
+            share = self._shares[name] = _share_of(session, hot_bytes, bf16_bytes)
             self._count(share, 1)
 
     def _count(self, share: _Share, by: int) -> None:
@@ -53,19 +60,19 @@ class Sums(Generic[K]):
         self.hot_bytes += by * share.hot_bytes
         self.idle_bytes += by * share.idle_bytes
         self.cold_bytes += by * share.cold_bytes
-        self.cold_tokens += by * share.cold_tokens
+        self.bf16_bytes += by * share.bf16_bytes
         if share.tier is not None:
             self.tier_sessions[share.tier] += by
             self.tier_bytes[share.tier] += by * share.cold_bytes
 
 
-def _share_of(session: Session) -> _Share:
-    hot_bytes = session.hot_bytes if session.hot else 0
+def _share_of(session: Session, hot_bytes: int, bf16_bytes: int) -> _Share:
+    hot_bytes = hot_bytes if session.hot else 0
     return _Share(
         session.state.value,
         session.tier,
         hot_bytes,
         hot_bytes if session.state is State.IDLE else 0,
         session.cold_bytes,
-        session.cold_tokens,
+        bf16_bytes,
     )

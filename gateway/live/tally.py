@@ -1,14 +1,19 @@
-"""Adds up what turns used and were spared: today, and over the last seconds."""
+"""Adds up what turns used and were spared: today, over the last hour, over the last seconds."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-from gateway.live.requests import LiveRequest
+from gateway.live.requests import LiveRequest, Stretch
+from gateway.live.shape import MAX_MOVES, MoveShown
 
 RATE_S = 10.0
+LEAST_RATE_S = 1.0  # a shorter time tells more of one step of the engine than of its speed
+STEP_S = 10  # of the last hour
+HOUR_S = 3600
 DAY_S = 86_400
+_INSTANT_S = 1e-3
 
 
 class PrefillSpeed:
@@ -52,6 +57,73 @@ class PrefillSpeed:
         return max(0.0, spared_s)
 
 
+class Buckets:
+    """Tokens by the time at which they came, in buckets of one width; the latest of them."""
+
+    def __init__(self, width_s: int, most: int) -> None:
+        self._width_s = width_s
+        self._most = most
+        self._tokens: dict[int, float] = {}  # by number, which is time over width
+
+    def add(self, begin: float, end: float, num_tokens: int) -> None:
+        """Spread tokens evenly over the time between two moments."""
+        last = int(end // self._width_s)
+        first = int(begin // self._width_s)
+        per_s = num_tokens / (end - begin)
+        for number in range(max(first, last - self._most), last + 1):
+            common = min(end, (number + 1) * self._width_s) - max(begin, number * self._width_s)
+            self._tokens[number] = self._tokens.get(number, 0.0) + per_s * common
+        if len(self._tokens) > 2 * self._most:
+            oldest = last - self._most
+            self._tokens = {n: tokens for n, tokens in self._tokens.items() if n >= oldest}
+
+    def of(self, number: int) -> float:
+        """Return the tokens of a bucket."""
+        return self._tokens.get(number, 0.0)
+
+    def since(self, moment: float) -> float:
+        """Add up all that came after a moment."""
+        first = int(moment // self._width_s)
+        rest = 1 - (moment / self._width_s - first)  # of the bucket in which it lies
+        later = sum(tokens for number, tokens in self._tokens.items() if number > first)
+        return later + rest * self.of(first)
+
+
+class Pace:
+    """Tokens of one kind, of one tenant or of all: how many a second now, and in the last hour.
+
+    Tokens that came between two moments are spread evenly over the time between them. So it does
+    not matter how often is looked, or whether anybody looked at all.
+    """
+
+    def __init__(self) -> None:
+        self._recent = Buckets(1, int(RATE_S) + 1)
+        self._hour = Buckets(STEP_S, HOUR_S // STEP_S)
+        self._began = self._ended = float("-inf")  # of work without a pause of ``RATE_S``
+
+    def add(self, begin: float, end: float, num_tokens: int) -> None:
+        """Count tokens, not long after they came."""
+        begin = min(begin, end - _INSTANT_S)
+        if begin > self._ended + RATE_S or begin < self._began:
+            self._began = begin
+        self._ended = max(self._ended, end)
+        self._recent.add(begin, end, num_tokens)
+        self._hour.add(begin, end, num_tokens)
+
+    def rate(self, now: float) -> float:
+        """Return tokens a second over the last ``RATE_S``, or since work began if that is less."""
+        if now - self._ended >= RATE_S:
+            return 0.0
+        over_s = now - self._began
+        if over_s < RATE_S:  # before it there was nothing: its first bucket is its own
+            return round(self._recent.since(int(self._began)) / max(LEAST_RATE_S, over_s), 1)
+        return round(self._recent.since(now - RATE_S) / RATE_S, 1)
+
+    def hour(self, first: int, until: int) -> list[float]:
+        """Return the rates of steps, by their numbers."""
+        return [round(self._hour.of(number) / STEP_S, 1) for number in range(first, until)]
+
+
 class Tally:
     """One tenant's sums, or everybody's."""
 
@@ -60,11 +132,10 @@ class Tally:
         self._day = int(wall() // DAY_S)
         self._saved_tokens = self._turns = 0
         self._saved_s = 0.0
-        self.computed_tokens = 0
-        self.answered_tokens = 0
+        self.prompts, self.answers = Pace(), Pace()
+        self.moves: deque[MoveShown] = deque(maxlen=MAX_MOVES)
         self.outcomes: dict[str, dict[str, int]] = {}
         self.departures: dict[str, dict[str, int]] = {}
-        self._samples: deque[tuple[float, int, int]] = deque()
 
     def add(self, request: LiveRequest, saved_s: float | None) -> None:
         """Count a turn that is over."""
@@ -72,12 +143,25 @@ class Tally:
         self._turns += 1
         self._saved_tokens += request.reused_tokens
         self._saved_s += saved_s or 0.0
-        self.computed_tokens += request.computed_tokens or 0
-        self.answered_tokens += request.answered_tokens
         if request.cache is not None:
             reasons = self.outcomes.setdefault(request.cache.source, {})
             reason = request.cache.reason or ""
             reasons[reason] = reasons.get(reason, 0) + 1
+
+    def count(self, stretch: Stretch) -> None:
+        """Count tokens when they came."""
+        for pace, num_tokens in (
+            (self.prompts, stretch.computed),
+            (self.answers, stretch.answered),
+        ):
+            if num_tokens:
+                pace.add(stretch.begin, stretch.end, num_tokens)
+
+    def hour(self, now: float, started: float) -> tuple[float, list[float], list[float]]:
+        """Return when the last hour's first step began, and each step's rates, of both kinds."""
+        until = int(now // STEP_S)
+        first = min(until, max(int(started // STEP_S), until - HOUR_S // STEP_S))
+        return first * STEP_S, self.prompts.hour(first, until), self.answers.hour(first, until)
 
     def left(self, place: str, why: str) -> None:
         """Count a session whose KV left a place."""
@@ -89,25 +173,6 @@ class Tally:
         """Tokens and seconds that were spared since midnight UTC, and the turns."""
         self._turn_day()
         return self._saved_tokens, round(self._saved_s, 3), self._turns
-
-    def rates(self, now: float, computed: int, answered: int) -> tuple[float, float]:
-        """Return tokens a second, computed and answered, over the last ``RATE_S``.
-
-        Args:
-            now: in seconds; only differences count.
-            computed: all tokens so far, with those of requests that are not over; as ``answered``.
-        """
-        self._samples.append((now, computed, answered))
-        while len(self._samples) > 2 and self._samples[1][0] <= now - RATE_S:
-            self._samples.popleft()
-        began, computed_then, answered_then = self._samples[0]
-        took_s = now - began
-        if took_s <= 0:
-            return 0.0, 0.0
-        return (
-            round(max(0, computed - computed_then) / took_s, 1),
-            round(max(0, answered - answered_then) / took_s, 1),
-        )
 
     def _turn_day(self) -> None:
         day = int(self._wall() // DAY_S)

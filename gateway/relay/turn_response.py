@@ -69,6 +69,7 @@ class TurnRequest(NamedTuple):
     client: str = ""  # a word for the program that asks
     shared: bool = False  # if the same request runs already, this one gets its answer
     weight: int = 1  # of its tenant's share
+    title: str = ""  # for its session
 
 
 class TurnResponse(Response):
@@ -91,7 +92,7 @@ class TurnResponse(Response):
         self._metrics = gateway.metrics
         self._operation, self._path, self._session = turn.operation, turn.path, turn.session
         self._body, self._hints, self._compared = turn.body, turn.hints, turn.compared
-        self._client = turn.client
+        self._client, self._title = turn.client, turn.title
         self._key: Key = (turn.session.tenant, turn.session.id, turn.path.encode() + turn.digest)
         self._may_join = turn.shared
         self._told: SharedTurn[LiveRequest] | None = None  # set while twins may join this turn
@@ -110,7 +111,7 @@ class TurnResponse(Response):
         live, asked = self._gateway.live, (self._request_id, self._operation, self._client)
         name = " ".join(self._named).strip()
         self._trace = self._gateway.tracing.begin(name, context_of(scope["headers"]))
-        with live.request(self._session, *asked) as self._live:
+        with live.request(self._session, *asked, self._title) as self._live:
             await self._answered(scope, receive, send)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:

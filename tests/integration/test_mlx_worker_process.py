@@ -92,6 +92,8 @@ async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_pa
     async with running(config) as server:
         assert server.welcome is not None and server.welcome.hibernation
         assert (server.welcome.engine, server.welcome.codec.id) == ("mlx", "raw.1")
+        live, in_bf16 = server.welcome.live_kv, server.welcome.bf16_kv
+        assert live and in_bf16 and live.per_token in (in_bf16.per_token, 2 * in_bf16.per_token)
         first, cache = await complete(server, PROMPT)
         assert cache == "miss; tokens=0; reason=never-stored"
         again, cache = await complete(server, PROMPT)

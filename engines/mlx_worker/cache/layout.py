@@ -25,6 +25,8 @@ from mlx_lm.models.cache import (
 from engines.cache_classes import GROWING, cannot_batch, cannot_keep
 from engines.kv_budget import KVCost
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
+from engines.wire import BF16_BYTES, KVSize
+from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.shapes import KVLayer, KVLayout, StateLayout
 
 # One mlx_lm cache object per layer of the model, all of one sequence.
@@ -57,6 +59,18 @@ class CachePlan:
     def needs_state(self) -> bool:
         """True if a part of the cache does not grow and must be kept as snapshots."""
         return any(name not in GROWING for name in self.class_names)
+
+    def kv_sizes(self) -> tuple[KVSize, KVSize | None]:
+        """The bytes of a session at rest, and in bf16; None where the dtype is not known."""
+        live = KVSize(self.cost.per_token, self.cost.windows, self.cost.fixed)
+        if (layout := self.layout) is None:
+            return live, None
+        per_token = layout.elements_per_token * BF16_BYTES
+        if isinstance(layout, PackedLayout):
+            return live, KVSize(per_token)
+        wide = layout.numpy_dtype.itemsize // BF16_BYTES if layout.layers else 1
+        windows = tuple((nbytes // wide, longest) for nbytes, longest in live.windows)
+        return live, KVSize(per_token, windows, live.fixed)
 
 
 def leaves(caches: Caches) -> Iterator[Any]:

@@ -143,7 +143,8 @@ class SchedulerSide:
             codec = await self._verbs.codec()
         except (ConnectionError, TimeoutError):  # a worker is missing; its next report will tell
             return self._welcome
-        return msgspec.structs.replace(self._welcome, codec=codec)
+        live, bf16 = self._hub.kv_sizes
+        return msgspec.structs.replace(self._welcome, codec=codec, live_kv=live, bf16_kv=bf16)
 
     def _turn_ended(self, session: SessionRef) -> None:
         self._hub.spawn(partial(self._tell, "turn", session))

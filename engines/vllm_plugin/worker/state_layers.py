@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engines.vllm_plugin.groups import IN_USE, StateGroup
 from engines.vllm_plugin.worker.paging import DTYPES, PagedCache
+from engines.wire import KVSize
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, StateLayout
@@ -93,6 +94,13 @@ class RecurrentLayers:
     @property
     def has_matrices(self) -> bool:
         return any(x.is_matrix for x in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one state of all layers."""
+        if self._parts:
+            return len(self._tensors) * sum(x.nbytes for x in self._parts)
+        return sum(x[0].nbytes for x in self._tensors)
 
     def read(self, block_ids: Sequence[int]) -> Arrays:
         return [x for tensor in self._tensors for x in self._read(tensor, block_ids)]
@@ -213,6 +221,17 @@ class StateBlocks:
                 isinstance(x, RecurrentLayers) and x.has_matrices for x in self._layers
             ),
         )
+
+    def kv_size(self, itemsize: int = 0) -> KVSize:
+        """The bytes of a session's state; ``itemsize``: of a window's value, 0 = as it is."""
+        windows, fixed = [], 0
+        for group, x in zip(self._groups, self._layers, strict=True):
+            if isinstance(x, WindowLayers):
+                per_token = x.layout.elements_per_token * itemsize or x.layout.bytes_per_token
+                windows.append((per_token, group.num_blocks * x.block_tokens))
+            elif isinstance(x, RecurrentLayers):
+                fixed += x.nbytes
+        return KVSize(0, tuple(windows), fixed)
 
     @property
     def _block_tokens(self) -> int:

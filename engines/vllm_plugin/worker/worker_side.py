@@ -47,12 +47,14 @@ from engines.vllm_plugin.worker.state_layers import (
 )
 from engines.vllm_plugin.worker.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.worker.transfer import Transfer
+from engines.wire import BF16_BYTES, KVSize
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore
 from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
 from kvstore.ledger.eviction_notices import Departure
+from kvstore.shapes import KVLayout
 from kvstore.tiers.registry import open_usable_tiers
 
 logger = logging.getLogger("thermocline.vllm")
@@ -167,7 +169,13 @@ def open_worker_side(
     measuring = RankMeasuring(vllm_config, cache, states, client, settings.token)
     link = RankLink(
         settings.hub_path,
-        RankHello(rank, codecs.codecs.ram.id, cache.layout.bytes_per_token, packed),
+        RankHello(
+            rank,
+            codecs.codecs.ram.id,
+            cache.layout.bytes_per_token,
+            packed,
+            *kv_sizes(cache.layout, states),
+        ),
         store,
         staging,
         lambda: store.stats(transfer.queued_bytes),
@@ -187,6 +195,14 @@ def open_worker_side(
     ways = type(cache.views[0][0]).__name__, type(blocks).__name__
     logger.info("rank %d: %s, %s", rank, *ways)
     return worker
+
+
+def kv_sizes(layout: KVLayout, states: StateBlocks | None) -> tuple[KVSize, KVSize]:
+    """The bytes of a session's KV on this rank, live and in bf16."""
+    live, bf16 = KVSize(layout.bytes_per_token), KVSize(layout.elements_per_token * BF16_BYTES)
+    if states is None:
+        return live, bf16
+    return live + states.kv_size(), bf16 + states.kv_size(BF16_BYTES)
 
 
 def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:

@@ -13,7 +13,9 @@ from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from gateway.keys import generate_key
 from tests.integration.dashboard.browser import Browser, chromium
 
-KEYS = {tenant: generate_key(tenant) for tenant in ("alice", "bob", "carol", "root")}
+KEYS = {
+    tenant: generate_key(tenant) for tenant in ("alice", "bob", "carol", "dora", "erin", "root")
+}
 
 
 class Server:

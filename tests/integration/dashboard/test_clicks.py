@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 
 import pytest
 
+from benchmarks.stacks.fake_stack import MODEL
 from tests.integration.dashboard.conftest import KEYS
 
 pytestmark = pytest.mark.slow
+expect = pytest.importorskip("playwright.sync_api").expect
 
 
 def cell(page, name):
@@ -61,6 +65,43 @@ def test_steps_tell_a_wake_ahead_from_a_turn(server, browser):
     assert told[:2] == ["is back idle", "is woken ahead of its next turn waking"]
     assert told[2].startswith("fell asleep, in Packed RAM")
     assert sum("the turn ended" in x for x in told) == 1
+    page.context.close()
+
+
+def test_missed_means_a_return_that_found_nothing_wherever_it_stands(server, browser):
+    key = KEYS["dora"][0]
+    for session in ("went-on", "missed-it"):
+        server.chat("dora", session, "one two three")
+    server.chat("dora", "went-on", "one two three", "You said: one two three", "more")
+    anew = [{"role": "system", "content": "be quick"}, {"role": "user", "content": "again"}]
+    body = {"model": MODEL, "messages": anew}
+    server.post("dora", "/v1/chat/completions", body, {"x-session-id": "missed-it"})
+    page = browser.open("sessions", key=key)
+    strip = page.get_by_role("region", name="Where conversations are")
+    strip.get_by_text("of 2 returns · 2 first turns").wait_for()
+    missed = cell(page, "Missed 1 return")
+    missed.click()
+    rows = page.get_by_role("region", name="Sessions").get_by_role("rowheader")
+    expect(rows).to_have_text([re.compile("missed-it")])
+    page.get_by_label("Last return").select_option("first turn")
+    page.get_by_text("No session is like that.").wait_for()
+    page.get_by_role("tab", name="Memory").click()
+    table = page.get_by_role("region", name="Where prompts came from").get_by_role("row")
+    turns = {x.split()[0]: x.split("\t")[1] for x in table.all_inner_texts()[1:]}
+    assert turns == {"hot": "1", "missed": "1", "first": "2"}
+    page.context.close()
+
+
+def test_the_line_of_an_empty_page_works_as_it_is_copied(server, browser):
+    key = KEYS["erin"][0]
+    page = browser.open(key=key, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy: The same by curl").click()
+    page.get_by_text("Copied.").wait_for()
+    line = page.evaluate("navigator.clipboard.readText()")
+    assert key in line and key not in page.content()
+    said = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True)
+    assert json.loads(said.stdout)["choices"][0]["message"]["content"] == "You said: Hello"
+    page.get_by_role("button", name=re.compile("^Hot 1 session")).wait_for()
     page.context.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -127,4 +128,87 @@ def test_it_is_forgotten_while_it_answers_and_the_answer_ends_whole(server, brow
         assert stream.is_running, "it was over before anybody could disturb it"
     page.goto(f"{server.url}/ui#sessions//forgotten-in-use")
     page.get_by_text("This session is gone").wait_for()
+    page.context.close()
+
+
+def test_a_new_session_is_shown_with_what_there_is_of_its_first_answer(server, browser):
+    with streamed(server.url, "first-answer") as stream:
+        page = browser.open("sessions", key=KEYS["alice"][0])
+        row = page.get_by_role("row").filter(has_text="first-answer")
+        cells = {
+            name: row.locator(f".is-{name}") for name in ("tokens", "bytes", "client", "turns")
+        }
+        cells["tokens"].get_by_text(re.compile(r"^[1-9]\d+$")).wait_for()
+        seen = int(cells["tokens"].inner_text())
+        told = {name: cell.inner_text() for name, cell in cells.items()}
+        assert re.fullmatch(r"[1-9][\d.]* KiB", told["bytes"])
+        assert (told["client"], told["turns"]) == ("python", "1")
+        page.wait_for_function(
+            "([at, seen]) => Number(document.querySelector(at).innerText) > seen",
+            arg=["tr:has([data-at='0']) .is-tokens", seen],
+        )
+        assert stream.is_running
+    page.context.close()
+
+
+DRAWN = """
+window.drawn = [];
+const fill = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  window.drawn.push([text, Math.round(x), Math.round(y)]);
+  return fill.apply(this, arguments);
+};
+const clear = CanvasRenderingContext2D.prototype.clearRect;
+CanvasRenderingContext2D.prototype.clearRect = function () {
+  window.drawn = [];
+  return clear.apply(this, arguments);
+};
+"""
+
+
+def labels(page):
+    """The labels of both axes of the chart, as they are drawn now."""
+    drawn = page.evaluate("window.drawn")
+    lowest = max(y for _, _, y in drawn)
+    return [x for x, _, y in drawn if y == lowest], [x for x, _, y in drawn if y != lowest]
+
+
+@pytest.mark.parametrize("wait_ms", [0, 2500])
+def test_no_label_of_the_chart_is_there_twice(server, browser, wait_ms):
+    with streamed(server.url, f"labels-{wait_ms}"):
+        page = browser.blank()
+        page.add_init_script(DRAWN)
+        page.goto(f"{browser.url}/ui")
+        page.get_by_label("API key").fill(KEYS["alice"][0])
+        page.get_by_role("button", name="Open").click()
+        page.get_by_role("cell", name="answering").first.wait_for()
+        page.wait_for_timeout(wait_ms)
+        times, amounts = labels(page)
+        assert len(times) == len(set(times)) >= 1, times
+        assert len(amounts) == len(set(amounts)) >= 2, amounts
+    page.context.close()
+
+
+def test_speed_and_moves_are_there_when_a_page_is_loaded(server, browser):
+    with streamed(server.url, "seen-by-nobody"):
+        pass
+    server.post("alice", "/v1/sessions/seen-by-nobody/demote")
+    page = browser.open(key=KEYS["alice"][0])
+    moves = page.get_by_role("region", name="Moves").get_by_role("listitem")
+    told = moves.filter(has_text="seen-by-nobody")
+    told.first.wait_for()
+    words = [re.sub(r"\s+", " ", x) for x in told.all_inner_texts()]
+    assert len(words) == 2
+    assert re.search(r"Hot ?→ to Packed RAM .* KiB, in bf16 .* KiB", words[0]), words
+    assert re.search(r"new ?→ to Hot began with 1\d\d tokens", words[1]), words
+    page.evaluate("location.reload()")
+    told.nth(1).wait_for()
+    drawn = page.evaluate(
+        """async () => {
+            const modules = [...document.querySelectorAll("link[rel=modulepreload]")];
+            const store = modules.find((x) => x.href.endsWith("live/store.js"));
+            return (await import(store.href)).history.answer;
+        }"""
+    )
+    assert any(drawn[:-1]), "what was answered before the page was there"
     page.context.close()

@@ -144,7 +144,8 @@ def test_what_packing_costs_a_model_stays_within_the_codecs_own_figure():
     it the KL of the same codec used cold: the whole prefix encoded and decoded once."""
     loaded = tiny_model("llama")
     plan = probe(loaded.model)
-    live, _ = with_packed_caches(loaded.model, plan, EngineConfig(hot_codec="tq3"))
+    live, live_plan = with_packed_caches(loaded.model, plan, EngineConfig(hot_codec="tq3"))
+    assert live_plan.kv_sizes()[1] == plan.kv_sizes()[1], "packed or not, in bf16 it is the same"
     prefix, rest = text(3, 400), text(4, 40)
     exact, packed = [KVCache() for _ in loaded.model.layers], live.make_cache()
     for caches in (exact, packed):

@@ -17,6 +17,7 @@ from engines.wire import (
     Forget,
     GetStats,
     Hello,
+    KVSize,
     ListSessions,
     Pin,
     Prefetch,
@@ -127,3 +128,11 @@ def test_a_list_goes_on_where_it_was_though_sessions_come_and_go() -> None:
     assert [x.id for x in page_of(reports(["e", "a", "c"]), ("t", "b")).sessions] == ["c", "e"]
     assert page_of(reports(["a"]), ("t", "a")) == Sessions([])
     assert page_of([], None) == Sessions([])
+
+
+def test_sizes_of_kv_count_what_grows_what_is_cut_and_what_stays():
+    part = KVSize(100, ((10, 32),), 7)
+    assert [part.of(n) for n in (0, 1, 32, 100)] == [0, 117, 3527, 10_327]
+    both = part + KVSize(1, ((5, 64),), 3)
+    assert both.of(100) == part.of(100) + 100 + 5 * 64 + 3
+    assert sum([part, part], KVSize()).of(100) == 2 * part.of(100)

@@ -16,7 +16,7 @@ from gateway.edge.body_budget import BODY_SHARE, BodyShare
 from gateway.events.event_stream import GOODBYE, LiveEvents
 from gateway.events.routes import events, page_rows
 from gateway.keys import ANONYMOUS, Tenant, generate_key
-from tests.unit.gateway.in_process import App
+from tests.unit.gateway.in_process import MODEL, App
 
 ROOT = generate_key("root")
 CALLER = Tenant(ANONYMOUS, b"")
@@ -138,3 +138,32 @@ async def test_a_page_of_another_site_cannot_act():
     assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
     reply = await app.get("/admin/keys", host="evil.example")
     assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
+
+
+async def test_titles_are_shown_only_where_they_are_asked_for_and_go_with_their_session():
+    plain = App()
+    await plain.chat("a very secret plan", session_id="s")
+    assert "title" not in (await plain.get("/v1/sessions/s")).json
+    app = App(session_titles=True)
+    await app.chat("a very secret plan", session_id="s")
+    assert (await app.get("/v1/sessions/s")).json["title"] == "a very secret plan"
+    assert (await app.call("DELETE", "/v1/sessions/s", b"", {})).status == 200
+    assert app.gateway.live.histories.of(("local", "s")) is None
+    await app.post("/v1/completions", {"model": MODEL, "prompt": "x", "session_id": "s"})
+    assert "title" not in (await app.get("/v1/sessions/s")).json
+
+
+async def test_a_title_is_in_no_log_and_no_metric(caplog: pytest.LogCaptureFixture):
+    app = App(session_titles=True, api_keys=(ALICE[1], BOB[1]))
+    with caplog.at_level(0):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hush-hush"}]}
+        key = f"Bearer {ALICE[0]}"
+        asked = {"x_session_id": "s", "authorization": key}
+        assert (await app.post("/v1/chat/completions", body, **asked)).status == 200
+        assert (await app.get("/v1/sessions/s", authorization=key)).json["title"] == "hush-hush"
+        metrics = await app.get("/metrics", authorization=key)
+    assert metrics.status == 200 and b"hush-hush" not in metrics.body
+    assert "s" in {getattr(x, "session", "") for x in caplog.records}
+    assert "hush-hush" not in caplog.text + str([vars(x) for x in caplog.records])
+    his = await app.get("/v1/sessions/s", authorization=f"Bearer {BOB[0]}")
+    assert his.status == 404

@@ -178,6 +178,9 @@ class PackedRank(Rank):
         states = StateBlocks(GROUPS, layers)
         layout = states.layout
         assert layout.has_matrices and layout.window_tokens == 3 * BLOCK
+        size = states.kv_size(itemsize=2)
+        assert size.windows == ((2 * self.window.layout.elements_per_token, 3 * BLOCK),)
+        assert size.fixed == CONV.nbytes + MATRIX.nbytes
         codec = SessionCodec(codec_by_name("raw"), codec_by_name("tq4"), matrix_codec("state8"))
         codecs = CodecSet(*[codec.kv] * 3, sessions={codec.kv.id: codec})
         self.store = open_store(has_state=True, codecs=codecs, windows=layout.windows)

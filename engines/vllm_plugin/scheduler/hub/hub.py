@@ -42,7 +42,7 @@ from engines.vllm_plugin.messages import (
     frame,
 )
 from engines.vllm_plugin.scheduler.hub.rank_calls import RankCalls
-from engines.wire import MAX_FRAME_BYTES, Verb, WireError
+from engines.wire import MAX_FRAME_BYTES, KVSize, Verb, WireError
 from kvstore.session import TIER_NAMES, TierName
 
 logger = logging.getLogger("thermocline.vllm")
@@ -205,6 +205,13 @@ class Hub:
     def bytes_per_token(self) -> int:
         """Bytes that a token takes in vLLM's blocks, on all ranks together."""
         return sum(x.bytes_per_token for x in self._hellos.values())
+
+    @property
+    def kv_sizes(self) -> tuple[KVSize, KVSize]:
+        """The bytes of a session's KV on all ranks together, live and in bf16."""
+        hellos = list(self._hellos.values())
+        live, bf16 = (x.live_kv for x in hellos), (x.bf16_kv for x in hellos)
+        return sum(live, KVSize()), sum(bf16, KVSize())
 
     async def ask(self, verb: Verb | Look, deadline_s: float) -> list[RankAnswer]:
         """The answers of all ranks to a verb.

@@ -27,6 +27,11 @@ export function ratio(x) {
   return known(x) && x > 0 ? `${x.toFixed(1)}×` : UNKNOWN;
 }
 
+// Packed bytes are always compared with what the same KV takes in bf16.
+export function density(x) {
+  return known(x) && x > 0 ? `${ratio(x)} ${x < 1 ? "as dense as" : "denser than"} bf16` : UNKNOWN;
+}
+
 export function percent(x) {
   return known(x) ? `${(100 * x).toFixed(x >= 0.9995 || x < 0.1 ? 1 : 0)} %` : UNKNOWN;
 }

@@ -5,7 +5,8 @@ import { batch, signal } from "../vendor/signals.js";
 export const TIERS = ["hot", "ram", "disk", "redis"];
 export const TIER_NAMES = { hot: "Hot", ram: "Packed RAM", disk: "Disk", redis: "Redis" };
 const MAX_MOVES = 60;
-const MAX_POINTS = 600;
+const MAX_POINTS = 900; // twice as many as the server's steps of an hour
+const HOUR_S = 3600;
 const MAX_STEPS = 32; // versions of the rows of which it is known what changed
 const TELL_MS = 300;
 
@@ -23,9 +24,8 @@ export const tenants = new Map();
 export const places = signal(emptyPlaces());
 export const moves = signal([]); // sessions that went from one tier to another, newest first
 export const points = signal(0); // grows with ``history``
-export const history = { at: [], prompt: [], answer: [], memory: [] };
+export const history = { at: [], prompt: [], answer: [] };
 let clockAhead = 0; // the server's clock less this one's
-let numMoves = 0;
 
 export const rowKey = (row) => `${row.tenant ?? ""}\u0000${row.id}`;
 export const idOf = (key) => key.slice(key.indexOf("\u0000") + 1);
@@ -49,8 +49,10 @@ setInterval(() => {
 export function snapshot(said) {
   batch(() => {
     clear();
+    recall(said.hour);
+    moves.value = [];
     takeParts(said);
-    putRows(said.sessions ?? [], false);
+    takeRows(said.sessions ?? []);
     publish();
   });
 }
@@ -69,7 +71,7 @@ export function more(said) {
 export function change(said) {
   batch(() => {
     takeParts(said);
-    putRows(said.sessions ?? [], true);
+    takeRows(said.sessions ?? []);
     dropRows(said.gone ?? []);
     publish();
   });
@@ -81,8 +83,14 @@ export function reset() {
     publish();
     for (const part of [server, now, memory, quality]) part.value = null;
     moves.value = [];
-    for (const line of Object.values(history)) line.length = 0;
+    recall(null);
   });
+}
+
+// What happened until now was not heard of: the lines are not drawn over that time.
+export function interrupted() {
+  if (history.at.length) push(serverTime(), null, null);
+  noted = false;
 }
 
 // A browser whose clock is wrong must not show wrong ages. ``date`` is the answer's header.
@@ -98,21 +106,58 @@ function takeParts(said) {
   if (said.memory) memory.value = { ...memory.value, ...said.memory };
   if (said.quality !== undefined) quality.value = said.quality;
   if (said.num_sessions !== undefined) numSessions.value = said.num_sessions;
+  if (said.moves) takeMoves(said.moves);
   if (said.now) {
     now.value = { ...now.value, ...said.now };
     note(now.value);
   }
 }
 
-function note(figures) {
-  history.at.push(Math.round(serverTime()));
-  history.prompt.push(figures.prompt_tokens_per_s ?? null);
-  history.answer.push(figures.answer_tokens_per_s ?? null);
-  history.memory.push(figures.memory_available_bytes ?? null);
-  for (const line of Object.values(history)) {
-    if (line.length > MAX_POINTS) line.splice(0, line.length - MAX_POINTS);
-  }
+// A move may be told twice: by a snapshot, and by the change that follows.
+function takeMoves(said) {
+  const last = moves.value[0]?.number ?? 0;
+  const fresh = said.filter((x) => x.number > last).reverse();
+  if (fresh.length) moves.value = [...fresh, ...moves.value].slice(0, MAX_MOVES);
+}
+
+// ---- speeds
+
+let noted = false; // the newest point is of a moment, not the mean of a step
+
+function recall(hour) {
+  noted = false;
+  const steps = hour?.prompt_tokens_per_s ?? [];
+  history.at = steps.map((_, i) => Math.round(hour.since + (i + 0.5) * hour.step_s));
+  history.prompt = [...steps];
+  history.answer = [...(hour?.answer_tokens_per_s ?? [])];
   points.value += 1;
+}
+
+function note(figures) {
+  const at = serverTime();
+  const last = history.at.length - 1;
+  // Only what changes is told: until a moment ago all was as it had been.
+  if (noted && at - history.at[last] > 2) push(at - 1, history.prompt[last], history.answer[last]);
+  push(at, figures.prompt_tokens_per_s ?? null, figures.answer_tokens_per_s ?? null);
+  noted = true;
+}
+
+function push(at, prompt, answer) {
+  const second = Math.round(at);
+  const same = history.at.at(-1) >= second;
+  for (const [name, value] of Object.entries({ at: second, prompt, answer })) {
+    if (same) history[name].pop();
+    history[name].push(value);
+  }
+  if (history.at.length > MAX_POINTS) thin(second - HOUR_S);
+  points.value += 1;
+}
+
+// Keeps every second point of the older half, and none from before an hour.
+function thin(since) {
+  const half = history.at.length / 2;
+  const kept = history.at.map((at, i) => at >= since && (i >= half || i % 2 === 0));
+  for (const name of Object.keys(history)) history[name] = history[name].filter((_, i) => kept[i]);
 }
 
 // ---- sessions
@@ -172,7 +217,8 @@ function remove(row) {
 function takeRows(said) {
   for (const row of said) {
     const key = rowKey(row);
-    put(key, row, rows.get(key));
+    const before = rows.get(key);
+    put(key, before ? { ...before, ...row } : row, before);
   }
 }
 
@@ -180,22 +226,6 @@ function emptyPlaces() {
   return Object.fromEntries(
     ["", ...TIERS].map((name) => [name, { sessions: 0, bytes: 0, saved: 0, pinned: 0 }]),
   );
-}
-
-function putRows(changed, tell) {
-  const moved = [];
-  for (const said of changed) {
-    const key = rowKey(said);
-    const before = rows.get(key);
-    const row = before ? { ...before, ...said } : said;
-    put(key, row, before);
-    const to = placeOf(row);
-    const from = before ? placeOf(before) : "";
-    if (tell && to && from !== to) {
-      moved.push({ number: ++numMoves, at: serverTime(), row, from, to });
-    }
-  }
-  if (moved.length) moves.value = [...moved.reverse(), ...moves.value].slice(0, MAX_MOVES);
 }
 
 function dropRows(gone) {

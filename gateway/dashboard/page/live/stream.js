@@ -63,6 +63,7 @@ function lost(why) {
 
 async function follow(mine, heard) {
   const resume = lastId ? { "last-event-id": lastId } : {};
+  if (lastId) store.interrupted();
   const watch = new AbortController();
   mine.signal.addEventListener("abort", () => watch.abort(), { once: true });
   const answer = await send("GET", `v1/events?rows=${PAGE}`, null, resume, watch.signal);

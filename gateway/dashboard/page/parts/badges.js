@@ -14,7 +14,7 @@ const SOURCE_WORDS = {
 };
 // Why a turn had to compute what it might have reused; the server's words in short ones of ours.
 export const REASONS = {
-  "never-stored": "nothing of it was stored",
+  "never-stored": "nothing of it was stored here",
   diverged: "the prompt changed",
   evicted: "its tier ran out of room",
   ttl: "kept for too long",
@@ -51,6 +51,15 @@ const CLIENTS = {
   "ai-sdk": "AI SDK",
 };
 
+// *Missed* is said of returns that found nothing to reuse. A first turn has nothing to return to.
+const FIRST = "never-stored";
+export const isFirst = (source, reason) => source === "miss" && reason === FIRST;
+// The outcomes of the source "miss", by reason: those of first turns, and those of returns.
+export function split(outcomes) {
+  const { [FIRST]: fresh, ...missed } = outcomes ?? {};
+  return { first: fresh ? { [FIRST]: fresh } : {}, missed };
+}
+
 export const tierOf = (source) => SOURCE_TIER[source] ?? "none";
 export const sourceWords = (source) => SOURCE_WORDS[source] ?? "";
 export const clientName = (name) => CLIENTS[name] ?? name;
@@ -74,7 +83,7 @@ export function Client({ name }) {
 
 export function Source({ source, reason }) {
   if (!source) return html`<span class="faint">–</span>`;
-  if (source === "miss" && reason === "never-stored") return html`<span class="faint">nothing stored yet</span>`;
+  if (isFirst(source, reason)) return html`<span class="faint">first turn</span>`;
   const why = reason ? (REASONS[reason] ?? reason) : "";
   return html`<span class="source" title=${why}
     ><span class="mark ${tierOf(source)}">${sourceWords(source)}</span>${reason &&

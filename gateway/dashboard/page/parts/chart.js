@@ -7,6 +7,8 @@ import { clock } from "../live/format.js";
 import { theme } from "./theme.js";
 
 const HEIGHT = 216;
+const LEAST_S = 60; // shown
+const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800];
 
 // lines: [{name, of, tone, show}], ``of`` names a line of the history, ``tone`` a custom property.
 export function Chart({ lines, label }) {
@@ -47,11 +49,13 @@ function make(place, lines) {
       legend: { show: false },
       cursor: { y: false, points: { size: 6 } },
       padding: [8, 28, 0, 0],
-      scales: { y: { range: (_, low, high) => [0, Math.max(1, high * 1.1)] } },
+      scales: {
+        x: { range: (_, low, high) => [Math.max(Math.min(low, high - LEAST_S), high - 3600), high] },
+        y: { range: (_, low, high) => [0, Math.max(1, high * 1.1)] },
+      },
       axes: [
-        { ...axis, space: 90, size: 28, values: (_, all) => all.map((x) => (history.at.length > 1 ? clock(x) : "")) },
-        { ...axis, size: 44, space: 36, splits: (u) => [0, u.scales.y.max / 2, u.scales.y.max / 1.1],
-          values: (u, all) => all.map((x) => (x >= 1000 ? `${(x / 1000).toFixed(1)}k` : x.toFixed(x < 10 ? 1 : 0))) },
+        { ...axis, space: 70, size: 28, incrs: STEPS_S, values: (_, all, at, space, step) => all.map((x) => clock(x).slice(0, step < 60 ? 8 : 5)) },
+        { ...axis, size: 44, space: 36, values: (_, all, at, space, step) => all.map((x) => amount(x, step)) },
       ],
       series: [
         {},
@@ -60,13 +64,18 @@ function make(place, lines) {
           stroke: colour(x.tone),
           width: 1.75,
           points: { show: false },
-          spanGaps: true,
         })),
       ],
     },
     dataOf(lines),
     place,
   );
+}
+
+// Labels differ wherever their places do: one more digit than the step between them has.
+function amount(x, step) {
+  if (step >= 100) return x ? `${Number((x / 1000).toFixed(2))}k` : "0";
+  return `${Number(x.toFixed(3))}`;
 }
 
 // light-dark() is a word of style sheets only: let the browser work out what it means here.

@@ -1,13 +1,13 @@
-// Lines to copy, with a button that does it.
+// Lines to copy, with a button that does it; ``secret`` is put in place of ``instead`` then.
 
 import { html, useState } from "./html.js";
 import { say } from "./said.js";
 
-export function Copy({ text, label }) {
+export function Copy({ text, label, secret = "", instead = "" }) {
   const [done, setDone] = useState(false);
   const copy = async () => {
     try {
-      await navigator.clipboard.writeText(text);
+      await navigator.clipboard.writeText(secret ? text.replaceAll(instead, secret) : text);
       setDone(true);
       say("Copied.");
       setTimeout(() => setDone(false), 2000);

@@ -2,7 +2,7 @@
 
 import { html } from "./html.js";
 import { Meter } from "./meter.js";
-import { REASONS } from "./badges.js";
+import { REASONS, split } from "./badges.js";
 import { memory, moves, places, TIER_NAMES, TIERS } from "../live/store.js";
 import { bytes, count, plural } from "../live/format.js";
 
@@ -35,7 +35,7 @@ function Cell({ name, said, chosen, choose }) {
   const capacity = report?.capacity_bytes;
   const back = sum(said?.outcomes?.[SOURCE[name]]);
   const last = moves.value[0];
-  const arrived = last?.to === name && last.from ? `arrived-${last.number % 2}` : "";
+  const arrived = last?.after === name && last.before ? `arrived-${last.number % 2}` : "";
   return html`<button
     type="button"
     class="cell ${name} ${arrived}"
@@ -65,10 +65,11 @@ function returns(name, back) {
 
 // A first turn finds nothing stored and misses nothing: it is told, but not counted as a return.
 function Missed({ outcomes, chosen, choose }) {
-  const { "never-stored": fresh = 0, ...missed } = outcomes?.miss ?? {};
+  const { first, missed } = split(outcomes?.miss);
+  const fresh = sum(first);
   const worst = Object.entries(missed).sort((a, b) => b[1] - a[1])[0];
-  const all = sum(missed) ?? 0;
-  const turns = Object.values(outcomes ?? {}).reduce((n, x) => n + sum(x), 0) - fresh;
+  const all = sum(missed);
+  const returns = Object.values(outcomes ?? {}).reduce((n, x) => n + sum(x), 0) - fresh;
   return html`<button
     type="button"
     class="cell missed"
@@ -77,10 +78,10 @@ function Missed({ outcomes, chosen, choose }) {
   >
     <span class="name">Missed</span>
     <span class="figure"><b>${count(outcomes ? all : null)}</b> ${all === 1 ? "return" : "returns"}</span>
-    <${Meter} parts=${[{ name: "computed anew", value: all, tone: "computed" }]} total=${turns || 1}
-      words=${`${all} of ${turns} returns found nothing to reuse`} />
-    <span class="small">${turns ? `of ${plural(turns, "return")}` : "no return yet"}${fresh ? ` · ${plural(fresh, "first turn")}` : ""}</span>
-    <span class="small back">${worst ? `mostly: ${REASONS[worst[0]] ?? worst[0]}` : turns ? "each found something to reuse" : "\u00a0"}</span>
+    <${Meter} parts=${[{ name: "computed anew", value: all, tone: "computed" }]} total=${returns || 1}
+      words=${`${all} of ${returns} returns found nothing to reuse`} />
+    <span class="small">${returns ? `of ${plural(returns, "return")}` : "no return yet"}${fresh ? ` · ${plural(fresh, "first turn")}` : ""}</span>
+    <span class="small back">${worst ? `mostly: ${REASONS[worst[0]] ?? worst[0]}` : returns ? "each found something to reuse" : "\u00a0"}</span>
   </button>`;
 }
 

@@ -1,6 +1,22 @@
 // The lines that clients need to talk to this server; ``thermocline connect`` writes them itself.
 
+import { keyOf } from "../live/api.js";
+import { server } from "../live/store.js";
+
+// What stands in the lines for the reader's key; copied, they have the key itself.
+export const KEY = "YOUR-KEY";
 export const CLIENT_NAMES = ["Claude Code", "Codex", "OpenCode", "OpenAI SDK", "curl"];
+
+// What clients have to know of this server.
+export function thisServer() {
+  const it = server.value;
+  return {
+    url: new URL(".", location.href).href.replace(/\/$/, ""),
+    model: it?.model ?? "MODEL",
+    context: it?.max_context ?? 32768,
+    key: keyOf() ? KEY : "none",
+  };
+}
 
 export function linesFor(name, { url, model, context, key }) {
   const quoted = (x) => `'${String(x).replaceAll("'", "'\\''")}'`;
@@ -62,7 +78,7 @@ client.chat.completions.create(
 )`;
     default:
       return `curl ${url}/v1/chat/completions -H 'content-type: application/json' \\
-  -H 'authorization: Bearer ${key}' -H 'X-Session-ID: me' \\
-  -d '{"model": ${JSON.stringify(model)}, "messages": [{"role": "user", "content": "Hello"}]}'`;
+  ${key === KEY ? `-H 'authorization: Bearer ${key}' ` : ""}-H 'X-Session-ID: me' \\
+  -d ${quoted(`{"model": ${JSON.stringify(model)}, "messages": [{"role": "user", "content": "Hello"}]}`)}`;
   }
 }

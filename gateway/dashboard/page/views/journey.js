@@ -10,9 +10,9 @@ const LANE = 26;
 const LEFT = 0;
 const NEAR_S = 5; // a turn tells from which tier the wake before it came
 
-export function Journey({ row, steps, turns }) {
+export function Journey({ row, began, steps, turns }) {
   const until = Math.max(tick.value, serverTime());
-  const stays = staysOf(row, steps, turns, until);
+  const stays = staysOf(row, began, steps, turns, until);
   if (stays.length === 0) return "";
   const lanes = TIERS.filter((x) => x === "hot" || stays.some((stay) => stay.place === x) || row.tier === x);
   const from = stays[0].from;
@@ -44,7 +44,7 @@ export function Journey({ row, steps, turns }) {
 
 // Places with their times, out of states. A sleep's tier is told with its step; of one that an older
 // server told without, the turn that ended it says it, or the row.
-function staysOf(row, steps, turns, until) {
+function staysOf(row, began, steps, turns, until) {
   const stays = [];
   let asleep = "ram";
   for (const [i, step] of steps.entries()) {
@@ -58,7 +58,7 @@ function staysOf(row, steps, turns, until) {
     else stays.push({ place, from: step.at, to });
   }
   if (stays.length === 0 && (isHot(row) || row.tier)) {
-    const from = row.idle_since ?? until - 60;
+    const from = row.idle_since ?? began ?? until - 60;
     stays.push({ place: isHot(row) ? "hot" : row.tier, from: Math.min(from, until - 1), to: until });
   }
   return stays;

@@ -1,13 +1,13 @@
-// Each tier against its budget, what it would need unpacked, and why turns found less than they might.
+// Each tier against its budget, what it would take in bf16, and why turns found less than they might.
 
 import { html } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
-import { leftWords, REASONS, sourceWords, tierOf } from "../parts/badges.js";
+import { leftWords, REASONS, sourceWords, split, tierOf } from "../parts/badges.js";
 import { sum } from "../parts/strip.js";
 import { memory, places, TIER_NAMES, TIERS } from "../live/store.js";
-import { bytes, count, percent, plural, ratio } from "../live/format.js";
+import { bytes, count, density, percent, plural } from "../live/format.js";
 
-const ORDER = ["hot", "cold-ram", "cold-disk", "cold-redis", "miss"];
+const RETURNS = ["hot", "cold-ram", "cold-disk", "cold-redis"];
 
 export function Memory() {
   const it = memory.value;
@@ -22,7 +22,7 @@ export function Memory() {
     </section>
     <${Departures} departures=${it.departures ?? {}} />
     <div class="halves">
-      <${Unpacked} it=${it} />
+      <${InBf16} it=${it} />
       <${Outcomes} outcomes=${it.outcomes ?? {}} />
     </div>
   `;
@@ -84,38 +84,44 @@ const whys = (counts) =>
     .sort((a, b) => b[1] - a[1])
     .map(([why, n]) => html`<span class="why"><b>${count(n)}</b> ${leftWords(why)}</span>`);
 
-function Unpacked({ it }) {
+function InBf16({ it }) {
   const whole = it.bf16_bytes;
   const held = it.cold_bytes;
   const capacity = it.hot.capacity_bytes;
-  return html`<section class="card" aria-labelledby="unpacked">
-    <h2 id="unpacked">What it would need unpacked</h2>
+  return html`<section class="card" aria-labelledby="in-bf16">
+    <h2 id="in-bf16">What it would take in bf16</h2>
     ${whole
-      ? html`<p class="amount"><b>${bytes(whole)}</b> as this engine keeps live KV; packed it is ${bytes(held)}${held ? html`, <b>${ratio(whole / held)}</b> smaller` : ""}.</p>
+      ? html`<p class="amount"><b>${bytes(whole)}</b> in bf16, 16 bits for each value; packed it is ${bytes(held)}${held ? html`, <b>${density(whole / held)}</b>` : ""}.</p>
           <div class="compare">
-            <span>unpacked</span><${Meter} parts=${[{ name: bytes(whole), value: whole, tone: "bf16" }]} total=${Math.max(whole, held)} tall
-              marks=${capacity && capacity < whole ? [{ at: capacity, name: `the hot budget: ${bytes(capacity)}` }] : []} words=${`unpacked: ${bytes(whole)}`} />
+            <span>bf16</span><${Meter} parts=${[{ name: bytes(whole), value: whole, tone: "bf16" }]} total=${Math.max(whole, held)} tall
+              marks=${capacity && capacity < whole ? [{ at: capacity, name: `the hot budget: ${bytes(capacity)}` }] : []} words=${`in bf16: ${bytes(whole)}`} />
             <span>packed</span><${Meter} parts=${[{ name: bytes(held), value: held, tone: "ram" }]} total=${Math.max(whole, held)} tall words=${`packed: ${bytes(held)}`} />
           </div>
-          ${capacity && whole > capacity ? html`<p class="hint">Hot memory alone would hold ${percent(capacity / whole)} of it; the rest would be computed again at every return.</p>` : ""}`
+          ${capacity && whole > capacity ? html`<p class="hint">In bf16 hot memory alone would hold ${percent(capacity / whole)} of it; the rest would be computed again at every return.</p>` : ""}`
       : html`<p class="hint">Nothing is stored yet.</p>`}
   </section>`;
 }
 
 function Outcomes({ outcomes }) {
-  const all = Object.values(outcomes).reduce((total, x) => total + sum(x), 0);
+  const { first, missed } = split(outcomes.miss);
+  const rows = [
+    ...RETURNS.map((x) => ({ name: x, words: sourceWords(x), tone: tierOf(x), outcomes: outcomes[x] ?? {} })),
+    { name: "miss", words: "missed", tone: "computed", outcomes: missed },
+    { name: "first", words: "first turn", tone: "computed", outcomes: first },
+  ].filter((x) => sum(x.outcomes));
+  const all = rows.reduce((total, x) => total + sum(x.outcomes), 0);
   return html`<section class="card" aria-labelledby="outcomes">
     <h2 id="outcomes">Where prompts came from</h2>
     ${all === 0
       ? html`<p class="hint">No turn yet. Each one is counted here by where its prompt came from, and why not more of it was reused.</p>`
       : html`<div class="scroll" tabindex="0" role="region" aria-label="Where prompts came from"><table class="plain outcomes"><thead><tr><th scope="col">From</th><th scope="col" class="number">Turns</th><th scope="col">Share</th><th scope="col">Why not more</th></tr></thead><tbody>
-          ${ORDER.filter((x) => outcomes[x]).map((source) => {
-            const n = sum(outcomes[source]);
-            return html`<tr key=${source}>
-              <th scope="row"><span class="mark ${tierOf(source)}">${sourceWords(source)}</span></th>
+          ${rows.map((x) => {
+            const n = sum(x.outcomes);
+            return html`<tr key=${x.name}>
+              <th scope="row"><span class="mark ${x.name === "first" ? "none" : x.tone}">${x.words}</span></th>
               <td class="number">${count(n)}</td>
-              <td><${Meter} parts=${[{ name: percent(n / all), value: n, tone: source === "miss" ? "computed" : tierOf(source) }]} total=${all} words=${percent(n / all)} /></td>
-              <td class="faint">${reasons(outcomes[source])}</td>
+              <td><${Meter} parts=${[{ name: percent(n / all), value: n, tone: x.tone }]} total=${all} words=${percent(n / all)} /></td>
+              <td class="faint">${x.name === "first" ? "there was nothing to return to" : reasons(x.outcomes)}</td>
             </tr>`;
           })}
         </tbody></table></div>`}
@@ -124,7 +130,7 @@ function Outcomes({ outcomes }) {
 
 function reasons(all) {
   const some = Object.entries(all).filter(([reason]) => reason);
-  if (some.length === 0) return "nothing was missed";
+  if (some.length === 0) return "all of it was reused";
   return some
     .sort((a, b) => b[1] - a[1])
     .map(([reason, n]) => `${REASONS[reason] ?? reason} (${count(n)})`)

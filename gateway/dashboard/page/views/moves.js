@@ -12,12 +12,12 @@ export function Moves({ open }) {
   return html`<section class="card moves" aria-labelledby="moves">
     <h2 id="moves">Moves</h2>
     ${all.length === 0
-      ? html`<p class="hint">Conversations that fall asleep or come back are listed here as it happens.</p>`
+      ? html`<p class="hint">None in the last hour. Conversations that fall asleep or come back are listed here.</p>`
       : html`<ul>
           ${all.map(
             (x) => html`<li key=${x.number}>
-              <button type="button" class="link" onClick=${() => open(x.row)}>${x.row.id}</button>
-              <span class="way">${x.from ? html`<${Tier} name=${x.from} />` : html`<span class="mark none">new</span>`}<i aria-hidden="true">→</i><span class="sr"> to </span><${Tier} name=${x.to} /></span>
+              <button type="button" class="link" onClick=${() => open(x)}>${x.id}</button>
+              <span class="way">${x.before ? html`<${Tier} name=${x.before} />` : html`<span class="mark none">new</span>`}<i aria-hidden="true">→</i><span class="sr"> to </span><${Tier} name=${x.after} /></span>
               <span class="words">${words(x)}</span>
               <time class="faint"><${Since} at=${x.at} /></time>
             </li>`,
@@ -26,11 +26,11 @@ export function Moves({ open }) {
   </section>`;
 }
 
-function words({ row, from, to }) {
-  if (to === "hot" && !from) return `began with ${count(row.tokens)} tokens`;
-  if (!from) return `began, and sleeps: ${bytes(row.bytes)}`;
-  if (to === "hot") return `${count(row.tokens)} tokens are back`;
-  if (from === "hot") return `${bytes(row.bf16_bytes)} packed to ${bytes(row.bytes)}`;
-  return `${bytes(row.bytes)} moved`;
+function words(x) {
+  if (x.after === "hot") {
+    if (!x.before) return `began with ${count(x.tokens)} tokens`;
+    return x.event === "lost" ? `${count(x.tokens)} tokens, computed anew` : `${count(x.tokens)} tokens are back`;
+  }
+  if (x.before !== "hot") return `${bytes(x.bytes)} moved`;
+  return `${bytes(x.bytes)}${x.bf16_bytes ? `, in bf16 ${bytes(x.bf16_bytes)}` : ""}`;
 }
-

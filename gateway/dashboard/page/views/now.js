@@ -34,7 +34,7 @@ export function Now({ open }) {
     <div class="halves">
       <section class="card" aria-labelledby="speed">
         <h2 id="speed">Speed</h2>
-        <${Chart} lines=${SPEEDS} label="Prompt and answer tokens per second over the last minutes; the latest values are above." />
+        <${Chart} lines=${SPEEDS} label="Prompt and answer tokens per second over the last hour; the latest values are above." />
       </section>
       <${Moves} open=${open} />
     </div>
@@ -63,7 +63,7 @@ function Requests({ requests, open }) {
           <th scope="row"><button type="button" class="link" onClick=${() => open({ id: x.session, tenant: x.tenant })}>${x.session}</button></th>
           <td class="low2"><${Client} name=${x.client} /></td>
           <td><${Phase} request=${x} /></td>
-          <td class="low1"><${Source} source=${x.source} /></td>
+          <td class="low1"><${Source} source=${x.source} reason=${x.reason} /></td>
           <td class="number low1">${count(x.prompt_tokens)}</td>
           <td class="number">${count(x.answered_tokens)}</td>
           <td class="number"><${Since} at=${x.started_at} /></td>

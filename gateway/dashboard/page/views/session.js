@@ -6,8 +6,8 @@ import { Confirm } from "../parts/confirm.js";
 import { say } from "../parts/said.js";
 import { Steps } from "./steps.js";
 import { call, sessionPath } from "../live/api.js";
-import { isHot, rowKey, TIER_NAMES } from "../live/store.js";
-import { bytes, count, plural, ratio, seconds } from "../live/format.js";
+import { isHot, now, rowKey, TIER_NAMES } from "../live/store.js";
+import { bytes, count, density, plural, seconds } from "../live/format.js";
 import { Journey } from "./journey.js";
 import { forgotten } from "./try_it.js";
 import { Turns } from "./turns.js";
@@ -17,6 +17,7 @@ const ASK_AGAIN_MS = 250; // behind a change, so that several of them cost one q
 export function Session({ row, close }) {
   const detail = useDetail(row);
   return html`
+    ${row.title && html`<p class="title">${row.title}</p>`}
     <p class="tags"><${Whereabouts} row=${row} /> ${row.client && html`<${Client} name=${row.client} />`}
       ${row.pinned && html`<span class="pin">pinned</span>`}
       ${row.parent && html`<span class="faint">started by ${row.parent}</span>`}
@@ -25,13 +26,13 @@ export function Session({ row, close }) {
     <dl class="facts">
       <dt>Tokens</dt><dd>${count(row.tokens)}</dd>
       <dt>${isHot(row) ? "Hot bytes" : "Packed bytes"}</dt><dd>${bytes(row.bytes)}</dd>
-      <dt>Unpacked</dt><dd>${bytes(row.bf16_bytes)}${row.ratio ? html` <span class="faint">packed ${ratio(row.ratio)} smaller</span>` : ""}</dd>
-      <dt>Cold copy</dt><dd>${row.tier ? TIER_NAMES[row.tier] : "none yet"}${row.cold_bytes ? html` <span class="faint">${bytes(row.cold_bytes)}</span>` : ""}</dd>
+      <dt>In bf16</dt><dd>${bytes(row.bf16_bytes)}</dd>
+      <dt>Cold copy</dt><dd>${row.tier ? TIER_NAMES[row.tier] : "none yet"}${row.cold_bytes ? html` <span class="faint">${bytes(row.cold_bytes)}${row.ratio ? `, ${density(row.ratio)}` : ""}</span>` : ""}</dd>
       <dt>Last return</dt><dd><${Source} source=${row.last_source} reason=${row.last_reason} /></dd>
       <dt>Prefill saved</dt><dd>${seconds(row.saved_s)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
     </dl>
-    <${Journey} row=${row} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />
-    <${Turns} turns=${detail?.last_turns ?? []} prefix=${detail?.prefix} known=${!!detail} />
+    <${Journey} row=${row} began=${served(row)[0]?.started_at} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />
+    <${Turns} turns=${detail?.last_turns ?? []} prefix=${detail?.prefix} known=${!!detail} serving=${served(row).length > 0} />
     <${Steps} steps=${detail?.timeline ?? []} />
   `;
 }
@@ -51,9 +52,13 @@ function useDetail(row) {
     };
     const timer = setTimeout(ask, detail ? ASK_AGAIN_MS : 0);
     return () => ((here = false), clearTimeout(timer));
-  }, [rowKey(row), row.state, row.turns, row.tier, row.tokens]);
+  }, [rowKey(row), row.state, row.turns, row.tier, served(row).length]);
   return detail;
 }
+
+// Tokens grow with every second of an answer; what is asked for here changes when a request ends.
+const served = (row) =>
+  (now.value?.requests ?? []).filter((x) => x.session === row.id && x.tenant === row.tenant);
 
 function Actions({ row, close }) {
   const [busy, setBusy] = useState(false);

@@ -1,10 +1,10 @@
 // All conversations as a table: found by filters, in any order; one of them opened beside it.
 
 import { computed, html, signal, useEffect, useRef } from "../parts/html.js";
-import { Client, clientName, Since, Source, Whereabouts } from "../parts/badges.js";
+import { Client, clientName, isFirst, Since, Source, Whereabouts } from "../parts/badges.js";
 import { Rows } from "../parts/rows.js";
 import { changesSince, clients, idOf, numSessions, placeOf, rowKey, rows, rowsVersion, tenants, TIER_NAMES } from "../live/store.js";
-import { bytes, count, ratio, seconds } from "../live/format.js";
+import { bytes, count, density, ratio, seconds } from "../live/format.js";
 import { Session } from "./session.js";
 import { TryIt } from "./try_it.js";
 
@@ -21,7 +21,7 @@ const BY = {
   bytes: (x) => x.bytes,
   ratio: (x) => x.ratio ?? 0,
   idle: (x) => -(x.idle_since ?? Infinity),
-  last: (x) => x.last_source ?? "",
+  last: (x) => lastOf(x) ?? "",
   saved: (x) => x.saved_s ?? 0,
   turns: (x) => x.turns ?? 0,
 };
@@ -48,10 +48,12 @@ function fitting({ words, place, client, last, pinned }) {
   return (row) =>
     (!place || placeOf(row) === place) &&
     (!client || row.client === client) &&
-    (!last || row.last_source === last) &&
+    (!last || lastOf(row) === last) &&
     (!pinned || row.pinned) &&
     (!needle || matches(row, needle));
 }
+
+const lastOf = (row) => (isFirst(row.last_source, row.last_reason) ? "first" : row.last_source);
 
 function comparing({ by, down }) {
   const key = BY[by];
@@ -79,7 +81,7 @@ const manyTenants = computed(() => (rowsVersion.value, tenants.size > 1));
 const clientNames = computed(() => (rowsVersion.value, [...clients.keys()].filter(Boolean).sort()));
 
 const matches = (row, needle) =>
-  [row.id, row.parent, row.tenant, row.client].some((x) => x?.toLowerCase().includes(needle));
+  [row.id, row.title, row.parent, row.tenant, row.client].some((x) => x?.toLowerCase().includes(needle));
 
 const COLUMNS = [
   { name: "id", label: "Session", cell: (x) => html`<${Marks} row=${x} />` },
@@ -89,7 +91,7 @@ const COLUMNS = [
   { name: "idle", label: "Idle", cell: (x) => (x.idle_since ? html`<${Since} at=${x.idle_since} />` : "busy") },
   { name: "tokens", label: "Tokens", number: true, low: 1, cell: (x) => count(x.tokens) },
   { name: "bytes", label: "Bytes", number: true, low: 1, cell: (x) => bytes(x.bytes) },
-  { name: "ratio", label: "Packed", number: true, low: 3, cell: (x) => ratio(x.ratio) },
+  { name: "ratio", label: "vs bf16", number: true, low: 3, cell: (x) => html`<span title=${`packed ${density(x.ratio)}`}>${ratio(x.ratio)}</span>` },
   { name: "last", label: "Last return", low: 2, cell: (x) => html`<${Source} source=${x.last_source} reason=${x.last_reason} />` },
   { name: "turns", label: "Turns", number: true, low: 3, cell: (x) => count(x.turns) },
   { name: "saved", label: "Saved", number: true, low: 2, cell: (x) => (x.saved_s ? seconds(x.saved_s) : html`<span class="faint">0 s</span>`) },
@@ -98,7 +100,7 @@ const COLUMNS = [
 const OF_ONE_TENANT = COLUMNS.filter((x) => !x.many);
 
 function Marks({ row }) {
-  return html`${row.pinned && html`<span class="pin" title="pinned">pinned</span>`}${(row.parent || row.kind === "child") &&
+  return html`${row.title && html`<span class="title" title=${row.title}>${row.title}</span>`}${row.pinned && html`<span class="pin" title="pinned">pinned</span>`}${(row.parent || row.kind === "child") &&
   html`<span class="child" title=${row.parent ? `started by ${row.parent}` : "serves another session"}>child</span>`}`;
 }
 
@@ -128,13 +130,13 @@ function Filters({ shown }) {
   const listed = rows.size;
   const all = Math.max(numSessions.value, listed);
   return html`<form class="filters" role="search" onSubmit=${(event) => event.preventDefault()}>
-    <label class="grow"><span class="sr">Find by id, parent, client</span>
-      <input type="search" placeholder="Find by id, parent, client" value=${it.words} onInput=${set("words")} /></label>
+    <label class="grow"><span class="sr">Find by id, title, parent, client</span>
+      <input type="search" placeholder="Find by id, title, client" value=${it.words} onInput=${set("words")} /></label>
     <${Choice} label="Where" value=${it.place} set=${set("place")} options=${TIER_NAMES} any="anywhere" />
     <${Choice} label="Client" value=${it.client} set=${set("client")} any="any client"
       options=${Object.fromEntries(clientNames.value.map((x) => [x, clientName(x)]))} />
     <${Choice} label="Last return" value=${it.last} set=${set("last")} any="any last return"
-      options=${{ hot: "went on hot", "cold-ram": "from RAM", "cold-disk": "from disk", "cold-redis": "from Redis", miss: "missed" }} />
+      options=${{ hot: "went on hot", "cold-ram": "from RAM", "cold-disk": "from disk", "cold-redis": "from Redis", miss: "missed", first: "first turn" }} />
     <label class="check"><input type="checkbox" checked=${it.pinned} onChange=${set("pinned")} /> pinned</label>
     <output aria-live="polite">${shown === all ? count(all) : `${count(shown)} of ${count(all)}`}${listed < all ? ` (the ${count(listed)} last used are listed)` : ""}</output>
   </form>`;

@@ -6,30 +6,23 @@ import { Tabs } from "../parts/tabs.js";
 import { call, keyOf } from "../live/api.js";
 import { server } from "../live/store.js";
 import { clock, count } from "../live/format.js";
-import { CLIENT_NAMES, linesFor } from "./clients.js";
+import { CLIENT_NAMES, KEY, linesFor, thisServer } from "./clients.js";
 import { Keys } from "./keys.js";
 
 const ASK_AGAIN_MS = 2_000;
 const MAX_LINES = 400;
 const client = signal(CLIENT_NAMES[0]);
-const base = () => new URL(".", location.href).href.replace(/\/$/, "");
 
 export function Setup() {
   const it = server.value ?? {};
-  const server_ = {
-    url: base(),
-    model: it.model ?? "MODEL",
-    context: it.max_context ?? 32768,
-    key: keyOf() ? "YOUR-KEY" : "none",
-  };
   return html`
     <section class="card" aria-labelledby="clients">
       <h2 id="clients">Connect a client</h2>
       <${Tabs} label="Clients" panel="client-lines" chosen=${client.value} choose=${(x) => (client.value = x)}
         tabs=${CLIENT_NAMES.map((name) => ({ name, label: name }))} />
       <div id="client-lines" role="tabpanel" aria-labelledby=${`client-lines-tab-${client.value}`}>
-        <${Copy} label=${`Lines for ${client.value}`} text=${linesFor(client.value, server_)} />
-        <p class="hint">${keyOf() ? "Put your key where it says YOUR-KEY. " : ""}<code>thermocline connect</code> writes these lines into a client's own settings.</p>
+        <${Copy} label=${`Lines for ${client.value}`} text=${linesFor(client.value, thisServer())} secret=${keyOf()} instead=${KEY} />
+        <p class="hint">${keyOf() ? `Copied, the lines have your key where they say ${KEY}. ` : ""}<code>thermocline connect</code> writes these lines into a client's own settings.</p>
       </div>
     </section>
     <section class="card" aria-labelledby="about">

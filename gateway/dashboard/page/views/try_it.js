@@ -3,9 +3,10 @@
 import { html, signal } from "../parts/html.js";
 import { Source } from "../parts/badges.js";
 import { Copy } from "../parts/copy.js";
-import { call, send, sessionPath } from "../live/api.js";
+import { call, keyOf, send, sessionPath } from "../live/api.js";
 import { server } from "../live/store.js";
 import { seconds } from "../live/format.js";
+import { KEY, linesFor, thisServer } from "./clients.js";
 
 const ASK = "In one sentence: what is a thermocline in a lake?";
 const THEN = "And why does a swimmer notice it?";
@@ -77,7 +78,8 @@ export function TryIt({ open }) {
       ${said.length > 0 && html`<button type="button" onClick=${() => open({ id: ID, tenant: ownTenant() })}>Show this session</button>
         <button type="button" class="quiet" onClick=${() => (chatting.value = NOTHING)}>Put this away</button>`}
     </p>
-    ${said.length === 0 && html`<${Copy} label="The same by curl" text=${curl(model)} />`}
+    ${said.length === 0 && html`<${Copy} label="The same by curl" text=${linesFor("curl", thisServer())} secret=${keyOf()} instead=${KEY} />
+      ${keyOf() && html`<p class="hint">Copied, the line has your key where it says ${KEY}.</p>`}`}
   </section>`;
 }
 
@@ -126,6 +128,3 @@ async function* wordsOf(body) {
     }
   }
 }
-
-const curl = (model) => `curl ${location.origin}/v1/chat/completions -H 'content-type: application/json' \\
-  -H 'X-Session-ID: me' -d '{"model": "${model ?? "MODEL"}", "messages": [{"role": "user", "content": "Hello"}]}'`;

@@ -2,19 +2,19 @@
 
 import { html } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
-import { REASONS, Since, sourceWords, tierOf } from "../parts/badges.js";
+import { isFirst, REASONS, Since, sourceWords, tierOf } from "../parts/badges.js";
 import { count, seconds } from "../live/format.js";
 
 const PARTS = { model: "the model", system: "the system message", tools: "the tools", messages: "the messages" };
 
-export function Turns({ turns, prefix, known }) {
+export function Turns({ turns, prefix, known, serving }) {
   const newest = [...turns].reverse();
   const most = Math.max(1, ...newest.map((x) => x.prompt_tokens ?? 0));
   return html`<section class="turns" aria-labelledby="turns">
     <h3 id="turns">Last turns</h3>
     ${newest.length === 0
-      ? html`<p class="hint">${known ? "This server has seen no turn of it: it slept through a restart, or belongs to another gateway." : "…"}</p>
-          ${prefix && html`<p class="faint">Its latest prompt: ${count(prefix.prompt_tokens)} tokens, ${count(prefix.cached_tokens)} of them reused.</p>`}`
+      ? html`<p class="hint">${!known ? "…" : serving ? "Its first turn here is being answered." : "This server has seen no turn of it: it slept through a restart, or belongs to another gateway."}</p>
+          ${prefix?.prompt_tokens > 0 && html`<p class="faint">Its latest prompt: ${count(prefix.prompt_tokens)} tokens, ${count(prefix.cached_tokens)} of them reused.</p>`}`
       : html`<p class="legend"><span><i class="hot"></i>reused hot</span><span><i class="ram"></i><i class="disk"></i><i class="redis"></i>restored</span><span><i class="computed"></i>computed</span></p>
           <ol reversed>
             ${newest.map((turn) => html`<${Turn} key=${turn.at} turn=${turn} most=${most} />`)}
@@ -35,7 +35,7 @@ function Turn({ turn, most }) {
     <${Meter} parts=${parts} total=${most} words=${parts.map((x) => x.name).join(", ") || "nothing is known of its prompt"} tall />
     <time class="faint"><${Since} at=${turn.at} /></time>
     <p>
-      <span>${isFirst(turn) ? "first turn" : sourceWords(turn.source) || turn.operation}</span>
+      <span>${isFirst(turn.source, turn.reason) ? "first turn" : sourceWords(turn.source) || turn.operation}</span>
       <span>${count(turn.prompt_tokens)} tokens${computed ? `, ${count(computed)} computed` : ""}</span>
       ${turn.first_token_s != null && html`<span>first token ${seconds(turn.first_token_s)}</span>`}
       ${turn.saved_s ? html`<span class="saved">saved ${seconds(turn.saved_s)}</span>` : ""}
@@ -44,12 +44,10 @@ function Turn({ turn, most }) {
   </li>`;
 }
 
-const isFirst = (turn) => turn.source === "miss" && turn.reason === "never-stored";
-
 function why(turn) {
   const words = turn.reason && turn.source ? REASONS[turn.reason] ?? turn.reason : "";
   const where = parted(turn);
-  if (isFirst(turn) && !where) return "";
+  if (isFirst(turn.source, turn.reason) && !where) return "";
   if (!words && !where) return "";
   if (where) return `${capital(where)}: what stood behind it was computed again.`;
   return `${capital(words)}.`;

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engines.headers import CacheOutcome
 from engines.wire import SessionRef
-from gateway.live.history import MAX_STEPS, MAX_TURNS, Histories
-from gateway.live.requests import LiveRequest
+from gateway.live.history import MAX_STEPS, MAX_TURNS, Histories, title_of
+from gateway.live.requests import LiveRequest, Stretch
 from gateway.live.shape import TurnShown
-from gateway.live.tally import PrefillSpeed, Tally
+from gateway.live.tally import Pace, PrefillSpeed, Tally
 from gateway.metrics import PromptDetails, Usage
 from scheduler.observer import Step
 
@@ -96,14 +98,139 @@ def test_a_forgotten_session_leaves_no_past():
     assert pasts.of(KEY) is None
 
 
-def test_sums_of_today_begin_again_at_midnight_and_rates_look_back_ten_seconds():
+def test_sums_of_today_begin_again_at_midnight():
     clock = Clock()
     tally = Tally(clock)
     tally.add(request(Clock(), "hot", 30, 40, 0.1), 3.0)
     assert tally.today == (30, 3.0, 1)
     assert tally.outcomes == {"hot": {"": 1}}
-    assert tally.rates(0.0, 0, 0) == (0.0, 0.0)
-    assert tally.rates(10.0, 50, 100) == (5.0, 10.0)
-    assert tally.rates(20.0, 50, 100) == (0.0, 0.0)
     clock.now += 86_400
     assert tally.today == (0, 0.0, 0)
+
+
+def paced(made: LiveRequest, tally: Tally) -> None:
+    for stretch in made.uncounted():
+        tally.count(stretch)
+
+
+def rates(tally: Tally, clock: Clock) -> tuple[float, float]:
+    return tally.prompts.rate(clock.now), tally.answers.rate(clock.now)
+
+
+def test_the_first_rate_of_an_answer_is_its_own_speed_however_long_nobody_looked():
+    clock, pace = Clock(), Tally(Clock())
+    paced(request(clock, "miss", 0, 100, 0.5), pace)  # an earlier turn, seen by a reader
+    clock.now += 160.0
+    assert rates(pace, clock) == (0.0, 0.0)
+    made = LiveRequest(REF, "req_2", "chat", "curl", 5.0, clock)
+    made.admitted()
+    made.cache = CacheOutcome("miss", 0)
+    made.told_prompt_tokens = 90
+    clock.now += 9.0
+    assert made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+    paced(made, pace)
+    assert rates(pace, clock)[0] == 10.0, "90 tokens in 9 s"
+    for _ in range(63):
+        clock.now += 17 / 64
+        made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+        paced(made, pace)
+        assert 2.0 <= rates(pace, clock)[1] <= 5.0
+    assert rates(pace, clock)[1] == 3.8, "64 tokens in 17 s"
+
+
+def test_an_answer_that_comes_whole_counts_over_the_time_that_it_took():
+    clock, pace = Clock(), Tally(Clock())
+    made = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    made.admitted()
+    clock.now += 20.0
+    assert made.uncounted() == [], "nothing is known yet"
+    made.usage = Usage(100, 60, PromptDetails(0))
+    paced(made, pace)
+    assert rates(pace, clock) == (5.0, 3.0)
+    paced(made, pace)
+    assert rates(pace, clock) == (5.0, 3.0), "nothing counts twice"
+    clock.now += 5.0
+    assert rates(pace, clock) == (2.5, 1.5)
+    clock.now += 6.0
+    assert rates(pace, clock) == (0.0, 0.0)
+
+
+def test_what_waits_or_gets_anothers_answer_is_not_counted():
+    clock = Clock()
+    waiting = LiveRequest(REF, "req_1", "chat", "curl", 5.0, clock)
+    waiting.told_prompt_tokens = 10
+    joined = request(clock, "miss", 0, 100, 0.5)
+    joined.shares = waiting
+    for made in (waiting, joined):
+        assert (made.uncounted(), made.tokens_so_far, made.is_own_turn) == ([], 0, False)
+
+
+def test_the_last_hour_is_told_in_steps_whatever_was_looked_at():
+    tally, start = Tally(Clock()), 995.0
+    tally.count(Stretch(1000.0, 1020.0, computed=200))
+    tally.count(Stretch(1015.0, 1025.0, answered=20))
+    assert tally.hour(1031.0, start) == (990.0, [0.0, 10.0, 10.0, 0.0], [0.0, 0.0, 1.0, 1.0])
+    since, prompts, answers = tally.hour(1000.0 + 4000.0, start)
+    assert since == 1400.0 and len(prompts) == 360 and not any(prompts + answers)
+    assert tally.hour(start, start)[1:] == ([], [])
+
+
+def test_a_pace_is_bounded_and_a_long_answer_spreads_over_an_hour():
+    pace = Pace()
+    for i in range(20_000):
+        pace.add(i * 1.0, i + 1.0, 3)
+    assert pace.rate(20_000.0) == 3.0
+    assert sum(len(x._tokens) for x in (pace._recent, pace._hour)) <= 2 * (11 + 360) + 2
+    pace.add(0.0, 30_000.0, 30_000)
+    assert pace.rate(30_000.0) == 1.0
+    assert pace.hour(2640, 3000) == [1.0] * 360
+
+
+@pytest.mark.parametrize(
+    ("steps", "moves"),
+    [
+        ([("active", "quiet", "idle", None)], [("", "hot")]),
+        ([("idle", "turn", "active", "ram"), ("active", "quiet", "idle", "ram")], []),
+        (
+            [("cold", "wake", "waking", "disk"), ("waking", "woken", "idle", "ram")],
+            [("disk", "hot")],
+        ),
+        (
+            [
+                ("idle", "hibernate", "hibernating", "ram"),
+                ("hibernating", "evicted", "cold", "disk"),
+            ],
+            [("hot", "disk")],
+        ),
+        ([("cold", "moved", "cold", "redis")], []),  # adopted there; it was seen nowhere else
+        (
+            [("idle", "evicted", "cold", "ram"), ("cold", "moved", "cold", "redis")],
+            [("hot", "ram"), ("ram", "redis")],
+        ),
+    ],
+)
+def test_steps_tell_from_where_to_where_a_session_went(steps, moves):
+    pasts = Histories(Clock())
+    places = [pasts.stepped(KEY, Step(*step)) for step in steps]
+    assert [x for x in places if x[0] != x[1]] == moves
+
+
+@pytest.mark.parametrize(
+    ("messages", "title"),
+    [
+        ([], ""),
+        ([{"role": "system", "content": "be nice"}, {"role": "user", "content": " a\n b "}], "a b"),
+        ([{"role": "user", "content": "w" * 61}], "w" * 59 + "…"),
+        ([{"role": "user", "content": "\u202eevil\x1b[2J"}], "evil[2J"),
+        (
+            [
+                {"role": "user", "content": [{"type": "text", "text": "<env>x</env>"}]},
+                {"role": "user", "content": [{"type": "image_url"}, {"text": "fix the tests"}]},
+            ],
+            "fix the tests",
+        ),
+        ([{"role": "user", "content": None}, "x", {"role": "user", "content": ["x", 3]}], ""),
+    ],
+)
+def test_a_title_is_the_first_that_a_user_said(messages, title):
+    assert title_of(messages) == title

@@ -12,11 +12,14 @@ import msgspec
 import pytest
 
 from engines.base import EngineReport, SessionRef, SessionReport
+from engines.headers import CacheOutcome
+from engines.wire import KVSize
 from gateway.live.live import LINGER_S, Live
 from gateway.live.scope import Scope
 from scheduler.config import SchedulerConfig
+from scheduler.session import Event
 from scheduler.sessions import SessionManager
-from tests.unit.gateway.in_process import RecordingEngine
+from tests.unit.gateway.in_process import WELCOME, RecordingEngine
 
 
 class Clock:
@@ -45,6 +48,11 @@ class Watched:
         row.known = True
         table.end(row)
         table.take(row, report(tenant, id, tokens))
+
+    def knows_sizes(self) -> None:
+        """Have the engine say what its KV takes: 100 bytes a token, 50 of them in bf16."""
+        sizes = {"live_kv": KVSize(100), "bf16_kv": KVSize(50)}
+        self.engine.welcome = msgspec.structs.replace(WELCOME, **sizes)
 
     def forget(self, id: str, tenant: str = "alice") -> None:
         row = self.sessions.table.row(tenant, id)
@@ -214,8 +222,12 @@ async def test_an_engine_that_serves_without_sleep_is_asked_for_its_figures(watc
 
 
 async def test_a_ratio_compares_what_is_packed_with_itself(watched: Watched):
-    """A session grows before what it grew by is packed: that saves nothing yet."""
-    watched.turn("s", tokens=100)  # 10,000 bytes unpacked, 2,000 packed
+    """A session grows before what it grew by is packed: that saves nothing yet.
+
+    The engine keeps live KV in float32, 100 bytes a token; what is packed is compared with bf16.
+    """
+    watched.knows_sizes()
+    watched.turn("s", tokens=100)  # 5,000 bytes in bf16, 2,000 packed
     row = watched.sessions.table.row("alice", "s")
     assert row is not None
     grown = msgspec.structs.replace(
@@ -225,9 +237,9 @@ async def test_a_ratio_compares_what_is_packed_with_itself(watched: Watched):
     with watched.reader(None) as scope:
         told = snapshot(scope)
         (shown,) = told["sessions"]
-        assert (shown["tokens"], shown["bf16_bytes"], shown["ratio"]) == (330, 33_000, 5.0)
+        assert (shown["tokens"], shown["bf16_bytes"], shown["ratio"]) == (330, 16_500, 2.5)
         memory = told["memory"]
-        assert (memory["cold_bytes"], memory["bf16_bytes"]) == (2000, 10_000)
+        assert (memory["cold_bytes"], memory["bf16_bytes"]) == (2000, 5_000)
 
 
 async def test_a_snapshot_in_pages_tells_of_each_session_once(watched: Watched):
@@ -242,3 +254,91 @@ async def test_a_snapshot_in_pages_tells_of_each_session_once(watched: Watched):
         told = [row["id"] for _, data in events for row in data["sessions"]]
         assert told == [f"s{i}" for i in reversed(range(130))]
         assert [name for name, _ in scope.paged(500)] == ["snapshot"]
+
+
+async def test_a_session_is_told_with_its_first_answer_while_that_comes(watched: Watched):
+    watched.knows_sizes()
+    ref = SessionRef("alice", "new", b"")
+    with watched.reader("alice") as scope, watched.live.request(ref, "r", "chat", "codex") as it:
+        watched.live.look()
+        assert "sessions" not in change(scope, 0), "it waits, and has no row yet"
+        row = watched.sessions.table.begin(ref)
+        it.admitted()
+        it.cache, it.told_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 90
+        for _ in range(2):
+            watched.clock.now += 1.0
+            it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n' * 5)
+            watched.live.look()
+        (shown,) = change(scope, scope.moment - 1)["sessions"]
+        seen = {name: shown[name] for name in ("tokens", "bytes", "bf16_bytes", "client", "turns")}
+        assert seen["tokens"] >= 96
+        size = {"bytes": seen["tokens"] * 100, "bf16_bytes": seen["tokens"] * 50}
+        assert seen == {"tokens": seen["tokens"], **size, "client": "codex", "turns": 1}
+        assert (shown["last_source"], shown["last_reason"]) == ("miss", "never-stored")
+        assert shown["idle_since"] is None
+        assert snapshot(scope)["memory"]["hot"]["bytes"] == size["bytes"]
+        row.known = True
+        watched.sessions.table.end(row)
+    assert watched.live.detail(ref, admin=False).row.turns == 1  # type: ignore[union-attr]
+
+
+async def test_a_snapshot_has_the_last_hour_and_a_change_what_moved_since(watched: Watched):
+    watched.knows_sizes()
+    ref = SessionRef("alice", "s", b"")
+    with watched.live.request(ref, "r", "chat", "curl") as it:
+        row = watched.sessions.table.begin(ref)
+        it.admitted()
+        it.cache, it.told_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 400
+        watched.clock.now += 20.0
+        it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+        row.known, row.tokens = True, 401
+        watched.sessions.table.end(row)
+    watched.clock.now += 15.0  # nobody has read so far
+    watched.turn("secret", "bob")
+    with watched.reader("alice") as scope:
+        told = snapshot(scope)
+        assert told["hour"]["since"] == 1000.0 and told["hour"]["step_s"] == 10
+        assert told["hour"]["prompt_tokens_per_s"] == [20.0, 20.0, 0.0]
+        (began,) = told["moves"]
+        assert (began["id"], began["before"], began["after"]) == ("s", "", "hot")
+        assert (began["tokens"], began["bytes"]) == (401, 40_100) and "tenant" not in began
+        row.learn(report("alice", "s", 401))
+        row.apply(Event.HIBERNATE)
+        row.apply(Event.EVICTED, "asked")
+        watched.live.look()
+        (moved,) = change(scope, 0)["moves"]
+        assert (moved["before"], moved["after"], moved["why"]) == ("hot", "ram", "asked")
+        assert (moved["bytes"], moved["bf16_bytes"]) == (401 * 20, 401 * 50)
+        assert moved["number"] > began["number"]
+        assert "moves" not in change(scope, scope.moment)
+    with watched.reader(None) as scope:
+        tenants = [x["tenant"] for x in snapshot(scope)["moves"]]
+        assert tenants == ["alice", "bob", "alice"]
+    watched.clock.now += 3600.0
+    with watched.reader("alice") as scope:
+        told = snapshot(scope)
+        assert told["moves"] == [] and not any(told["hour"]["prompt_tokens_per_s"])
+
+
+async def test_what_the_engine_refused_has_moved_nowhere(watched: Watched):
+    row = watched.sessions.table.begin(SessionRef("alice", "refused", b""))
+    watched.sessions.table.end(row)
+    with watched.reader("alice") as scope:
+        assert snapshot(scope)["moves"] == []
+
+
+async def test_a_title_is_shown_to_its_tenant_and_goes_with_its_session(watched: Watched):
+    ref = SessionRef("alice", "s", b"")
+    with watched.reader("alice") as mine, watched.reader("bob") as his:
+        with watched.live.request(ref, "r", "chat", "curl", "my secret plan") as it:
+            row = watched.sessions.table.begin(ref)
+            it.admitted()
+            row.known = True
+            assert snapshot(mine)["sessions"][0]["title"] == "my secret plan"
+            watched.sessions.table.end(row)
+            assert "secret" not in str(it.attributes("m"))
+        assert snapshot(mine)["sessions"][0]["title"] == "my secret plan"
+        assert b"secret" not in b"".join(his.snapshot())
+        watched.forget("s")
+        watched.turn("s")
+        assert "title" not in snapshot(mine)["sessions"][0]

@@ -8,6 +8,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, leaves, probe
 from engines.mlx_worker.sessions.selftest import restore_fault
+from engines.wire import KVSize
 from kvstore.blobs.snapshot import StateArray, StateTree, decode_state, encode_state
 from kvstore.errors import Mismatch
 from kvstore.shapes import KVLayer, KVLayout
@@ -116,6 +117,14 @@ def test_the_plan_names_what_grows_and_what_it_costs() -> None:
     assert plan.cost.windows == ((2 * 6 * 2, WINDOW),)
     assert plan.cost.fixed == 3 * 3 * 4
     assert not probe(Model("KK")).needs_state
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_in_bf16_a_value_takes_two_bytes_whatever_the_engines_dtype(dtype: mx.Dtype) -> None:
+    live, in_bf16 = probe(Model("KRAL", dtype)).kv_sizes()
+    assert in_bf16 == KVSize(2 * 2 * 6 * 2, ((2 * 6 * 2, WINDOW),), 3 * 3 * 4)
+    wide = dtype.size // 2
+    assert live.per_token == wide * in_bf16.per_token and live.fixed == in_bf16.fixed
 
 
 class Strange(KVCache):

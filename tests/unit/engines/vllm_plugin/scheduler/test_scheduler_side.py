@@ -15,7 +15,16 @@ from engines.vllm_plugin.groups import DENSE
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved, receive
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea
-from engines.wire import ControlReply, ControlRequest, FromEngine, Hello, Notice, frame
+from engines.wire import (
+    ControlReply,
+    ControlRequest,
+    FromEngine,
+    Hello,
+    KVSize,
+    Notice,
+    Welcome,
+    frame,
+)
 from kvstore.config import StoreConfig
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, hashes, open_store, ref, save, served
@@ -41,7 +50,7 @@ class Bench:
         self.store = open_store([RamTier(450_000)])  # room for two sessions
         self.link = RankLink(
             settings.hub_path,
-            RankHello(0, "raw.1", 1000, 1000),
+            RankHello(0, "raw.1", 1000, 1000, KVSize(1000), KVSize(500)),
             self.store,
             StagingArea(),
             self.store.stats,
@@ -55,7 +64,9 @@ class Bench:
         self.gateway.settimeout(30)
         self.gateway.connect(settings.control_address.removeprefix("unix:"))
         self.gateway.sendall(frame(ControlRequest(0, Hello("secret"))))
-        assert isinstance(self.hear(), ControlReply)
+        reply = self.hear()
+        assert isinstance(reply, ControlReply) and isinstance(reply.answer, Welcome)
+        self.welcome = reply.answer
 
     def hear(self) -> FromEngine:
         message: FromEngine = msgspec.msgpack.decode(receive(self.gateway), type=FromEngine)
@@ -102,3 +113,7 @@ def test_the_gateway_hears_of_what_was_saved_and_not_of_what_was_skipped(bench: 
     heard = bench.hear()
     assert isinstance(heard, Notice)
     assert (heard.cause, heard.session.id, heard.session.tier) == ("saved", "kept", "ram")
+
+
+def test_the_welcome_says_what_kv_takes_in_bf16_too(bench: Bench) -> None:
+    assert (bench.welcome.live_kv, bench.welcome.bf16_kv) == (KVSize(1000), KVSize(500))
