@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -22,21 +22,32 @@ STYLES: Final = {
     "cold": "cyan",
     "waking": "yellow",
 }
+
+
+class Column(NamedTuple):
+    """A column of the table of sessions."""
+
+    name: str
+    side: Literal["left", "right"]
+    goes: int = 0  # as which one, where room is short; 0 = never
+
+
 COLUMNS: Final = (
-    ("session", "left"),
-    ("client", "left"),
-    ("state", "left"),
-    ("tier", "left"),
-    ("tokens", "right"),
-    ("size", "right"),
-    ("packed", "right"),
-    ("quiet", "right"),
-    ("pin", "left"),
-    ("last turn from", "left"),
-    ("saved", "right"),
-    ("turns", "right"),
+    Column("session", "left"),
+    Column("client", "left", 4),
+    Column("where", "left"),
+    Column("tokens", "right", 6),
+    Column("size", "right"),
+    Column("vs bf16", "right", 5),
+    Column("quiet", "right"),
+    Column("pin", "left", 1),
+    Column("last turn", "left", 7),
+    Column("saved", "right", 2),
+    Column("turns", "right", 3),
 )
 REQUESTS: Final = ("request", "session", "client", "prompt", "answered", "since")
+LEAST_NAME: Final = 16  # characters of a session's name that are seen in any case
+GAP: Final = 2  # between two columns
 
 
 def frame(
@@ -48,11 +59,13 @@ def frame(
     trouble: str = "",
     keys: bool = False,
     now: float | None = None,
+    width: int = 100,
 ) -> RenderableType:
     """One frame.
 
     Args:
         most_rows: sessions that are shown.
+        width: of the terminal, in columns.
         trouble: what is wrong with the connection, in words.
         keys: say which keys there are.
         now: Unix time; None = now.
@@ -69,7 +82,7 @@ def frame(
     requests = objects(view.part("now").get("requests"))
     if requests:
         parts += [Text(), _requests(requests, moment)]
-    parts += [Text(), _sessions(rows[:most_rows], moment, _has_tenants(rows))]
+    parts += [Text(), _sessions(rows[:most_rows], moment, _has_tenants(rows), width)]
     count = int(number(view.whole.get("num_sessions"))) or len(view.rows)
     words = f"{min(len(rows), most_rows)} of {_sessions_of(count)}, {kept}, by {order}"
     if keys:
@@ -132,7 +145,7 @@ def _memory(view: View) -> Table:
         table.add_row(*row, _text(", ".join(x for x in notes if x), "dim"))
     packed, plain = number(memory.get("cold_bytes")), number(memory.get("bf16_bytes"))
     if packed and plain:
-        words = f"{show_bytes(packed)} packed, {show_bytes(plain)} unpacked: {plain / packed:.1f}x"
+        words = f"{show_bytes(packed)} packed, {show_bytes(plain)} in bf16: {plain / packed:.1f}x"
         table.add_row(_text("asleep"), _text(""), _text(words), _text(""))
     return table
 
@@ -191,29 +204,61 @@ def _progress(row: Row) -> str:
     return f"{words} {source}".strip()
 
 
-def _sessions(rows: Sequence[Row], moment: float, with_tenants: bool) -> Table:
-    table = _table(
-        [name for name, _ in COLUMNS], [name for name, side in COLUMNS if side == "right"]
-    )
-    for row in rows:
-        tenant = f"{row.get('tenant')}/" if with_tenants else ""
-        state = str(row.get("state"))
-        idle = row.get("idle_since")
-        table.add_row(
-            _text(f"{'  ' if row.get('parent') else ''}{tenant}{row.get('id')}"),
-            _text(str(row.get("client") or "")),
-            _text(state, STYLES.get(state, "")),
-            _text(str(row.get("tier") or "")),
-            _text(str(int(number(row.get("tokens"))))),
-            _text(show_bytes(number(row.get("bytes")))),
-            _text(f"{number(row['ratio']):.1f}x" if row.get("ratio") else ""),
-            _text("" if idle is None else _since(idle, moment)),
-            _text("pin" if row.get("pinned") else ""),
-            _text(" ".join(str(row[x]) for x in ("last_source", "last_reason") if row.get(x))),
-            _text(_seconds(row.get("saved_s")) if row.get("saved_s") else ""),
-            _text(str(int(number(row.get("turns"))))),
-        )
+def _sessions(rows: Sequence[Row], moment: float, with_tenants: bool, width: int) -> Table:
+    cells = [_cells(row, moment, with_tenants) for row in rows]
+    widths = {x.name: max([len(x.name), *(y[x.name].cell_len for y in cells)]) for x in COLUMNS}
+    columns, name = list(COLUMNS), COLUMNS[0].name
+    room = width - sum(widths[x.name] + GAP for x in columns[1:])
+    for x in sorted((x for x in COLUMNS if x.goes), key=lambda x: x.goes):
+        if room >= min(widths[name], LEAST_NAME):
+            break
+        columns.remove(x)
+        room += widths[x.name] + GAP
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for x in columns:
+        # A name is cut where it has to be: its beginning tells it from others.
+        most = max(1, min(widths[name], room)) if x.name == name else widths[x.name]
+        table.add_column(x.name, justify=x.side, no_wrap=True, width=most)
+    for row in cells:
+        table.add_row(*(row[x.name] for x in columns))
     return table
+
+
+def _cells(row: Row, moment: float, with_tenants: bool) -> dict[str, Text]:
+    """One session, by the columns' names."""
+    tenant = f"{row.get('tenant')}/" if with_tenants else ""
+    state, idle = str(row.get("state")), row.get("idle_since")
+    return {
+        "session": _text(f"{'  ' if row.get('parent') else ''}{tenant}{row.get('id')}"),
+        "client": _text(str(row.get("client") or "")),
+        "where": _text(_where(row), STYLES.get(state, "")),
+        "tokens": _text(str(int(number(row.get("tokens"))))),
+        "size": _text(show_bytes(number(row.get("bytes")))),
+        "vs bf16": _text(f"{number(row['ratio']):.1f}x" if row.get("ratio") else ""),
+        "quiet": _text("" if idle is None else _since(idle, moment)),
+        "pin": _text("pin" if row.get("pinned") else ""),
+        "last turn": _text(_last_turn(row)),
+        "saved": _text(_seconds(row.get("saved_s")) if row.get("saved_s") else ""),
+        "turns": _text(str(int(number(row.get("turns"))))),
+    }
+
+
+def _where(row: Row) -> str:
+    """The fastest place that has the session: hot memory, else the tier of its cold copy."""
+    state = str(row.get("state"))
+    if state == "active":
+        return "answering"
+    if state in ("waking", "hibernating"):
+        return state
+    return "hot" if state == "idle" else str(row.get("tier") or state)
+
+
+def _last_turn(row: Row) -> str:
+    """Say where its prompt came from; *missed* is said of returns only."""
+    source, reason = str(row.get("last_source") or ""), str(row.get("last_reason") or "")
+    if source == "miss":
+        return "first" if reason == "never-stored" else f"missed {reason}".strip()
+    return f"{source.removeprefix('cold-')} {reason}".strip()
 
 
 def _table(columns: Sequence[str], right: Sequence[str]) -> Table:

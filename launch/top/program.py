@@ -82,6 +82,7 @@ class _Screen:
             most_rows=max(1, self._console.height - used),
             trouble=self._reader.trouble,
             keys=has_keys,
+            width=self._console.width,
         )
 
     def _key(self, key: str) -> None:

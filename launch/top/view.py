@@ -8,7 +8,8 @@ from typing import Any, Final
 import msgspec
 
 Row = Mapping[str, Any]
-_PARTS: Final = ("server", "now", "memory", "quality", "num_sessions")
+_MOST_MOVES: Final = 60
+_PARTS: Final = ("server", "now", "memory", "quality", "num_sessions", "hour", "moves")
 
 
 class Unreadable(ValueError):
@@ -44,7 +45,10 @@ class View:
             raise Unreadable("it is no object")
         if name == "snapshot":
             self.whole, self.rows = {}, {}
+        earlier = objects(self.whole.get("moves"))
         self.whole |= {x: told[x] for x in _PARTS if x in told}
+        if "moves" in told:
+            self.whole["moves"] = (earlier + objects(told["moves"]))[-_MOST_MOVES:]
         for row in objects(told.get("sessions")):
             self.rows[_key(row)] = row
         for row in objects(told.get("gone")):

@@ -38,7 +38,9 @@ def top(
     if as_json:
         print_json(snapshot(address).as_json())
     elif once or not screen.is_terminal:
-        screen.print(frame(snapshot(address), order=sort, kept=only, most_rows=ONCE_ROWS))
+        view = snapshot(address)
+        shown = frame(view, order=sort, kept=only, most_rows=ONCE_ROWS, width=screen.width)
+        screen.print(shown)
     else:
         try:
             watch(address, screen, sort, only)

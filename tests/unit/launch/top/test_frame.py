@@ -59,9 +59,9 @@ def view_of(*events: tuple[str, object]) -> View:
     return view
 
 
-def text_of(view: View, **options) -> str:
-    console = Console(width=200, file=StringIO())
-    console.print(frame(view, now=100.0, **options))
+def text_of(view: View, width: int = 200, **options) -> str:
+    console = Console(width=width, file=StringIO())
+    console.print(frame(view, now=100.0, width=width, **options))
     return console.file.getvalue()
 
 
@@ -71,14 +71,14 @@ def test_a_frame_tells_of_server_memory_requests_and_sessions():
         "m on mlx · thermocline 1 · ready · up 100 s · all tenants",
         "1 running, 2 waiting",
         "saved today 90 s of prefill (12,345 tokens) · memory free 1 GiB",
-        "10 B packed, 51 B unpacked: 5.1x",
+        "10 B packed, 51 B in bf16: 5.1x",
         "4 of 9 tokens",
         "2 of 2 sessions, all, by recent    q quit",
     ):
         assert words in text
     (row,) = [line for line in text.splitlines() if line.startswith("s1")]
     assert row.split() == (
-        "s1 codex cold disk 812 3.5 MiB 5.1x 1 m pin miss diverged 4.1 s 7".split()  # noqa: SIM905
+        "s1 codex disk 812 3.5 MiB 5.1x 1 m pin missed diverged 4.1 s 7".split()  # noqa: SIM905
     )
 
 
@@ -182,3 +182,52 @@ def test_one_session_is_one():
     text = text_of(view_of(("snapshot", alone)))
     assert "1 of 1 session, all" in text
     assert "1 sessions" not in text
+
+
+LONG = {**ROW, "id": "refactor-the-stock-module/tests/and-more-of-it", "client": "openai-sdk"}
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_no_figure_is_cut_however_narrow_the_terminal_is(width):
+    rows = [LONG, {**LONG, "id": "hot", "state": "idle", "last_source": "cold-redis"}]
+    text = text_of(view_of(("snapshot", {**SNAPSHOT, "sessions": rows})), width)
+    lines = text.splitlines()
+    head = next(i for i, x in enumerate(lines) if x.startswith("session"))
+    table = lines[head : head + 3]
+    assert max(map(len, table)) <= width
+    assert "…" not in table[0] and all("3.5 MiB" in x for x in table[1:])
+    assert table[1].startswith("refactor-the") and table[1].count("…") <= 1
+    assert table[2].split()[0] == "hot"
+    if width >= 100:
+        for name in ("client", "where", "tokens", "size", "vs bf16", "quiet", "last turn", "turns"):
+            assert name in table[0]
+        assert "missed diverged" in table[1] and "openai-sdk" in table[1]
+        assert "redis diverged" in table[2] and "5.1x" in table[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "where", "last"),
+    [
+        ({"state": "idle", "tier": "disk"}, "hot", "missed diverged"),
+        ({"state": "cold", "tier": "disk"}, "disk", "missed diverged"),
+        ({"state": "active", "last_source": None, "last_reason": None}, "answering", ""),
+        ({"state": "waking", "last_source": "hot", "last_reason": None}, "waking", "hot"),
+        ({"state": "cold", "last_reason": "never-stored"}, "disk", "first"),
+    ],
+)
+def test_a_row_says_the_fastest_place_and_calls_returns_missed_only(row, where, last):
+    text = text_of(view_of(("snapshot", {**SNAPSHOT, "sessions": [{**ROW, **row}]})))
+    (line,) = [x for x in text.splitlines() if x.startswith("s1")]
+    words = line.split()
+    assert words[2] == where
+    assert " ".join(words[words.index("pin") + 1 :]).startswith(last or "4.1 s")
+
+
+def test_moves_of_a_change_follow_those_of_the_snapshot():
+    view = view_of(
+        ("snapshot", {**SNAPSHOT, "moves": [{"number": 1}], "hour": {"step_s": 10}}),
+        ("change", {"moves": [{"number": 2}]}),
+        ("change", {"now": {}}),
+    )
+    assert [x["number"] for x in view.as_json()["moves"]] == [1, 2]
+    assert view.as_json()["hour"] == {"step_s": 10}
