@@ -85,8 +85,8 @@ async def show_session(request: Request) -> Response:
     past = gateway.live.detail(session, admin=False)
     return _json(
         {
-            **(msgspec.to_builtins(past.row) if past else {}),
             **msgspec.to_builtins(view),
+            **(msgspec.to_builtins(past.row) if past else {}),  # knows what is being answered
             "prefix": prefix,
             "timeline": past.timeline if past else [],
             "last_turns": past.last_turns if past else [],

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
 from engines.asgi import ClientGone
 from engines.base import SessionRef
+from engines.wire import KVSize
 from gateway.context import caller_of, sees_all
 from gateway.edge.body_budget import BODY_SHARE, BodyShare
 from gateway.events.event_stream import GOODBYE, LiveEvents
 from gateway.events.routes import events, page_rows
 from gateway.keys import ANONYMOUS, Tenant, generate_key
-from tests.unit.gateway.in_process import MODEL, App
+from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 ROOT = generate_key("root")
 CALLER = Tenant(ANONYMOUS, b"")
@@ -167,3 +169,13 @@ async def test_a_title_is_in_no_log_and_no_metric(caplog: pytest.LogCaptureFixtu
     assert "hush-hush" not in caplog.text + str([vars(x) for x in caplog.records])
     his = await app.get("/v1/sessions/s", authorization=f"Bearer {BOB[0]}")
     assert his.status == 404
+
+
+async def test_one_session_is_told_by_its_tokens_until_the_engine_says_its_bytes():
+    usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 1}}'
+    answer = Answered(200, {"content-type": "application/json"}, usage)
+    sizes = {"live_kv": KVSize(100), "bf16_kv": KVSize(50)}
+    app = App(RecordingEngine(answer, msgspec.structs.replace(WELCOME, **sizes)))
+    await app.chat("hello", session_id="s")
+    told = (await app.get("/v1/sessions/s")).json
+    assert (told["tokens"], told["bytes"], told["bf16_bytes"], told["turns"]) == (4, 400, 200, 1)
