@@ -6,7 +6,6 @@ Nothing is started and nothing is downloaded. ``CHECKS`` at the end is the list.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -28,6 +27,7 @@ from launch.calibrate.program import MEASURABLE
 from launch.capacity.wish import with_capacity
 from launch.errors import LaunchError
 from launch.machine.blas import find_blas
+from launch.machine.installation import DISTRIBUTION, HOME, installed, require_own_packages
 from launch.machine.interpreters import require_vllm
 from launch.machine.memory import available_memory, free_disk
 from launch.machine.open_files import COMFORTABLE, least_for, too_low
@@ -45,8 +45,6 @@ from launch.settings.effective_settings import EffectiveSettings, require_instal
 from launch.settings.schema import Settings, masked
 from launch.settings.units import show_bytes
 
-DISTRIBUTION = "thermocline"
-ROOMS = ("gateway", "engines", "kvstore", "scheduler", "launch")
 PINNED = ("mlx", "mlx-lm")
 REDIS_DEADLINE_S = 3.0
 ATTACH_DEADLINE_S = 3.0
@@ -86,21 +84,10 @@ def _python(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _names(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    """Check that our five packages are ours: another package or a folder can take such a name."""
-    home = Path(__file__).resolve().parent.parent
-    strangers = []
-    for room in ROOMS:
-        spec = importlib.util.find_spec(room)
-        origin = Path(spec.origin).resolve() if spec and spec.origin else None
-        if origin is None or origin.parent.parent != home:
-            strangers.append(f"{room} is {origin or 'missing'}")
-    if strangers:
-        return "failure", f"{'; '.join(strangers)}: install {DISTRIBUTION} in its own environment"
-    try:
-        version = importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "failure", f"{home} is not installed; run: bash launch/install.sh"
-    return "ok", f"{DISTRIBUTION} {version} in {home}"
+    require_own_packages()
+    if (ours := installed()) is None:
+        return "failure", f"{HOME} is not installed; run: bash launch/install.sh"
+    return "ok", f"{DISTRIBUTION} {ours.version} in {HOME}"
 
 
 def _capacity(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:

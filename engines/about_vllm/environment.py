@@ -39,8 +39,13 @@ print(json.dumps({
     "missing": [x for x in NEEDED if not u.find_spec(x)],
     "plugin": has_plugin(),
     "plugin_version": version("thermocline"),
+    "strangers": sorted({
+        x for room in ROOMS for x in m.packages_distributions().get(room, ()) if x != "thermocline"
+    }),
 }))
 """
+# Names that other distributions use as well. With a path of ours in front they do no harm.
+ROOMS: Final = ("gateway", "engines", "kvstore", "scheduler", "launch")
 NEEDED: Final = ("msgspec", "numpy", "lmdb", "google_crc32c", "psutil", "prometheus_client")
 
 
@@ -67,9 +72,10 @@ def inspect_environment(python: str, extras: Sequence[str] = ()) -> VllmEnvironm
 
     Never raises: ``problem`` says what is wrong.
     """
+    rooms = () if import_path() else ROOMS
     try:
         run = subprocess.run(
-            [python, "-c", f"NEEDED = {(*NEEDED, *extras)}{_SCRIPT}"],
+            [python, "-c", f"NEEDED, ROOMS = {(*NEEDED, *extras)}, {rooms}{_SCRIPT}"],
             capture_output=True,
             text=True,
             timeout=LOOK_S,
@@ -94,6 +100,10 @@ def _problem(python: str, version: str, found: dict[str, object]) -> str:
         return f"{python} lacks {', '.join(map(str, missing))}; install them beside vLLM"
     if not found["plugin"]:
         return f"our plug-in is missing; run: {python} -m pip install --no-deps thermocline"
+    strangers = found.get("strangers")
+    if isinstance(strangers, list) and strangers:
+        names = ", ".join(map(str, strangers))
+        return f"{python} has packages of our names, from {names}; give vLLM another environment"
     return _other_release(python, str(found["plugin_version"]))
 
 

@@ -18,6 +18,7 @@ from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.server import DrainingServer, server_of
 from launch.calibrate.profile_watch import ProfileWatch
+from launch.machine.installation import require_own_packages
 from launch.machine.open_files import raise_open_files
 from launch.serve.build import BuiltServer, build
 from launch.serve.logs import configure_logging, keep_lines
@@ -47,6 +48,7 @@ def serve(
         UsageError, LaunchError: it cannot be started; says what to do.
     """
     configure_logging(effective.settings.log_level, effective.settings.log_format)
+    require_own_packages()
     config = effective.settings.gateway
     raise_open_files(effective.engine_kind)
     with ExitStack() as stack:

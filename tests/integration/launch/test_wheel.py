@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_wheel import small_wheel
+
 ROOT = Path(__file__).parents[3]
 # Tests are run by an environment that launch/install.sh made with uv: all wheels are in its cache.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -82,6 +84,37 @@ def test_it_serves(commands, tmp_path):
         process.terminate()
         process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+def test_a_file_that_is_not_the_installed_one_is_named(commands, tmp_path):
+    (file,) = commands.parent.glob("lib/*/site-packages/scheduler/policy.py")
+    before = file.read_text()
+    file.unlink()  # it may be a link to the installer's cache
+    file.write_text(before + "\n")
+    serve = (commands / "thermocline", "serve", "--engine", "fake", "--port", "0")
+    refused = run(*serve, THERMOCLINE_DATA_DIR=str(tmp_path))
+    file.write_text(before)
+    assert refused.returncode == 1
+    assert f"{file} is not the file that was installed with thermocline" in refused.stderr
+
+
+def test_a_distribution_that_wrote_over_ours_is_named(commands, tmp_path):
+    """Last, since the environment is not what it was after it."""
+    python, data = commands / "python", {"THERMOCLINE_DATA_DIR": str(tmp_path)}
+    serve = (commands / "thermocline", "serve", "--engine", "fake", "--port", "0")
+    wheel = small_wheel(tmp_path, "scheduler", {"scheduler/__init__.py": "THEIRS = True\n"})
+    done = run(UV, "pip", "install", "--python", python, "--offline", "--no-deps", wheel)
+    assert done.returncode == 0, done.stderr
+    for command in (serve, (commands / "thermocline", "doctor")):
+        refused = run(*command, **data)
+        assert refused.returncode == 1
+        said = refused.stderr + refused.stdout
+        assert "the distribution scheduler 9.9 has a package 'scheduler', as we have" in said
+    done = run(UV, "pip", "uninstall", "--python", python, "scheduler")  # with what was ours
+    assert done.returncode == 0, done.stderr
+    refused = run(*serve, **data)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "scheduler" in refused.stderr and "an environment of its own" in refused.stderr
 
 
 def listening(lines: Iterator[str]) -> str:

@@ -1,0 +1,79 @@
+"""Checks that our packages are ours: their names are everyday words, which others use as well.
+
+An installer writes over files of another distribution without a word. So a server that starts looks
+whose the five names are, and whether the files are those that were installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from importlib.metadata import Distribution, FileHash, PackageNotFoundError, PackagePath
+from pathlib import Path
+from typing import Final
+
+from engines.about_vllm.environment import ROOMS
+from launch.errors import LaunchError
+
+DISTRIBUTION: Final = "thermocline"
+HOME: Final = Path(__file__).resolve().parents[2]
+_ADVICE: Final = f"give {DISTRIBUTION} an environment of its own, and install it there"
+
+
+def require_own_packages() -> None:
+    """Check that nothing else has taken the place of one of our packages.
+
+    Raises:
+        LaunchError: something has; says which distribution it came with.
+    """
+    if found := [*_other_distributions(), *_elsewhere()] or [*_changed_files()]:
+        raise LaunchError(f"{'; '.join(found)}; {_ADVICE}")
+
+
+def installed() -> Distribution | None:
+    """Our own distribution; None in a checkout that is not installed."""
+    try:
+        return importlib.metadata.distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        return None
+
+
+def _other_distributions() -> Iterator[str]:
+    """Name the distributions that bring packages of our names, wherever they lie on the path."""
+    owners = importlib.metadata.packages_distributions()
+    for room in ROOMS:
+        for name in sorted({*owners.get(room, ())} - {DISTRIBUTION}):
+            version = importlib.metadata.version(name)
+            yield f"the distribution {name} {version} has a package {room!r}, as we have"
+
+
+def _elsewhere() -> Iterator[str]:
+    """Name the packages that Python would not import from where this file is."""
+    for room in ROOMS:
+        spec = importlib.util.find_spec(room)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin is None or origin.parent.parent != HOME:
+            yield f"the package {room!r} is {origin or 'missing'}"
+
+
+def _changed_files() -> Iterator[str]:
+    """Name the first file of a wheel's that is not as its RECORD says.
+
+    A checkout has no such list: its files are meant to change.
+    """
+    ours = installed()
+    for file in (ours and ours.files) or ():
+        if file.parts[0] in ROOMS and file.hash and not _is_as_installed(file, file.hash):
+            yield f"{file.locate()} is not the file that was installed with {DISTRIBUTION}"
+            return
+
+
+def _is_as_installed(file: PackagePath, recorded: FileHash) -> bool:
+    try:
+        digest = hashlib.new(recorded.mode, file.read_binary()).digest()
+    except OSError:
+        return False
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == recorded.value
