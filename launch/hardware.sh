@@ -92,6 +92,12 @@ drop_expandable_segments() {
     done
 }
 
+# The environment's folder is on nobody's PATH.
+say_how_to_ask() {
+    say "For the command thermocline (top, chat, sessions, connect ...), in another terminal:"
+    say "    . $venv/bin/activate"
+}
+
 # install_and_serve PROFILE PURPOSE...: never comes back. Later arguments win over earlier ones, so
 # the user's own --profile does, too.
 install_and_serve() {
@@ -100,5 +106,6 @@ install_and_serve() {
     for purpose in "$@"; do
         bash "$root/launch/install.sh" "$purpose"
     done
+    say_how_to_ask
     exec "$venv/bin/thermocline" serve --profile "$profile" "${arguments[@]}"
 }

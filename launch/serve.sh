@@ -27,4 +27,5 @@ Darwin*) die "mlx needs Apple silicon; this Mac has an Intel processor" ;;
 esac
 
 bash "$root/launch/install.sh" serve
+say_how_to_ask
 exec "$venv/bin/thermocline" serve --profile "${THERMOCLINE_PROFILE:-$profile}" "$@"

@@ -25,9 +25,10 @@ def connect(
     from launch.clients import merging
     from launch.clients.table import NO_KEY, Server, connection
     from launch.errors import UsageError
+    from launch.remote.address import server_url
 
-    model = Remote(url, api_key).models()[0]
-    base = url.rstrip("/")
+    base = server_url(url)  # as agents need it, so no unix socket
+    model = Remote(base, api_key).models()[0]
     server = Server(base, str(model["id"]), int(model["max_model_len"]), api_key or NO_KEY)
     needs = connection(client, server, Path.home())
     if not write:

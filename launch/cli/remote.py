@@ -11,7 +11,8 @@ import aiohttp
 import msgspec
 
 from engines.wire import CodecReport
-from launch.errors import LaunchError, UsageError
+from launch.errors import LaunchError
+from launch.remote.address import key_headers, server_url
 
 TIMEOUT_S = 120.0  # a demote may have to write to a slow tier first
 
@@ -24,15 +25,13 @@ class Remote:
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        """Raises ``UsageError`` for a key that cannot stand in a header. It is not repeated."""
-        if not all("!" <= character <= "~" for character in api_key):
-            raise UsageError(
-                "the API key holds a space, a line break or another character that no key has;"
-                " look at THERMOCLINE_API_KEY, or --api-key"
-            )
+        """``url``: as ``server_url`` takes it, or ``unix:/path``.
+
+        Raises ``UsageError`` for what is no address, and for a key that no header can hold.
+        """
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
-        self._url = "http://localhost" if self._socket else url.rstrip("/")
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = "http://localhost" if self._socket else server_url(url)
+        self._headers = key_headers(api_key)
 
     def models(self) -> list[dict[str, Any]]:
         """The models that the server lists, the served one first."""

@@ -72,6 +72,9 @@ def _merged_toml(text: str, change: Change) -> str:
 
 def _put(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
     for key, value in values.items():
+        if value is None:
+            target.pop(key, None)
+            continue
         if not isinstance(value, Mapping):
             target[key] = value
             continue

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from launch.errors import UsageError
 
 Format: TypeAlias = Literal["json", "toml", "lines"]  # lines: KEY=VALUE or key: value
-NO_KEY: Final = "none"  # clients want some key, also where the server needs none
+NO_KEY: Final = "none"  # most clients want some key, also where the server needs none
+# Tokens of a client's first request as it was measured (docs/clients.md): instructions and tools.
+FIRST_PROMPT: Final[Mapping[str, int]] = {
+    "claude": 20_000,
+    "codex": 6_400,
+    "opencode": 7_600,
+    "qwen-code": 16_000,
+}
 PROVIDER: Final = "thermocline"
 
 
@@ -24,6 +31,10 @@ class Server:
     max_context: int
     key: str = NO_KEY
 
+    @property
+    def needs_key(self) -> bool:
+        return self.key != NO_KEY
+
 
 @dataclass(frozen=True)
 class Change:
@@ -31,7 +42,7 @@ class Change:
 
     path: Path
     format: Format
-    values: Mapping[str, Any]  # nested as in the file
+    values: Mapping[str, Any]  # nested as in the file; None = it is not to stand there
     separator: str = "="  # of lines
 
 
@@ -53,7 +64,19 @@ def connection(client: str, server: Server, home: Path) -> Connection:
     make = CLIENTS.get(client)
     if make is None:
         raise UsageError(f"there is no client {client!r}; there are: {', '.join(sorted(CLIENTS))}")
-    return make(server, home)
+    needs = make(server, home)
+    notes = [*needs.notes, *_too_long(client, server.max_context)]
+    return replace(needs, notes=notes)
+
+
+def _too_long(client: str, max_context: int) -> list[str]:
+    if (tokens := FIRST_PROMPT.get(client, 0)) < max_context:
+        return []
+    return [
+        f"warning: the first prompt of {client} has about {tokens:,} tokens, and this server's"
+        f" context is {max_context:,}: it will be refused. Serve a model with a longer context, or"
+        " give this one more memory (--hot), if that is what cuts it."
+    ]
 
 
 def _claude(server: Server, home: Path) -> Connection:
@@ -82,7 +105,8 @@ def _codex(server: Server, home: Path) -> Connection:
         "name": "Thermocline",
         "base_url": f"{server.url}/v1",
         "wire_api": "responses",
-        "env_key": "THERMOCLINE_API_KEY",
+        # Codex ends where this variable is named and not set.
+        "env_key": "THERMOCLINE_API_KEY" if server.needs_key else None,
         "stream_idle_timeout_ms": 3_000_000,
     }
     values = {
@@ -92,9 +116,12 @@ def _codex(server: Server, home: Path) -> Connection:
         "model_providers": {PROVIDER: provider},
     }
     shown = ["# ~/.codex/config.toml", *_toml_lines(values)]
+    change = Change(home / ".codex" / "config.toml", "toml", values)
+    if not server.needs_key:
+        return Connection(shown, change)
     shown += _exports({"THERMOCLINE_API_KEY": server.key})
     note = "Codex reads the key from the environment: export THERMOCLINE_API_KEY in your shell."
-    return Connection(shown, Change(home / ".codex" / "config.toml", "toml", values), [note])
+    return Connection(shown, change, [note])
 
 
 def _toml_lines(values: Mapping[str, Any]) -> list[str]:
@@ -102,7 +129,8 @@ def _toml_lines(values: Mapping[str, Any]) -> list[str]:
     lines = [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
     lines += ["", f"[model_providers.{PROVIDER}]"]
     provider: Mapping[str, Any] = values["model_providers"][PROVIDER]
-    return lines + [f"{key} = {json.dumps(value)}" for key, value in provider.items()]
+    kept = {key: value for key, value in provider.items() if value is not None}
+    return lines + [f"{key} = {json.dumps(value)}" for key, value in kept.items()]
 
 
 def _opencode(server: Server, home: Path) -> Connection:

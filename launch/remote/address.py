@@ -14,22 +14,47 @@ _MOST_BYTES = 4 << 20  # of an answer that is no stream
 _SHOWN = 300  # characters of a server's own words
 
 
+def server_url(given: str) -> str:
+    """The URL of a server without a path: ``localhost:8080`` -> ``http://localhost:8080``.
+
+    ``/v1``, which clients have at the end, may stand there.
+
+    Raises:
+        UsageError: it is no address.
+    """
+    url = given.strip() if "://" in given else f"http://{given.strip()}"
+    base = url.rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(base)
+        parts.port  # noqa: B018  # raises for what is no port
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname or given.startswith("unix:"):
+        raise UsageError(f"{given!r} is no address; write http://host:port")
+    return base
+
+
+def key_headers(api_key: str) -> dict[str, str]:
+    """The header that carries a key, if there is one.
+
+    Raises:
+        UsageError: no header can hold it. It is not repeated.
+    """
+    if not all("!" <= character <= "~" for character in api_key):
+        raise UsageError(
+            "the API key holds a space, a line break or another character that no key has;"
+            " look at THERMOCLINE_API_KEY, or --api-key"
+        )
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 class Address:
-    """One server, on behalf of one caller; ``http://host:port``, with or without ``/v1``."""
+    """One server, on behalf of one caller; see ``server_url``."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         """Raises ``UsageError`` for what is no address, and for a key that no header can hold."""
-        base = url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(base)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"{url!r} is no address; write http://host:port")
-        if not all("!" <= character <= "~" for character in api_key):
-            raise UsageError(
-                "the API key holds a space, a line break or another character that no key has;"
-                " look at THERMOCLINE_API_KEY, or --api-key"
-            )
-        self.base = base
-        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.base = server_url(url)
+        self.headers = key_headers(api_key)
 
     async def model(self, http: aiohttp.ClientSession, wanted: str = "") -> str:
         """Find the model to ask for: ``wanted`` if it is served, else the first one.

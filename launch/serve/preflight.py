@@ -7,8 +7,12 @@ from the beginning: it may come back.
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engines.config import vllm_rank_folder
@@ -24,6 +28,7 @@ log = logging.getLogger("thermocline.launch")
 # An engine whose gateway was killed saves what it holds before it leaves the folder.
 IN_USE_PATIENCE_S = 30.0
 LOOK_EVERY_S = 0.2
+SERVER_LOCK = "server.lock"  # holds the process id of the server that has it
 
 
 def check_tiers(
@@ -48,6 +53,35 @@ def check_tiers(
             _check_disk(folder, in_use_patience_s)
     if config.redis_url and config.redis_bytes:
         _check_redis(config)
+
+
+@contextmanager
+def sole_server(folder: Path) -> Iterator[None]:
+    """Hold the folder of the disk tier for this server, from before its engine starts to the end.
+
+    The engine's own lock cannot tell a second server from an engine that is leaving.
+
+    Raises:
+        LaunchError: a server that runs has it; says which.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / SERVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:  # ``check_tiers`` says what is wrong with the folder
+        yield
+        return
+    with os.fdopen(lock, "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LaunchError(
+                f"{folder} belongs to a server that runs (process {file.read(20).strip()}); stop"
+                " it, or give this one a folder of its own with --data-dir FOLDER, or --disk 0"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 def check_memory(

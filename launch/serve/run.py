@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +24,7 @@ from launch.machine.open_files import raise_open_files
 from launch.serve.build import BuiltServer, build
 from launch.serve.logs import configure_logging, keep_lines
 from launch.serve.port import listen, take_path, take_port, url_of
+from launch.serve.preflight import sole_server
 from launch.serve.reload import Reload
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import masked
@@ -54,6 +56,9 @@ def serve(
     with ExitStack() as stack:
         sock = stack.enter_context(take_port(config))
         sockets = [sock, *_admin_sockets(stack, config)]
+        if effective.engine_kind in ("mlx", "vllm") and effective.settings.store.disk_bytes:
+            disk = effective.settings.store.disk_path or effective.folders.data
+            stack.enter_context(sole_server(Path(disk).expanduser()))
         built = stack.enter_context(build(effective, environ))
         keep_lines(built.app.state.gateway.log_ring)
         for each in sockets:

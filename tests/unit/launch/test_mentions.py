@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -60,6 +62,22 @@ def test_every_mentioned_command_parses():
                 message = error.format_message()
                 pytest.fail(f"{file.name}: thermocline {' '.join(words)}: {message}")
     assert num_mentions > 10
+
+
+def test_the_readmes_commands_run_as_pasted(tmp_path):
+    """The first block says how to get the command; what the README mentions follows it."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    first = readme.partition("```\n")[2].partition("```")[0]
+    ready = [x.partition("#")[0] for x in first.splitlines() if x.startswith(". ")]
+    commands = sorted({" ".join(words[:1]) for words in mentions(readme)})
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    lines = ["set -e", *ready, *(f"thermocline {x} --help" for x in commands)]
+    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], cwd=tmp_path, env=bare, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"connect", "top", "plan"} <= {*commands}
 
 
 @pytest.mark.parametrize(

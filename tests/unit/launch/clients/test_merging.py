@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import stat
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.clients.merging import BACKUP_SUFFIX, merged, write
-from launch.clients.table import CLIENTS, Change, Server, connection
+from launch.clients.table import CLIENTS, NO_KEY, Change, Server, connection
 from launch.errors import LaunchError, UsageError
 
 SERVER = Server("http://127.0.0.1:8080", "org/model-1", 32768, "tc-key")
@@ -33,6 +34,31 @@ def test_a_file_that_is_not_there_is_made_private(client: str, tmp_path: Path) -
     assert stat.S_IMODE(change.path.stat().st_mode) == 0o600
     assert write(change) is not None  # again: the same text
     assert change.path.read_text() == text
+
+
+def test_codex_names_its_variable_only_where_there_is_a_key(tmp_path: Path) -> None:
+    """It ends with "Missing environment variable" where one is named and not set."""
+    keyed = connection("codex", SERVER, tmp_path)
+    assert any("env_key" in x for x in keyed.lines) and keyed.notes
+    keyless = connection("codex", replace(SERVER, key=NO_KEY), tmp_path)
+    assert not any("KEY" in x or "env_key" in x for x in keyless.lines) and not keyless.notes
+    assert keyed.change is not None and keyless.change is not None
+    for change, named in [(keyless.change, False), (keyed.change, True), (keyless.change, False)]:
+        write(change)
+        provider = tomllib.loads(change.path.read_text())["model_providers"]["thermocline"]
+        assert ("env_key" in provider) == named
+
+
+@pytest.mark.parametrize(
+    ("client", "tokens"),
+    [("claude", "20,000"), ("qwen-code", "16,000"), ("opencode", "7,600"), ("codex", "6,400")],
+)
+def test_a_context_that_is_too_short_for_the_first_prompt_is_told(
+    client: str, tokens: str, tmp_path: Path
+) -> None:
+    notes = connection(client, replace(SERVER, max_context=4096), tmp_path).notes
+    assert f"about {tokens} tokens, and this server's context is 4,096" in notes[-1]
+    assert not any("context" in x for x in connection(client, SERVER, tmp_path).notes)
 
 
 def test_json_keeps_what_it_had(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvstore.config import StoreConfig
 from kvstore.tiers.disk.folder import DiskFolder
 from launch.errors import LaunchError, UsageError
 from launch.machine.memory import machine_memory
-from launch.serve.preflight import check_memory, check_tiers
+from launch.serve.preflight import check_memory, check_tiers, sole_server
 
 OWNER = (
     "import sys; from pathlib import Path; from kvstore.tiers.disk.folder import DiskFolder;"
@@ -43,6 +43,23 @@ def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_the_folder_is_free_afterwards(store, tmp_path):
     check_tiers(store)
     DiskFolder(tmp_path / "cold").release(clean=False)
+
+
+def test_a_second_server_is_refused_at_once_and_the_first_named(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from launch.serve.preflight import sole_server\n"
+        "with sole_server(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    )
+    command, pipe = [sys.executable, "-c", program, str(tmp_path)], subprocess.PIPE
+    for _ in range(2):  # a killed one leaves nothing behind that counts
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as first:
+            assert first.stdout is not None and first.stdout.readline() == "mine\n"
+            said = rf"{tmp_path} belongs to a server that runs \(process {first.pid}\)"
+            with pytest.raises(LaunchError, match=said), sole_server(tmp_path):
+                pass
+            first.kill()
+    with sole_server(tmp_path):
+        pass
 
 
 def test_each_worker_of_vllm_has_a_folder_of_its_own(store, tmp_path):
