@@ -1,8 +1,8 @@
 """How many sessions of a model other machines would keep: the same arithmetic, other memory.
 
 Nothing is measured there. Of such a machine, with nothing else running, KV gets as much as ours
-gives it by default, shared out as ``fit.py`` does for more sessions than there is room for; the
-codec is the one that most models get.
+gives it by default, or what the command line says, shared out as ``fit.py`` does for more sessions
+than there is room for; the codec is the one that most models get, or the one that is named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from kvstore.chunk_size import chunk_tokens
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import open_codec
-from kvstore.config import StoreConfig
+from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.calibrate.profile_notes import find_profile
 from launch.capacity.fit import choose_budgets
@@ -30,9 +30,10 @@ from launch.plan.cache_shape import CacheShape, NotUnderstood
 from launch.plan.cold_size import cold_size
 from launch.plan.families.table import cache_shape
 from launch.plan.hot_budget import HotBudget
+from launch.plan.weights import estimated_weights
 from launch.settings.default_budgets import default_budgets, weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
-from launch.settings.sources import Layer
+from launch.settings.units import show_bytes
 
 GB: Final = 10**9
 BF16_BYTES: Final = 2
@@ -76,6 +77,20 @@ class MachinePlan(msgspec.Struct, frozen=True):
     disk: int = 0  # asleep on disk
     codec: str = ""
     refused: str = ""
+    disk_bytes: int = 0
+    weights_bytes: int = 0
+    weights_estimated: bool = False  # from config.json
+
+
+class Given(NamedTuple):
+    """Budgets of the command line, in bytes; None = as ours is by default.
+
+    Those of files and the environment are this machine's.
+    """
+
+    hot: int | None
+    ram: int | None
+    disk: int | None
 
 
 def machine_plans(
@@ -91,19 +106,22 @@ def machine_plans(
     """
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     content = model.config()
-    nbytes = weights or known_weights(model)
+    known = weights or known_weights(model)
+    nbytes = known or estimated_weights(content)
     if nbytes is None:
         raise UsageError(
-            f"{model.name} is here without weights, so nobody knows what they take: say it, for"
-            " instance --weights 18GiB"
+            f"{model.name} is here without weights, and what they take cannot be estimated from its"
+            " config.json: say it, for instance --weights 18GiB"
         )
     longest = stated_context(content) or UNSTATED_CONTEXT
     lengths = [min(x, longest) for x in contexts or [min(8192, longest)]]
-    return [
+    rows = [
         _row(effective, content, machine, length, longest, nbytes)
         for machine in MACHINES
         for length in dict.fromkeys(lengths)
     ]
+    weighed = {"weights_bytes": nbytes, "weights_estimated": not known}
+    return [msgspec.structs.replace(row, **weighed) for row in rows]
 
 
 def known_weights(model: Model) -> int | None:
@@ -138,7 +156,10 @@ def _row(
     available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
     if weights >= (gpu or available):
         return MachinePlan(machine.name, machine.engine, context, refused="the weights do not fit")
-    rooms = _rooms(default_budgets(available, weights, DISK_FREE, gpu), gpu > 0)
+    given = _given(effective)
+    if refused := _too_much(given, available, gpu, weights):
+        return MachinePlan(machine.name, machine.engine, context, refused=refused)
+    rooms = _rooms(given, available, gpu, weights)
     hot = HotBudget(shape, BF16_BYTES, rooms.hot, longest, machine.engine == "mlx")
     if not hot.sessions(context):
         refused = f"{context} tokens do not fit beside the weights"
@@ -157,23 +178,71 @@ def _row(
         ram=budgets.num_held.get("ram", 0),
         disk=budgets.num_held.get("disk", 0),
         codec=codec,
+        disk_bytes=rooms.disk if rooms.given_disk is None else rooms.given_disk,
     )
 
 
-def _rooms(layer: Layer, apart: bool) -> Rooms:
-    """The rooms of a machine with these default budgets; ``apart``: live KV is on the GPU."""
+def _given(effective: EffectiveSettings) -> Given:
+    settings = effective.settings
+    named = {
+        "engine.hot_bytes": settings.engine.hot_bytes,
+        "store.ram_bytes": settings.store.ram_bytes,
+        "store.disk_bytes": settings.store.disk_bytes,
+    }
+    return Given(*(x if _is_asked(effective, name) else None for name, x in named.items()))
+
+
+def _is_asked(effective: EffectiveSettings, name: str) -> bool:
+    """True for a setting of the command line."""
+    return effective.resolved.origin(name).startswith("--")
+
+
+def _too_much(given: Given, available: int, gpu: int, weights: int) -> str:
+    """The reason why a machine has no room for these budgets; "" if it has."""
+    hot, ram = given.hot or 0, given.ram or 0
+    if gpu:
+        flags = {"--hot": (hot, gpu - weights), "--ram": (ram, available)}
+    else:
+        flags = {"--hot and --ram": (hot + ram, available - weights)}
+    for flag, (nbytes, free) in flags.items():
+        if nbytes > free:
+            return f"{flag} would take {show_bytes(nbytes)}, and {show_bytes(free)} are free"
+    return ""
+
+
+def _rooms(given: Given, available: int, gpu: int, weights: int) -> Rooms:
+    """The rooms of a machine, by our defaults where nothing is given."""
+    layer = default_budgets(available, weights, DISK_FREE, gpu)
     hot, ram, disk = (
         int(layer[x].value) for x in ("engine.hot_bytes", "store.ram_bytes", "store.disk_bytes")
     )
-    if apart:
-        return Rooms(hot=hot, ram=ram, shared=hot + ram, disk=disk)
-    return Rooms(hot=hot + ram, ram=hot + ram, shared=hot + ram, disk=disk)
+    hot = hot if given.hot is None else given.hot
+    if given.ram is not None:
+        ram = given.ram
+        hot = hot if gpu else min(hot, available - weights - ram)
+    together = 0 if gpu else hot + ram  # one memory: what one does not take is the other's
+    return Rooms(
+        hot=hot if given.ram is not None else max(hot, together),
+        ram=ram if given.hot is not None else max(ram, together),
+        shared=hot + ram,
+        disk=disk,
+        given_hot=given.hot,
+        given_ram=given.ram,
+        given_disk=given.disk,
+    )
 
 
 def _asleep(effective: EffectiveSettings, shape: CacheShape, context: int) -> tuple[str, int]:
     """The codec, and the bytes of a sleeping session with it."""
     store = StoreConfig()
     lengths = [context, *just_below(context, chunk_tokens(store))]
+    named = effective.settings.store.codec
+    if _is_asked(effective, "store.codec") and named != AUTO:
+        try:
+            codec = open_codec(named, find_profile(effective))
+            return named, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)
+        except UnknownCodec as error:
+            raise LaunchError(f"--codec {named} cannot be counted: {error}") from error
     try:
         codec = open_codec(FIRST, find_profile(effective))
         return FIRST, max(cold_size(shape, codec, "bfloat16", x, store).total for x in lengths)

@@ -146,7 +146,8 @@ def plan(
         bool, typer.Option("--machines", help="A GB10, GPUs and Macs instead of this machine.")
     ] = False,
     weights: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The model's, for --machines, e.g. 18GiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="For --machines; default: counted."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw it; .svg and .pdf work, too.")

@@ -45,6 +45,8 @@ def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str])
         context.params["session_context"] = _one_length(wanted.lengths)
     if wanted.weights and not wanted.machines:
         raise UsageError("--weights is for --machines; this machine's files say what they take")
+    if wanted.machines and wanted.sessions is not None:
+        raise UsageError("--sessions counts for this machine; leave it out with --machines")
     if wanted.machines:
         _print_machines(options.chosen(context, environ), wanted)
     else:

@@ -60,11 +60,15 @@ def print_bars(bars: Bars) -> None:
 def print_machines(model: str, rows: Sequence[MachinePlan]) -> None:
     """Print what several machines would keep of a model's sessions."""
     print(f"{model}: sessions that other machines would keep alive (counted, not measured)")
+    if rows and rows[0].weights_estimated:
+        print(f"weights: {show_bytes(rows[0].weights_bytes)}, estimated from config.json")
     print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:7])
     print(
         "no sleep: all memory for KV holds live bf16, without a cold store. awake, in RAM: the same"
-        "\nmemory shared between sessions that are answered and sleepers. on disk: in 32 GiB."
+        "\nmemory shared between sessions that are answered and sleepers."
     )
+    if disk := max((row.disk_bytes for row in rows), default=0):
+        print(f"on disk: in {show_bytes(disk)}.")
 
 
 def _machine(row: MachinePlan) -> list[str]:

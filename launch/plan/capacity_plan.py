@@ -29,7 +29,10 @@ from launch.plan.expected_codec import expected_choices
 from launch.plan.hot_budget import HotBudget, hot_budget_of
 from launch.plan.serve_checks import check_family, check_hot_codec
 from launch.plan.served_cache import served_cache, served_dtype
+from launch.plan.weights import estimated_weights
+from launch.settings.default_budgets import weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.units import show_bytes
 
 BF16_BYTES = 2
 GIB = 1 << 30
@@ -126,9 +129,17 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> Plan:
         find_profile(effective),
         choices,
     )
+    if model.folder is not None and weights_bytes(model.folder, widened=False) is None:
+        note = [*note, _weights_note(content)]
     if effective.assumes_gpu:
         note = [*note, ELSEWHERE.format(dtype=plan.dtype)]
     return msgspec.structs.replace(plan, engine=effective.engine_kind, notes=[*plan.notes, *note])
+
+
+def _weights_note(content: Mapping[str, Any]) -> str:
+    if nbytes := estimated_weights(content):
+        return f"the weights are not here: {show_bytes(nbytes)}, estimated from config.json"
+    return "the weights are not here, and cannot be estimated: half of the memory is set aside"
 
 
 def _choices(effective: EffectiveSettings) -> tuple[Mapping[TierName, Choice], list[str]]:

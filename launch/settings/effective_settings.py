@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,4 +118,17 @@ def _weights(engine: EngineConfig, kind: str, widens: bool) -> int | None:
     widened = engine.dtype == "float32" or (engine.dtype == "auto" and widens)
     if not engine.model:
         return WEIGHTS_BYTES * (2 if widened else 1)
-    return weights_bytes(Path(engine.model).expanduser(), widened)
+    folder = Path(engine.model).expanduser()
+    return weights_bytes(folder, widened) or _estimated(folder / "config.json", widened)
+
+
+def _estimated(config: Path, widened: bool) -> int | None:
+    """Bytes of weights that are not here, for a plan."""
+    from launch.plan.weights import estimated_weights  # pulls in numpy
+
+    try:
+        content = json.loads(config.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = estimated_weights(content) if isinstance(content, dict) else None
+    return found * 2 if found and widened else found

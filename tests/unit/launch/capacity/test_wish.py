@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +106,32 @@ def test_other_machines_are_counted(run, model, tmp_path):
     picture = tmp_path / "m.svg"
     run("plan", "--machines", "--weights", "1GiB", "--plot", str(picture), model)
     assert picture.read_text().startswith("<?xml")
+
+
+def test_other_machines_are_counted_without_weights_and_with_budgets(run, model):
+    config = json.loads((Path(model) / "config.json").read_text())
+    config |= {"vocab_size": 32_000, "intermediate_size": 1024}
+    (Path(model) / "config.json").write_text(json.dumps(config))
+
+    def gb10(*arguments):
+        code, out, err = run("plan", model, "--machines", "--context", "4096", "--json", *arguments)
+        assert code == 0, err
+        return json.loads(out)[0]
+
+    usual = gb10()
+    assert usual["weights_estimated"] and 30 << 20 < usual["weights_bytes"] < 60 << 20
+    assert "estimated from config.json" in run("plan", model, "--machines")[1]
+    assert "estimated from config.json" in run("plan", model)[1]
+    roomy = gb10("--disk", "1TiB", "--ram", "90GiB")
+    assert roomy["disk_bytes"] == 1 << 40
+    assert gb10("--codec", "tq4")["codec"] == "tq4" != usual["codec"]
+    assert roomy["disk"] > 20 * usual["disk"] and roomy["ram"] > usual["ram"]
+    assert gb10("--disk", "0")["disk"] == 0
+    assert gb10("--hot", "1GiB")["kv_bytes"] < usual["kv_bytes"]
+    assert (
+        gb10("--ram", "1TiB")["refused"] == "--hot and --ram would take 1 TiB, and 107 GiB are free"
+    )
+    assert "leave it out with --machines" in run("plan", model, "--machines", "--sessions", "3")[2]
 
 
 def test_a_plan_is_drawn(run, model, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.unit.launch.plan.published import PUBLISHED
 
 TOUR = (Path(__file__).parents[4] / "docs" / "tour.md").read_text("utf-8")
-COMMAND = "$ .venv/bin/thermocline plan Qwen3-32B --machines --weights 62GiB --context 8192\n"
+COMMAND = "$ thermocline plan Qwen3-32B --machines --weights 62GiB --context 8192\n"
 
 
 def test_the_tour_shows_what_plan_says_of_other_machines(tmp_path):
