@@ -41,12 +41,12 @@ def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str])
     if wanted.model and context.params["model"]:
         raise UsageError("name the model once, as an argument or with --model")
     context.params["model"] = wanted.model or context.params["model"]
+    if wanted.machines and wanted.sessions is not None:
+        raise UsageError("--sessions counts for this machine; leave it out with --machines")
     if wanted.sessions is not None:
         context.params["session_context"] = _one_length(wanted.lengths)
     if wanted.weights and not wanted.machines:
         raise UsageError("--weights is for --machines; this machine's files say what they take")
-    if wanted.machines and wanted.sessions is not None:
-        raise UsageError("--sessions counts for this machine; leave it out with --machines")
     if wanted.machines:
         _print_machines(options.chosen(context, environ), wanted)
     else:

@@ -172,7 +172,8 @@ class Supervisor:
 
     async def _tell(self, process: Process) -> None:
         assert process.stdin is not None
-        with suppress(ConnectionError):  # it ended before it listened; wait() says how
+        # It may have ended before it listened (uvloop: RuntimeError); wait() says how.
+        with suppress(ConnectionError, RuntimeError):
             process.stdin.write(self._first_line)
             await process.stdin.drain()
 

@@ -128,9 +128,7 @@ def test_other_machines_are_counted_without_weights_and_with_budgets(run, model)
     assert roomy["disk"] > 20 * usual["disk"] and roomy["ram"] > usual["ram"]
     assert gb10("--disk", "0")["disk"] == 0
     assert gb10("--hot", "1GiB")["kv_bytes"] < usual["kv_bytes"]
-    assert (
-        gb10("--ram", "1TiB")["refused"] == "--hot and --ram would take 1 TiB, and 107 GiB are free"
-    )
+    assert "--hot and --ram would take 1 TiB, and 107" in gb10("--ram", "1TiB")["refused"]
     assert "leave it out with --machines" in run("plan", model, "--machines", "--sessions", "3")[2]
 
 

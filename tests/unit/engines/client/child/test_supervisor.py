@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
+import uvloop
 
 from engines.client.child.restarts import RestartPolicy, RestartRules
 from engines.client.child.supervisor import Supervisor
@@ -143,6 +144,28 @@ async def test_a_child_that_never_serves_is_given_up_with_the_reason(
     said = [x.getMessage() for x in caplog.records][-1]
     assert "ended with code 3 3 times in a row and was never ready" in said
     assert said.endswith("no such device")
+
+
+def test_a_child_that_ends_before_it_reads_is_started_again() -> None:
+    """On the gateway's own kind of loop, whose closed pipes raise other errors than asyncio's."""
+
+    async def lives() -> None:
+        with TemporaryDirectory() as folder:
+            supervisor = Supervisor(
+                ["/bin/sh", "-c", "exit 3"],
+                b"settings" * 1000 + b"\n",
+                {},
+                name="test",
+                folder=Path(folder),
+                served=lambda: True,
+                rules=QUICK,
+            )
+            await supervisor.start()
+            await until(lambda: supervisor.num_starts > 20)
+            await supervisor.stop(0)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(lives())
 
 
 async def test_a_child_has_temporary_files_of_its_own_life(
