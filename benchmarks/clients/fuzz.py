@@ -12,19 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.clients import packages
 from benchmarks.clients.real_agents import server
-
-
-def installed(cache: Path) -> Path:
-    """Install schemathesis where it is not yet; returns its command."""
-    found = cache / "py" / "bin" / "schemathesis"
-    if not found.exists():
-        python = cache / "py" / "bin" / "python"
-        if not python.exists():
-            subprocess.run([sys.executable, "-m", "venv", str(cache / "py")], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "schemathesis"]
-        subprocess.run(pip, check=True)
-    return found
 
 
 def main() -> int:
@@ -34,7 +23,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     cache = args.cache.expanduser().resolve()
-    command = [str(installed(cache)), "run", "--checks", "not_a_server_error"]
+    command = [
+        str(packages.pypi(cache, "fuzz") / "schemathesis"),
+        "run",
+        "--checks",
+        "not_a_server_error",
+    ]
     command += ["--max-examples", str(args.examples), "--seed", str(args.seed)]
     command += ["--phases", "examples,coverage,fuzzing", "--request-timeout", "30"]
     command += ["--generation-database", "none", "--no-color"]

@@ -1,10 +1,10 @@
 """Coding agents as their packages install them, each with a small task of several turns.
 
 Codex, OpenCode, qwen-code, Claude Code (npm) and aider (PyPI) are installed into a folder of their
-own, told of the server by ``thermocline connect``, and asked three things one after the
-other in one conversation. What counts is the wire: which requests came, none with an error, and how
-much of each later turn's prompt was reused. A proxy in between counts; the model's words count for
-nothing. Everything stays on loopback.
+own, configured for the server by ``thermocline connect``, without a key, and asked three things one
+after the other in one conversation. What counts is the wire: which requests came, none with an
+error, and how much of the second and the third turn's prompt was reused. A proxy in between counts;
+the model's words count for nothing. Everything stays on loopback.
 
     python -m benchmarks.clients.real_agents --cache ~/.cache/thermocline/agents
     python -m benchmarks.clients.real_agents --engine fake --only codex,aider
@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clients import packages
 from benchmarks.clients.recorder import Exchange, recording
 from benchmarks.clients.roomy_model import roomy_model
 from benchmarks.stacks.fake_stack import FakeStack
@@ -44,19 +45,20 @@ class Agent:
     """A client: what installs it, and its command lines for a first and a later turn."""
 
     name: str  # that ``thermocline connect`` knows
-    package: str
+    package: str  # of npm, or a key of ``packages.PYPI``
     command: str
     first: tuple[str, ...]
     later: tuple[str, ...]
     postinstall: str = ""  # a script of the package, which npm leaves for us to start
     env: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def from_pypi(self) -> bool:
-        return self.name == "aider"
 
-
-_CODEX = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_CODEX = (
+    "--skip-git-repo-check",
+    "--dangerously-bypass-approvals-and-sandbox",
+    "--config=check_for_update_on_startup=false",
+    "--config=analytics.enabled=false",
+)
 _AIDER = (
     "--yes-always",
     "--no-git",
@@ -90,7 +92,7 @@ AGENTS = (
         ("--auth-type", "openai", "--yolo", "{ask}"),
         ("--auth-type", "openai", "--yolo", "--continue", "{ask}"),
         "",
-        {"QWEN_CODE_MAX_OUTPUT_TOKENS": str(ANSWER_TOKENS)},
+        {"QWEN_CODE_MAX_OUTPUT_TOKENS": str(ANSWER_TOKENS), "QWEN_TELEMETRY_ENABLED": "false"},
     ),
     Agent(
         "claude",
@@ -99,17 +101,29 @@ AGENTS = (
         ("--settings", _SHORT, "-p", "{ask}"),
         ("--settings", _SHORT, "-p", "--continue", "{ask}"),
         "install.cjs",
+        {"DISABLE_AUTOUPDATER": "1", "DISABLE_TELEMETRY": "1", "DISABLE_ERROR_REPORTING": "1"},
     ),
     Agent(
         "aider",
-        "aider-chat",
+        "aider",
         "aider",
         (*_AIDER, "--message", "{ask}", "notes.txt"),
         (*_AIDER, "--restore-chat-history", "--message", "{ask}", "notes.txt"),
         "",
-        {"AIDER_ANALYTICS": "false"},
+        {"AIDER_ANALYTICS": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     ),
 )
+
+
+@dataclass
+class Prompt:
+    """The longest prompt of a turn, and what was reused of it."""
+
+    tokens: int = 0
+    cached: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} | {self.cached / self.tokens:.1%}" if self.tokens else "0 | -"
 
 
 @dataclass
@@ -122,35 +136,25 @@ class Outcome:
     num_turns: int = 0  # requests that read a prompt
     errors: list[str] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
-    # Of the last of the three turns: its longest prompt, and what was reused of it.
-    last_prompt_tokens: int = 0
-    last_cached_tokens: int = 0
-    reused_share: float = 0.0  # of all prompts but the first
+    last_words: str = ""  # that the agent printed where it ended with an error
+    second: Prompt = field(default_factory=Prompt)
+    last: Prompt = field(default_factory=Prompt)
     paths: dict[str, int] = field(default_factory=dict)
     sessions: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.errors) or any(self.exit_codes) or not self.second.cached
 
 
 def install(agent: Agent, cache: Path) -> Path:
     """Install a client where it is not yet; returns its command."""
-    if agent.from_pypi:
-        found = cache / "pypi" / agent.name / "bin" / agent.command
-        if not found.exists():
-            folder = cache / "pypi" / agent.name
-            _run([sys.executable, "-m", "venv", str(folder)])
-            _run([str(folder / "bin/python"), "-m", "pip", "install", "--quiet", agent.package])
-        return found
-    prefix = cache / "npm"
-    found = prefix / "node_modules" / ".bin" / agent.command
-    if not found.exists():
-        prefix.mkdir(parents=True, exist_ok=True)
-        _run(["npm", "install", "--silent", "--prefix", str(prefix), agent.package])
-        if agent.postinstall:
-            _run(["node", agent.postinstall], prefix / "node_modules" / agent.package)
-    return found
-
-
-def _run(command: Sequence[str], folder: Path | None = None) -> None:
-    subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    if agent.package in packages.PYPI:
+        return packages.pypi(cache, agent.package) / agent.command
+    modules = packages.npm(cache, agent.package) / "node_modules"
+    if agent.postinstall:
+        packages.run(["node", agent.postinstall], modules / agent.package)
+    return modules / ".bin" / agent.command
 
 
 def perform(agent: Agent, command: Path, url: str, room: Path, bodies: Path | None) -> Outcome:
@@ -163,17 +167,19 @@ def perform(agent: Agent, command: Path, url: str, room: Path, bodies: Path | No
     with recording(url, bodies) as recorder:
         connect = [sys.executable, "-m", "launch", "connect", agent.name, "--write"]
         connect += ["--url", recorder.url]
-        told = subprocess.run(connect, env=_connect_env(env), capture_output=True, text=True)
-        if told.returncode:
-            raise RuntimeError(told.stderr)
+        connected = subprocess.run(connect, env=_connect_env(env), capture_output=True, text=True)
+        if connected.returncode:
+            raise RuntimeError(connected.stderr)
         recorder.exchanges.clear()
-        env |= {"THERMOCLINE_API_KEY": "none"}
         outcome = Outcome(agent.name, _version(command, env))
         marks: list[int] = []
         for i, ask in enumerate(TASK):
             marks.append(len(recorder.exchanges))
             line = [x.replace("{ask}", ask) for x in (agent.later if i else agent.first)]
-            outcome.exit_codes.append(_turn([str(command), *line], env, project, room / f"{i}.txt"))
+            log = room / f"{i}.txt"
+            outcome.exit_codes.append(_turn([str(command), *line], env, project, log))
+            if outcome.exit_codes[-1]:
+                outcome.last_words = log.read_text(errors="replace").strip()[-300:]
     _sum_up(outcome, recorder.exchanges, marks)
     return outcome
 
@@ -227,15 +233,13 @@ def _sum_up(outcome: Outcome, exchanges: Sequence[Exchange], marks: Sequence[int
         outcome.paths[path] = outcome.paths.get(path, 0) + 1
         if exchange.error:
             outcome.errors.append(f"{exchange.status} {path}: {exchange.error}")
-    later = [x for x in exchanges[marks[1] :] if x.is_turn]
-    if later:
-        total = sum(x.prompt_tokens for x in later)
-        outcome.reused_share = round(sum(x.cached_tokens for x in later) / total, 4)
-    last = [x for x in exchanges[marks[-1] :] if x.is_turn]
-    if last:
-        longest = max(last, key=lambda x: x.prompt_tokens)
-        outcome.last_prompt_tokens = longest.prompt_tokens
-        outcome.last_cached_tokens = longest.cached_tokens
+    outcome.second = _longest(exchanges[marks[1] : marks[2]])
+    outcome.last = _longest(exchanges[marks[2] :])
+
+
+def _longest(exchanges: Sequence[Exchange]) -> Prompt:
+    longest = max(exchanges, key=lambda x: x.prompt_tokens, default=Exchange("", ""))
+    return Prompt(longest.prompt_tokens, longest.cached_tokens)
 
 
 @contextmanager
@@ -261,15 +265,15 @@ def server(engine: str, cache: Path, model: str = "") -> Iterator[str]:
 def table(outcomes: Sequence[Outcome]) -> str:
     """Write the figures as a table of Markdown."""
     rows = [
-        "| agent | version | requests | with a prompt | errors | last prompt, tokens |"
-        " of it reused | reused behind the first turn |",
-        "|---|---|---|---|---|---|---|---|",
+        "| agent | version | requests | with a prompt | errors | second prompt, tokens"
+        " | of it reused | third prompt, tokens | of it reused |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for x in outcomes:
-        share = x.last_cached_tokens / x.last_prompt_tokens if x.last_prompt_tokens else 0.0
+        errors = len(x.errors) or (f"exit {max(x.exit_codes)}" if any(x.exit_codes) else 0)
         rows.append(
-            f"| {x.agent} | {x.version} | {x.num_requests} | {x.num_turns} | {len(x.errors)}"
-            f" | {x.last_prompt_tokens:,} | {share:.1%} | {x.reused_share:.1%} |"
+            f"| {x.agent} | {x.version} | {x.num_requests} | {x.num_turns} | {errors}"
+            f" | {x.second} | {x.last} |"
         )
     return "\n".join(rows) + "\n"
 
@@ -302,7 +306,7 @@ def main() -> int:
     print(table(outcomes))
     if args.json:
         args.json.write_text(json.dumps([asdict(x) for x in outcomes], indent=2) + "\n")
-    return 1 if any(x.errors or any(x.exit_codes) for x in outcomes) else 0
+    return 1 if any(x.failed for x in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""SDKs and frameworks of JavaScript and Python against a running server, on loopback.
+"""SDKs and frameworks of JavaScript and Python against a running server, two turns each.
 
-python -m benchmarks.clients.sdks --cache ~/.cache/thermocline/agents
-python -m benchmarks.clients.sdks --engine fake
+Everything stays on loopback. Printed is how much of the second turn's prompt was reused, as the
+client itself reports it.
+
+    python -m benchmarks.clients.sdks --cache ~/.cache/thermocline/agents
+    python -m benchmarks.clients.sdks --engine fake
 """
 
 from __future__ import annotations
@@ -16,44 +19,46 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.clients import packages
 from benchmarks.clients.real_agents import server
+from benchmarks.stacks.product_stack import prose
 
 HERE = Path(__file__).parent
 NPM = ("openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod")
-PYPI = ("openai-agents", "litellm", "instructor", "pydantic-ai-slim[openai,anthropic]")
-PYPI_MORE = ("langchain-openai", "langchain-anthropic", "langchain-tests", "pytest")
+ASK = f"Here is a list of words. {prose('a conversation', 200)}. Name one of them."
+MORE = "And another one?"
 
 
 class Checked(NamedTuple):
     name: str
     version: str
     result: str
+    prompt_tokens: str = ""  # of the second turn
+    cached_tokens: str = ""
 
+    @property
+    def failed(self) -> bool:
+        return self.result != "ok" or not int(self.cached_tokens)
 
-def install(cache: Path) -> tuple[Path, Path]:
-    """Install what is not there yet; returns npm's folder and a Python interpreter."""
-    npm, python = cache / "npm", cache / "py" / "bin" / "python"
-    if not (npm / "node_modules" / "ai").exists():
-        npm.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["npm", "install", "--silent", "--prefix", str(npm), *NPM], check=True)
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(cache / "py")], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, *PYPI, *PYPI_MORE], check=True)
-    return npm, python
+    def row(self) -> str:
+        reused = ""
+        if self.prompt_tokens:
+            reused = f"{int(self.cached_tokens) / int(self.prompt_tokens):.1%}"
+        cells = (self.name, self.version, self.result, self.prompt_tokens, reused)
+        return f"| {' | '.join(cells)} |"
 
 
 def run(command: list[str], folder: Path) -> list[Checked]:
     """Run a script of checks; a script that breaks is one, too."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     rows = [x.split("\t") for x in done.stdout.splitlines()]
-    found = [Checked(*row) for row in rows if len(row) == 3]
+    found = [Checked(*row) for row in rows if len(row) == 5]
     if done.returncode:
         found.append(Checked(command[1], "", done.stderr[-300:]))
     return found
 
 
-def langchain(python: Path, url: str, model: str) -> tuple[Checked, list[str]]:
+def langchain(python: Path, url: str, model: str) -> tuple[str, list[str]]:
     """Run LangChain's standard tests; returns their count, and what failed and why."""
     env = {**os.environ, "SDK_BASE_URL": f"{url}/v1", "SDK_MODEL": model}
     env |= {"OPENAI_API_KEY": "none"}
@@ -64,7 +69,7 @@ def langchain(python: Path, url: str, model: str) -> tuple[Checked, list[str]]:
     last = (done.stdout.strip().splitlines() or ["?"])[-1]
     counts = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|xfailed)", last))
     failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)(?: - (.*))?$", done.stdout, re.MULTILINE)
-    return Checked("LangChain's standard tests", "", counts), [": ".join(x) for x in failed]
+    return counts, [": ".join(x) for x in failed]
 
 
 def main() -> int:
@@ -73,24 +78,26 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
     parser.add_argument("--model", default="", help="a folder; default: one layer of the sample's")
     parser.add_argument("--standard", action="store_true", help="LangChain's standard tests, too")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     cache = args.cache.expanduser().resolve()
-    npm, python = install(cache)
+    npm, python = packages.npm(cache, *NPM), packages.pypi(cache, "sdks") / "python"
     with server(args.engine, cache, args.model) as url:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
             model = json.load(answer)["data"][0]["id"]
-        command = ["node", str(HERE / "sdk_checks.mjs"), url, model, str(npm)]
-        found = run(command, npm)
-        found += run([str(python), str(HERE / "sdk_checks.py"), url, model], cache)
-        failed: list[str] = []
-        if args.standard:
-            counted, failed = langchain(python, url, model)
-            found.append(counted)
-    print("| client | version | result |\n|---|---|---|")
-    for x in found:
-        print(f"| {x.name} | {x.version} | {x.result} |")
-    print("\n".join(failed))
-    return 0
+        node = ["node", str(HERE / "sdk_checks.mjs"), url, model, str(npm), ASK, MORE]
+        checked = run(node, npm)
+        checked += run([str(python), str(HERE / "sdk_checks.py"), url, model, ASK, MORE], cache)
+        standard = langchain(python, url, model) if args.standard else None
+    print("| client | version | result | second prompt, tokens | of it reused |")
+    print("|---|---|---|---|---|")
+    for x in checked:
+        print(x.row())
+    if standard:
+        print(f"LangChain's standard tests: {standard[0]}", *standard[1], sep="\n")
+    if args.json:
+        args.json.write_text(json.dumps([x._asdict() for x in checked], indent=2) + "\n")
+    return 1 if any(x.failed for x in checked) else 0
 
 
 if __name__ == "__main__":
