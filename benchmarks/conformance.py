@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if servers or args.peer:
             for suite in suites:
                 suite.prepare()
-        model = args.model or (str(roomy_model(work / "model", end_every=2)) if servers else "")
+        model = args.model or (str(roomy_model(work / "model")) if servers else "")
         for server in servers:
             for key, counted in _count(server, suites, model, args.files):
                 results.setdefault(server, {})[key] = counted

@@ -1,8 +1,9 @@
-"""The sample model with a longer context and one layer.
+"""The sample model with a longer context, one layer, and one answer: "Fine."
 
 Agents' first prompts have 10,000 to 30,000 tokens, more than the sample model's whole context. Only
-the wire is judged, so a model that reads them fast will do, whatever it answers. It would not stop
-by itself, so many of its tokens end an answer.
+the wire is judged, so a model that reads them fast will do. Its layer computes keys and values of
+every token, as any model does, but adds nothing to them, and its head knows how an answer goes on
+from each of its own few tokens. So answers are short, end by themselves, and are always the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from typing import Any
 
 CONTEXT = 131_072
 NUM_LAYERS = 1
+ANSWER = "Fine."
+CERTAIN = 100.0  # how far the next token of the answer is ahead of all others
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def sample_folder() -> Path:
@@ -25,11 +29,8 @@ def sample_folder() -> Path:
     return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
-def roomy_model(folder: Path, end_every: int = 5) -> Path:
-    """Make the model in ``folder``, unless it is there; returns ``folder``.
-
-    ``end_every``: one in so many tokens ends an answer.
-    """
+def roomy_model(folder: Path) -> Path:
+    """Make the model in ``folder``, unless it is there; returns ``folder``."""
     import mlx.core as mx
 
     weights = folder / "model.safetensors"
@@ -37,16 +38,38 @@ def roomy_model(folder: Path, end_every: int = 5) -> Path:
         return folder
     sample = sample_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(sample / "tokenizer.json", folder)
-    ends: dict[str, Any] = {"eos_token_id": list(range(2, 49_000, end_every))}
-    _change(sample, folder, "generation_config.json", ends)
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(sample / name, folder)
     shape = {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": CONTEXT}
-    _change(sample, folder, "config.json", {**shape, **ends})
+    _change(sample, folder, "config.json", {**shape, "tie_word_embeddings": False})
     _change(sample, folder, "tokenizer_config.json", {"model_max_length": CONTEXT})
     arrays = mx.load(str(sample / "model.safetensors"))
     assert isinstance(arrays, dict)
-    mx.save_safetensors(str(weights), {k: v for k, v in arrays.items() if _is_kept(k)})
+    kept = {k: v for k, v in arrays.items() if _is_kept(k)}
+    kept |= {k: mx.zeros_like(v) for k, v in kept.items() if k.endswith(_ADDS)}
+    kept["lm_head.weight"] = _head(kept, _answer(folder))
+    mx.save_safetensors(str(weights), kept)
     return folder
+
+
+def _answer(folder: Path) -> list[int]:
+    """The tokens of the answer, behind the one that an answer begins after, and its end."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    return [*ids.encode("\n").ids, *ids.encode(ANSWER).ids, end]
+
+
+def _head(arrays: Any, answer: list[int]) -> Any:
+    import mlx.core as mx
+
+    embeddings = arrays["model.embed_tokens.weight"].astype(mx.float32)
+    head = mx.zeros_like(embeddings)
+    for token, following in zip(answer, answer[1:], strict=False):
+        seen = mx.fast.rms_norm(embeddings[token], arrays["model.norm.weight"], 1e-5)
+        head[following] = CERTAIN * seen / mx.sum(seen * seen)
+    return head.astype(arrays["model.embed_tokens.weight"].dtype)
 
 
 def _change(source: Path, target: Path, name: str, changed: dict[str, Any]) -> None:

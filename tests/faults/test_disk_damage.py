@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -158,6 +161,29 @@ def test_damage_under_an_open_tier_costs_its_blobs_and_not_the_tier(folder: Path
     tier.close()
     assert check_usable(folder, blobs) == 0
     assert nothing_left(folder)
+
+
+UNREADABLE = """
+import os, pathlib, sys
+from kvstore.tiers.disk.disk_tier import DiskTier
+folder = pathlib.Path(sys.argv[1])
+tier = DiskTier(folder, 64 << 20)
+os.truncate(folder / "data.mdb", int(sys.argv[2]))
+print(tier.get_many([b"c%032d" % i for i in range(12)]).count(None))
+"""
+
+
+@pytest.mark.parametrize("page", [2, 3, 40, 200])
+def test_what_cannot_be_read_under_the_map_ends_the_process_once(folder: Path, page: int) -> None:
+    """SIGBUS, as of a medium error: the next life opens the folder and is right."""
+    blobs = fill(folder)
+    command = [sys.executable, "-c", UNREADABLE, str(folder), str(4096 * page)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGBUS, done
+    assert check_usable(folder, blobs) in (0, len(blobs))
+    assert nothing_left(folder)
+    assert check_usable(folder, {}) == 0
 
 
 def test_who_is_forgotten_in_a_damaged_file_is_gone_with_it(folder: Path) -> None:

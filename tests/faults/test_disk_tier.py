@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvstore.tiers.disk.budget import file_bytes_limit
 from kvstore.tiers.disk.disk_tier import DiskTier
 from tests.faults.disk_files import (
     MB,
+    check_usable,
     fill,
     nothing_left,
     run_in_background,
@@ -158,16 +160,24 @@ def test_a_file_that_may_not_grow_refuses_blobs_and_serves_on(folder: Path, limi
     tier.close()
 
 
+@contextmanager
+def mounted(place: Path, options: str) -> Iterator[Path]:
+    """A file system of its own, in memory."""
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("may not mount a small file system here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("may not mount a small file system here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted(tmp_path / "small", "size=16m") as place:
+        yield place
 
 
 def test_a_full_disk_refuses_blobs_and_serves_on(small_disk: Path) -> None:
@@ -185,3 +195,84 @@ def test_a_full_disk_refuses_blobs_and_serves_on(small_disk: Path) -> None:
         tier.delete_many([b"small"])
     assert tier.put_many(blobs[:6]) == 6
     tier.close()
+
+
+def test_a_full_inode_table(tmp_path: Path) -> None:
+    """An open tier needs no further file; one that is to be opened is refused with a sentence."""
+    with mounted(tmp_path / "few", "size=16m,nr_inodes=12") as place:
+        tier = DiskTier(place / "cold", 64 * MB)
+        used_up = use_up_inodes(place)
+        with pytest.raises(TierUnavailable, match="cannot use .*other: No space"):
+            DiskTier(place / "other", 64 * MB)
+        blobs = [(b"c%032d" % i, bytes([i]) * 100_000) for i in range(20)]
+        assert tier.put_many(blobs) == 20
+        assert tier.replace(RECORD, b"new")
+        assert tier.delete_many([blobs[0][0]]) == 1
+        tier.close()  # what says that it was closed is a file, too
+        with pytest.raises(TierUnavailable):
+            DiskTier(place / "other", 64 * MB)
+        for file in used_up:
+            file.unlink()
+        tier = DiskTier(place / "cold", 64 * MB)
+        assert tier.get_many([x for x, _ in blobs]) == [None, *(x for _, x in blobs[1:])]
+        tier.close()
+
+
+def use_up_inodes(place: Path) -> list[Path]:
+    made: list[Path] = []
+    while True:
+        try:
+            (place / str(len(made))).touch()
+        except OSError:
+            return made
+        made.append(place / str(len(made)))
+
+
+def test_a_read_only_file_system_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=16m") as place:
+        blobs = fill(place / "cold", 4)
+        remount = ["mount", "-o", "remount,ro", str(place)]
+        subprocess.run(remount, check=True)
+        with pytest.raises(TierUnavailable, match="cannot .*[Rr]ead-only"):
+            DiskTier(place / "cold", 64 * MB)
+        subprocess.run([*remount[:2], "remount,rw", str(place)], check=True)
+        tier = DiskTier(place / "cold", 64 * MB)
+        assert tier.get_many(list(blobs)) == list(blobs.values())
+        tier.close()
+
+
+REFUSED = """
+import os, pathlib, resource, sys
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.disk.disk_tier import DiskTier
+folder, fault = pathlib.Path(sys.argv[1]), sys.argv[2]
+if fault == "descriptors":
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + int(sys.argv[3]), free + 100))
+else:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    DiskTier(folder, 64 << 20)
+except TierUnavailable as error:
+    assert "disk tier" in str(error) and str(folder) in str(error), error
+    assert ("open files" in str(error)) == (fault == "descriptors"), error
+else:
+    raise AssertionError("it was opened")
+"""
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_too_few_descriptors_are_said(folder: Path, number: int) -> None:
+    blobs = fill(folder, 4)
+    run_in_background(REFUSED, str(folder), "descriptors", str(number))
+    assert check_usable(folder, blobs) == 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_may_not_be_entered_any_more_is_said(folder: Path) -> None:
+    blobs = fill(folder, 4)
+    run_in_background(REFUSED, str(folder), "permission")
+    assert check_usable(folder, blobs) == 4

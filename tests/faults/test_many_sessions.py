@@ -1,0 +1,162 @@
+"""Many sessions on one engine, asleep and awake at random, or all back at once: the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engines.mlx_worker.generation import QueueFull
+from kvstore.by_tokens.store import Match, Restored
+from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, surround, text
+
+pytestmark = [pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_CHATS, NUM_TURNS = 100, 5
+NUM_RETURNING = 200
+AT_ONCE = 6
+PLACES = 8
+SHARED = text(9000, 128)  # a system prompt: one whole chunk
+TOKENS = 6
+
+
+def question(chat: int, turn: int) -> list[int]:
+    """What a user adds: of any length, a single token among them."""
+    length = random.Random(f"{chat} {turn}").choice((1, 2, 7, 40, 127, 128, 129, 200))
+    return text(chat * NUM_TURNS + turn, length)
+
+
+def beginning(chat: int) -> list[int]:
+    """Every other chat has the same system prompt."""
+    return SHARED if chat % 2 else []
+
+
+async def without_a_cache(chats: int, turns: int) -> list[list[list[int]]]:
+    """The answers that each chat gets, turn by turn, from an engine that keeps nothing."""
+    async with engine("llama", None, max_batch=PLACES, hot_bytes=128 << 20) as it:
+
+        async def one(chat: int) -> list[list[int]]:
+            history, answers = beginning(chat), []
+            for turn in range(turns):
+                history = history + question(chat, turn)
+                answers.append((await it.turn(history, max_tokens=TOKENS)).tokens)
+                history = history + answers[-1]
+            return answers
+
+        found = []
+        for first in range(0, chats, PLACES):
+            some = range(first, min(chats, first + PLACES))
+            found += await asyncio.gather(*(one(chat) for chat in some))
+        return found
+
+
+def prompt_of(chat: int, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
+    prompt = beginning(chat)
+    for earlier in range(turn):
+        prompt = [*prompt, *question(chat, earlier), *answers[earlier]]
+    return prompt + question(chat, turn)
+
+
+async def test_a_hundred_chats_of_five_turns_that_sleep_and_wake_at_random(tmp_path: Path) -> None:
+    right = await without_a_cache(NUM_CHATS, NUM_TURNS)
+    chance = random.Random(4)
+    sources: Counter[str] = Counter()
+    async with engine("llama", tmp_path, max_batch=PLACES, hot_bytes=24 << 20) as it:
+        names = [session(f"chat {i}", f"tenant {i % 3}") for i in range(NUM_CHATS)]
+        for turn in range(NUM_TURNS):
+            order = chance.sample(range(NUM_CHATS), NUM_CHATS)
+            for first in range(0, NUM_CHATS, AT_ONCE):
+                some = order[first : first + AT_ONCE]
+                prompts = [prompt_of(chat, turn, right[chat]) for chat in some]
+                turns = (
+                    it.turn(prompt, names[chat], max_tokens=TOKENS)
+                    for chat, prompt in zip(some, prompts, strict=True)
+                )
+                for chat, answer in zip(some, await asyncio.gather(*turns), strict=True):
+                    assert answer.tokens == right[chat][turn], (chat, turn, answer.cache)
+                    assert answer.cache is not None
+                    sources[answer.cache.source] += 1
+                await disturb(it, chance, names[chance.choice(some)])
+                await disturb(it, chance, names[chance.randrange(NUM_CHATS)])
+        assert "corrupt" not in it.store.stats().counters
+    assert sum(sources.values()) == NUM_CHATS * NUM_TURNS
+    assert sources["cold-ram"] + sources["cold-disk"] > NUM_CHATS
+    assert sources["hot"] > 10 and sources["miss"] >= NUM_CHATS // 2
+
+
+async def disturb(it: Engine, chance: random.Random, ref: object) -> None:
+    """Send a session to sleep, to the disk perhaps, wake it early, or forget it."""
+    match chance.randrange(8):
+        case 0 | 1 | 2:
+            await it.verbs.demote(ref, None)  # type: ignore[arg-type]
+        case 3 | 4:
+            await it.verbs.demote(ref, "disk")  # type: ignore[arg-type]
+        case 5:
+            await it.verbs.prefetch(ref)  # type: ignore[arg-type]
+        case 6:
+            await it.verbs.forget(ref)  # type: ignore[arg-type]
+
+
+async def test_two_hundred_sessions_that_return_at_once(tmp_path: Path) -> None:
+    """Few are restored at a time, all are right, and another tenant's request waits for few."""
+    right = await without_a_cache(NUM_RETURNING, 2)
+    restoring, most, lock = 0, 0, threading.Lock()
+    done: list[int] = []
+    refused = Counter[int]()
+    async with engine("llama", tmp_path, max_batch=PLACES, hot_bytes=64 << 20) as it:
+        names = [session(f"chat {i}", "many") for i in range(NUM_RETURNING)]
+        for first in range(0, NUM_RETURNING, PLACES):
+            some = range(first, min(NUM_RETURNING, first + PLACES))
+            await asyncio.gather(
+                *(it.turn(prompt_of(i, 0, right[i]), names[i], max_tokens=TOKENS) for i in some)
+            )
+        await it.settled()
+        await it.demote_all()
+        load = it.store.load
+
+        def counted(match: Match, *rest: object, **more: object) -> Restored:
+            nonlocal restoring, most
+            with lock:
+                restoring += 1
+                most = max(most, restoring)
+            try:
+                return load(match, *rest, **more)  # type: ignore[arg-type]
+            finally:
+                with lock:
+                    restoring -= 1
+
+        surround(it, load=counted)
+
+        async def back(chat: int) -> Answer:
+            prompt = prompt_of(chat, 1, right[chat])
+            while True:
+                try:
+                    answer = await it.turn(prompt, names[chat], max_tokens=TOKENS)
+                except QueueFull:  # 429: as a client, it comes again
+                    refused[chat] += 1
+                    await asyncio.sleep(0.05)
+                else:
+                    done.append(chat)
+                    return answer
+
+        returning = [asyncio.create_task(back(i)) for i in range(NUM_RETURNING)]
+        await asyncio.sleep(0)
+        other = await it.turn(text(1, 30), session("short", "another"), max_tokens=TOKENS)
+        before_it = len(done)
+        answers = await asyncio.gather(*returning)
+    assert other.finished == {0: "length"}
+    assert before_it < NUM_RETURNING // 2
+    assert refused  # the line is bounded, too
+    sources = Counter[str]()
+    for chat, answer in enumerate(answers):
+        assert answer.tokens == right[chat][1], chat
+        assert answer.cache is not None
+        sources[answer.cache.source] += 1
+    # What one has restored of the common system prompt is hot for those after it.
+    assert sources["miss"] == 0 and sources["cold-ram"] > NUM_RETURNING // 2
+    assert 1 <= most <= PLACES
