@@ -387,7 +387,7 @@ async def store_chats(folder: Path, lines: list[str], key: str, number: int) -> 
             model = json.loads(answer)["data"][0]["id"]
             left = iter(range(number))
 
-            async def some() -> None:
+            async def some(session: str) -> None:
                 for i in left:
                     asked = {
                         "model": model,
@@ -395,11 +395,12 @@ async def store_chats(folder: Path, lines: list[str], key: str, number: int) -> 
                         "max_tokens": 2,
                         "store": True,
                         "metadata": {"number": str(i), "colour": "red"},
+                        "session_id": session,
                     }
                     status, answer = await tenant.post("/v1/chat/completions", asked)
                     assert status == 200, answer
 
-            await asyncio.gather(*(some() for _ in range(8)))
+            await asyncio.gather(*(some(f"filling {i}") for i in range(8)))
 
 
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -25,6 +26,9 @@ class EchoAnswer:
         self._request = request
         self._model = model
         self.prompt = prompt_words(request)
+        # The same question has the same answer, and another one is not stored in its place.
+        digest = blake2b(" ".join(self.prompt).encode("utf-8", "replace"), digest_size=8)
+        self._id = f"fake-{digest.hexdigest()}"
         self._chat = isinstance(request, ChatRequest)
         wanted = script.chunks if script.chunks is not None else len(self._echo())
         limit = request.answer_tokens if isinstance(request, ChatRequest) else request.max_tokens
@@ -77,7 +81,7 @@ class EchoAnswer:
 
     def _envelope(self, suffix: str) -> dict[str, Any]:
         kind = f"chat.completion{suffix}" if self._chat else "text_completion"
-        return {"id": "fake-1", "object": kind, "created": CREATED, "model": self._model}
+        return {"id": self._id, "object": kind, "created": CREATED, "model": self._model}
 
     def _usage(self, cached: int) -> dict[str, Any]:
         answered = self._num_chunks * self._request.num_choices
