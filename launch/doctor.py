@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import resource
+import secrets
 import socket
 import stat
 import sys
@@ -224,6 +225,10 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         )
         with client:
             info = client.info("server")
+            # A replica that may only be read and a node of a cluster answer, too.
+            client.set(f"thermocline.doctor:{secrets.token_hex(8)}", b"", ex=1)
+    except redis.ResponseError as error:
+        return "failure", f"{masked('', url)} takes nothing: {error}"
     except (redis.RedisError, OSError, ValueError) as error:
         return "failure", f"{masked('', url)} does not answer: {error}"
     return "ok", f"{masked('', url)}, version {info.get('redis_version')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tests.redis_server import RedisServer
 AMPLE = 1 << 30
 DEADLINE_S = 0.5
 PATIENCE_S = 60.0
+RESET_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: what close() sends is a reset
 LONGEST_S = 1.5 * DEADLINE_S + 0.4  # what a call may take at most, and a busy machine
 
 
@@ -77,11 +79,23 @@ def next_life(server: RedisServer, folder: Path, capacity_bytes: int = BUDGET) -
 
 
 class SlowLine:
-    """A TCP proxy that passes on a few bytes at a time."""
+    """A TCP proxy that passes on a few bytes at a time, late, and now and then breaks off.
 
-    def __init__(self, url: str, bytes_per_s: int) -> None:
+    Args:
+        latency_s: before each piece, in either direction.
+        reset_share: of the pieces; instead of being passed on, one ends its connection by a reset.
+    """
+
+    def __init__(
+        self, url: str, bytes_per_s: int, latency_s: float = 0.0, reset_share: float = 0.0
+    ) -> None:
         self._target = int(url.rpartition(":")[2].partition("/")[0])
-        self._pause_s = 65536 / bytes_per_s
+        self.bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self.reset_share = reset_share
+        self._chance = random.Random(5)
+        self.num_resets = 0
+        self.answered_bytes = 0  # from the server, as far as they were passed on
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._links: list[socket.socket] = []
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
@@ -103,17 +117,22 @@ class SlowLine:
                 return
             far = socket.create_connection(("127.0.0.1", self._target))
             self._links += [near, far]
-            threading.Thread(target=self._pass_on, args=(near, far, 0.0), daemon=True).start()
-            threading.Thread(
-                target=self._pass_on, args=(far, near, self._pause_s), daemon=True
-            ).start()
+            for ends in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket, pause_s: float) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         try:
             while data := source.recv(65536):
-                time.sleep(pause_s * len(data) / 65536)
+                if self._chance.random() < self.reset_share:
+                    self.num_resets += 1
+                    for end in (source, target):
+                        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_ONCE)
+                    return
+                time.sleep(self._latency_s + answers * len(data) / self.bytes_per_s)
                 target.sendall(data)
+                self.answered_bytes += answers * len(data)
         except OSError:
             pass
         finally:
             target.close()
+            source.close()

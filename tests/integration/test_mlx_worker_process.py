@@ -30,8 +30,10 @@ from engines.wire import (
     read_from_engine,
 )
 from kvstore.config import StoreConfig
+from tests.faults.redis_tiers import SlowLine
 from tests.integration.mlx_owner.harness import session
 from tests.integration.tiny_models import write_model
+from tests.redis_server import RedisServer, find_binary
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -152,6 +154,82 @@ async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(model: Path, tmp_p
         await until_ready(server)
         answer, cache = await complete(server, PROMPT)
         assert cache == "cold-disk; tokens=299"
+        assert answer["choices"] == expected["choices"]
+
+
+FAST, SLOW = 1 << 30, 100_000  # bytes/s
+
+
+@pytest.mark.redis
+@pytest.mark.skipif(find_binary() is None, reason="no redis-server")
+async def test_a_kill_in_the_middle_of_a_restore_costs_a_recompute_at_most(
+    model: Path, tmp_path: Path
+) -> None:
+    with RedisServer(tcp=True) as far, SlowLine(far.url, FAST) as line:
+        config = settings(model, tmp_path)
+        own = {"ram_bytes": 0, "disk_bytes": 0, "redis_url": line.url, "redis_deadline_s": 60.0}
+        store = msgspec.structs.replace(config.store, restore_deadline_s=60.0, **own)
+        async with running(msgspec.structs.replace(config, store=store)) as server:
+            expected, _ = await complete(server, PROMPT)
+            assert (await server.demote(ONE)).kept == ""
+            pid, before, line.bytes_per_s = server.pid, line.answered_bytes, SLOW
+            assert pid is not None
+            waking = asyncio.create_task(complete(server, PROMPT))
+            async with asyncio.timeout(60):
+                while line.answered_bytes < before + 2 * SLOW:  # there are 900,000
+                    await asyncio.sleep(0.01)
+            assert not waking.done()
+            os.kill(pid, signal.SIGKILL)
+            line.bytes_per_s = FAST
+            with pytest.raises(EngineUnavailable):
+                await waking
+            while server.pid in (None, pid):
+                await asyncio.sleep(0.05)
+            await until_ready(server)
+            again, cache = await complete(server, PROMPT)
+            assert cache == "cold-redis; tokens=299"
+            assert again["choices"] == expected["choices"]
+
+
+async def fresh(config: WorkerConfig, folder: Path) -> Any:
+    """The answer of an engine with these settings that keeps nothing from before."""
+    own = msgspec.structs.replace(config.store, disk_path=str(folder))
+    run = str(folder / "run")
+    async with running(msgspec.structs.replace(config, store=own, runtime_dir=run)) as server:
+        return (await complete(server, PROMPT))[0]["choices"]
+
+
+@pytest.mark.parametrize("changed", ["weights", "dtype", "chunk size", "tokenizer"])
+async def test_another_model_begins_anew_and_leaves_the_first_ones_sessions(
+    model: Path, tmp_path: Path, changed: str
+) -> None:
+    """The engine comes back with one thing changed, and then as it was."""
+    config = other = settings(model, tmp_path)
+    folder = tmp_path / "other"
+    if changed == "dtype":
+        engine = msgspec.structs.replace(config.engine, dtype="float16")
+        other = msgspec.structs.replace(config, engine=engine)
+    elif changed == "chunk size":
+        store = msgspec.structs.replace(config.store, chunk_tokens=64)
+        other = msgspec.structs.replace(config, store=store)
+    else:
+        write_model("llama", folder, seed=int(changed == "weights"))
+        if changed == "tokenizer":
+            content = json.loads((folder / "tokenizer_config.json").read_text())
+            about = {**content, "clean_up_tokenization_spaces": True}
+            (folder / "tokenizer_config.json").write_text(json.dumps(about))
+        other = msgspec.structs.replace(config, model_path=str(folder))
+    right = await fresh(other, tmp_path / "fresh")
+    async with running(config) as server:
+        expected, _ = await complete(server, PROMPT)
+        assert (await server.demote(ONE, "disk")).kept == ""
+    async with running(other) as server:
+        answer, cache = await complete(server, PROMPT)
+        assert cache.startswith("miss"), cache
+        assert answer["choices"] == right
+    async with running(config) as server:
+        answer, cache = await complete(server, PROMPT)
+        assert cache.startswith("cold-disk"), cache
         assert answer["choices"] == expected["choices"]
 
 

@@ -118,9 +118,10 @@ def tiny_model(kind: str, seed: int = 0) -> LoadedModel:
     return LoadedModel(model, None, config)
 
 
-def write_model(kind: str, folder: Path) -> None:
+def write_model(kind: str, folder: Path, seed: int = 0) -> None:
     """The same model as files, with a tokenizer: what the worker process is given."""
-    loaded = tiny_model(kind)
+    folder.mkdir(parents=True, exist_ok=True)
+    loaded = tiny_model(kind, seed)
     tiny_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(loaded.config))
     weights: Any = tree_flatten(loaded.model.parameters())

@@ -138,3 +138,30 @@ def test_another_release_of_vllm_is_another_model(model, tmp_path, monkeypatch):
     before = fingerprint(engine(model), 0, tmp_path / "remembered")
     monkeypatch.setattr(vllm, "__version__", f"{vllm.__version__}.post1")
     assert fingerprint(engine(model), 0, tmp_path / "remembered") != before
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_config": {"dtype": "float16"}},
+        {"cache_config": {"block_size": 32}},
+        {"parallel_config": {"tensor_parallel_size": 2}},
+    ],
+    ids=["dtype", "block size", "ranks"],
+)
+def test_another_dtype_block_size_or_number_of_ranks_is_another_model(model, tmp_path, changed):
+    """On the objects that vLLM makes of its options, one of them changed."""
+    plain, other = engine(model), engine(model)
+    for name, options in changed.items():
+        if name == "model_config":
+            made = ModelConfig(str(model), skip_tokenizer_init=True, **options)
+        else:
+            made = type(getattr(plain, name))(**options)
+        setattr(other, name, made)
+    names = [fingerprint(x, 0, tmp_path / "remembered") for x in (plain, other, engine(model))]
+    assert names[0] == names[2] != names[1]
+
+
+def test_each_rank_is_a_model_of_its_own(model, tmp_path):
+    ranks = [fingerprint(engine(model), rank, tmp_path / "remembered") for rank in range(3)]
+    assert len(set(ranks)) == 3
