@@ -165,9 +165,12 @@ def filtered_list(_: str, __: str) -> Sent:
     return "GET", "/v1/chat/completions?metadata[colour]=none&limit=100", b""
 
 
-def embeddings(model: str, _: str) -> Sent:
-    inputs = [prose(i, 100) for i in range(2048)]
-    return "POST", "/v1/embeddings", json.dumps({"model": model, "input": inputs}).encode()
+def embeddings_of(num_words: int) -> Callable[[str, str], Sent]:
+    def request(model: str, _: str) -> Sent:
+        inputs = [prose(i, num_words) for i in range(2048)]
+        return "POST", "/v1/embeddings", json.dumps({"model": model, "input": inputs}).encode()
+
+    return request
 
 
 def detokenize(model: str, _: str) -> Sent:
@@ -199,7 +202,8 @@ ATTACKS: Final = (
         None,
         True,
     ),
-    Attack("embeddings", "embeddings of 2,048 inputs", embeddings),
+    Attack("embeddings", "embeddings of 2,048 inputs, 200,000 tokens", embeddings_of(100)),
+    Attack("embeddings-8MB", "the same of 1,200,000, which is too many", embeddings_of(570)),
     Attack("detokenize", "`/detokenize` of a million ids", detokenize),
     Attack("tokenize", "`/tokenize` of the largest body", tokenize),
 )

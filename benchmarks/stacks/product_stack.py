@@ -82,12 +82,13 @@ def toml_of(tables: dict[str, dict[str, Any]]) -> str:
 
 @dataclass
 class Stack:
-    """``settings``: tables as in the configuration file, on top of the defaults."""
+    """The server; ``settings``: tables as in the configuration file, on top of the defaults."""
 
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     folder: Path | None = None  # data survives if given
     port: int = field(default_factory=free_port)
     start_timeout_s: float = 300.0
+    environment: dict[str, str] = field(default_factory=dict)  # added to our own
 
     def __post_init__(self) -> None:
         self._own = None if self.folder else tempfile.TemporaryDirectory(prefix="thermocline-")
@@ -107,7 +108,8 @@ class Stack:
         tables.setdefault("gateway", {}).update(host="127.0.0.1", port=self.port)
         tables["store"] = {**UNMEASURED, **tables.get("store", {})}
         config.write_text(toml_of(tables))
-        environment = {**os.environ, "THERMOCLINE_DATA_DIR": str(self.root / "data")}
+        environment = {**os.environ, **self.environment}
+        environment["THERMOCLINE_DATA_DIR"] = str(self.root / "data")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "launch", "serve", "--config", str(config)],
