@@ -110,10 +110,10 @@ def rows() -> list[tuple[np.ndarray, np.ndarray]]:
 def blob_targets() -> Iterator[Target]:
     for name in ("raw", "tq3", "lm3"):
         packer, out = Packer(codec_by_name(name), LAYOUT, "model"), LAYOUT.empty(CHUNK)
-        blob = packer.pack_chunk(KEY, rows(), 4)
+        blob = packer.pack_run(KEY, rows(), 4)
 
         def unpack(data: bytes, packer: Packer = packer, out: Any = out) -> None:
-            packer.unpack_chunk(data, KEY, 4, CHUNK, out)
+            packer.unpack_run(data, KEY, 4, CHUNK, out)
 
         def mended(data: bytes, unpack: Callable[[bytes], None] = unpack) -> None:
             unpack(with_right_checksum(data))

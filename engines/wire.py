@@ -19,6 +19,7 @@ import msgspec
 from kvstore.codecs.quality import Quality
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
+from kvstore.stats import Repacking
 
 WIRE_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
@@ -133,6 +134,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int]
     codec: CodecReport | None = None  # None: it did not say
     requests: list[RequestProgress] = []  # those inside the engine, as far as it can tell
+    repacking: Repacking = Repacking()  # of what was stored before there was a codec for it
 
 
 # ---- gateway -> engine
@@ -322,9 +324,9 @@ class ControlReply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """A session changed: saved after a turn, evicted by the engine, moved, lost, restored."""
+    """A session changed: saved after a turn, evicted by the engine, moved, packed again, ..."""
 
-    cause: Literal["saved", "dropped", "moved", "restored", "lost", "turn"]
+    cause: Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
     session: SessionReport
     why: str = ""  # of "moved" and "lost": "budget", "share", ...; "" = not said
 

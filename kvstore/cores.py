@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+LEAST_PRIORITY: Final = 19
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -19,6 +24,12 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return max(1, min(cores, round(int(quota) / int(period))))
     except (OSError, ValueError):  # no cgroup v2, or its quota is "max"
         return cores
+
+
+def lower_priority() -> None:
+    """Let all other threads go first; those that this one starts inherit it (on Linux)."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
 def memory_nodes(status: Path = Path("/proc/self/status")) -> int:

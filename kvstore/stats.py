@@ -10,13 +10,23 @@ import msgspec
 from kvstore.tiers.base import TierStats
 
 
+class Repacking(msgspec.Struct, frozen=True):
+    """How far stored sessions are that rest unpacked, and are packed in idle moments."""
+
+    sessions_left: int = 0
+    bytes_left: int = 0  # that these take now
+    sessions_done: int = 0  # since the start
+    freed_bytes: int = 0  # in all tiers together
+
+
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """A moment of the store. All counters only grow.
 
     ``saves`` ended with a record in a tier; ``saves_skipped`` found the queue full;
     ``saves_superseded`` gave way to a newer one of the session; ``saves_failed`` reached no tier.
     ``saves_copied``: too much waited to pack them anew for slower tiers, which got copies instead.
-    ``chunks_encoded``; ``chunks_kept`` as rows, since they had been restored from a lossy copy;
+    ``chunks_encoded``; ``chunks_kept``, of which some rows had been restored from a lossy copy and
+    were not packed again; ``repacked_blobs``, which rested unpacked before;
     ``snapshots_stored``, ``restores``, ``restored_tokens``, ``promoted_blobs``.
     ``corrupt``: blobs found damaged and deleted. ``misses.<reason>``: see ``MissReason``.
     ``behind.<tier>``: saves that a slower tier did not take in time. ``unavailable.<tier>``: calls
@@ -29,6 +39,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_sessions: int
     tiers: list[TierStats]
     codecs: dict[str, str] = {}  # by tier, the id of the one that new blobs are in
+    repacking: Repacking = Repacking()
 
 
 class Counters:

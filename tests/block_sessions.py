@@ -108,18 +108,18 @@ def pack(
 ) -> bytes:
     first = span.first_block * BLOCK
     if span.is_part:
-        return store.packer.pack_tail(span.key, rows_behind(chain, part), first)
+        return store.packer.pack_run(span.key, rows_behind(chain, part), first)
     run = rows_of(chain, span.first_block, span.num_blocks)
     if span.is_tail:
-        return store.packer.pack_tail(span.key, run, first)
-    return store.packer.pack_chunk(span.key, run, first, codec)
+        return store.packer.pack_run(span.key, run, first)
+    return store.packer.pack_run(span.key, run, first, codec)
 
 
 def check_rows(store: BlockStore, chain: Sequence[bytes], fetched: Fetched) -> None:
     """Every fetched blob holds exactly what belongs to the prompt's own hashes, as far as used."""
     for span, blob in fetched.spans:
         run = LAYOUT.empty(span.num_blocks * BLOCK)
-        decode = store.packer.unpack_tail if span.is_tail else store.packer.unpack_chunk
+        decode = store.packer.unpack_run if span.is_tail else store.packer.unpack_run
         decode(blob, span.key, span.first_block * BLOCK, span.num_blocks * BLOCK, run)
         used = min(span.end_block, fetched.end_block) - span.first_block
         wanted = rows_of(chain, span.first_block, used)

@@ -58,9 +58,9 @@ class FaultyTier:
         self._call("put_many")
         return self.inner.put_many(items, owner)
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
         self._call("replace")
-        return self.inner.replace(key, blob, owner)
+        return self.inner.replace(key, blob, owner, instead_of)
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         self._call("contains_many")

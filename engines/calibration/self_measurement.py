@@ -9,11 +9,10 @@ unchanged.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -31,11 +30,11 @@ from engines.calibration.messages import CalibrationOrder
 from engines.calibration.survey import CannotCalibrate, survey_report
 from engines.calibration.unfinished import Unfinished
 from engines.wire import CodecReport, MeasurementEnd
+from kvstore.cores import lower_priority
 from kvstore.errors import UnknownCodec
 
 logger = logging.getLogger(__name__)
 
-LEAST_PRIORITY: Final = 19
 CLOSE_S: Final = 2.0
 TELL_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
 LOOK_EVERY_S: Final = 2.0
@@ -107,7 +106,7 @@ class SelfMeasurement:
         self._thread.join(within_s)
 
     def _run(self) -> None:
-        _lower_priority()
+        lower_priority()
         try:
             with self._work(), large_arrays_apart():
                 self._measure()
@@ -175,9 +174,3 @@ class SelfMeasurement:
     def _check(self) -> None:
         if self._closing.is_set():
             raise Interrupted("the engine ends")
-
-
-def _lower_priority() -> None:
-    """Let everything else go first; threads that this one starts inherit it (on Linux)."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)

@@ -51,6 +51,8 @@ Listener: TypeAlias = Callable[[Cause, SessionRef, str], None]  # the last: why,
 WAITING_PER_SLOT = 16
 # While a prompt waits for room and nothing runs, look again after this long.
 LOOK_AGAIN_S = 0.25
+# Work that needs no model waits until nobody has needed the engine for so long.
+QUIET_S = 1.0
 # Freed buffers that mlx may keep for reuse. Small: memory that was given up must really be free.
 MLX_POOL_BYTES = 64 << 20
 
@@ -127,6 +129,11 @@ class Owner:
     def store(self) -> ColdStore | None:
         """The cold store; None if sessions of this model do not hibernate."""
         return self.parts.cold.store if self.parts.cold else None
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if nobody has needed this engine for a moment. Any thread."""
+        return self.idle_steps.alone_s >= QUIET_S and not self._limit.num_waiting
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """The bytes that a running sequence of ``num_tokens`` tokens may take."""

@@ -184,6 +184,12 @@ class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
     kept: bool  # False: skipped or failed
 
 
+class RankPacked(msgspec.Struct, frozen=True, tag="packed"):
+    """News that what this rank has stored of a session takes less room than before."""
+
+    session: SessionRef
+
+
 class RankLost(msgspec.Struct, frozen=True, tag="lost"):
     """News that what was stored of a session is gone, or slower to reach."""
 
@@ -209,7 +215,7 @@ class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
 
 ToRank: TypeAlias = Stage | Probe | Release | Ask | ForwardDone | JointFindings
 ToFront: TypeAlias = RequestAdmitted | RunForward
-RankNews: TypeAlias = RankSaved | RankLost
+RankNews: TypeAlias = RankSaved | RankPacked | RankLost
 PeerNews: TypeAlias = RankNews | Forward | ForwardDone | RankFindings
 FromPeer: TypeAlias = RankHello | Staged | RankAnswer | PeerNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | ToFront

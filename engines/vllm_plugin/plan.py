@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvstore.by_blocks.store import RestoredPart
 from kvstore.session import SessionRef
 
 
@@ -23,6 +24,7 @@ class Save:
         part: ids of the tokens behind the last full block. ``block_ids`` then has one block more,
             of which only these rows are the session's.
         waits: it is not skipped, however much waits already.
+        restored_part: the part of a block that the turn went on from, if its rows were loaded.
     """
 
     job: int
@@ -32,6 +34,7 @@ class Save:
     states: dict[int, list[int]] = field(default_factory=dict)
     part: tuple[int, ...] = ()
     waits: bool = False
+    restored_part: RestoredPart | None = None
 
     @property
     def held_ids(self) -> list[int]:

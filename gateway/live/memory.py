@@ -11,7 +11,7 @@ from typing import TypeAlias
 from engines.base import EngineReport
 from engines.wire import CodecReport, TierReport
 from gateway.live.rows import Key
-from gateway.live.shape import HotShown, MemoryShown, TierShown
+from gateway.live.shape import HotShown, MemoryShown, RepackingShown, TierShown
 from gateway.live.sums import Sums
 
 Counts: TypeAlias = Mapping[str, Mapping[str, int]]
@@ -42,7 +42,13 @@ def memory_shown(
         sessions=dict(sorted(sums.states.items())),
         outcomes={source: dict(reasons) for source, reasons in outcomes.items()},
         departures={place: dict(whys) for place, whys in departures.items()},
+        repacking=_repacking(report) if report and admin else None,
     )
+
+
+def _repacking(report: EngineReport) -> RepackingShown:
+    told = report.repacking
+    return RepackingShown(told.sessions_left, told.bytes_left, told.sessions_done, told.freed_bytes)
 
 
 def _hot(

@@ -128,6 +128,15 @@ class TierShown(msgspec.Struct, frozen=True, kw_only=True):
     codec: str | None
 
 
+class RepackingShown(msgspec.Struct, frozen=True):
+    """How far the engine is with what was stored unpacked, and is packed in idle moments."""
+
+    sessions_left: int
+    bytes_left: int  # that these take now
+    sessions_done: int  # since the engine's start
+    freed_bytes: int
+
+
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     """The places of the sessions' KV, against their budgets."""
 
@@ -138,6 +147,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     sessions: dict[str, int]  # how many are in each state
     outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
     departures: dict[str, dict[str, int]]  # sessions that left a place, hot or a tier, by why
+    repacking: RepackingShown | None  # for admins only
 
 
 class QualityRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,32 +4,39 @@ Every ``unpack_*`` checks first that the blob is the one asked for (key, model, 
 and whole, and in a codec that is known, and raises ``Unusable`` otherwise, before the caller can
 have seen a byte of it.
 
-KV is packed by a lossy codec once. Rows that came from such a copy are never given to a lossy codec
-again: a chunk that has any of them and is held nowhere (its copies were evicted, or an edited
-history left it half-way) is kept as rows, like a tail. Its header says that they were *restored*,
-and so does that of a tail with such rows: what comes out of it still counts as lossy.
+A *run* of tokens is a chunk, the tail behind the last full chunk, or the part of a block: all are
+packed alike, by codecs that pack each token by itself, so it does not matter how long a run is. KV
+is packed by a lossy codec once. Of a run that goes on behind a lossy copy, the packed bytes of that
+copy are taken over (``segments``); where they are gone its rows are kept in 16 bits, and the name
+of their codec says that they were *restored*. Whatever comes out of them still counts as lossy.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from kvstore.blobs import format as blobs
-from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, SNAPSHOT
+from kvstore.blobs import segments as rows_in_segments
+from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, PART, SNAPSHOT, TAIL
 from kvstore.blobs.codec_set import CodecSet, as_set, distinct
+from kvstore.blobs.segments import FRESH, Lineage, Segment
 from kvstore.blobs.snapshot import StateTree, decode_state, encode_state
-from kvstore.blobs.state_packer import FRESH, Lineage, Segment, StatePacker
+from kvstore.blobs.state_packer import StatePacker
 from kvstore.blobs.whole_rows import WholeRows
 from kvstore.codecs.base import Codec
 from kvstore.codecs.states.session_codec import SessionCodec
-from kvstore.errors import ForeignCodec, Mismatch
-from kvstore.shapes import KVLayout, KVRun, slice_tokens
+from kvstore.errors import Corrupt, ForeignCodec, Mismatch
+from kvstore.shapes import KVLayout, KVRun
 from kvstore.tiers.base import Blob
 
 RECORD_CODEC: Final = b"msgpack.1"
 PACKED_STATE: Final = b"+s1"  # behind the name of a snapshot's rows: its state is packed, too
+SEGMENTS: Final = rows_in_segments.CODEC_ID.encode()
+RUNS: Final = frozenset((CHUNK, TAIL, PART))  # kinds of blobs that hold rows and nothing else
+_LENGTH: Final = struct.Struct("<Q")  # behind packed rows of a snapshot: their bytes
 # One that was checked before is not checked again.
 AnyBlob: TypeAlias = Blob | blobs.VerifiedBlob
 
@@ -87,6 +94,11 @@ class Packer:
         return self._known.codecs
 
     @property
+    def exact_ids(self) -> tuple[str, ...]:
+        """Ids of the codecs that can be read and lose nothing."""
+        return tuple(x.id for x in self._known.by_name.values() if x.exact)
+
+    @property
     def readable(self) -> tuple[str, ...]:
         """Ids of all codecs that can be read, those that are written first."""
         return self._known.ids
@@ -118,51 +130,75 @@ class Packer:
     def reads_all(self, codec_ids: Iterable[str]) -> bool:
         return set(self.readable).issuperset(codec_ids)
 
-    def check_codec(self, header: blobs.Header) -> None:
-        """Check that a chunk can be unpacked here.
+    def check_codecs(self, blob: blobs.VerifiedBlob) -> None:
+        """Check that a run of tokens can be unpacked here.
 
-        Raises ``ForeignCodec``: it is in a codec, or of a profile, that only another engine has.
+        Raises:
+            ForeignCodec: it is in a codec, or of a profile, that only another engine has.
+            Corrupt: its segments cannot be read.
         """
-        is_chunk = header.key[:1] == CHUNK
-        if is_chunk and header.codec not in self._known.by_name and header.codec not in self._rows:
-            raise ForeignCodec(f"the blob is in codec {header.codec!r}, which is not known here")
+        header = blob.header
+        if header.key[:1] in RUNS:
+            names = self._split(header.codec, blob.payload, header.first_token, header.num_tokens)
+            for name in names:
+                self._check_known(name.codec_id)
+
+    def _check_known(self, codec_id: str) -> None:
+        name = codec_id.encode()
+        if name not in self._known.by_name and name not in self._rows:
+            raise ForeignCodec(f"the blob is in codec {codec_id!r}, which is not known here")
 
     def is_lossy(self, blob: AnyBlob) -> bool:
-        """True if rows of this chunk or tail have been through a lossy codec, now or before."""
+        """True if rows of this blob have been through a lossy codec, now or before."""
         name = blobs.codec_in(blob).removesuffix(PACKED_STATE)
         if name in self._rows:
             return self._rows[name].restored
         codec = self._known.by_name.get(name)
         return codec is None or not codec.exact
 
-    # ---- chunks
+    # ---- runs of tokens: chunks, tails, parts
 
-    def chunk_nbytes(self, first_token: int, num_tokens: int) -> int:
-        """Bytes of a chunk's blob in memory; exact unless rows need the raw escape."""
+    def run_nbytes(self, first_token: int, num_tokens: int) -> int:
+        """Bytes of a run's blob in memory, packed at once; exact unless rows need the raw escape.
+
+        Of an entropy coder it is an estimate.
+        """
         packed = self.codec.packed_nbytes(self.layout, num_tokens, first_token)
         return blobs.HEADER_BYTES + packed
 
-    def tail_nbytes(self, num_tokens: int, codecs: Sequence[str] = ()) -> int:
-        """Bytes of a tail's blob. ``codecs``: of the session's record, if it was saved before."""
-        saved_by = self._known.by_name.get(codecs[0].encode()) if codecs else None
-        rows = WholeRows(self.layout, (saved_by or self.codec).exact)
-        return blobs.HEADER_BYTES + rows.nbytes(num_tokens)
-
-    def pack_chunk(
-        self, key: bytes, run: KVRun, first_token: int, codec: Codec | None = None
+    def pack_run(
+        self,
+        key: bytes,
+        run: KVRun,
+        first_token: int,
+        codec: Codec | None = None,
+        lineage: Lineage = FRESH,
     ) -> bytes:
-        """Pack a full chunk; the views in ``run`` are not kept.
+        """Pack a run of tokens; its views are not kept.
 
         Args:
             run: for each layer K and V, each (num_kv_heads, num_tokens, head_dim), in the engine's
-                dtype (bf16 as uint16), of the chunk's tokens only, as they were computed.
+                dtype (bf16 as uint16), of these tokens only.
             codec: one of ``codecs``; memory's if there is none.
+            lineage: the lossy copies that these rows go on from.
         """
-        codec = codec or self.codec
-        payload = codec.encode(run, self.layout, first_token)
-        return self.seal_chunk(key, payload, first_token, _num_tokens(run), codec)
+        codec, num_tokens = codec or self.codec, _num_tokens(run)
+        if lineage.position <= first_token:
+            if codec.exact and key[:1] != CHUNK:
+                return self._seal_rows(self._whole(exact=True), key, run, first_token)
+            return self.seal_run(
+                key, codec.encode(run, self.layout, first_token), first_token, num_tokens, codec
+            )
+        if codec.exact:
+            return self._seal_rows(self._whole(exact=True, restored=True), key, run, first_token)
+        found = rows_in_segments.pack(run, self.layout, first_token, codec, lineage)
+        header = self._header(key, SEGMENTS, first_token, num_tokens)
+        if len(found) == 1 and found[0].num_tokens == num_tokens:
+            header = replace(header, codec=found[0].codec_id.encode())
+            return blobs.pack(header, found[0].payload)
+        return blobs.pack(header, rows_in_segments.join(found, first_token))
 
-    def seal_chunk(
+    def seal_run(
         self,
         key: bytes,
         payload: bytes | memoryview,
@@ -170,92 +206,86 @@ class Packer:
         num_tokens: int,
         codec: Codec | None = None,
     ) -> bytes:
-        """Make the blob of what the codec made of a chunk, on whichever device."""
+        """Make the blob of what the codec made of a run, on whichever device."""
         codec_id = blobs.codec_field((codec or self.codec).id)
         return blobs.pack(self._header(key, codec_id, first_token, num_tokens), payload)
 
-    def open_chunk(
+    def open_run(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, codec: Codec
     ) -> memoryview:
-        """Give the payload of a chunk that is in ``codec``: a view, not checked by the codec yet.
+        """Give the payload of a run that is in ``codec``: a view, not checked by the codec yet.
 
         Raises:
             Unusable: damaged, or not the blob asked for.
         """
         codec_id = blobs.codec_field(codec.id)
-        return _payload(blob, self._header(key, codec_id, first_token, num_tokens))
+        header, payload = blobs.parse(blob)
+        blobs.expect(header, self._header(key, codec_id, first_token, num_tokens))
+        return payload
 
-    def unpack_chunk(
+    def unpack_run(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, out: KVRun
     ) -> None:
-        """Fill ``out`` with the first tokens of a chunk of ``num_tokens`` tokens, in any codec.
+        """Fill ``out`` with the first tokens of a run of ``num_tokens`` tokens, in any codec.
 
         Args:
-            out: as ``run`` of ``pack_chunk``, for as many tokens as are wanted.
+            out: as ``run`` of ``pack_run``, for as many tokens as are wanted.
 
         Raises:
             Unusable: damaged, not the blob asked for, or in a codec that is not known.
         """
-        header, payload = blobs.parse(blob)
-        blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
-        if key[:1] != CHUNK:
-            raise Mismatch("not a chunk")
-        if header.codec in self._rows:
-            self._rows[header.codec].decode(payload, num_tokens, out)
-            return
-        self.check_codec(header)
-        codec, taken = self._known.by_name[header.codec], _num_tokens(out)
-        if taken == num_tokens:
-            codec.decode(payload, self.layout, first_token, out)
-            return
-        whole = self.layout.empty(num_tokens)
-        codec.decode(payload, self.layout, first_token, whole)
-        _copy(slice_tokens(whole, 0, taken), out)
+        self._fill(self._run_segments(blob, key, first_token, num_tokens), first_token, out)
 
-    # ---- rows as they are: tails, and chunks that were restored from a lossy copy
-
-    def pack_tail(
-        self, key: bytes, run: KVRun, first_token: int, *, restored: bool = False
-    ) -> bytes:
-        rows = self._whole(restored)
-        return self._seal_rows(rows, key, rows.encode(run), first_token, _num_tokens(run))
-
-    def pack_restored(self, key: bytes, run: KVRun, first_token: int) -> bytes:
-        """Keep a chunk or tail as rows, since some of them came from a lossy copy."""
-        return self.pack_tail(key, run, first_token, restored=True)
-
-    def _seal_rows(
-        self, rows: WholeRows, key: bytes, payload: bytes, first_token: int, num_tokens: int
-    ) -> bytes:
-        codec = rows.codec_id.encode()
-        return blobs.pack(self._header(key, codec, first_token, num_tokens), payload)
-
-    def _open_rows(
+    def _run_segments(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int
-    ) -> tuple[WholeRows, memoryview]:
-        """Give the reader of whole rows, and their payload of unchecked length."""
+    ) -> list[Segment]:
         header, payload = blobs.parse(blob)
         blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
-        codec = header.codec
-        if key[:1] == SNAPSHOT:
-            codec = codec.removesuffix(PACKED_STATE)
-        if codec not in self._rows:
-            raise Mismatch(f"rows in codec {header.codec!r}, which is not known here")
-        return self._rows[codec], payload
+        if key[:1] not in RUNS:
+            raise Mismatch("not a run of tokens")
+        return self._split(header.codec, payload, first_token, num_tokens)
 
-    def unpack_tail(
-        self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, out: KVRun
-    ) -> None:
-        """Fill ``out`` with the first tokens of a tail of ``num_tokens`` tokens.
+    def _split(
+        self, codec: bytes, payload: memoryview, first_token: int, num_tokens: int
+    ) -> list[Segment]:
+        """Give the segments of rows under this name; most have one."""
+        if codec == SEGMENTS:
+            return rows_in_segments.split(payload, first_token, num_tokens)
+        return [Segment(first_token, num_tokens, codec.decode("ascii", "replace"), payload)]
+
+    def _fill(self, found: Sequence[Segment], first_token: int, out: KVRun) -> None:
+        rows_in_segments.fill(found, self.layout, first_token, out, self._unpack)
+
+    def _unpack(self, segment: Segment, out: KVRun) -> None:
+        """Unpack all rows of a segment."""
+        name = segment.codec_id.encode()
+        if name in self._rows:
+            self._rows[name].decode(segment.payload, segment.num_tokens, out)
+            return
+        self._check_known(segment.codec_id)
+        self._known.by_name[name].decode(segment.payload, self.layout, segment.first, out)
+
+    def lossy_segments(
+        self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int
+    ) -> list[Segment]:
+        """List the segments of a blob's rows, as they are; none if none was packed with loss.
 
         Raises ``Unusable``: damaged, or not the blob asked for.
         """
-        rows, payload = self._open_rows(blob, key, first_token, num_tokens)
-        rows.decode(payload, num_tokens, out)
+        if not self.is_lossy(blob):
+            return []
+        if key[:1] != SNAPSHOT:
+            return self._run_segments(blob, key, first_token, num_tokens)
+        name, _, rows = self._open_snapshot(blob, key, first_token, num_tokens)
+        return self._split(name, rows, first_token, num_tokens)
 
-    def _whole(self, restored: bool = False) -> WholeRows:
-        """The kind of whole rows that is as exact as what memory keeps."""
-        wanted = (self.codec.exact, restored)
+    def _seal_rows(self, rows: WholeRows, key: bytes, run: KVRun, first_token: int) -> bytes:
+        header = self._header(key, rows.codec_id.encode(), first_token, _num_tokens(run))
+        return blobs.pack(header, rows.encode(run))
+
+    def _whole(self, *, exact: bool, restored: bool = False) -> WholeRows:
+        """The kind of rows that are kept as they are."""
+        wanted = (exact, restored)
         return next(x for x in self._rows.values() if (x.exact, x.restored) == wanted)
 
     # ---- states, and the headers of records
@@ -268,7 +298,8 @@ class Packer:
         first_token: int,
         num_tokens: int,
         *,
-        restored: bool = False,
+        codec: Codec | None = None,
+        rows: Lineage = FRESH,
         how: SessionCodec | None = None,
         lineage: Lineage = FRESH,
     ) -> bytes:
@@ -276,17 +307,32 @@ class Packer:
 
         Args:
             run: those tokens; empty for a model without growing layers.
+            codec, rows: of the run, as ``codec`` and ``lineage`` of ``pack_run``.
             how: packs the state as far as it is marked; None = it is kept exactly.
             lineage: the lossy copy that this state goes on from.
         """
-        rows = self._whole(restored)
-        name = rows.codec_id.encode()
-        if how is not None and not how.exact:
+        packs = how is not None and not how.exact
+        restored = bool(num_tokens) and rows.position > first_token
+        restored = restored or (lineage.position > 0 and not packs)
+        name, packed = self._pack_rows(run, first_token, codec or self.codec, rows, restored)
+        if how is not None and packs:
             position = first_token + num_tokens
             state = self._known.states.pack(how, state, position, lineage)
             name += PACKED_STATE
-        payload = encode_state(state) + rows.encode(run)
+        payload = encode_state(state) + packed
         return blobs.pack(self._header(key, name, first_token, num_tokens), payload)
+
+    def _pack_rows(
+        self, run: KVRun, first_token: int, codec: Codec, lineage: Lineage, restored: bool
+    ) -> tuple[bytes, bytes]:
+        """Pack the rows of a snapshot, which lie behind its state; give their name, too."""
+        if codec.exact or not _num_tokens(run):
+            whole = self._whole(exact=codec.exact, restored=restored)
+            return whole.codec_id.encode(), whole.encode(run)
+        joined = rows_in_segments.join(
+            rows_in_segments.pack(run, self.layout, first_token, codec, lineage), first_token
+        )
+        return SEGMENTS, joined + _LENGTH.pack(len(joined))
 
     def unpack_snapshot(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int, out: KVRun
@@ -295,13 +341,32 @@ class Packer:
 
         Raises ``Unusable``: damaged, or not the blob asked for.
         """
-        rows, payload = self._open_rows(blob, key, first_token, num_tokens)
-        cut = len(payload) - rows.nbytes(num_tokens)
-        state = decode_state(payload[: max(cut, 0)])
+        name, packed, rows = self._open_snapshot(blob, key, first_token, num_tokens)
+        state = decode_state(packed)
         if self.has_lossy_state(blob):
             state = self._known.states.unpack(state)
-        rows.decode(payload[cut:], num_tokens, out)
+        self._fill(self._split(name, rows, first_token, num_tokens), first_token, out)
         return state
+
+    def _open_snapshot(
+        self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int
+    ) -> tuple[bytes, memoryview, memoryview]:
+        """Give the name of a snapshot's rows, its packed state, and its rows."""
+        header, payload = blobs.parse(blob)
+        blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
+        name, end = header.codec.removesuffix(PACKED_STATE), len(payload)
+        if key[:1] != SNAPSHOT or (name != SEGMENTS and name not in self._rows):
+            raise Mismatch(f"a state with rows in codec {header.codec!r}, not known here")
+        if name in self._rows:
+            length = self._rows[name].nbytes(num_tokens)
+        elif end < _LENGTH.size:
+            raise Corrupt("a snapshot without its rows")
+        else:
+            end -= _LENGTH.size
+            (length,) = _LENGTH.unpack_from(payload, end)
+        if length > end:
+            raise Corrupt("a snapshot's rows are longer than the snapshot")
+        return name, payload[: end - length], payload[end - length : end]
 
     def has_lossy_state(self, blob: AnyBlob) -> bool:
         """True if the state in this snapshot has been through a lossy codec."""
@@ -314,11 +379,10 @@ class Packer:
 
         Raises ``Unusable``: damaged, or not the blob asked for.
         """
-        rows, payload = self._open_rows(blob, key, first_token, num_tokens)
+        _, packed, _ = self._open_snapshot(blob, key, first_token, num_tokens)
         if not self.has_lossy_state(blob):
             return []
-        state = decode_state(payload[: max(len(payload) - rows.nbytes(num_tokens), 0)])
-        return self._known.states.segments_of(state)
+        return self._known.states.segments_of(decode_state(packed))
 
     def record_header(self, key: bytes, num_tokens: int) -> blobs.Header:
         """The header of a session's record, which is a blob like any other."""
@@ -331,15 +395,3 @@ class Packer:
 
 def _num_tokens(run: KVRun) -> int:
     return int(run[0][0].shape[1]) if len(run) else 0
-
-
-def _payload(blob: AnyBlob, wanted: blobs.Header) -> memoryview:
-    header, payload = blobs.parse(blob)
-    blobs.expect(header, wanted)
-    return payload
-
-
-def _copy(source: KVRun, target: KVRun) -> None:
-    for (from_k, from_v), (to_k, to_v) in zip(source, target, strict=True):
-        to_k[...] = from_k
-        to_v[...] = from_v

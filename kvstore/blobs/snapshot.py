@@ -2,9 +2,10 @@
 
 Such a state cannot be cut back to an earlier token, so it is kept as a snapshot at one position.
 What is written here is exact; ``state_packer`` packs what an engine has marked, where that was
-measured. The engine hands over a *tree*: nested lists, tuples and dicts of plain values and arrays,
-in whatever shape its own cache classes want back. On the wire the tree is msgpack in which every
-container carries a number saying what it is, and arrays refer to one raw section behind it:
+measured, then or later: marks are written, too. The engine hands over a *tree*: nested lists,
+tuples and dicts of plain values and arrays, in whatever shape its own cache classes want back. On
+the wire the tree is msgpack in which every container and array carries a number saying what it is,
+and arrays refer to one raw section behind it:
 
     u32 length of the structure | u32 0 | structure | zeros up to 64 bytes | arrays, 64-byte aligned
 """
@@ -77,7 +78,7 @@ MAX_DEPTH: Final = 32
 MAX_NODES: Final = 1 << 16
 MAX_NDIM: Final = 8
 _ALIGNMENT: Final = 64
-_LIST, _TUPLE, _DICT, _ARRAY = range(4)
+_LIST, _TUPLE, _DICT, _ARRAY, _MATRIX, _WINDOW = range(6)
 _PLAIN = "bool float32 float64 complex64 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
 _DTYPES: Final = {**{name: np.dtype(name) for name in _PLAIN.split()}, **NUMPY_DTYPES}
 
@@ -168,7 +169,10 @@ class _Writer:
         offset, padding = self._nbytes, -len(raw) % _ALIGNMENT
         self.arrays += [raw, bytes(padding)]
         self._nbytes += len(raw) + padding
-        return [_ARRAY, leaf.dtype, list(leaf.array.shape), offset]
+        place = [leaf.dtype, list(leaf.array.shape), offset]
+        if isinstance(leaf, WindowArray):
+            return [_WINDOW, *place, leaf.number]
+        return [_MATRIX if isinstance(leaf, MatrixArray) else _ARRAY, *place]
 
 
 class _Reader:
@@ -192,6 +196,10 @@ class _Reader:
                 return dict(self._items(items, depth))
             case [3, str(dtype), list(shape), int(offset)]:
                 return self._array(dtype, shape, offset)
+            case [4, str(dtype), list(shape), int(offset)]:
+                return MatrixArray(dtype, self._array(dtype, shape, offset).array)
+            case [5, str(dtype), list(shape), int(offset), int(number)]:
+                return WindowArray(dtype, self._array(dtype, shape, offset).array, number)
         raise Corrupt("a snapshot holds something that is no state")
 
     def _items(self, items: list[Any], depth: int) -> Iterable[tuple[str, StateTree]]:

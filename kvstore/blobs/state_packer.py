@@ -15,11 +15,11 @@ came from, bit for bit, and where it is gone they are kept as rows of 16 bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
+from kvstore.blobs.segments import FRESH, LEAST_BITS, Lineage, Segment, cover, fill
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.blobs.whole_rows import WholeRows
 from kvstore.codecs.base import Codec
@@ -31,37 +31,7 @@ from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 SEGMENT_TOKENS: Final = 128  # of fresh rows, at multiples of it
 KEPT: Final = ""  # the codec of a segment whose rows are kept as they are, in 16 bits
 MAX_SEGMENTS: Final = 1 << 12
-# Fewer bits for a value are no codec's, so a small blob cannot ask for a lot of memory.
-LEAST_BITS: Final = 1 / 32
 _MATRIX, _WINDOWS, _WINDOW = "\0matrix", "\0windows", "\0window"
-
-
-class Segment(NamedTuple):
-    """Packed rows of tokens ``first ..`` of all layers with windows."""
-
-    first: int
-    num_tokens: int
-    codec_id: str
-    payload: memoryview
-
-    @property
-    def end(self) -> int:
-        """The token behind its last."""
-        return self.first + self.num_tokens
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """Names the lossy copy that a state goes on from, by its ``position``; 0 = there is none.
-
-    ``segments``: of that copy and later ones, as far as they are still there.
-    """
-
-    position: int = 0
-    segments: Sequence[Segment] = ()
-
-
-FRESH: Final = Lineage()
 
 
 class StatePacker:
@@ -106,7 +76,7 @@ class StatePacker:
         start = position - run[0][0].shape[1]
         lossy_end = min(max(lineage.position, start), position)
         at = start
-        for segment in _cover(lineage.segments, start, lossy_end):
+        for segment in cover(lineage.segments, start, lossy_end):
             yield segment
             at = min(segment.end, position)
         if at < lossy_end:
@@ -157,10 +127,7 @@ class StatePacker:
         segments = self.segments_of(tree)
         self._check(segments, start, position)
         out = self._windows.empty(num_tokens)
-        for segment in segments:
-            first = max(segment.first, start)
-            target = slice_tokens(out, first - start, min(segment.end, position) - start)
-            self._decode(segment, first, target)
+        fill(segments, self._windows, start, out, self._decode)
         return [array for pair in out for array in pair]
 
     def _check(self, segments: Sequence[Segment], start: int, position: int) -> None:
@@ -178,21 +145,7 @@ class StatePacker:
         if at < position or num_values * LEAST_BITS > 8 * nbytes:
             raise Corrupt("the segments of a packed state are too short")
 
-    def _decode(self, segment: Segment, first: int, out: KVRun) -> None:
-        """Fill ``out`` with a segment's tokens from ``first`` on."""
-        assert self._windows is not None
-        count = out[0][0].shape[1]
-        if (segment.first, segment.num_tokens) == (first, count):
-            self._decode_all(segment, out)
-            return
-        whole = self._windows.empty(segment.num_tokens)
-        self._decode_all(segment, whole)
-        part = slice_tokens(whole, first - segment.first, first - segment.first + count)
-        for pair, source in zip(out, part, strict=True):
-            for array, rows in zip(pair, source, strict=True):
-                array[...] = rows
-
-    def _decode_all(self, segment: Segment, out: KVRun) -> None:
+    def _decode(self, segment: Segment, out: KVRun) -> None:
         assert self._windows is not None
         if segment.codec_id == KEPT:
             rows = WholeRows(self._windows, exact=False)
@@ -315,21 +268,3 @@ def _bytes_array(payload: bytes | memoryview) -> StateArray:
 
 def _view(payload: np.ndarray) -> memoryview:
     return np.ascontiguousarray(payload).reshape(-1).data
-
-
-def _cover(segments: Sequence[Segment], start: int, end: int) -> list[Segment]:
-    """Find segments that lie end to end and hold the tokens from ``start`` on, as far as they go.
-
-    Of several that begin alike the longest is taken. ``end``: no further than behind this token.
-    """
-    found: list[Segment] = []
-    at = start
-    while at < end:
-        fits = [
-            x for x in segments if (x.first <= at < x.end if not found else x.first == at < x.end)
-        ]
-        if not fits:
-            return found
-        found.append(max(fits, key=lambda x: x.end))
-        at = found[-1].end
-    return found

@@ -1,8 +1,8 @@
-"""Rows kept as they are: the tail of a session, the tokens before a snapshot, a restored chunk.
+"""Rows kept as they are: under an exact codec, and where their packed bytes are gone.
 
-The newest tokens are few, are replaced at the next turn, and matter most, so they are not packed.
-Under an exact codec they keep the engine's dtype bit for bit. Under a lossy one they keep 16 bits
-per value (an fp32 cache is rounded to bf16), the precision that the codec works in anyway.
+Under an exact codec they keep the engine's dtype bit for bit. Rows that came from a lossy copy
+which is gone keep 16 bits per value (an fp32 cache is rounded to bf16), the precision that codecs
+work in anyway; so do tails that older releases left.
 """
 
 from __future__ import annotations

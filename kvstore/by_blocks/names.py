@@ -16,10 +16,12 @@ The hash knows nothing of weights, dtype or ranks: they are in the fingerprint.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
+
+import msgspec
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, FORMAT_VERSION, PART, RECORD, SNAPSHOT, TAIL
@@ -68,11 +70,6 @@ class BlobSpan:
     @property
     def is_part(self) -> bool:
         return self.key[:1] == PART
-
-    @property
-    def is_whole_rows(self) -> bool:
-        """True for blobs that are rows as they are, whatever the codec."""
-        return self.key[:1] in (TAIL, PART)
 
     @property
     def is_state(self) -> bool:
@@ -187,6 +184,16 @@ class BlockRecords:
 
     def left_behind(self, record: BlockRecord) -> Sequence[bytes]:
         return record.left_behind
+
+    def resized(self, record: BlockRecord, sizes: Mapping[bytes, int]) -> BlockRecord:
+        """The record with what its blobs take now: their bytes by key."""
+        states = [n for key, n in sizes.items() if key[:1] == SNAPSHOT]
+        return msgspec.structs.replace(
+            record,
+            packed_bytes=sum(sizes.values()),
+            tail_bytes=sum(n for key, n in sizes.items() if key[:1] in (TAIL, PART)),
+            state_bytes=max(states, default=0),
+        )
 
     def nbytes(self, record: BlockRecord) -> int:
         ids = 36 * len(record.part)

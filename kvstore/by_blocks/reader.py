@@ -232,7 +232,7 @@ class BlockReader:
     def _verify(self, key: bytes, blob: Blob) -> blobs.VerifiedBlob:
         """Check the blob and its name: the key stands for model, rank and every token before."""
         verified = blobs.verify(blob, key)
-        self._packer.check_codec(verified.header)
+        self._packer.check_codecs(verified)
         return verified
 
 

@@ -51,6 +51,7 @@ class BlockReviser:
         state_keys = [self._keys.state(hashes, x).key for x in states]
         state_bytes = max((len(fresh[x]) for x in state_keys if x in fresh), default=0)
         state_bytes = state_bytes or (old.state_bytes if old else 0)
+        run_bytes, tail_bytes = self._chain_bytes(hashes, chain, fresh, old)
         record = BlockRecord(
             tenant=session.tenant,
             id=session.id,
@@ -59,7 +60,8 @@ class BlockReviser:
             last_used_s=self._clock(),
             codecs=codecs_of(self._packer.readable, old.codecs if old else ()),
             pinned=old.pinned if old else False,
-            packed_bytes=self._chain_bytes(hashes, chain, fresh, old) + len(states) * state_bytes,
+            packed_bytes=run_bytes + len(states) * state_bytes,
+            tail_bytes=tail_bytes,
             states=states,
             state_bytes=state_bytes,
             part=tuple(part),
@@ -82,30 +84,28 @@ class BlockReviser:
         chain: list[BlobSpan],
         fresh: Mapping[bytes, Blob],
         old: BlockRecord | None,
-    ) -> int:
-        known, known_bytes = self._known_bytes(hashes, old)
-        return known_bytes + sum(
-            len(fresh[x.key]) if x.key in fresh else self._span_bytes(x) for x in chain[known:]
-        )
+    ) -> tuple[int, int]:
+        """Count the bytes of all blobs with rows, and of those behind the last full chunk."""
+        known, total = self._known_bytes(hashes, old)
+        tail_bytes = 0
+        for span in chain[known:]:
+            blob = fresh.get(span.key)
+            first = span.first_block * self._keys.block_tokens
+            nbytes = self._packer.run_nbytes(first, self._keys.num_tokens(span))
+            nbytes = nbytes if blob is None else len(blob)
+            total += nbytes
+            tail_bytes += 0 if span.is_chunk else nbytes
+        return total, tail_bytes
 
     def _known_bytes(self, hashes: Sequence[bytes], old: BlockRecord | None) -> tuple[int, int]:
         """Count the leading chunks that the older record has, too, and their bytes there."""
         size = self._keys.chunk_blocks
         known = common_blocks(old.block_hashes, hashes) // size if old else 0
-        if old is None or not known:
+        if old is None or old.tail_bytes is None or not known:
             return 0, 0
-        spans = self._keys.covering(old.block_hashes, old.part)
-        tokens = [self._keys.num_tokens(x) for x in spans if x.is_whole_rows]
-        rows_bytes = sum(self._packer.tail_nbytes(n, old.codecs) for n in tokens)
-        rest = rows_bytes + len(old.states) * old.state_bytes
+        rest = old.tail_bytes + len(old.states) * old.state_bytes
         num_chunks = len(old.block_hashes) // size
         return known, bytes_of_leading(known, num_chunks, old.packed_bytes, rest)
-
-    def _span_bytes(self, span: BlobSpan) -> int:
-        tokens = self._keys.num_tokens(span)
-        if span.is_whole_rows:
-            return self._packer.tail_nbytes(tokens)
-        return self._packer.chunk_nbytes(span.first_block * self._keys.block_tokens, tokens)
 
 
 def _still_good(old: BlockRecord | None, hashes: Sequence[bytes]) -> Sequence[int]:

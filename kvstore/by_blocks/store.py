@@ -19,17 +19,19 @@ from typing import Final, TypeAlias
 
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.state_packer import Segment
+from kvstore.blobs.segments import FRESH, Lineage, Segment
 from kvstore.by_blocks.names import BlobSpan, BlockKeys, BlockRecords
 from kvstore.by_blocks.reader import BlockReader
 from kvstore.by_blocks.reader import Fetched as Fetched
-from kvstore.by_blocks.records import BlockRecord
+from kvstore.by_blocks.records import BlockRecord, common_blocks
 from kvstore.by_blocks.reviser import BlockReviser
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable, Unusable
 from kvstore.ledger.eviction_notices import OnGone
 from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.reading import OlderRun, packed_rows
+from kvstore.ledger.repacking import OnPacked
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Blob, Tier
@@ -40,6 +42,18 @@ DISCARD_S: Final = 2.0  # a restore waits for it
 
 # By key, what is new of a session in this codec.
 Again: TypeAlias = Callable[[Codec], Mapping[bytes, Blob]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoredPart:
+    """The first rows of a block that came back as the part of a block, before it was filled.
+
+    ``tokens``: ids of those in the stored blob, of which ``num_loaded`` were used.
+    """
+
+    first_block: int
+    tokens: tuple[int, ...]
+    num_loaded: int
 
 
 class BlockStore:
@@ -115,6 +129,57 @@ class BlockStore:
         ]
         new = {*self.ledger.index.unused([x.key for x in spans])}
         return [x for x in spans if x.key in new]
+
+    def lineage(
+        self,
+        session: SessionRef,
+        hashes: Sequence[bytes],
+        span: BlobSpan,
+        lossy_tokens: int,
+        codec: Codec,
+        part: RestoredPart | None = None,
+    ) -> Lineage:
+        """Find what is there of the lossy copies that a new blob's rows go on from.
+
+        Args:
+            hashes: of the session's blocks.
+            lossy_tokens: behind so many tokens of the session none of these rows was restored.
+            codec: of the new blob; a copy in it is preferred to others.
+            part: the one that some of the rows came with.
+        """
+        size = self.keys.block_tokens
+        if lossy_tokens <= span.first_block * size:
+            return FRESH
+        if codec.exact:
+            return Lineage(lossy_tokens)
+        runs, end = self._older_runs(session, hashes, span)
+        if part is not None and end == part.first_block * size:
+            behind = self.keys.part(hashes[: part.first_block], part.tokens)
+            runs.append(OlderRun(behind.key, end, len(part.tokens)))
+            end += part.num_loaded
+        stack = self.ledger.stack
+        return Lineage(lossy_tokens, packed_rows(stack, self.packer, runs, codec.id), end)
+
+    def _older_runs(
+        self, session: SessionRef, hashes: Sequence[bytes], span: BlobSpan
+    ) -> tuple[list[OlderRun], int]:
+        """Name the stored blob that holds most of the blocks of ``span``.
+
+        Returns it with the token up to which it holds the same ones.
+        """
+        first, size = span.first_block, self.keys.block_tokens
+        tails = self.keys.tails(hashes[: max(span.end_block, first)], first)
+        levels = self.ledger.stack.locate([x.key for x in tails]).levels
+        held = [x for x, level in zip(tails, levels, strict=True) if level is not None][:1]
+        end = held[0].end_block if held else first
+        old = self.ledger.find(session)
+        if old is not None and (common := common_blocks(old.block_hashes, hashes)) > end:
+            whole = self.keys.whole(old.block_hashes, first)
+            other = [x for x in whole if x.first_block == first and x.key != span.key]
+            if other:
+                held, end = other, min(common, other[0].end_block)
+        runs = [OlderRun(x.key, first * size, x.num_blocks * size) for x in held]
+        return runs, end * size
 
     def commit(
         self,
@@ -278,6 +343,10 @@ class BlockStore:
     def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
         """Use these codecs from now on: see ``ColdStore.adopt``."""
         self.ledger.adopt(codecs, keep=keep)
+
+    def pack_when(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
+        """Pack what rests unpacked, from now on, when ``is_idle``: see ``Repacker.begin``. Once."""
+        self.ledger.repacker.begin(is_idle, on_packed)
 
     def listen(self, on_gone: OnGone) -> None:
         """``on_gone`` hears, on a store thread, of each session that ttl took, or eviction,

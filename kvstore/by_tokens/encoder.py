@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore.blobs.chain import CHUNK
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.state_packer import FRESH, Lineage, Segment
+from kvstore.blobs.segments import FRESH, Lineage, Segment
 from kvstore.by_tokens.keys import KeyMaker
 from kvstore.by_tokens.records import SessionRecord
 from kvstore.by_tokens.reviser import SessionUpdate
 from kvstore.by_tokens.save_queue import SaveJob
 from kvstore.codecs.base import Codec
-from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.errors import TierUnavailable, Unusable
 from kvstore.kept_states import by_worth, kept_states
 from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.reading import OlderRun, packed_rows
 from kvstore.ledger.record import bytes_of_leading
-from kvstore.shapes import KVRun, slice_tokens
+from kvstore.shapes import slice_tokens
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The tokens of one chunk, or of the tail."""
+
+    key: bytes
+    first: int
+    end: int
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.key[:1] == CHUNK
 
 
 @dataclass(frozen=True)
 class Encoded:
     fresh: dict[bytes, bytes]  # new blobs by key, in the order of their tokens
-    chunks: list[int]  # numbers of those among them that a codec packed
-    codec: Codec  # the one
+    spans: list[_Span]  # those among them that hold rows and nothing else
+    codec: Codec  # the one that packed them
     codecs: CodecSet  # of the moment when it began
     snapshots: tuple[int, ...]  # positions that the session keeps
     states: tuple[int, ...]  # of these, those whose blobs are among the fresh ones
     packed_bytes: int  # of all the session's blobs in the fastest tier; about, of older ones
     state_bytes: int  # of these, snapshots
+    tail_bytes: int  # of these, the tail
+    # By first token, of runs with restored rows: the lossy copies that there were for this codec.
+    lineages: dict[int, Lineage]
 
 
 class Encoder:
@@ -52,74 +69,115 @@ class Encoder:
     def encode(self, update: SessionUpdate, job: SaveJob) -> Encoded:
         """All that is new, in the codec of the fastest tier."""
         codecs = self._packer.codecs
-        names = update.chain.chunk_keys if self._keys.growing else []
-        levels = self._stack.locate(names).levels
-        missing = [i for i, level in enumerate(levels) if level is None]
-        exact = [i for i in missing if i * self._size >= job.lossy_tokens]
-        fresh = self._restored(update, job, missing[: len(missing) - len(exact)])
+        spans = self._spans(update)
+        levels = self._stack.locate([x.key for x in spans]).levels
+        missing = [x for x, level in zip(spans, levels, strict=True) if level is None]
         codec = codecs.on(self._stack.names)[0]
-        fresh |= self._packed(update, job, exact, codec, self._workers.num_threads)
-        self._counters.add("chunks_encoded", len(exact))
-        self._counters.add("chunks_kept", len(missing) - len(exact))
-        chunks = dict(fresh)
-        if self._keys.needs_state:
-            kept = self._positions(update, job)
-            states = dict(self._snapshots(update, job, kept, codecs.sessions.get(codec.id)))
-            self._counters.add("snapshots_stored", len(states))
-            fresh |= states
-            packed = tuple(x for x in kept if update.chain.snapshot_key(x) in states)
-        else:
-            kept, states, packed = (), {}, ()
-            fresh |= self._tail(update, job)
-        state_bytes = self._state_bytes(update, kept, states)
-        packed_bytes = self._run_bytes(update, chunks) + state_bytes
-        return Encoded(fresh, exact, codec, codecs, kept, packed, packed_bytes, state_bytes)
+        positions = self._positions(update, job) if self._keys.needs_state else ()
+        firsts = {*(x.first for x in missing), *map(self._chunk_start, positions)}
+        lineages = self._lineages(update, job, firsts, codec)
+        fresh = self._packed(job, missing, codec, lineages, self._workers.num_threads)
+        chunks = [x for x in missing if x.is_chunk]
+        kept = sum(x.first < job.lossy_tokens for x in chunks)
+        self._counters.add("chunks_encoded", len(chunks) - kept)
+        self._counters.add("chunks_kept", kept)
+        run_bytes, tail_bytes = self._run_bytes(update, spans, fresh)
+        new_states = self._new_states(update, job, positions)
+        states = dict(self._packed_snapshots(update, job, new_states, codecs, codec, lineages))
+        self._counters.add("snapshots_stored", len(states))
+        state_bytes = self._state_bytes(update, positions, states)
+        return Encoded(
+            fresh | states,
+            missing,
+            codec,
+            codecs,
+            positions,
+            new_states,
+            run_bytes + state_bytes,
+            state_bytes,
+            tail_bytes,
+            lineages,
+        )
 
     def others(self, encoded: Encoded) -> list[Codec]:
         """List the other codecs to pack it by, for the slower tiers."""
-        packs = encoded.chunks or (encoded.states and encoded.codecs.sessions)
+        packs = encoded.spans or encoded.states
         return list(encoded.codecs.on(self._stack.names)[1:]) if packs else []
 
     def encode_again(
         self, update: SessionUpdate, job: SaveJob, encoded: Encoded, codec: Codec
     ) -> dict[bytes, bytes]:
         """The same for a tier that packs by another codec, from the same rows."""
-        at_once = self._workers.num_spare
-        chunks = self._packed(update, job, encoded.chunks, codec, at_once)
-        how = encoded.codecs.sessions.get(codec.id)
-        states = self._packed_snapshots(update, job, encoded.states, how)
-        return encoded.fresh | chunks | dict(states)
+        own = self._lineages(update, job, encoded.lineages, codec)
+        # The tier may lack a copy of its own, and the fastest one has given up the older tail.
+        lineages = {
+            first: own[first] if own[first].segments else there
+            for first, there in encoded.lineages.items()
+        }
+        runs = self._packed(job, encoded.spans, codec, lineages, self._workers.num_spare)
+        states = self._packed_snapshots(
+            update, job, encoded.states, encoded.codecs, codec, lineages
+        )
+        return encoded.fresh | runs | dict(states)
+
+    def _chunk_start(self, token: int) -> int:
+        return token - token % self._size
+
+    def _spans(self, update: SessionUpdate) -> list[_Span]:
+        """List all chunks, and the tail if the model has one."""
+        if not self._keys.growing:
+            return []
+        size, chain = self._size, update.chain
+        spans = [_Span(key, i * size, (i + 1) * size) for i, key in enumerate(chain.chunk_keys)]
+        first, end = chain.num_chunks * size, len(update.tokens)
+        if self._keys.needs_state or first == end:
+            return spans
+        tail = chain.tail_key(update.session.tenant, update.session.id)
+        return [*spans, _Span(tail, first, end)]
 
     def _packed(
-        self, update: SessionUpdate, job: SaveJob, chunks: Sequence[int], codec: Codec, at_once: int
+        self,
+        job: SaveJob,
+        spans: Sequence[_Span],
+        codec: Codec,
+        lineages: Mapping[int, Lineage],
+        at_once: int,
     ) -> dict[bytes, bytes]:
-        """Blobs of full chunks, by key; the codec threads pack them."""
-        keys, pack = update.chain.chunk_keys, self._packer.pack_chunk
-        calls = (
-            (keys[i], partial(pack, keys[i], self._run(job, i), i * self._size, codec))
-            for i in chunks
-        )
-        return self._workers.few_at_once(calls, at_once)
+        """Blobs of chunks and tail, by key; the codec threads pack them."""
+        pack = self._packer.pack_run
 
-    def _restored(
-        self, update: SessionUpdate, job: SaveJob, chunks: Sequence[int]
-    ) -> dict[bytes, bytes]:
-        """Full chunks with rows that a lossy codec has been at: not given to one again."""
-        names, pack = update.chain.chunk_keys, self._packer.pack_restored
-        return {names[i]: pack(names[i], self._run(job, i), i * self._size) for i in chunks}
+        def packing(x: _Span) -> Callable[[], bytes]:
+            run = slice_tokens(job.run, x.first, x.end)
+            return partial(pack, x.key, run, x.first, codec, lineages.get(x.first, FRESH))
 
-    def _run(self, job: SaveJob, chunk: int) -> KVRun:
-        first = chunk * self._size
-        return slice_tokens(job.run, first, first + self._size)
+        return self._workers.few_at_once(((x.key, packing(x)) for x in spans), at_once)
 
-    def _tail(self, update: SessionUpdate, job: SaveJob) -> dict[bytes, bytes]:
-        first = update.chain.num_chunks * self._size
-        if first == len(update.tokens):
-            return {}
-        key = update.chain.tail_key(update.session.tenant, update.session.id)
-        run = slice_tokens(job.run, first, len(update.tokens))
-        restored = job.lossy_tokens > first
-        return {key: self._packer.pack_tail(key, run, first, restored=restored)}
+    def _lineages(
+        self, update: SessionUpdate, job: SaveJob, firsts: Iterable[int], codec: Codec
+    ) -> dict[int, Lineage]:
+        """Find the lossy copies that runs with restored rows go on from, as far as they are there.
+
+        ``firsts``: the first tokens of runs, which are those of chunks.
+        """
+        found = {}
+        for first in firsts:
+            if first < job.lossy_tokens:
+                older = [] if codec.exact else self._older_runs(update, first)
+                rows = packed_rows(self._stack, self._packer, older, codec.id)
+                found[first] = Lineage(job.lossy_tokens, rows, update.common)
+        return found
+
+    def _older_runs(self, update: SessionUpdate, first: int) -> list[OlderRun]:
+        """Name the blobs of the older record with rows from ``first``, the start of a chunk, on."""
+        old, size = update.old, self._size
+        if old is None or update.common <= first:
+            return []
+        names, number = self._keys.of(old), first // size
+        if number < len(names.chunks):
+            return [OlderRun(names.chunks[number], first, size)]
+        states = [x for x in by_worth(names.snapshots) if first < x <= update.common]
+        runs = [OlderRun(names.snapshots[x], first, x - first) for x in states]
+        return [OlderRun(names.tail, first, old.tail_tokens)] if names.tail else runs
 
     def _positions(self, update: SessionUpdate, job: SaveJob) -> tuple[int, ...]:
         old = update.old.snapshots if update.old else ()
@@ -147,43 +205,42 @@ class Encoder:
                 return [position]
         return []
 
-    def _snapshots(
-        self, update: SessionUpdate, job: SaveJob, kept: tuple[int, ...], how: SessionCodec | None
-    ) -> Iterator[tuple[bytes, bytes]]:
-        """Blobs of states that no tier has."""
-        new = {x.position for x in job.snapshots}.intersection(kept)
-        keys = {x: update.chain.snapshot_key(x) for x in sorted(new)}
-        missing = [x for x, key in keys.items() if self._stack.locate([key]).levels[0] is None]
-        return self._packed_snapshots(update, job, missing, how)
+    def _new_states(
+        self, update: SessionUpdate, job: SaveJob, kept: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Find those of the states to keep that this turn has, and no tier."""
+        new = sorted({x.position for x in job.snapshots}.intersection(kept))
+        levels = self._stack.locate([update.chain.snapshot_key(x) for x in new]).levels
+        return tuple(x for x, level in zip(new, levels, strict=True) if level is None)
 
     def _packed_snapshots(
         self,
         update: SessionUpdate,
         job: SaveJob,
         positions: Sequence[int],
-        how: SessionCodec | None,
+        codecs: CodecSet,
+        codec: Codec,
+        lineages: Mapping[int, Lineage],
     ) -> Iterator[tuple[bytes, bytes]]:
+        """Blobs of states, by key; ``lineages`` are those of rows."""
         lineage = self._lineage(update, job) if positions else FRESH
         for snapshot in {x.position: x for x in job.snapshots}.values():
             position = snapshot.position
             if position not in positions:
                 continue
-            key = update.chain.snapshot_key(position)
-            first = position // self._size * self._size
-            run = slice_tokens(job.run, first, position)
-            yield (
+            key, first = update.chain.snapshot_key(position), self._chunk_start(position)
+            blob = self._packer.pack_snapshot(
                 key,
-                self._packer.pack_snapshot(
-                    key,
-                    snapshot.state,
-                    run,
-                    first,
-                    position - first,
-                    restored=job.lossy_tokens > first,
-                    how=how,
-                    lineage=lineage,
-                ),
+                snapshot.state,
+                slice_tokens(job.run, first, position),
+                first,
+                position - first,
+                codec=codec,
+                rows=lineages.get(first, FRESH),
+                how=codecs.sessions.get(codec.id),
+                lineage=lineage,
             )
+            yield key, blob
 
     def _lineage(self, update: SessionUpdate, job: SaveJob) -> Lineage:
         """Find what is still there of the lossy state that this session came back from."""
@@ -209,26 +266,31 @@ class Encoder:
         except (Unusable, TierUnavailable):
             return []
 
-    def _run_bytes(self, update: SessionUpdate, fresh: Mapping[bytes, bytes]) -> int:
-        """Count the bytes of chunks and tail. Older chunks are in the codec of their own save."""
-        names = update.chain.chunk_keys if self._keys.growing else []
+    def _run_bytes(
+        self, update: SessionUpdate, spans: Sequence[_Span], fresh: Mapping[bytes, bytes]
+    ) -> tuple[int, int]:
+        """Count the bytes of chunks and tail, and of the tail alone.
+
+        Older chunks are in the codec of their own save.
+        """
         known, total = self._known_bytes(update)
-        for i, name in enumerate(names[known:], known):
-            at = i * self._size
-            blob = fresh.get(name)
-            total += self._packer.chunk_nbytes(at, self._size) if blob is None else len(blob)
-        behind = 0 if self._keys.needs_state else len(update.tokens) % self._size
-        return total + (self._packer.tail_nbytes(behind) if behind else 0)
+        tail_bytes = 0
+        for span in spans[known:]:
+            blob = fresh.get(span.key)
+            if blob is not None:
+                nbytes = len(blob)
+            else:
+                nbytes = self._packer.run_nbytes(span.first, span.end - span.first)
+            total += nbytes
+            tail_bytes = 0 if span.is_chunk else nbytes
+        return total, tail_bytes
 
     def _known_bytes(self, update: SessionUpdate) -> tuple[int, int]:
         """Count the leading chunks that the older record has, too, and their bytes."""
         old, known = update.old, update.common // self._size
-        if old is None or not known or not self._keys.growing:
+        if old is None or old.tail_bytes is None or not known or not self._keys.growing:
             return 0, 0
-        tail_bytes = (
-            0 if self._keys.needs_state else self._packer.tail_nbytes(old.tail_tokens, old.codecs)
-        )
-        rest = old.state_bytes + (tail_bytes if old.tail_tokens else 0)
+        rest = old.state_bytes + old.tail_bytes
         num_chunks = old.num_tokens // self._size
         return known, bytes_of_leading(known, num_chunks, old.packed_bytes, rest)
 

@@ -9,11 +9,13 @@ the answer does without them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvstore.blobs import format as blobs
-from kvstore.blobs.chain import Chain, KeySpace
+from kvstore.blobs.chain import SNAPSHOT, TAIL, Chain, KeySpace
 from kvstore.blobs.packer import RECORD_CODEC, Packer
 from kvstore.by_tokens.records import SessionRecord, decode_record, encode_record, left_behind_keys
 from kvstore.errors import Mismatch
@@ -89,6 +91,15 @@ class TokenRecords:
 
     def left_behind(self, record: SessionRecord) -> Sequence[bytes]:
         return left_behind_keys(record)
+
+    def resized(self, record: SessionRecord, sizes: Mapping[bytes, int]) -> SessionRecord:
+        """The record with what its blobs take now: their bytes by key."""
+        return msgspec.structs.replace(
+            record,
+            packed_bytes=sum(sizes.values()),
+            tail_bytes=sum(n for key, n in sizes.items() if key[:1] == TAIL),
+            state_bytes=sum(n for key, n in sizes.items() if key[:1] == SNAPSHOT),
+        )
 
     def nbytes(self, record: SessionRecord) -> int:
         return len(record.token_ids) + len(record.left_behind)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
-from kvstore.blobs.chain import SNAPSHOT, TAIL, Tokens, no_tokens
+from kvstore.blobs.chain import SNAPSHOT, Tokens, no_tokens
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.snapshot import StateTree
 from kvstore.by_tokens.matcher import BlobRead, Match
@@ -161,10 +161,7 @@ class Restorer:
         key, first, count = read.key, read.first_token, read.num_tokens
         if read.kind == SNAPSHOT:
             return self._packer.unpack_snapshot(blob, key, first, count, target)
-        if read.kind == TAIL:
-            self._packer.unpack_tail(blob, key, first, count, target)
-        else:
-            self._packer.unpack_chunk(blob, key, first, count, target)
+        self._packer.unpack_run(blob, key, first, count, target)
         return None
 
     # ---- putting together

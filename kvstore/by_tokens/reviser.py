@@ -59,6 +59,7 @@ class Reviser:
         now_s: float,
         packed_bytes: int,
         state_bytes: int,
+        tail_bytes: int,
     ) -> Revision:
         remembered, overflow = self._left_behind(update)
         record = SessionRecord(
@@ -75,6 +76,7 @@ class Reviser:
             pinned=update.old.pinned if update.old else False,
             packed_bytes=packed_bytes,
             state_bytes=state_bytes,
+            tail_bytes=tail_bytes,
         )
         return Revision(record, self._obsolete(update, record, overflow))
 

@@ -82,6 +82,7 @@ class Saver:
             self._ledger.clock(),
             encoded.packed_bytes,
             encoded.state_bytes,
+            encoded.tail_bytes,
         )
         record = revision.record
         if not self._ledger.committer.commit(record, encoded.fresh, revision.obsolete):

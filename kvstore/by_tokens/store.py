@@ -42,6 +42,7 @@ from kvstore.errors import StoreClosed
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.eviction_notices import OnGone
 from kvstore.ledger.ledger import Ledger
+from kvstore.ledger.repacking import OnPacked
 from kvstore.session import SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
@@ -276,11 +277,15 @@ class ColdStore:
     def adopt(self, codecs: CodecSet, *, keep: bool = True) -> None:
         """Use these codecs from now on. Any thread; waits for nobody.
 
-        What is stored stays as it is. ``keep``: codecs that could be read before still can;
-        otherwise their blobs are as good as gone. Warm new codecs first. Raises ``UnknownCodec``,
+        What rests unpacked is packed later: see ``pack_when``. ``keep``: codecs that could be read
+        before still can; otherwise their blobs are as good as gone. Warm new codecs first. Raises ``UnknownCodec``,
         with nothing changed: one of them cannot take this layout.
         """
         self.ledger.adopt(codecs, keep=keep)
+
+    def pack_when(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
+        """Pack what rests unpacked, from now on, when ``is_idle``: see ``Repacker.begin``. Once."""
+        self.ledger.repacker.begin(is_idle, on_packed)
 
     def listen(self, on_gone: OnGone) -> None:
         """Call ``on_gone``, on a store thread, for each session that ttl took, or

@@ -9,5 +9,5 @@ One for both kinds of store. A session's turn ends:
 
 Between turns ``upkeep`` moves, pins (``pins``) and forgets sessions, and tells of those that ran
 out or were evicted (``eviction_notices``). On return ``reading`` finds a good copy of each blob and
-``promotion`` brings it near. ``ledger`` holds all of them.
+brings it near. ``ledger`` holds all of them.
 """

@@ -17,8 +17,9 @@ from kvstore.ledger.committer import Committer
 from kvstore.ledger.eviction_notices import EvictionNotices, OnGone
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.pins import Pins
-from kvstore.ledger.promotion import Promotion
+from kvstore.ledger.reading import Promotion
 from kvstore.ledger.record import R, RecordKind
+from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
 from kvstore.ledger.write_behind import WriteBehind
@@ -103,6 +104,16 @@ class Ledger(Generic[R]):
             self._notices,
             is_awaited,
         )
+        self.repacker = Repacker(
+            kind,
+            self.stack,
+            self.index,
+            self.committer,
+            self.claims,
+            packer,
+            self.counters,
+            clock,
+        )
         self._rounds = itertools.count(1)
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
 
@@ -180,14 +191,15 @@ class Ledger(Generic[R]):
     def adopt(self, codecs: CodecSet, *, keep: bool) -> None:
         """Use these codecs from now on. Nobody waits: who has begun ends with those of before.
 
-        What is stored stays as it is, and is found under the tags of all codecs that can be read.
-        Raises ``UnknownCodec``, with nothing changed.
+        What is stored is found under the tags of all codecs that can be read; what rests unpacked
+        is packed in idle moments (``repacking``). Raises ``UnknownCodec``, with nothing changed.
         """
         with self._switching:
             # A blob says in its header what it is in, so it does not matter which is first.
             self._packer.adopt(codecs, keep=keep)
             self._tag_tiers()
             self.pins.renew()
+        self.repacker.look_again()
 
     def _tag_tiers(self) -> None:
         codecs, readable = self._packer.codecs, self._packer.readable
@@ -205,6 +217,7 @@ class Ledger(Generic[R]):
             num_sessions=len(self.index),
             tiers=self.stack.stats(),
             codecs={name: codecs.of(name).id for name in self.stack.names},
+            repacking=self.repacker.progress,
         )
 
     def flush(self, deadline_s: float) -> bool:
@@ -217,6 +230,7 @@ class Ledger(Generic[R]):
 
     def close(self) -> None:
         """Stop all threads and close the tiers; what still waits is dropped. Once."""
+        self.repacker.close()
         self._housekeeping.close()
         for tier in self._slower:
             tier.close()

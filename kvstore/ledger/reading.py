@@ -1,13 +1,19 @@
-"""Reading one blob: the first copy of it, from the fast tiers to the slow, that is good."""
+"""Reading blobs: good copies, what new blobs take over of them, and what a restore brings near."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from kvstore.blobs.chain import CHUNK
+from kvstore.blobs.packer import Packer
+from kvstore.blobs.segments import Segment
 from kvstore.errors import ForeignCodec, TierUnavailable, Unusable
+from kvstore.ledger.claims import Claims
+from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.record import R
 from kvstore.ledger.stack import TierStack
 from kvstore.session import MissReason
 from kvstore.stats import Counters
@@ -73,3 +79,100 @@ class CopyReader:
     def _drop(self, level: int, key: bytes, error: Unusable) -> None:
         _log.warning("dropped a blob from %s: %s", self._stack.name(level), error)
         self._stack.delete(level, [key])
+
+
+class OlderRun(NamedTuple):
+    """A stored blob with rows of the tokens ``first_token ..`` that another goes on from."""
+
+    key: bytes
+    first_token: int
+    num_tokens: int
+
+
+def packed_rows(
+    stack: TierStack, packer: Packer, runs: Iterable[OlderRun], codec_id: str
+) -> list[Segment]:
+    """List what was packed with loss of these runs, as it is; nothing where it is gone.
+
+    Of several copies that one is preferred which is in the codec of this id.
+    """
+    return [x for run in runs for x in _packed_rows(stack, packer, run, codec_id)]
+
+
+def _packed_rows(stack: TierStack, packer: Packer, run: OlderRun, codec_id: str) -> list[Segment]:
+    first: list[Segment] = []
+    for level in range(len(stack)):
+        blob = stack.find(level, [run.key])[0]
+        try:
+            found = packer.lossy_segments(blob, *run) if blob is not None else []
+        except Unusable:  # whoever restores it finds that, too, and removes it
+            continue
+        if found and all(x.codec_id == codec_id for x in found):
+            return found
+        first = first or found
+    return first
+
+
+class Promotion(Generic[R]):
+    """Puts blobs of slower tiers into the fastest one, as they are. Thread-safe.
+
+    In the fastest tier's own codec they would be smaller or quicker, but made of rows that have
+    been through the other one already. The bytes are small where slower tiers have a denser codec,
+    and they spare the read.
+    """
+
+    def __init__(
+        self, stack: TierStack, index: SessionIndex[R], claims: Claims, counters: Counters
+    ) -> None:
+        self._stack = stack
+        self._index = index
+        self._claims = claims
+        self._counters = counters
+
+    def used(
+        self,
+        record_key: bytes | None,
+        keys: Sequence[bytes],
+        slow: Sequence[tuple[bytes, Blob]],
+    ) -> None:
+        """Keep near what a restore has read.
+
+        Args:
+            record_key: of the session that came back; None if the prompt was of no known session.
+            keys: of all blobs that were read, in their order.
+            slow: those of them that were read from a slower tier.
+        """
+        wanted = self._wanted(record_key, slow)
+        record = None if record_key is None else self._index.get(record_key)
+        if wanted and self._stack.put(0, wanted, record.tenant if record else ""):
+            self._counters.add("promoted_blobs", len(wanted))
+        # Meanwhile the session may have been saved, or forgotten.
+        still = {key for key, _ in self._wanted(record_key, wanted)}
+        self._stack.delete(0, [key for key, _ in wanted if key not in still])
+        self._touch(record_key, keys)
+
+    def _wanted(
+        self, record_key: bytes | None, blobs: Sequence[tuple[bytes, Blob]]
+    ) -> list[tuple[bytes, Blob]]:
+        """Leave out blobs that no session needs or left behind: they may be of a forgotten one.
+
+        A commit that is under way may be about to replace the session's tail and states.
+        """
+        gone = set(self._index.unused(key for key, _ in blobs))
+        if record_key is not None:
+            record = self._index.get(record_key)
+            if record is None:
+                return []
+            gone -= set(self._index.owned(record))
+            if self._claims.is_claimed(record_key):
+                gone |= {key for key, _ in blobs if key[:1] != CHUNK}
+        return [(key, blob) for key, blob in blobs if key not in gone]
+
+    def _touch(self, record_key: bytes | None, keys: Sequence[bytes]) -> None:
+        record = None if record_key is None else self._index.get(record_key)
+        if record_key is None or record is None:
+            self._stack.touch(keys)
+            return
+        chain = self._index.blob_keys(record)
+        self._stack.touch([record_key, *dict.fromkeys((*keys, *chain))])
+        self._index.use(record_key)

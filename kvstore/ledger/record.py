@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -25,6 +25,8 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
     last_used_s: float  # wall clock, for display and ttl only
     pinned: bool = False
     packed_bytes: int = 0  # of all blobs of the session but this record, headers included
+    # Of these, rows behind the last full chunk. None: an older release left them unpacked.
+    tail_bytes: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +65,9 @@ class RecordKind(Protocol[R]):
 
     def left_behind(self, record: R) -> Sequence[bytes]:
         """Keys of blobs that an edited history left behind and that may still be asked for."""
+
+    def resized(self, record: R, sizes: Mapping[bytes, int]) -> R:
+        """The record with what its blobs take now: their bytes by key."""
 
     def nbytes(self, record: R) -> int:
         """Memory that the record takes, in bytes."""

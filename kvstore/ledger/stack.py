@@ -168,6 +168,36 @@ class TierStack:
             self._count_down(i)
             return False
 
+    def hold_in(self, i: int, codec_id: str, keys: Sequence[bytes]) -> list[bool]:
+        """Say which blobs one tier has under the tag of this codec."""
+        try:
+            return self._tiers[i].contains_many([tagged(x, tag_of(codec_id)) for x in keys])
+        except TierUnavailable:
+            self._count_down(i)
+            return [False] * len(keys)
+
+    def find_in(self, i: int, codec_id: str, key: bytes) -> Blob | None:
+        """Read the blob that one tier has under the tag of this codec."""
+        try:
+            return self._tiers[i].get_many([tagged(key, tag_of(codec_id))])[0]
+        except TierUnavailable:
+            self._count_down(i)
+            return None
+
+    def exchange(self, i: int, codec_id: str, key: bytes, blob: Blob, tenant: str) -> bool:
+        """Put a blob into one tier in the place of the copy that lies under this codec's tag.
+
+        False: it is as it was, or what was to go may still be there, too.
+        """
+        old, new = tagged(key, tag_of(codec_id)), self._tags[i].new(key, blob)
+        try:
+            if old != new and self._tiers[i].contains_many([new])[0]:
+                return self._tiers[i].delete_many([old]) == 1
+            return self._tiers[i].replace(new, blob, tenant, b"" if old == new else old)
+        except TierUnavailable:
+            self._count_down(i)
+            return False
+
     def delete(self, i: int, keys: Sequence[bytes]) -> bool:
         """Delete blobs, in whatever codec, from one tier; False if it could not be asked to."""
         tags = (self._tags[i].home, *self._tags[i].others, *self._met)

@@ -68,10 +68,15 @@ class Tier(Protocol):
             TierUnavailable: nothing could be written.
         """
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
-        """Keep a blob in place of the key's older one (records and tails); False if refused.
+    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+        """Keep a blob in place of the key's older one (records); False if refused.
 
         After a refusal the older blob may still be there, as the next to be evicted.
+
+        Args:
+            instead_of: it takes the place of this other key's blob, which goes in the same step;
+                ``key`` is absent. Refused if that is not here, or if another engine wrote it. Where
+                the medium knows no such step, the new blob is there before the other goes.
 
         Raises:
             TierUnavailable: nothing could be written.

@@ -51,17 +51,21 @@ class RamTier(IndexedTier):
             self._apply(self._index.add(_sizes(blobs), owner), blobs)
             return sum(key in self._blobs for key in blobs)
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
         blobs = {key: bytes(blob)}
+        before = instead_of or key
         with self._lock:
-            old = self._index.remove(key)
+            if instead_of and instead_of not in self._index:
+                return False
+            old = self._index.remove(before)
             update = self._index.add(_sizes(blobs), owner)
             if old is not None:
-                update.evicted.append((key, old))
+                update.evicted.append((before, old))
             if not update.added:
                 self._index.undo(update)
                 return False
             self._apply(update, blobs)
+            self._num_evictions -= bool(instead_of)  # it was replaced
             return True
 
     def _apply(self, update: IndexUpdate, blobs: dict[bytes, bytes]) -> None:

@@ -85,8 +85,9 @@ class SealedTier:
             [(key + self._behind, self._seal.close(key, blob)) for key, blob in items], owner
         )
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
-        return self._inner.replace(key + self._behind, self._seal.close(key, blob), owner)
+    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
+        before = instead_of + self._behind if instead_of else b""
+        return self._inner.replace(key + self._behind, self._seal.close(key, blob), owner, before)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         return self._inner.delete_many(self._names(keys))

@@ -108,9 +108,10 @@ def needs_of(effective: EffectiveSettings, context: int) -> Needs:
 
 
 def just_below(context: int, chunk: int) -> list[int]:
-    """The length up to ``context`` with the longest tail, which is not packed; none if it is 0.
+    """The length up to ``context`` with the longest tail; none if it is 0.
 
-    A session that is shorter may take more than one that ends with a full chunk.
+    A session that is shorter may take more than one that ends with a full chunk: each of its states
+    has the rows of the tail.
     """
     longest_tail = (context + 1) // chunk * chunk - 1
     return [longest_tail] if longest_tail > 0 else []

@@ -26,7 +26,7 @@ PLACE_BYTES = KEY_BYTES + TAG_BYTES + ENTRY_BYTES  # of a blob in a tier, beside
 class ColdSize:
     """The bytes that one sleeping session takes in a tier; keys and index entries included.
 
-    ``rows`` are K and V of every token: packed chunks, and the raw tail, which lies inside the
+    ``rows`` are K and V of every token: packed chunks, and the tail, which lies inside the
     states where there are some. ``states`` are packed by a codec of whole sessions only.
     """
 
@@ -60,7 +60,8 @@ def cold_size(
     codec.check(layout)
     packer, size = Packer(codec, layout, ""), chunk_tokens(store)
     num_chunks, tail = divmod(num_tokens, size) if shape.growing else (0, 0)
-    rows = [packer.chunk_nbytes(min(i, 1) * size, size) for i in range(num_chunks)]
+    rows = [packer.run_nbytes(min(i, 1) * size, size) for i in range(num_chunks)]
+    tail_bytes = packer.run_nbytes(num_chunks * size, tail) if tail else 0
     states: list[int] = []
     if shape.needs_state:
         state = HEADER_BYTES + (
@@ -68,10 +69,9 @@ def cold_size(
             if session is None
             else shape.packed_state_bytes(session, dtype, num_tokens)
         )
-        tail_rows = packer.tail_nbytes(tail) - HEADER_BYTES
-        states = [state + tail_rows] * store.max_snapshots
+        states = [state + max(tail_bytes - HEADER_BYTES, 0)] * store.max_snapshots
     elif tail:
-        rows.append(packer.tail_nbytes(tail))
+        rows.append(tail_bytes)
     packed = codec.packed_nbytes(layout, size, size) if shape.growing else 0
     return ColdSize(
         rows=sum(rows) + len(rows) * PLACE_BYTES,

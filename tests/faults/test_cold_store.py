@@ -19,16 +19,18 @@ import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import RECORD, TAIL
-from kvstore.blobs.format import HEADER_BYTES
+from kvstore.blobs.format import HEADER_BYTES, codec_in
 from kvstore.by_tokens.store import ColdStore
 from kvstore.errors import PinLimit
 from tests.blob_names import all_named
+from tests.faults.packing_process import THIN
 from tests.faults.saving_process import BOTH
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     CHUNK,
     come_back,
     disk,
+    everything,
     kv_of,
     open_store,
     ram,
@@ -310,6 +312,48 @@ def test_killed_while_two_codecs_are_written(tmp_path, seed):
         worn = wear_of(restored.run, kv_of(history[: restored.num_tokens]))
         assert all(x in ({0}, {1}, {16}) for x in worn)
         assert all(x == {0} for x in worn[restored.lossy_tokens :])
+    assert store.stats().counters.get("corrupt", 0) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("num_lines", [9, 60, 130])
+def test_killed_while_packing_again(tmp_path, num_lines):
+    """Every session is whole, each blob raw or packed once, and the next life goes on."""
+    lengths = {str(i): 200 + 16 * i + i for i in range(8)}
+    store = open_store([ram(), disk(tmp_path)])
+    for name, length in lengths.items():
+        save(store, ref(name), tokens(length, int(name)))
+    store.close()
+    command = [sys.executable, "-m", "tests.faults.packing_process", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        assert child.stdout is not None
+        for _ in itertools.islice(iter(child.stdout.readline, ""), num_lines):
+            pass
+        child.kill()
+    far = disk(tmp_path)
+    store = open_store([ram(), far], codecs=THIN)
+    codecs = {codec_in(x) for name, x in everything(far).items() if name[:1] == CHUNK_KIND}
+    assert codecs == ({b"raw.1", b"far.1"} if num_lines > 9 else {b"raw.1"})
+
+    def worn() -> set[int]:
+        found: set[int] = set()
+        for name, length in lengths.items():
+            restored = store.load(store.prepare(ref(name)))
+            assert restored.num_tokens == length
+            rows = wear_of(restored.run, kv_of(tokens(length, int(name))))
+            assert all(len(x) == 1 for x in rows)
+            found |= set.union(*rows)
+        return found
+
+    assert worn() <= {0, 16}
+    store.pack_when(lambda: True)
+    deadline = time.monotonic() + 60
+    while any(codec_in(x) == b"raw.1" for n, x in everything(far).items() if n[:1] == CHUNK_KIND):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    store.close()
+    store = open_store([ram(), disk(tmp_path)], codecs=THIN)
+    assert worn() == {16}
     assert store.stats().counters.get("corrupt", 0) == 0
     store.close()
 

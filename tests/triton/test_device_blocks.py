@@ -235,11 +235,9 @@ def test_a_payload_that_lies_about_its_rows_is_refused(rigs):
     rig = opened(rigs)
     span, blob = rig.spans(4)[1], rig.blobs(rig.device, [7, 2, 10, 4])[1]
     packer = rig.store.packer
-    payload = np.frombuffer(
-        packer.open_chunk(blob, span.key, 16, 16, packer.codec), np.uint8
-    ).copy()
+    payload = np.frombuffer(packer.open_run(blob, span.key, 16, 16, packer.codec), np.uint8).copy()
     payload[:2] = 0xFF
-    forged = packer.seal_chunk(span.key, payload.data, 16, 16)
+    forged = packer.seal_run(span.key, payload.data, 16, 16)
     assert rig.filled(rig.device, [Filling(span, forged, 0, [0, 6])])[0] == set()
 
 

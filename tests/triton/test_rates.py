@@ -190,7 +190,7 @@ def test_payload_and_restored_values_are_the_frozen_ones():
         rig.caches["layer0"][4] = torch.from_numpy(both.view(np.int16)).view(torch.bfloat16)
         (span,) = rig.spans(1)
         (blob,) = rig.blobs(rig.device, [4])
-        payload = rig.store.packer.open_chunk(blob, span.key, 0, 70, rig.codec)
+        payload = rig.store.packer.open_run(blob, span.key, 0, 70, rig.codec)
         assert digest(payload) == payload_digest
         (found,) = rig.filled(rig.device, [blob], [6])
         keys, values = found[6, ..., :dim].numpy(), found[6, ..., dim:].numpy()
@@ -207,9 +207,9 @@ def test_a_payload_of_another_length_fills_nothing(cut):
     (span,) = rig.spans(2)
     (blob,) = rig.blobs(rig.device, [7, 2])
     packer = rig.store.packer
-    payload = bytes(packer.open_chunk(blob, span.key, 0, 16, rig.codec))
+    payload = bytes(packer.open_run(blob, span.key, 0, 16, rig.codec))
     wrong = payload[:-cut] if cut > 0 else payload + b"\0"
-    forged = packer.seal_chunk(span.key, wrong, 0, 16, rig.codec)
+    forged = packer.seal_run(span.key, wrong, 0, 16, rig.codec)
     assert rig.device.fill([Filling(span, forged, 0, [0, 6])], None) == set()
 
 
@@ -220,11 +220,11 @@ def test_what_codes_no_packer_writes_are_restored_as_by_the_host():
     packer, chance = rig.store.packer, np.random.default_rng(5)
     blobs = []
     for span, blob, first in zip(spans, rig.blobs(rig.host, [7, 2, 10, 4]), (0, 16), strict=True):
-        payload = np.frombuffer(packer.open_chunk(blob, span.key, first, 16, rig.codec), np.uint8)
+        payload = np.frombuffer(packer.open_run(blob, span.key, first, 16, rig.codec), np.uint8)
         sinks = 4 * 2 * 2 * 64 * 2 if not first else 0
         forged = payload.copy()
         forged[sinks + 4 :] = chance.integers(0, 256, len(payload) - sinks - 4)
-        blobs.append(packer.seal_chunk(span.key, forged.data, first, 16, rig.codec))
+        blobs.append(packer.seal_run(span.key, forged.data, first, 16, rig.codec))
     found, right = (rig.filled(x, blobs, [3, 9, 0, 6]) for x in (rig.device, rig.host))
     assert torch.equal(found[0], right[0])
 

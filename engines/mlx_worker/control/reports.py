@@ -18,7 +18,7 @@ from engines.wire import (
 )
 from kvstore.by_tokens.records import SessionRecord
 from kvstore.session import SessionRef, TierName
-from kvstore.stats import StoreStats
+from kvstore.stats import Repacking, StoreStats
 from kvstore.tiers.base import TierStats
 
 
@@ -96,6 +96,7 @@ class SessionReports:
             counters=self._counters(store),
             codec=self.codec(),
             requests=self._requests(),
+            repacking=store.repacking if store else Repacking(),
         )
 
     def _requests(self) -> list[RequestProgress]:

@@ -155,6 +155,10 @@ class MlxVerbs:
             self._hot.pin(key, False)  # nothing is left that the pin could hold
         self._owner.tell("lost", session, departure.why)
 
+    def packed(self, session: SessionRef) -> None:
+        """Note that a session's cold copy takes less room than before. Any thread."""
+        self._owner.tell("packed", session)
+
     async def forget(self, session: SessionRef) -> Done:
         """Remove a session from memory and every tier. A running turn goes on and is not kept."""
         key = (session.tenant, session.id)

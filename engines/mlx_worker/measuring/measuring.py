@@ -35,6 +35,11 @@ class Measuring:
         return self._running.told_in(report) if self._running is not None else report
 
     @property
+    def is_running(self) -> bool:
+        """True while a measurement runs. Any thread."""
+        return self._running is not None and self._running.is_running
+
+    @property
     def possible(self) -> bool:
         """True if this model can be measured here, whether it has to be or not."""
         return (
@@ -48,7 +53,7 @@ class Measuring:
 
     def begin_again(self) -> None:
         """Begin to measure, also if that was done before, unless it is being done already."""
-        if self.possible and not (self._running is not None and self._running.is_running):
+        if self.possible and not self.is_running:
             self._begin(lambda: self._owner.codecs is not None)
 
     @property

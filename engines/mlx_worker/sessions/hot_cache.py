@@ -25,7 +25,7 @@ from kvstore.session import SessionRef
 
 logger = logging.getLogger(__name__)
 
-Cause: TypeAlias = Literal["saved", "dropped", "moved", "restored", "lost", "turn"]
+Cause: TypeAlias = Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
 # Called at every change of a session, on whatever thread it happens.
 Tell: TypeAlias = Callable[[Cause, SessionRef], None]
 

@@ -19,6 +19,7 @@ from typing import Final, Protocol, TypeAlias
 from engines.vllm_plugin.process.affinity import unbind_thread
 from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing, Rows
 from kvstore.blobs.format import codec_in
+from kvstore.blobs.segments import FRESH
 from kvstore.by_blocks.store import BlockStore
 
 logger = logging.getLogger("thermocline.vllm")
@@ -94,8 +95,8 @@ class CheckedBlocks:
             self._check_soon(codec)
         if rows is not None or codec != checked.codec:
             return self._on_host.pack(wanted, ready, rows)
-        kept = [x for x in wanted if x.restored]
-        rest = [x for x in wanted if not x.restored]
+        kept = [x for x in wanted if x.lineage is not FRESH]
+        rest = [x for x in wanted if x.lineage is FRESH]
         futures = dict(
             zip(
                 (x.span for x in (*kept, *rest)),

@@ -98,7 +98,7 @@ class RankMeasuring:
 
     def begin(self, is_needed: Callable[[], bool] = lambda: True) -> None:
         """Begin to measure, unless that is being done or cannot be."""
-        if self._open is None or (self._measurement and self._measurement.is_running):
+        if self._open is None or self.is_running:
             return
         self._measurement = self._open(is_needed)
 
@@ -117,6 +117,11 @@ class RankMeasuring:
     def read(self, step: StepWork) -> list[int]:
         """Read the blocks of the step that are wanted; returns the jobs that are done."""
         return EXCHANGE.read(step, self._cache, self._states)
+
+    @property
+    def is_running(self) -> bool:
+        """True while a measurement runs. Any thread."""
+        return self._measurement is not None and self._measurement.is_running
 
     def close(self) -> None:
         """Interrupt the measurement."""

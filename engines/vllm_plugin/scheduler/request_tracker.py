@@ -185,7 +185,8 @@ class RequestTracker:
         if not is_loading:
             self._restores.release(tracked)
         if tracked.session is not None:
-            self._saves.end_turn(request, tracked.session, tables, filled=not is_loading)
+            part = None if tracked.failed else tracked.restored_part
+            self._saves.end_turn(request, tracked.session, tables, part, filled=not is_loading)
             self._on_turn_end(tracked.session)
         return {
             "restored_tokens": 0 if tracked.failed else tracked.restored_tokens,

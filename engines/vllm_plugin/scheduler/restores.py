@@ -22,6 +22,7 @@ from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.staging_budget import StagingBudget
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TrackedRequest
+from kvstore.by_blocks.store import RestoredPart
 
 # A rank answers within its own deadline; one that does not answer at all is not waited for.
 RANK_GRACE_S: Final = 2.0
@@ -174,6 +175,8 @@ class Restores:
         self._loading[request_id] = restore.loading
         tracked.restored_tokens, tracked.tier = num_external_tokens, staged.tier
         tracked.only_part = not num_blocks
+        if part_tokens:
+            tracked.restored_part = RestoredPart(staged.end_block, staged.part, part_tokens)
 
     def take_planned(self) -> list[Load]:
         """The loads planned since the last step. In the next step the ranks may be waited for."""

@@ -23,6 +23,7 @@ from engines.vllm_plugin.messages import (
     PeerNews,
     RankFindings,
     RankLost,
+    RankPacked,
     RankSaved,
 )
 from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
@@ -154,6 +155,8 @@ class SchedulerSide:
         match news:
             case RankLost():
                 self._hub.spawn(partial(self._tell_lost, news))
+            case RankPacked():
+                self._hub.spawn(partial(self._tell, "packed", news.session))
             case RankSaved() if self._saves.completes(news):
                 self._hub.spawn(partial(self._tell, "saved", news.session))
             case Forward():
@@ -163,7 +166,7 @@ class SchedulerSide:
             case ForwardDone():
                 self._forwards.hear_done(news)
 
-    async def _tell(self, cause: Literal["turn", "saved"], session: SessionRef) -> None:
+    async def _tell(self, cause: Literal["turn", "saved", "packed"], session: SessionRef) -> None:
         report = await self._verbs.look(session)
         if report is not None:
             self._control.publish(Notice(cause, report))

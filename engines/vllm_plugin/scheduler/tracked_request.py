@@ -8,6 +8,7 @@ from typing import Any
 from engines.headers import COLD_SOURCES, CacheOutcome, CacheSource
 from engines.vllm_plugin.messages import Staged
 from engines.wire import RequestProgress
+from kvstore.by_blocks.store import RestoredPart
 from kvstore.session import MissReason, SessionRef, TierName
 
 
@@ -34,6 +35,7 @@ class TrackedRequest:
     failed: bool = False
     restored_tokens: int = 0
     only_part: bool = False  # no full block was restored: vLLM had all of the session's
+    restored_part: RestoredPart | None = None  # the first rows of a block that it went on to fill
     tier: TierName | None = None
     reason: MissReason | None = None
     reported: bool = False

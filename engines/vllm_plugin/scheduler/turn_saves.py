@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.vllm_plugin.plan import Save, Wanted
 from engines.vllm_plugin.scheduler.postponed_saves import PostponedSaves
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
+from kvstore.by_blocks.store import RestoredPart
 from kvstore.session import SessionRef
 
 
@@ -42,12 +43,18 @@ class TurnSaves:
         self._postponed = PostponedSaves(resident, blocks.groups)
 
     def end_turn(
-        self, request: Any, session: SessionRef, tables: Sequence[Sequence[int]], *, filled: bool
+        self,
+        request: Any,
+        session: SessionRef,
+        tables: Sequence[Sequence[int]],
+        restored_part: RestoredPart | None = None,
+        *,
+        filled: bool,
     ) -> None:
         """Plan the save of all that was computed, and note what the session consists of now.
 
-        ``tables``: the request's block ids, by group. ``filled``: they hold the request's own KV;
-        otherwise nothing is saved.
+        ``tables``: the request's block ids, by group. ``restored_part``: see ``Save``. ``filled``:
+        the blocks hold the request's own KV; otherwise nothing is saved.
         """
         block_ids = tables[self._blocks.groups.full]
         hashes = self._blocks.computed_hashes(request, len(block_ids)) if filled else []
@@ -56,7 +63,8 @@ class TurnSaves:
         if hashes:
             self._postponed.remove(session)
             ids = list(block_ids[: len(hashes) + bool(part)])
-            self._plan(Save(next(self._jobs), session, hashes, ids, states, part))
+            save = Save(next(self._jobs), session, hashes, ids, states, part)
+            self._plan(replace(save, restored_part=restored_part))
         boundary = max(states, default=0) if self._blocks.groups.states else None
         self._resident.end(session, hashes, part, boundary)
 

@@ -38,7 +38,7 @@ from engines.wire import (
 )
 from kvstore.errors import PinLimit
 from kvstore.session import TIER_NAMES, SessionRef, TierName
-from kvstore.stats import Counters, StoreStats
+from kvstore.stats import Counters, Repacking, StoreStats
 
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
@@ -201,6 +201,7 @@ class VllmVerbs:
             counters=self._all_counters(stores),
             codec=_codec([x.codec for x in answers]),
             requests=self._requests(),
+            repacking=_repacking([x.repacking for x in stores]),
         )
 
     def _all_counters(self, stores: list[StoreStats]) -> dict[str, int]:
@@ -273,6 +274,16 @@ def _joint(shares: list[RankSession]) -> RankSession:
 def _summed(counters: list[dict[str, int]]) -> dict[str, int]:
     names = sorted({name for x in counters for name in x})
     return {name: sum(x.get(name, 0) for x in counters) for name in names}
+
+
+def _repacking(shares: list[Repacking]) -> Repacking:
+    """The ranks' shares: bytes add up, and a session counts once."""
+    return Repacking(
+        max((x.sessions_left for x in shares), default=0),
+        sum(x.bytes_left for x in shares),
+        max((x.sessions_done for x in shares), default=0),
+        sum(x.freed_bytes for x in shares),
+    )
 
 
 def _tiers(stores: list[StoreStats]) -> list[TierReport]:

@@ -148,8 +148,7 @@ class HostBlocks:
         with self._stream.after(ready):
             runs = [self._read(x) for x in wanted]
         if rows is not None:
-            pairs = zip(wanted, runs, strict=True)
-            rows.update((x.span, y) for x, y in pairs if x.span.is_chunk and not x.restored)
+            rows.update((x.span, y) for x, y in zip(wanted, runs, strict=True))
         codec, home = self._store.workers.codec, self._store.home_codec
         return [codec(self._packed, x, run, home) for x, run in zip(wanted, runs, strict=True)]
 
@@ -182,13 +181,8 @@ class HostBlocks:
             self._access.write(block_ids, run, first_block + first.skip)
 
     def _packed(self, packing: Packing, run: list[KVPair], home: Codec) -> bytes:
-        packer, span = self._store.packer, packing.span
-        first = span.first_block * self._access.block_tokens
-        if packing.restored:
-            return packer.pack_restored(span.key, run, first)
-        if span.is_whole_rows:
-            return packer.pack_tail(span.key, run, first)
-        return packer.pack_chunk(span.key, run, first, home)
+        key, first = packing.span.key, packing.span.first_block * self._access.block_tokens
+        return self._store.packer.pack_run(key, run, first, home, packing.lineage)
 
     def _decodes(self, wanted: Sequence[Filling]) -> Iterator[tuple[list[Filling], Decoded]]:
         """Unpack the blobs in order, only a few ahead.
@@ -230,10 +224,9 @@ class HostBlocks:
 
     def _unpacked(self, filling: Filling, out: list[KVPair]) -> bool:
         span, packer = filling.span, self._store.packer
-        unpack = packer.unpack_tail if span.is_whole_rows else packer.unpack_chunk
         first = span.first_block * self._access.block_tokens
         try:
-            unpack(filling.blob, span.key, first, self._keys.num_tokens(span), out)
+            packer.unpack_run(filling.blob, span.key, first, self._keys.num_tokens(span), out)
         except Unusable as error:
             logger.warning("a verified blob cannot be decoded: %s", error)
             self._store.discard(span.key)

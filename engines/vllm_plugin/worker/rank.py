@@ -67,7 +67,7 @@ _ABOUT_CODECS: Final = (GetStats, Adopt, Measure)
 def packed_bytes_per_token(store: BlockStore) -> int:
     """Bytes that a stored token takes in memory: an estimate that leaves states out."""
     num_tokens = store.keys.chunk_blocks * store.keys.block_tokens
-    return store.packer.chunk_nbytes(0, num_tokens) // num_tokens
+    return store.packer.run_nbytes(0, num_tokens) // num_tokens
 
 
 class StagingArea:

@@ -14,12 +14,12 @@ from functools import partial
 
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
 from engines.vllm_plugin.worker.host_blocks import DeviceStream
-from engines.vllm_plugin.worker.restored_blocks import RestoredBlocks
+from engines.vllm_plugin.worker.restored_blocks import NONE_BEFORE, RestoredBlocks
 from engines.vllm_plugin.worker.state_layers import StateBlocks
 from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing, Rows
 from kvstore.blobs.packer import AnyBlob
+from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.blobs.snapshot import StateTree
-from kvstore.blobs.state_packer import FRESH, Lineage
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
 from kvstore.codecs.base import Codec
@@ -82,6 +82,7 @@ class StatefulBlocks:
             packer.layout.empty(0),
             self._token(span),
             0,
+            codec=codec,
             how=how,
             lineage=lineage,
         )
@@ -92,7 +93,7 @@ class StatefulBlocks:
         numbers = self._states.numbers(boundary)
         lossy_end = 0
         for block_id, i in zip(packing.block_ids, numbers, strict=True):
-            if self._restored.any_of([block_id], hashes[i : i + 1]):
+            if self._restored.num_lossy([block_id], hashes[i : i + 1], NONE_BEFORE, 1):
                 lossy_end = max(lossy_end, i + 1)
         if not lossy_end:
             return FRESH

@@ -25,8 +25,9 @@ from typing import Protocol, TypeAlias
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.process.affinity import unbind_thread
 from engines.vllm_plugin.worker.rank import StagingArea
-from engines.vllm_plugin.worker.restored_blocks import RestoredBlocks
+from engines.vllm_plugin.worker.restored_blocks import NONE_BEFORE, RestoredBlocks
 from kvstore.blobs.packer import AnyBlob
+from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import Again, BlockStore
 from kvstore.codecs.base import Codec
@@ -45,12 +46,12 @@ class Packing:
 
     span: BlobSpan
     block_ids: list[int]
-    restored: bool = False  # some came from a lossy copy: the rows are kept, not packed again
+    lineage: Lineage = FRESH  # of rows, as ``Packer.pack_run`` takes it
     hashes: Sequence[bytes] = ()  # of a state: those of the session's blocks up to it
 
 
-# What a slower tier's codec packs again: rows of chunks as they were computed, (num_kv_heads,
-# num_tokens, head_dim) for K and V per layer, and for each state what packs it.
+# What a slower tier's codec packs again: the rows of a blob, (num_kv_heads, num_tokens, head_dim)
+# for K and V per layer, and for each state what packs it.
 PackState: TypeAlias = Callable[[Codec], bytes]
 Rows: TypeAlias = dict[BlobSpan, Sequence[KVPair] | PackState]
 
@@ -137,6 +138,12 @@ class Transfer:
         with self._lock:
             return self._charges.total()
 
+    @property
+    def is_settled(self) -> bool:
+        """True if no save and no load is under way."""
+        with self._lock:
+            return not (self._charges or self._under_way)
+
     # ---- saving
 
     def save(self, save: Save, on_ended: OnEnded) -> None:
@@ -188,21 +195,40 @@ class Transfer:
         finally:  # in any case, or the blocks would be held for ever
             self._acknowledge(save.job)
         self._store.counters.add("chunks_encoded", len(missing))
-        self._store.counters.add("chunks_kept", sum(x.restored and x.span.is_chunk for x in wanted))
+        kept = sum(x.lineage is not FRESH and x.span.is_chunk for x in wanted)
+        self._store.counters.add("chunks_kept", kept)
         blobs = {x.key: future.result() for x, future in zip(missing, packing, strict=True)}
-        again = self._again(save, rows, blobs) if rows else None
+        lineages = {x.span: x.lineage for x in wanted if x.lineage is not FRESH}
+        again = self._again(save, rows, blobs, lineages) if rows else None
         states, part = [*save.states], save.part
         record = self._store.commit(save.session, save.hashes, blobs, states, part, again)
         return record is not None
 
     def _packing(self, save: Save, span: BlobSpan) -> Packing:
-        packing = _packing(save, span)
-        hashes = save.hashes[span.first_block : span.end_block]
-        if span.is_state or span.is_part:  # parts are never packed with loss, states by themselves
+        packing, first = _packing(save, span), span.first_block
+        if span.is_state:
             return packing
-        return replace(packing, restored=self._restored.any_of(packing.block_ids, hashes))
+        hashes, size = save.hashes[first : span.end_block], self._store.keys.block_tokens
+        before = save.hashes[first - 1] if first else NONE_BEFORE
+        num_lossy = self._restored.num_lossy(packing.block_ids, hashes, before, size)
+        if not num_lossy:
+            return packing
+        lossy_tokens = first * size + num_lossy
+        return replace(packing, lineage=self._lineage(save, span, lossy_tokens))
 
-    def _again(self, save: Save, rows: Rows, blobs: Mapping[bytes, bytes]) -> Again | None:
+    def _lineage(
+        self, save: Save, span: BlobSpan, lossy_tokens: int, codec: Codec | None = None
+    ) -> Lineage:
+        codec, part = codec or self._store.home_codec, save.restored_part
+        return self._store.lineage(save.session, save.hashes, span, lossy_tokens, codec, part)
+
+    def _again(
+        self,
+        save: Save,
+        rows: Rows,
+        blobs: Mapping[bytes, bytes],
+        lineages: Mapping[BlobSpan, Lineage],
+    ) -> Again | None:
         """A function that packs the rows again, for tiers with a codec of their own.
 
         None if too much waits: these tiers then get copies.
@@ -212,23 +238,37 @@ class Transfer:
         if others > self._max_queued_bytes // 2:
             self._store.counters.add("saves_copied")
             return None
-        return partial(self._packed_again, rows, blobs)
+        return partial(self._packed_again, save, rows, blobs, lineages)
 
     def _packed_again(
-        self, rows: Rows, blobs: Mapping[bytes, bytes], codec: Codec
+        self,
+        save: Save,
+        rows: Rows,
+        blobs: Mapping[bytes, bytes],
+        lineages: Mapping[BlobSpan, Lineage],
+        codec: Codec,
     ) -> Mapping[bytes, Blob]:
         """Pack the same rows by the codec of a slower tier, a few chunks at a time."""
+        own = {
+            span: self._lineage(save, span, there.position, codec)
+            for span, there in lineages.items()
+        }
+        # The tier may lack a copy of its own, and the fastest one has given up the older tail.
+        known = {span: x if x.segments else lineages[span] for span, x in own.items()}
         workers = self._store.workers
-        calls = ((span.key, self._packed_by(codec, span, x)) for span, x in rows.items())
+        calls = (
+            (span.key, self._packed_by(codec, span, x, known.get(span, FRESH)))
+            for span, x in rows.items()
+        )
         return {**blobs, **workers.few_at_once(calls, workers.num_spare)}
 
     def _packed_by(
-        self, codec: Codec, span: BlobSpan, what: Sequence[KVPair] | PackState
+        self, codec: Codec, span: BlobSpan, what: Sequence[KVPair] | PackState, lineage: Lineage
     ) -> Callable[[], bytes]:
         if callable(what):
             return partial(what, codec)
-        first_token = span.first_block * self._store.keys.block_tokens
-        return partial(self._store.packer.pack_chunk, span.key, what, first_token, codec)
+        first = span.first_block * self._store.keys.block_tokens
+        return partial(self._store.packer.pack_run, span.key, what, first, codec, lineage)
 
     def _nbytes(self, save: Save, spans: Sequence[BlobSpan]) -> int:
         num_blocks = sum(len(_packing(save, x).block_ids) for x in spans)
@@ -293,7 +333,11 @@ class Transfer:
     def _note_restored(self, fillings: Sequence[Filling], hashes: Sequence[bytes]) -> None:
         """Remember the lossy blocks, before vLLM hears of the load and may save them."""
         for x in fillings:
-            if not (x.span.is_state or x.span.is_part):
+            if x.span.is_part:
+                before = hashes[x.span.first_block - 1]
+                lossy = self._store.packer.is_lossy(x.blob)
+                self._restored.note_part(x.block_ids[0], before, x.part_tokens, lossy=lossy)
+            elif not x.span.is_state:
                 first = x.span.first_block + x.skip
                 lossy = self._store.packer.is_lossy(x.blob)
                 names = hashes[first : first + len(x.block_ids)]

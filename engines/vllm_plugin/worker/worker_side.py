@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +25,7 @@ from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.possible import unmeasurable
 from engines.vllm_plugin.measuring.rank_measuring import RankMeasuring, longest_prompt
-from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
+from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.affinity import unbound_threads
 from engines.vllm_plugin.support import layer_specs
@@ -54,11 +55,14 @@ from kvstore.by_blocks.store import BlockStore
 from kvstore.chunk_size import chunk_tokens
 from kvstore.config import StoreConfig
 from kvstore.ledger.eviction_notices import Departure
+from kvstore.session import SessionRef
 from kvstore.shapes import KVLayout
 from kvstore.tiers.registry import open_usable_tiers
 
 logger = logging.getLogger("thermocline.vllm")
 
+# Work that needs no model waits until vLLM has not stepped for so long.
+QUIET_S: Final = 1.0
 # Idle buffers to unpack into may take one part in so many of the bytes that may wait to be saved.
 SPARE_SHARE: Final = 4
 
@@ -72,17 +76,22 @@ class WorkerSide:
         link: RankLink,
         store: BlockStore,
         measuring: RankMeasuring | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transfer = transfer
         self._link = link
         self._store = store
         self._measuring = measuring
+        self._monotonic = monotonic
         self._patience_s = 0.0
+        self._stepped_at = float("-inf")  # monotonic
         store.listen(self._left)
+        store.pack_when(self._is_quiet, self._packed)
 
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads, before the model runs."""
         self._patience_s = step.patience_s
+        self._stepped_at = self._monotonic()
         if self._measuring is not None:
             self._measuring.fill(step)
             self._transfer.filled(x.request_id for x in step.given)
@@ -123,6 +132,15 @@ class WorkerSide:
         self._transfer.close()
         self._link.close()
         self._store.close()
+
+    def _is_quiet(self) -> bool:
+        """True if vLLM has not stepped for a moment, and no copy is under way. Any thread."""
+        if self._monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
+            return False
+        return self._transfer.is_settled and not (self._measuring and self._measuring.is_running)
+
+    def _packed(self, session: SessionRef) -> None:
+        self._link.send(RankPacked(session))
 
     def _left(self, departure: Departure) -> None:
         self._link.send(RankLost(*departure))

@@ -171,21 +171,25 @@ class DiskTier(IndexedTier):
         with self._lock:
             return sum(key in self._index for key in blobs)
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
         blobs = {key: memoryview(blob).cast("B")}
+        before = instead_of or key
         self._mend()
         with self._guard.call(), self._writing:
-            remains = self._extents([key])
+            remains = self._extents([before])
             with self._lock:
-                old = self._index.remove(key)
+                if instead_of and instead_of not in self._index:
+                    return False
+                old = self._index.remove(before)
                 update = self._index.add(self._sizes(blobs), owner)
                 self._unsaved.add(key)
                 if old is not None:
-                    update.evicted.append((key, old))
+                    update.evicted.append((before, old))
                 if not update.added:
                     self._index.undo(update)
                     return False
-            return self._write(update, blobs, remains)
+            # What it replaces counts as spared: it goes in the same commit, and was not evicted.
+            return self._write(update, {before: memoryview(b"")} | blobs, remains)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._mend()

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob, TierStats
 from kvstore.tiers.indexed_tier import IndexedTier
-from kvstore.tiers.lru import IndexUpdate, RecencyIndex
+from kvstore.tiers.lru import IndexUpdate, RecencyEntry, RecencyIndex
 from kvstore.tiers.redis_server.blobs import BATCH_KEYS, RedisBlobs, WriteInterrupted
 from kvstore.tiers.redis_server.book import ENTRY_BYTES, Book, BookEntry, Written
 from kvstore.tiers.redis_server.earlier_lives import EarlierLives
@@ -143,16 +143,43 @@ class RedisTier(IndexedTier):
             gone = {key for key, _ in update.evicted}
             return sum(key in written or (there[key] and key not in gone) for key in blobs)
 
-    def replace(self, key: bytes, blob: Blob, owner: str = "") -> bool:
+    def replace(self, key: bytes, blob: Blob, owner: str = "", instead_of: bytes = b"") -> bool:
         blobs = {key: bytes(blob)}
+        before = instead_of or key
         with self._writing:
             self._drop_doubtful()
+            if instead_of and not self._known([before]):
+                return False
             with self._lock:
-                old = self._index.remove(key)
+                old = self._index.remove(before)
                 update = self._index.add({key: self._cost(len(blobs[key]))}, owner)
                 if not update.added and old is not None:
-                    self._index.undo(IndexUpdate([], [(key, old)]))
-            return key in self._write(update, blobs)
+                    self._index.undo(IndexUpdate([], [(before, old)]))
+            if not instead_of:
+                return key in self._write(update, blobs)
+            return self._write_instead(update, blobs, before, old)
+
+    def _write_instead(
+        self,
+        update: IndexUpdate,
+        blobs: Mapping[bytes, bytes],
+        before: bytes,
+        old: RecencyEntry | None,
+    ) -> bool:
+        """Write a blob in the place of one of another name, which goes once it is there."""
+        written: set[bytes] = set()
+        try:
+            written = self._write(update, blobs)
+        finally:
+            if not written and update.added and old is not None:
+                with self._lock:
+                    self._index.undo(IndexUpdate([], [(before, old)]))
+        if written:
+            with self._lock:
+                manifest = self._manifests.pop(before, None)
+            self._doubtful.append({} if manifest is None else {before: manifest})
+            self._drop_doubtful()
+        return bool(written)
 
     def _write(self, update: IndexUpdate, blobs: Mapping[bytes, bytes]) -> set[bytes]:
         """Carry out an update of the index; return the keys that were written.

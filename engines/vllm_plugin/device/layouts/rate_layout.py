@@ -123,16 +123,12 @@ class RateStagingLayout:
         else:
             for place in self._plan.stacks:
                 plain[place.count_at : place.pairs_at] = 0
-        return self._packer.seal_chunk(
-            span.key, payload, first_token, self._num_tokens, self._codec
-        )
+        return self._packer.seal_run(span.key, payload, first_token, self._num_tokens, self._codec)
 
     def open(
         self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
     ) -> list[KeptRows]:
-        payload = self._packer.open_chunk(
-            blob, span.key, first_token, self._num_tokens, self._codec
-        )
+        payload = self._packer.open_run(blob, span.key, first_token, self._num_tokens, self._codec)
         kept = self._plan.split(payload, staged[: self._plan.nbytes])
         return [rows for stack, some in enumerate(kept) for rows in self._rows_of(stack, some)]
 

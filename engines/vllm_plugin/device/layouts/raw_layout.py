@@ -39,14 +39,13 @@ class RawStagingLayout:
         return b""
 
     def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
-        pack = self._packer.pack_tail if span.is_tail else self._packer.pack_chunk
-        return pack(span.key, self._run(staged), first_token)
+        return self._packer.pack_run(span.key, self._run(staged), first_token)
 
     def open(
         self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
     ) -> list[KeptRows]:
-        unpack = self._packer.unpack_tail if span.is_tail else self._packer.unpack_chunk
-        unpack(blob, span.key, first_token, self._num_tokens, self._run(staged))
+        run = self._run(staged)
+        self._packer.unpack_run(blob, span.key, first_token, self._num_tokens, run)
         return []
 
     def write(self, run: TokenRun, staged: Tensor, kept: list[KeptRows]) -> None:

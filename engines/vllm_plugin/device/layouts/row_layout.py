@@ -62,16 +62,12 @@ class RowStagingLayout:
 
     def seal(self, span: BlobSpan, first_token: int, staged: np.ndarray, rescued: bytes) -> bytes:
         payload = b"".join((staged.data, rescued)) if rescued else staged.data
-        return self._packer.seal_chunk(
-            span.key, payload, first_token, self._num_tokens, self._codec
-        )
+        return self._packer.seal_run(span.key, payload, first_token, self._num_tokens, self._codec)
 
     def open(
         self, blob: AnyBlob, span: BlobSpan, first_token: int, staged: np.ndarray
     ) -> list[KeptRows]:
-        payload = self._packer.open_chunk(
-            blob, span.key, first_token, self._num_tokens, self._codec
-        )
+        payload = self._packer.open_run(blob, span.key, first_token, self._num_tokens, self._codec)
         view = np.frombuffer(payload, np.uint8)
         kept = self._codec.check_payload(view, self._plan)
         staged[:] = view[: self.nbytes]

@@ -44,10 +44,11 @@ def check_part(store: BlockStore, fetched: Fetched, taken: int, codec: str = "ra
     span, blob = fetched.spans[-1]
     assert (span.key[:1], span.first_block, span.part_tokens) == (PART, 25, 3)
     run = LAYOUT.empty(taken)
-    store.packer.unpack_tail(blob, span.key, 25 * BLOCK, 3, run)
+    store.packer.unpack_run(blob, span.key, 25 * BLOCK, 3, run)
     for found, wanted in zip(run, rows_behind(LONG, BEHIND[:taken]), strict=True):
         for a, b in zip(found, wanted, strict=True):
-            assert np.allclose(a, b, rtol=0 if codec == "raw" else 2**-8, atol=0)
+            error = float(np.square(a - b).mean() / np.square(b).mean())
+            assert error == 0 if codec == "raw" else 0.01 < error < 0.06
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
@@ -58,10 +59,12 @@ def test_it_comes_back_behind_all_blocks(store, taken):
     check_part(store, fetched, taken)
 
 
-def test_under_a_lossy_codec_its_rows_are_kept_as_they_are():
+def test_under_a_lossy_codec_it_is_packed_like_a_chunk():
     store = open_store(codec="tq3")
     save(store, ref(), LONG, BEHIND)
-    check_part(store, store.fetch(ref(), LONG, 0), 3, "tq3")
+    fetched = store.fetch(ref(), LONG, 0)
+    check_part(store, fetched, 3, "tq3")
+    assert len(fetched.spans[-1][1].payload) * 4 < 3 * LAYOUT.bytes_per_token
     store.close()
 
 
@@ -109,7 +112,7 @@ def test_it_counts_as_tokens_and_bytes(store):
     save(store, ref(), LONG, BEHIND)
     without, record = store.record(ref("without")), store.record(ref())
     assert (without.num_tokens, record.num_tokens) == (100, 103)
-    assert record.packed_bytes - without.packed_bytes == store.packer.tail_nbytes(3)
+    assert record.packed_bytes - without.packed_bytes == store.packer.run_nbytes(100, 3)
     assert [x.is_part for x in store.unlisted(LONG, part=(7,))] == [True]
     assert store.unlisted(LONG, part=BEHIND) == []
 

@@ -29,7 +29,7 @@ def test_a_record_is_bound_to_its_key():
         ours.unpack(ours.key("t", "another"), blob)
     chunk = b"c" + key[1:]
     with pytest.raises(Unusable):
-        ours.unpack(chunk, packer.pack_chunk(chunk, kv_of(tokens(CHUNK)), 0))
+        ours.unpack(chunk, packer.pack_run(chunk, kv_of(tokens(CHUNK)), 0))
 
 
 def test_only_sessions_of_this_model_and_a_known_codec_are_usable():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
+from kvstore.blobs.chain import TAIL
 from tests.codec_sessions import (
     BOTH,
     DENSE,
@@ -41,13 +42,15 @@ def test_restored_rows_whose_copies_are_all_gone_are_kept_as_they_are(store, tie
     run = go_on(restored, longer)
     assert store.save(ref(), longer, run, lossy_tokens=restored.lossy_tokens)
     assert store.flush(20)
-    assert sorted(FAST.packed) == sorted(DENSE.packed) == [WHOLE + i * CHUNK for i in range(3)]
-    assert store.stats().counters["chunks_kept"] == 12
-    assert sorted(codecs_in(tiers[1])) == ["dense.1"] * 3 + ["restored16.1"] * 12
+    packed = [200, WHOLE + CHUNK, WHOLE + 2 * CHUNK]  # behind the restored rows
+    assert sorted(FAST.packed) == sorted(DENSE.packed) == packed
+    assert store.stats().counters["chunks_kept"] == 13
+    kept = ["dense.1"] * 2 + ["restored16.1"] * 12 + ["segments.1"]
+    assert sorted(codecs_in(tiers[1])) == kept
     again = wake(store, ref(), longer)
     assert again.num_tokens == 240
-    assert wear(again, longer)[:WHOLE] == [{1}] * WHOLE
-    assert again.lossy_tokens >= WHOLE  # it still has not been computed again
+    assert wear(again, longer) == [{1}] * 240
+    assert again.lossy_tokens == 240
 
 
 def test_a_copy_on_disk_is_enough_not_to_pack_a_restored_chunk_again(store, tiers):
@@ -65,33 +68,60 @@ def test_a_copy_on_disk_is_enough_not_to_pack_a_restored_chunk_again(store, tier
     assert wear(wake(store, ref(), HISTORY), HISTORY)[0] == {16}
 
 
-def test_a_chunk_that_was_left_half_way_is_kept_as_rows(store):
+def test_a_chunk_that_was_left_half_way_goes_on_as_it_was_packed(store, tiers):
     save(store, ref(), HISTORY)
     edited = [*HISTORY[:40], *tokens(100, 7)]
     restored = turn(store, ref(), edited)
     assert (restored.num_tokens, restored.lossy_tokens) == (40, 40)
     again = wake(store, ref(), edited)
-    assert again.num_tokens == 140
-    seen = wear(again, edited)
-    assert seen[:40] == [{1}] * 40  # once
-    assert seen[40:48] == [{0}] * 8  # of the same chunk, and computed
-    assert seen[48:128] == [{1}] * 80
+    assert (again.num_tokens, again.lossy_tokens) == (140, 140)
+    assert wear(again, edited) == [{1}] * 140
     assert store.stats().counters["chunks_kept"] == 1
+    assert codecs_in(tiers[0]).count("segments.1") == codecs_in(tiers[1]).count("segments.1") == 1
+    store.demote(ref(), "disk")
+    far = wear(wake(store, ref(), edited), edited)
+    assert far[:32] == [{16}] * 32 and far[40:] == [{16}] * 100
+    assert far[32:40] == [{1}] * 8  # this codec's half of a chunk is larger than these rows
 
 
-def test_a_tail_with_restored_rows_stays_one_until_it_is_computed_again(store):
-    save(store, ref(), HISTORY)
-    edited = [*HISTORY[:10], 1, 2]
-    turn(store, ref(), edited)
-    tail = wake(store, ref(), edited)
-    assert (tail.num_tokens, tail.lossy_tokens) == (12, 12)
-    longer = [*edited, *tokens(30, 4)]
-    turn(store, ref(), longer)
+def test_a_tail_goes_on_as_it_was_packed_until_it_is_a_chunk(store, tiers):
+    save(store, ref(), HISTORY[:36])
+    history = list(HISTORY[:36])
+    FAST.packed.clear()
+    for more in (2, 3, 4, 5):  # tails of 6, 9 and 13 tokens, then a chunk and a tail of 2
+        history += tokens(more, more)
+        turn(store, ref(), history)
+        again = wake(store, ref(), history)
+        assert (again.num_tokens, again.lossy_tokens) == (len(history), len(history))
+        assert wear(again, history) == [{1}] * len(history)
+    assert FAST.packed == [36, 38, 41, 45, 48]  # each time what is new
+    assert codecs_in(tiers[0], TAIL) == ["fast.1"]
+    store.demote(ref(), "disk")
+    assert wear(wake(store, ref(), history), history) == [{16}] * len(history)
+
+
+def test_what_a_shorter_prompt_left_of_a_tail_is_taken_over(store):
+    save(store, ref(), HISTORY[:46])  # a tail of 14
+    shorter = [*HISTORY[:43], *tokens(3, 1)]
+    restored = turn(store, ref(), shorter)
+    assert (restored.num_tokens, restored.lossy_tokens) == (43, 43)
+    again = wake(store, ref(), shorter)
+    assert (again.num_tokens, wear(again, shorter)) == (46, [{1}] * 46)
+
+
+def test_of_a_tail_that_is_gone_the_restored_rows_are_kept_and_the_others_packed(store, tiers):
+    save(store, ref(), HISTORY[:40])
+    restored = wake(store, ref(), HISTORY[:40])
+    assert store.flush(20)
+    longer = [*HISTORY[:40], *tokens(5, 4)]
+    run = go_on(restored, longer)
+    for tier in tiers:
+        tier.delete_many([x for x in everything(tier) if x[:1] == TAIL])
+    assert store.save(ref(), longer, run, lossy_tokens=restored.lossy_tokens)
+    assert store.flush(20)
     again = wake(store, ref(), longer)
-    assert again.num_tokens == 42
-    assert wear(again, longer)[:10] == [{1}] * 10
-    assert wear(again, longer)[10:16] == [{0}] * 6
-    assert wear(again, longer)[16:32] == [{1}] * 16
+    assert (again.num_tokens, wear(again, longer)) == (45, [{1}] * 45)
+    assert codecs_in(tiers[0], TAIL) == ["segments.1"]
 
 
 def test_a_state_with_restored_rows_stays_one(tiers):

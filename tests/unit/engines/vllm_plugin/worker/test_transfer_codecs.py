@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engines.vllm_plugin.device.checked_blocks import MOST_TRIES, CheckedBlocks
@@ -16,12 +17,15 @@ from engines.vllm_plugin.worker.host_blocks import HostBlocks
 from engines.vllm_plugin.worker.rank import StagingArea
 from engines.vllm_plugin.worker.restored_blocks import RestoredBlocks
 from engines.vllm_plugin.worker.transfer import Filling, Packing, Transfer
-from kvstore.blobs.chain import CHUNK, TAIL
+from kvstore.blobs.chain import CHUNK, PART, TAIL
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
+from kvstore.blobs.segments import FRESH, Lineage
+from kvstore.by_blocks.names import BlobSpan
+from kvstore.by_blocks.store import RestoredPart
 from kvstore.codecs.presets import codec_by_name
 from kvstore.session import SessionRef
-from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ram_and_disk, ref
+from tests.block_sessions import BLOCK, LAYOUT, hashes, open_store, ram_and_disk, ref, rows_behind
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads
 
@@ -81,12 +85,12 @@ def test_each_tier_gets_its_own_codec_from_the_same_rows(rank):
     rank.save(CHAIN, IDS, ref())
     assert rank.codecs_in(0) == ["tq3.2"] * 6
     assert rank.codecs_in(1) == ["tq4.2"] * 6
-    assert rank.codecs_in(0, TAIL) == rank.codecs_in(1, TAIL) == ["rows16.1"]
-    for span in rank.store.keys.whole(CHAIN)[:6]:
+    assert (rank.codecs_in(0, TAIL), rank.codecs_in(1, TAIL)) == (["tq3.2"], ["tq4.2"])
+    for span in rank.store.keys.whole(CHAIN):
         ((_, blob),) = rank.tiers[1].scan(span.key)
         run = rank.pages.read(IDS[span.first_block : span.end_block])
         first = span.first_block * BLOCK
-        assert blob == rank.store.packer.pack_chunk(span.key, run, first, TQ4)
+        assert blob == rank.store.packer.pack_run(span.key, run, first, TQ4)
     rank.save(CHAIN, IDS, ref())
     assert rank.store.counters.as_dict()["chunks_encoded"] == 7  # with the tail, once
 
@@ -134,7 +138,7 @@ def test_restored_blocks_are_not_packed_again(rank):
     rank.evict()
     rank.save(CHAIN, ELSEWHERE, ref())
     assert rank.codecs_in(0) == rank.codecs_in(1) == ["restored16.1"] * 6
-    assert rank.codecs_in(0, TAIL) == ["rows16.1"]  # a tail of exact rows is one still
+    assert rank.codecs_in(0, TAIL) == ["restored16.1"]
     assert rank.store.counters.as_dict()["chunks_kept"] == 6
     before = [x for pair in rank.pages.read(ELSEWHERE[:24]) for x in pair]
     assert rank.restore(CHAIN, IDS) == 25
@@ -158,7 +162,7 @@ def test_blocks_that_were_computed_since_are_packed(rank):
     assert rank.codecs_in(0) == ["tq3.2"] * 12
 
 
-def test_a_chunk_with_some_restored_blocks_is_kept_as_rows(rank):
+def test_of_a_chunk_with_some_restored_blocks_only_the_others_are_packed(rank):
     rank.save(CHAIN, IDS, ref())
     edited = hashes([*TOKENS[:40], *range(700, 760)])  # leaves it in the middle of chunk 2
     assert rank.restore(edited, ELSEWHERE) == 10
@@ -166,19 +170,94 @@ def test_a_chunk_with_some_restored_blocks_is_kept_as_rows(rank):
     run.compute(edited, ELSEWHERE)
     rank.pages.write(ELSEWHERE[10:], run.read(ELSEWHERE[10:]), 0)
     rank.save(edited, ELSEWHERE, ref())
-    assert rank.codecs_in(0).count("restored16.1") == 1
+    assert rank.codecs_in(0).count("segments.1") == rank.codecs_in(1).count("segments.1") == 1
     assert rank.store.counters.as_dict()["chunks_kept"] == 1
     rank.save(edited[:11], ELSEWHERE, ref("short"))  # three blocks behind chunk 1, two restored
-    assert "restored16.1" in rank.codecs_in(0, TAIL)
+    assert "segments.1" in rank.codecs_in(0, TAIL)
+
+
+def rows_in(rank: Rank, tier: int, span: BlobSpan) -> np.ndarray:
+    """K of the first layer in the tier's blob."""
+    ((_, blob),) = rank.tiers[tier].scan(span.key)
+    num_tokens = rank.store.keys.num_tokens(span)
+    out = LAYOUT.empty(num_tokens)
+    rank.store.packer.unpack_run(blob, span.key, span.first_block * BLOCK, num_tokens, out)
+    return out[0][0]
+
+
+def test_a_tail_goes_on_as_it_was_packed(rank):
+    rank.save(CHAIN, IDS, ref())
+    tail = rank.store.keys.whole(CHAIN)[-1]
+    before = [rows_in(rank, tier, tail) for tier in (0, 1)]
+    assert rank.restore(CHAIN, ELSEWHERE) == 25
+    longer = hashes([*TOKENS, *range(500, 516)])  # the tail's block begins a chunk, and a tail
+    ids = [*ELSEWHERE, 26, 27, 28, 29]
+    run = NumpyBlocks()
+    run.compute(longer, ids)
+    rank.pages.write(ids[25:], run.read(ids[25:]), 0)
+    rank.save(longer, ids, ref())
+    chunk = rank.store.keys.whole(longer)[6]
+    assert rank.codecs_in(0).count("segments.1") == rank.codecs_in(1).count("segments.1") == 1
+    for tier in (0, 1):  # of each its own copy
+        assert np.array_equal(rows_in(rank, tier, chunk)[:, :BLOCK], before[tier])
+    assert not np.array_equal(*before)
+
+
+def save_with_part(rank: Rank, chain, ids, part, restored: RestoredPart | None = None) -> None:
+    save = Save(1, ref(), list(chain), list(ids), {}, part, restored_part=restored)
+    rank.transfer.save(save, lambda save, kept: None)
+    assert rank.transfer.wait_saved(ref(), 20) and rank.store.flush(20)
+
+
+def restore_with_part(rank: Rank, chain, ids, part_tokens: int) -> None:
+    rank.staging.expect(8)
+    fetched = rank.store.fetch(ref(), chain, 0)
+    rank.staging.put(8, fetched)
+    rank.transfer.load(Load(8, "r", 0, list(ids), [], part_tokens))
+    assert ended_loads(rank.transfer) == {"r"} and not rank.transfer.take_bad_blocks()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_part_goes_on_as_it_was_packed(rank, told):
+    """``told``: the scheduler side says which part it was; without that its rows are kept."""
+    part, ids = (501, 502, 503), [*IDS, 60]
+    rank.pages.write([60], rows_behind(CHAIN, (*part, 0)), 0)
+    save_with_part(rank, CHAIN, ids, part)
+    span = rank.store.keys.part(CHAIN, part)
+    assert rank.codecs_in(0, PART) == ["tq3.2"] and rank.codecs_in(1, PART) == ["tq4.2"]
+    before = rows_in(rank, 0, span)[:, :2]
+    there = [*ELSEWHERE, 26]
+    restore_with_part(rank, CHAIN, there, 2)  # the prompt goes on otherwise behind two of them
+    longer = hashes([*TOKENS, 501, 502, 7, 8])
+    restored = RestoredPart(25, part, 2) if told else None
+    save_with_part(rank, longer, there, (), restored)
+    tail = rank.store.keys.whole(longer)[-1]
+    assert rank.codecs_in(0, TAIL) == rank.codecs_in(1, TAIL) == ["segments.1"]
+    after = rows_in(rank, 0, tail)[:, BLOCK : BLOCK + 2]
+    assert np.array_equal(after, before) if told else np.allclose(after, before, rtol=2**-8)
+    rank.evict()
+    save_with_part(rank, longer, there, ())
+    assert rank.codecs_in(0, TAIL) == ["segments.1"]  # its rows are known as restored still
 
 
 def test_what_is_known_of_a_block_goes_with_its_hash():
     blocks = RestoredBlocks()
     blocks.note([1, 2], [b"a", b"b"], lossy=True)
-    assert blocks.any_of([2], [b"b"]) and blocks.any_of([5, 1], [b"x", b"a"])
-    assert not blocks.any_of([2], [b"c"])
+    assert blocks.num_lossy([2], [b"b"], b"", 4) == 4
+    assert blocks.num_lossy([5, 1, 6], [b"x", b"a", b"y"], b"", 4) == 8
+    assert not blocks.num_lossy([2], [b"c"], b"", 4)
     blocks.note([2], [b"b"], lossy=False)
-    assert not blocks.any_of([2], [b"b"])
+    assert not blocks.num_lossy([2], [b"b"], b"", 4)
+
+
+def test_a_block_that_began_with_restored_rows_goes_by_the_one_before():
+    blocks = RestoredBlocks()
+    blocks.note_part(3, b"before", 2, lossy=True)
+    assert blocks.num_lossy([3], [], b"before", 4) == 2
+    assert blocks.num_lossy([1, 3], [b"before", b"full"], b"", 4) == 4 + 2
+    assert not blocks.num_lossy([3], [b"full"], b"another", 4)
+    blocks.note_part(3, b"before", 2, lossy=False)
+    assert not blocks.num_lossy([3], [], b"before", 4)
 
 
 def test_a_codec_adopted_meanwhile_is_used_and_the_old_one_read(rank):
@@ -225,22 +304,24 @@ def test_the_device_does_what_its_kernels_were_checked_for(tmp_path):
     pages.compute(CHAIN, IDS)
     spans = store.keys.whole(CHAIN)
     wanted = [
-        Packing(x, IDS[x.first_block : x.end_block], restored=i == 2) for i, x in enumerate(spans)
+        Packing(
+            x, IDS[x.first_block : x.end_block], Lineage(x.end_block * BLOCK) if i == 2 else FRESH
+        )
+        for i, x in enumerate(spans)
     ]
     blobs = [x.result() for x in blocks.pack(wanted, None)]
     assert device.packed == [x.key for i, x in enumerate(spans) if i != 2]
     assert [codec_in(x) for x in blobs] == [
         *[b"tq3.2"] * 2,
         b"restored16.1",
-        *[b"tq3.2"] * 3,
-        b"rows16.1",
+        *[b"tq3.2"] * 4,
     ]
     store.adopt(CodecSet.one(TQ4))
     device.packed.clear()
     assert codec_in(blocks.pack(wanted[:1], None)[0].result()) == b"tq4.2"
     rows: dict = {}
     blocks.pack(wanted, None, rows)
-    assert device.packed == [] and list(rows) == [x for i, x in enumerate(spans[:6]) if i != 2]
+    assert device.packed == [] and list(rows) == spans
     fillings = [
         Filling(x, blob, 0, ELSEWHERE[x.first_block : x.end_block])
         for x, blob in zip(spans, blobs, strict=True)

@@ -137,15 +137,15 @@ def test_a_packer_moves_packed_runs_as_it_moves_others(dtype):
     ordinary = Packer(CODECS[3], plain, "f")
     packer = Packer(packed_codec(CODECS[3], layout), layout, "f")
     key = b"c" * 33
-    chunk = packer.pack_chunk(key, slice_tokens(live, 0, 32), 0)
-    assert chunk == ordinary.pack_chunk(key, slice_tokens(run, 0, 32), 0)
-    tail = packer.pack_tail(key, slice_tokens(live, 40, 48), 40)
-    assert tail == ordinary.pack_tail(key, slice_tokens(run, 40, 48), 40)
+    chunk = packer.pack_run(key, slice_tokens(live, 0, 32), 0)
+    assert chunk == ordinary.pack_run(key, slice_tokens(run, 0, 32), 0)
+    tail = packer.pack_run(key, slice_tokens(live, 40, 48), 40)
+    assert tail == ordinary.pack_run(key, slice_tokens(run, 40, 48), 40)
 
     out, right = layout.empty(28), plain.empty(28)
     for one, target in ((packer, out), (ordinary, right)):
-        one.unpack_chunk(chunk, key, 0, 32, slice_tokens(target, 0, 20))
-        one.unpack_tail(tail, key, 40, 8, slice_tokens(target, 20, 28))
+        one.unpack_run(chunk, key, 0, 32, slice_tokens(target, 0, 20))
+        one.unpack_run(tail, key, 40, 8, slice_tokens(target, 20, 28))
     for got, expected in zip(out, right, strict=True):
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(a), b)

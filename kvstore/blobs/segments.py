@@ -1,0 +1,194 @@
+"""Rows of a run of tokens in segments, each of which was packed by itself.
+
+A session that came back from a lossy copy and went on has rows of two kinds in one chunk, tail or
+part: those that came back, and those that were computed since. The packed bytes of the first are
+taken over as they are, from the blob that they came from; only the others are packed. So no row
+goes through a codec with loss twice, however often a session sleeps, and nothing has to rest
+unpacked.
+
+    u32 number of segments | for each: u32 first token, behind that of the run; u32 tokens that are
+    packed in it; u64 length; 24 bytes codec id | the payloads
+
+A segment holds the tokens up to the first one of the next. It may have been packed with more of
+them: those behind were dropped when a history was edited.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+from kvstore.blobs.whole_rows import WholeRows
+from kvstore.codecs.base import Codec
+from kvstore.errors import Corrupt
+from kvstore.shapes import KVLayout, KVRun, slice_tokens
+
+CODEC_ID: Final = "segments.1"  # in the header of a blob whose payload is made of segments
+# Fewer bits for a value are no codec's, so a small blob cannot ask for a lot of memory.
+LEAST_BITS: Final = 1 / 32
+_COUNT: Final = struct.Struct("<I")
+_ENTRY: Final = struct.Struct("<IIQ24s")
+
+
+class Segment(NamedTuple):
+    """Packed rows of the tokens ``first ..`` of a session, in all layers of a layout."""
+
+    first: int
+    num_tokens: int
+    codec_id: str
+    payload: memoryview
+
+    @property
+    def end(self) -> int:
+        """The token behind its last."""
+        return self.first + self.num_tokens
+
+
+# Unpacks all tokens of a segment into a run of so many.
+Unpack: TypeAlias = Callable[[Segment, KVRun], None]
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Says where rows or a state come from that are to be packed.
+
+    ``position``: behind so many tokens nothing was restored from a lossy copy; 0 = nothing at all
+    was. ``segments``: of that copy and later ones, as far as they are still there.
+    ``shared_end``: behind so many tokens they are of others, since the history was edited; None =
+    they are not.
+    """
+
+    position: int = 0
+    segments: Sequence[Segment] = ()
+    shared_end: int | None = None
+
+
+FRESH: Final = Lineage()
+
+
+def overhead_bytes(num_segments: int) -> int:
+    """Count the bytes of a payload besides those of its segments."""
+    return _COUNT.size + num_segments * _ENTRY.size
+
+
+def pack(
+    run: KVRun, layout: KVLayout, first_token: int, codec: Codec, lineage: Lineage
+) -> list[Segment]:
+    """Take over what came from lossy copies, as far as it is there, and pack the rest.
+
+    Args:
+        run: the rows of the tokens from ``first_token`` on.
+        codec: of the rows that were computed since. Those that were restored, and whose packed
+            bytes are gone, are kept in 16 bits.
+    """
+    end = first_token + run[0][0].shape[1]
+    lossy_end, at = min(lineage.position, end), first_token
+    kept, found = WholeRows(layout, exact=False, restored=True), list[Segment]()
+    own = [x for x in lineage.segments if x.first >= first_token]
+    taken_end = lossy_end if lineage.shared_end is None else min(lossy_end, lineage.shared_end)
+    for segment in cover(own, first_token, taken_end):
+        behind = min(segment.end, taken_end)
+        if behind < segment.end and len(segment.payload) > kept.nbytes(behind - at):
+            break  # most of it was left behind: the rows themselves are smaller
+        found.append(segment)
+        at = behind
+    if at < lossy_end:
+        rows = kept.encode(slice_tokens(run, at - first_token, lossy_end - first_token))
+        found.append(Segment(at, lossy_end - at, kept.codec_id, memoryview(rows)))
+        at = lossy_end
+    if at < end:
+        fresh = codec.encode(slice_tokens(run, at - first_token, end - first_token), layout, at)
+        found.append(Segment(at, end - at, codec.id, memoryview(fresh)))
+    return found
+
+
+def join(segments: Sequence[Segment], first_token: int) -> bytes:
+    """Write the payload of a run that begins at ``first_token``."""
+    head = [_COUNT.pack(len(segments))]
+    for x in segments:
+        name = x.codec_id.encode("ascii")
+        head.append(_ENTRY.pack(x.first - first_token, x.num_tokens, len(x.payload), name))
+    return b"".join([*head, *(x.payload for x in segments)])
+
+
+def split(payload: memoryview, first_token: int, num_tokens: int) -> list[Segment]:
+    """Read the segments of a run; their payloads are views, which no codec has checked yet.
+
+    Raises:
+        Corrupt: it is not what ``join`` writes for so many tokens.
+    """
+    if len(payload) < _COUNT.size:
+        raise Corrupt("segments without a head")
+    (count,) = _COUNT.unpack_from(payload)
+    at = overhead_bytes(count)
+    if not 0 < count <= num_tokens or at > len(payload):
+        raise Corrupt(f"{count} segments of {num_tokens} tokens")
+    found = []
+    for i in range(count):
+        first, size, length, name = _ENTRY.unpack_from(payload, overhead_bytes(i))
+        if length > len(payload) - at:
+            raise Corrupt("a segment is longer than what holds it")
+        codec_id = name.rstrip(b"\0").decode("ascii", "replace")
+        found.append(Segment(first_token + first, size, codec_id, payload[at : at + length]))
+        at += length
+    if at != len(payload):
+        raise Corrupt("bytes behind the last segment")
+    _check_order(found, first_token, num_tokens)
+    return found
+
+
+def _check_order(segments: Sequence[Segment], first: int, num_tokens: int) -> None:
+    """Check that segments begin one after the other, and leave no hole."""
+    ends = [*(x.first for x in segments[1:]), first + num_tokens]
+    for segment, begin, end in zip(segments, [first, *ends], ends, strict=False):
+        if not (segment.first == begin < end <= segment.end):
+            raise Corrupt("segments leave a hole or are out of order")
+
+
+def fill(segments: Iterable[Segment], layout: KVLayout, first: int, out: KVRun, by: Unpack) -> None:
+    """Fill ``out`` with the tokens from ``first`` on, from segments without a hole.
+
+    Where two segments hold a token, the later one counts. ``by`` raises ``Corrupt`` for a payload
+    that is none of its codec's.
+    """
+    end = first + (out[0][0].shape[1] if len(out) else 0)
+    for segment in segments:
+        begin, behind = max(segment.first, first), min(segment.end, end)
+        if begin >= behind:
+            continue
+        if segment.num_tokens * layout.elements_per_token * LEAST_BITS > 8 * len(segment.payload):
+            raise Corrupt("a segment is too short for its tokens")
+        target = slice_tokens(out, begin - first, behind - first)
+        if behind - begin == segment.num_tokens:
+            by(segment, target)
+            continue
+        whole = layout.empty(segment.num_tokens)
+        by(segment, whole)
+        copy_run(slice_tokens(whole, begin - segment.first, behind - segment.first), target)
+
+
+def cover(segments: Sequence[Segment], start: int, end: int) -> list[Segment]:
+    """Find segments that lie end to end and hold the tokens from ``start`` on, as far as they go.
+
+    Of several that begin alike the longest is taken. ``end``: no further than behind this token.
+    """
+    found: list[Segment] = []
+    at = start
+    while at < end:
+        fits = [
+            x for x in segments if (x.first <= at < x.end if not found else x.first == at < x.end)
+        ]
+        if not fits:
+            return found
+        found.append(max(fits, key=lambda x: x.end))
+        at = found[-1].end
+    return found
+
+
+def copy_run(source: KVRun, target: KVRun) -> None:
+    """Copy a run into arrays of the same shapes."""
+    for (from_k, from_v), (to_k, to_v) in zip(source, target, strict=True):
+        to_k[...] = from_k
+        to_v[...] = from_v

@@ -1,0 +1,318 @@
+"""Packing again, in idle moments, what rests unpacked although its tier has a codec.
+
+Until a model is measured its sessions are stored exactly, and older releases left tails as rows.
+Once a tier has a codec that loses something, such copies are packed for the first time: a copy that
+was ever packed with loss, and rows that came from one, stay as they are. A session's record names
+the codec before any of its blobs is in it, so whoever forgets the session finds them; each blob is
+exchanged in one step where the tier knows one; the record gets its new sizes last. So the process
+may end at any moment, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic
+
+import msgspec
+
+from kvstore.blobs import format as blobs
+from kvstore.blobs.chain import CHUNK, SNAPSHOT
+from kvstore.blobs.packer import Packer
+from kvstore.codecs.base import Codec
+from kvstore.cores import lower_priority
+from kvstore.errors import Unusable
+from kvstore.ledger.claims import Claims
+from kvstore.ledger.committer import Committer
+from kvstore.ledger.index import SessionIndex
+from kvstore.ledger.record import R, RecordKind, codecs_of
+from kvstore.ledger.stack import TierStack
+from kvstore.session import SessionRef
+from kvstore.stats import Counters, Repacking
+from kvstore.tiers.base import Blob
+
+LOOK_S: Final = 0.25  # while others work, look so often whether they still do
+# After so long what was refused, and sessions that came from another engine, are looked at again.
+AGAIN_S: Final = 600.0
+SIZED_AT_ONCE: Final = 16  # blobs whose sizes are read in one call
+
+OnPacked = Callable[[SessionRef], None]
+
+_log = logging.getLogger(__name__)
+
+
+def packed_again(packer: Packer, blob: Blob, key: bytes, codec: Codec) -> bytes | None:
+    """Pack what rests unpacked; None for what a lossy codec has been at, now or before.
+
+    Of a state only what its engine marked is packed; older releases did not write marks.
+
+    Raises:
+        Unusable: the blob is damaged, not the one asked for, or in an unknown codec.
+    """
+    verified = blobs.verify(blob, key)
+    first, num_tokens = verified.header.first_token, verified.header.num_tokens
+    if codec.exact or packer.is_lossy(verified):
+        return None
+    run = packer.layout.empty(num_tokens)
+    if key[:1] != SNAPSHOT:
+        packer.unpack_run(verified, key, first, num_tokens, run)
+        packed = packer.pack_run(key, run, first, codec)
+    elif packer.has_lossy_state(verified):
+        return None
+    else:
+        state = packer.unpack_snapshot(verified, key, first, num_tokens, run)
+        how = packer.codecs.sessions.get(codec.id)
+        packed = packer.pack_snapshot(key, state, run, first, num_tokens, codec=codec, how=how)
+    return packed if len(packed) < len(blob) else None
+
+
+@dataclass(frozen=True)
+class _Resting:
+    """A blob with copies that may be unpacked: by level, the codec under whose tag each lies."""
+
+    key: bytes
+    copies: Mapping[int, str]
+
+
+class Repacker(Generic[R]):
+    """Owns a thread of the lowest priority, once it has begun. Thread-safe."""
+
+    def __init__(
+        self,
+        kind: RecordKind[R],
+        stack: TierStack,
+        index: SessionIndex[R],
+        committer: Committer[R],
+        claims: Claims,
+        packer: Packer,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._kind = kind
+        self._stack = stack
+        self._index = index
+        self._committer = committer
+        self._claims = claims
+        self._packer = packer
+        self._counters = counters
+        self._clock = clock
+        self._is_idle: Callable[[], bool] = bool
+        self._on_packed: OnPacked | None = None
+        self._woken = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._settled: set[bytes] = set()  # record keys of sessions with nothing left to pack
+        self._left: dict[bytes, int] = {}  # by record key, bytes of the sessions still to be packed
+        self._num_done = 0
+        self._freed_bytes = 0
+
+    @property
+    def progress(self) -> Repacking:
+        """What is left of this pass, and what all passes have done."""
+        left = list(self._left.values())
+        return Repacking(len(left), sum(left), self._num_done, self._freed_bytes)
+
+    def begin(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
+        """Pack from now on, whenever ``is_idle`` says that nobody needs the machine. Once.
+
+        Args:
+            is_idle: asked before each blob, on a thread of this object.
+            on_packed: called there for each session that takes less room than before.
+        """
+        self._is_idle, self._on_packed = is_idle, on_packed
+        self._woken.set()
+        self._thread = threading.Thread(target=self._run, name="kvstore-repack", daemon=True)
+        self._thread.start()
+
+    def look_again(self) -> None:
+        """Begin another pass: tiers may have other codecs now."""
+        self._settled = set()
+        self._woken.set()
+
+    def close(self) -> None:
+        """Stop; waits for the blob in hand."""
+        self._closed.set()
+        self._woken.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        lower_priority()
+        while not self._closed.is_set():
+            self._woken.wait(AGAIN_S)
+            self._woken.clear()
+            try:
+                self._pack_all()
+            except Exception:  # the edge of this thread: serving does not depend on it
+                _log.exception("stored sessions could not be packed again")
+            self._left = {}
+
+    def _may_go_on(self) -> bool:
+        """Wait until nobody needs the machine; False once closed."""
+        while not self._closed.is_set():
+            if self._is_idle():
+                return True
+            self._closed.wait(LOOK_S)
+        return False
+
+    # ---- which sessions
+
+    def _pack_all(self) -> None:
+        settled = self._settled  # another one, once other codecs are adopted
+        self._left = self._wanted(settled) if self._targets() else {}
+        for key in list(self._left):
+            if not self._may_go_on():
+                return
+            if self._pack_session(key):
+                settled.add(key)
+            self._left.pop(key, None)
+
+    def _wanted(self, settled: set[bytes]) -> dict[bytes, int]:
+        """Find the sessions with something to pack: bytes by record key.
+
+        The oldest and largest come first: by bytes times seconds unused.
+        """
+        now_s, found = self._clock(), dict[bytes, tuple[float, int]]()
+        for record in self._index.usable():
+            key = self._index.key(record)
+            if key in settled:
+                continue
+            if not self._may_go_on():
+                return {}
+            if any(self._resting(record)):
+                weight = max(now_s - record.last_used_s, 1.0) * record.packed_bytes
+                found[key] = weight, record.packed_bytes
+            else:
+                settled.add(key)
+        return {key: found[key][1] for key in sorted(found, key=lambda x: -found[x][0])}
+
+    def _targets(self) -> dict[int, Codec]:
+        """By level, the codecs of tiers that lose something."""
+        codecs = self._packer.codecs
+        own = {i: codecs.of(name) for i, name in enumerate(self._stack.names)}
+        return {i: codec for i, codec in own.items() if not codec.exact}
+
+    def _resting(self, record: R) -> Iterator[_Resting]:
+        """List the blobs of a session of which some tier may have an unpacked copy.
+
+        States come first: they are largest.
+        """
+        keys = sorted(self._index.owned(record), key=lambda x: x[:1] != SNAPSHOT)
+        found: dict[bytes, dict[int, str]] = {}
+        for level, codec in self._targets().items():
+            for tag, some in self._places(record, keys, codec):
+                held = self._stack.hold_in(level, tag, some)
+                for key in (x for x, yes in zip(some, held, strict=True) if yes):
+                    found.setdefault(key, {})[level] = tag
+        return (_Resting(key, copies) for key, copies in found.items())
+
+    def _places(
+        self, record: R, keys: Sequence[bytes], codec: Codec
+    ) -> Iterator[tuple[str, Sequence[bytes]]]:
+        """Say under which codecs' tags to look for unpacked copies, and of which blobs."""
+        for exact_id in self._packer.exact_ids:
+            yield exact_id, keys
+        if record.tail_bytes is None:  # rows of older releases lie under the tier's own tag
+            yield codec.id, [x for x in keys if x[:1] != CHUNK]
+
+    # ---- one session
+
+    def _pack_session(self, key: bytes) -> bool:
+        """Pack what rests unpacked of a session; False if it is to be looked at again."""
+        record = self._index.get(key)
+        if record is None or not self._names_codecs(key):
+            return record is None
+        is_whole, freed = True, 0
+        for resting in list(self._resting(record)):
+            if not self._may_go_on():
+                return False
+            with self._claims.claim(key):
+                now = self._index.get(key)
+                if now is not None and resting.key in self._index.owned(now):
+                    saved = self._pack_blob(resting, record.tenant)
+                    is_whole = is_whole and saved is not None
+                    freed += saved or 0
+        self._freed_bytes += freed
+        if self._take_sizes(key) or freed:
+            self._num_done += 1
+            if self._on_packed is not None:
+                self._on_packed(SessionRef(record.tenant, record.id, b""))
+        return is_whole
+
+    def _names_codecs(self, key: bytes) -> bool:
+        """See to it that the session's record names the codecs that its blobs will be in."""
+        with self._claims.claim(key):
+            record = self._index.get(key)
+            if record is None:
+                return False
+            codecs = codecs_of(self._packer.readable, record.codecs)
+            if set(codecs) <= set(record.codecs):
+                return True
+            return self._commit(msgspec.structs.replace(record, codecs=codecs))
+
+    def _pack_blob(self, resting: _Resting, tenant: str) -> int | None:
+        """Exchange the unpacked copies of a blob; bytes that this freed, None if a tier refused."""
+        forms: dict[str, bytes] = {}
+        targets, freed, is_refused = self._targets(), 0, False
+        for level, tag in resting.copies.items():
+            codec = targets.get(level)
+            blob = self._stack.find_in(level, tag, resting.key) if codec is not None else None
+            if codec is None or blob is None:
+                continue
+            packed = forms.get(codec.id) or self._packed(blob, resting.key, codec)
+            if packed is None:
+                continue
+            forms[codec.id] = packed
+            if self._stack.exchange(level, tag, resting.key, packed, tenant):
+                self._counters.add("repacked_blobs")
+                freed += len(blob) - len(packed)
+            else:
+                is_refused = True
+        return None if is_refused else freed
+
+    def _packed(self, blob: Blob, key: bytes, codec: Codec) -> bytes | None:
+        try:
+            return packed_again(self._packer, blob, key, codec)
+        except Unusable:  # whoever restores it finds that, too, and removes it
+            return None
+
+    def _take_sizes(self, key: bytes) -> bool:
+        """Write into the session's record what its blobs take now; False if it says so already."""
+        record = self._index.get(key)
+        sizes = None if record is None else self._sizes(record)
+        if sizes is None:
+            return False
+        with self._claims.claim(key):
+            now = self._index.get(key)
+            if now is None or self._index.blob_keys(now) != list(sizes):
+                return False
+            resized = self._kind.resized(now, sizes)
+            return resized != now and self._commit(resized)
+
+    def _sizes(self, record: R) -> dict[bytes, int] | None:
+        """Read the sizes of all blobs, of each in the fastest tier that has it.
+
+        None if one is gone, or if there is no time for it.
+        """
+        keys = self._index.blob_keys(record)
+        levels = self._stack.locate(keys).levels
+        sizes: dict[bytes, int] = {}
+        for first in range(0, len(keys), SIZED_AT_ONCE):
+            if not self._may_go_on():
+                return None
+            some = slice(first, first + SIZED_AT_ONCE)
+            for key, level in zip(keys[some], levels[some], strict=True):
+                blob = None if level is None else self._stack.find(level, [key])[0]
+                if blob is None:
+                    return None
+                sizes[key] = len(blob)
+        return sizes
+
+    def _commit(self, record: R) -> bool:
+        """Write a changed record of a claimed session over the same blobs, in every tier."""
+        if not self._committer.commit(record, {}, ()):
+            return False
+        self._committer.replicate(record, lambda tier: {}, ())
+        return True

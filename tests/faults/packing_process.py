@@ -1,0 +1,35 @@
+"""A process that packs again what rests raw until it is killed.
+
+    python -m tests.faults.packing_process FOLDER
+
+Prints a line before each blob.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from kvstore.blobs.codec_set import CodecSet
+from kvstore.codecs.raw import RawCodec
+from tests.kv_sessions import disk, open_store, ram
+from tests.worn_codec import ThinCodec
+
+THIN = CodecSet(
+    ThinCodec("near.1", 1), ThinCodec("far.1", 16), ThinCodec("far.1", 16), (RawCodec(),)
+)
+
+
+def main(folder: Path) -> None:
+    def is_idle() -> bool:
+        print("idle", flush=True)
+        return True
+
+    store = open_store([ram(), disk(folder)], codecs=THIN)
+    store.pack_when(is_idle)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
