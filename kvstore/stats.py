@@ -11,7 +11,7 @@ from kvstore.tiers.base import TierStats
 
 
 class Repacking(msgspec.Struct, frozen=True):
-    """How far stored sessions are that rest unpacked, and are packed in idle moments."""
+    """The progress of packing what rests unpacked; it goes on in idle moments."""
 
     sessions_left: int = 0
     bytes_left: int = 0  # that these take now

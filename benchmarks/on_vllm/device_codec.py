@@ -39,8 +39,8 @@ from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts
 from engines.vllm_plugin.device.layouts.raw_layout import RawStagingLayout
 from engines.vllm_plugin.device.layouts.staging_layout import TokenRun
 from engines.vllm_plugin.worker.block_layout import SplitContent
+from engines.vllm_plugin.worker.blocks import Filling, Packing
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
-from engines.vllm_plugin.worker.transfer import Filling, Packing
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore

@@ -129,7 +129,7 @@ class TierShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RepackingShown(msgspec.Struct, frozen=True):
-    """How far the engine is with what was stored unpacked, and is packed in idle moments."""
+    """The engine's progress in packing what was stored unpacked; it goes on in idle moments."""
 
     sessions_left: int
     bytes_left: int  # that these take now

@@ -110,7 +110,7 @@ class Repacker(Generic[R]):
 
     @property
     def progress(self) -> Repacking:
-        """What is left of this pass, and what all passes have done."""
+        """Count what is left of this pass, and what all passes have done."""
         left = list(self._left.values())
         return Repacking(len(left), sum(left), self._num_done, self._freed_bytes)
 
@@ -189,7 +189,7 @@ class Repacker(Generic[R]):
         return {key: found[key][1] for key in sorted(found, key=lambda x: -found[x][0])}
 
     def _targets(self) -> dict[int, Codec]:
-        """By level, the codecs of tiers that lose something."""
+        """Give the codecs of tiers that lose something, by level."""
         codecs = self._packer.codecs
         own = {i: codecs.of(name) for i, name in enumerate(self._stack.names)}
         return {i: codec for i, codec in own.items() if not codec.exact}

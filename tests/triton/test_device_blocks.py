@@ -25,10 +25,11 @@ from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout  # n
 from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
 from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
+from engines.vllm_plugin.worker.blocks import Filling, Packing  # noqa: E402
 from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E402
 from engines.vllm_plugin.worker.rank import StagingArea  # noqa: E402
-from engines.vllm_plugin.worker.transfer import Filling, Packing, Transfer  # noqa: E402
+from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
 from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402
 from kvstore.by_blocks.store import BlockStore  # noqa: E402

@@ -31,9 +31,10 @@ from engines.vllm_plugin.device.layouts.rate_layout import RateStagingLayout  # 
 from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
 from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
 from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
+from engines.vllm_plugin.worker.blocks import Blocks, Filling  # noqa: E402
 from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E402
-from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing  # noqa: E402
+from engines.vllm_plugin.worker.transfer import Packing  # noqa: E402
 from kvstore.blobs.codec_set import CodecSet  # noqa: E402
 from kvstore.blobs.packer import Packer  # noqa: E402
 from kvstore.by_blocks.names import BlobSpan, BlockKeys  # noqa: E402

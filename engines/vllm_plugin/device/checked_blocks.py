@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from engines.vllm_plugin.process.affinity import unbind_thread
-from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing, Rows
+from engines.vllm_plugin.worker.blocks import Blocks, Filling, Packing, Rows
 from kvstore.blobs.format import codec_in
 from kvstore.blobs.segments import FRESH
 from kvstore.by_blocks.store import BlockStore
@@ -28,16 +28,16 @@ MOST_TRIES: Final = 3
 
 
 class DeviceTransfer(Protocol):
-    """The part of ``transfer.Blocks`` that a device does, for one codec."""
+    """The part of ``blocks.Blocks`` that a device does, for one codec."""
 
     def mark(self) -> object:
         """Remember what has been asked of the device so far, on the model's thread."""
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
-        """Make blobs of blocks; see ``transfer.Blocks.pack``."""
+        """Make blobs of blocks; see ``blocks.Blocks.pack``."""
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        """Fill blocks out of blobs; see ``transfer.Blocks.fill``."""
+        """Fill blocks out of blobs; see ``blocks.Blocks.fill``."""
 
     def close(self) -> None:
         """Wait until the device is done."""
@@ -59,7 +59,7 @@ class _Checked:
 
 
 class CheckedBlocks:
-    """Implements ``transfer.Blocks``. Thread-safe: a call keeps what it began with.
+    """Implements ``blocks.Blocks``. Thread-safe: a call keeps what it began with.
 
     Args:
         on_device: checked for the store's present codec.

@@ -19,8 +19,8 @@ from engines.vllm_plugin.device.device_save import DeviceSave
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.device.staging import StagingRing
+from engines.vllm_plugin.worker.blocks import Filling, Packing
 from engines.vllm_plugin.worker.paging import PagedCache
-from engines.vllm_plugin.worker.transfer import Filling, Packing
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
 
@@ -67,11 +67,11 @@ class DeviceBlocks:
         return self._saving.side_stream.mark()
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
-        """Make blobs of blocks; see ``transfer.Blocks.pack``."""
+        """Make blobs of blocks; see ``blocks.Blocks.pack``."""
         return DeviceSave(self._saving).run(wanted, ready) if wanted else []
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
-        """Fill blocks out of blobs; see ``transfer.Blocks.fill``."""
+        """Fill blocks out of blobs; see ``blocks.Blocks.fill``."""
         return DeviceLoad(self._loading).run(wanted, ready) if wanted else set()
 
     def close(self) -> None:

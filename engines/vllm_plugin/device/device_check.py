@@ -20,9 +20,9 @@ from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTrans
 from engines.vllm_plugin.device.scratch_cache import scratch_for
 from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.worker.block_layout import StridedView
+from engines.vllm_plugin.worker.blocks import Blocks, Filling, Packing
 from engines.vllm_plugin.worker.host_blocks import SPARE_BYTES, HostBlocks
 from engines.vllm_plugin.worker.paging import PagedCache
-from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlockKeys
 from kvstore.by_blocks.store import BlockStore

@@ -14,7 +14,7 @@ from engines.vllm_plugin.device.copy_stream import CopyStream, InFlight
 from engines.vllm_plugin.device.layouts.kept_rows import KeptRows
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import Region
-from engines.vllm_plugin.worker.transfer import Filling
+from engines.vllm_plugin.worker.blocks import Filling
 from kvstore.blobs.packer import AnyBlob
 from kvstore.errors import Unusable
 
@@ -39,7 +39,7 @@ class DeviceLoad:
     def run(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         """Fill blocks once ``ready`` has happened; return the ids of those that were filled.
 
-        A blob that is of no use fills nothing; see ``transfer.Blocks.fill``.
+        A blob that is of no use fills nothing; see ``blocks.Blocks.fill``.
         """
         try:
             with self._copy_stream.side_stream.enqueue_after(ready):

@@ -11,7 +11,7 @@ from torch import Tensor
 from engines.vllm_plugin.device.copy_stream import CopyStream, InFlight
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
 from engines.vllm_plugin.device.staging import Region
-from engines.vllm_plugin.worker.transfer import Packing
+from engines.vllm_plugin.worker.blocks import Packing
 
 
 class DeviceSave:
@@ -28,7 +28,7 @@ class DeviceSave:
     def run(self, wanted: Sequence[Packing], ready: object) -> list[Future[bytes]]:
         """Read blocks once ``ready`` has happened; return a future for each blob, in order.
 
-        The blocks may be reused when this returns; see ``transfer.Blocks.pack``.
+        The blocks may be reused when this returns; see ``blocks.Blocks.pack``.
         """
         try:
             with self._copy_stream.side_stream.enqueue_after(ready):

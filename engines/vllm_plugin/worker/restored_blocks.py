@@ -16,7 +16,7 @@ NONE_BEFORE = b""  # stands for the hash of the block before a session's first
 
 
 class RestoredBlocks:
-    """What was lossily restored of each block, by block id. Thread-safe."""
+    """The rows of each block that came from a lossy copy, by block id. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from functools import partial
 
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
+from engines.vllm_plugin.worker.blocks import Blocks, Filling, Packing, Rows
 from engines.vllm_plugin.worker.host_blocks import DeviceStream
 from engines.vllm_plugin.worker.restored_blocks import NONE_BEFORE, RestoredBlocks
 from engines.vllm_plugin.worker.state_layers import StateBlocks
-from engines.vllm_plugin.worker.transfer import Blocks, Filling, Packing, Rows
 from kvstore.blobs.packer import AnyBlob
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.blobs.snapshot import StateTree
@@ -29,7 +29,7 @@ logger = logging.getLogger("thermocline.vllm")
 
 
 class StatefulBlocks:
-    """Implements ``transfer.Blocks``: handles states itself, and leaves the rest to ``blocks``."""
+    """Implements ``blocks.Blocks``: handles states itself, and leaves the rest to ``blocks``."""
 
     def __init__(
         self, blocks: Blocks, states: StateBlocks, store: BlockStore, stream: DeviceStream
