@@ -1,9 +1,9 @@
 """How many sessions fit where one fitted: bytes of whole cold sessions over bf16.
 
 Every byte counts: blob headers, exact first tokens, escaped rows, the tail, the session record,
-the keys, and what the tier itself needs per blob. *Own* is the preset's own ratio: of full chunks
-behind the first tokens, without headers. A session of few tokens cannot reach it; the share that it
-is to reach is in the last column.
+the keys, and what the tier itself needs per blob. *Own* is the preset's own ratio: what it makes
+of these rows behind the first four tokens, without headers. A session of few tokens cannot reach
+it; the share that it is to reach is in the last column.
 
     python -m benchmarks.density [--codec tq3 dense3] [--json OUT]
     python -m benchmarks.density --profile FILE [--model FOLDER] [--codec dense3 balanced max]
@@ -26,9 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.families.fast_blas import begin_with_blas
-from kvstore.blobs.format import HEADER_BYTES
 from kvstore.by_tokens.store import ColdStore
-from kvstore.codecs.base import Codec
+from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
@@ -124,16 +123,22 @@ def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> Weighe
     return Weighed(counted.chunks, counted.tail, counted.record, counted.keys, ram, disk)
 
 
+def own_ratio(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> float:
+    """What the codec makes of these very rows behind the first tokens, and nothing else."""
+    starts = [NUM_SINKS, *range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS)]
+    ends = [*starts[1:], num_tokens]
+    pieces = [
+        len(codec.encode(slice_tokens(run, first, end), layout, first))
+        for first, end in zip(starts, ends, strict=True)
+    ]
+    return layout.elements_per_token * 2 * (num_tokens - NUM_SINKS) / sum(pieces)
+
+
 def measure(name: str, layout: KVLayout, codec: Codec, run: KVRun) -> list[Row]:
     """Sessions of the lengths for which there are rows."""
     bf16 = layout.elements_per_token * 2
     lengths = [n for n in NUM_TOKENS if n <= run[0][0].shape[1]]
     weighed = {n: weigh(layout, codec, run, n) for n in lengths}
-    longest = weighed[max(lengths)]
-    first = len(codec.encode(slice_tokens(run, 0, CHUNK_TOKENS), layout, 0)) + HEADER_BYTES
-    others = max(lengths) // CHUNK_TOKENS - 1
-    payload = (longest.chunks - first) / others - HEADER_BYTES
-    own = bf16 * CHUNK_TOKENS / payload
     return [
         Row(
             layout=name,
@@ -146,7 +151,7 @@ def measure(name: str, layout: KVLayout, codec: Codec, run: KVRun) -> list[Row]:
             key_bytes=x.keys,
             ram_bytes=x.ram,
             disk_bytes=x.disk,
-            own_ratio=own,
+            own_ratio=own_ratio(layout, codec, run, n),
             ratio_ram=bf16 * n / x.ram,
             ratio_disk=bf16 * n / x.disk,
             wanted_share=SHARES.get(n),

@@ -2,9 +2,10 @@
 
     python -m benchmarks.tail_losses --profile FILE [--model FOLDER] [--tokens 300 1000]
 
-A prefix of a held-out text is packed but for its last tokens: those behind the last full chunk, the
-last 32, the last 16, none. KL of the 64 tokens that follow, and apart of the first eight; means of
-all texts. Learned presets take the model's profile, as ``thermocline calibrate`` writes it.
+A prefix of a held-out text is packed but for its last tokens: those behind the last full chunk, or
+fewer of them (``--exact``), or none. KL of the 64 tokens that follow: of the first eight, and of
+those behind, where an answer begins at the earliest; means of all texts. Learned presets take the
+model's profile, as ``thermocline calibrate`` writes it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Loss:
     exact_tokens: int  # at the end of the prefix
     kl: float
     first_kl: float  # of the first ``FIRST`` positions
+    later_kl: float  # of those behind
     top1: float
 
 
@@ -60,9 +62,10 @@ def losses(
     texts: Sequence[Sequence[int]],
     codecs: dict[str, Codec],
     num_tokens: int,
+    exact_tokens: Sequence[int],
 ) -> list[Loss]:
-    ends = dict.fromkeys((num_tokens % CHUNK_TOKENS, 32, 16, 0))
-    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    ends = dict.fromkeys((num_tokens % CHUNK_TOKENS, *exact_tokens, 0))
+    found: dict[tuple[str, int], list[tuple[float, ...]]] = {}
     for ids in texts:
         run, rest = instrument.prefill(ids[:num_tokens]), ids[num_tokens : num_tokens + SCORED]
         exact = instrument.log_probs(run, rest)
@@ -70,8 +73,8 @@ def losses(
             for end in ends:
                 back = packed(codec, run, instrument.layout, num_tokens - end)
                 x = drift(exact, instrument.log_probs(back, rest), rest)
-                figures = (float(x.kl.mean()), float(x.kl[:FIRST].mean()), float(x.same_top.mean()))
-                found.setdefault((name, end), []).append(figures)
+                kls = (x.kl, x.kl[:FIRST], x.kl[FIRST:], x.same_top)
+                found.setdefault((name, end), []).append(tuple(float(y.mean()) for y in kls))
     return [
         Loss(name, num_tokens, end, *(float(y) for y in np.mean(rows, axis=0)))
         for (name, end), rows in found.items()
@@ -84,6 +87,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="its folder; default: the sample model")
     parser.add_argument("--tokens", type=int, nargs="+", default=[300, 1000])
+    parser.add_argument("--exact", type=int, nargs="+", default=[32, 16, 8, 4, 2, 1])
     parser.add_argument("--presets", nargs="+", default=["tq3", "dense3", "balanced", "max"])
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     arguments = parser.parse_args()
@@ -93,13 +97,14 @@ def main() -> None:
     profile = load_profile(arguments.profile)
     codecs = {name: open_codec(name, profile) for name in arguments.presets}
     texts = [instrument.encode(x.content) for x in held_out_texts()]
-    print(f"{'preset':10} {'tokens':>6} {'exact':>6} {'KL':>8} {'of first 8':>11} {'top 1':>6}")
+    print(f"{'preset':10} {'tokens':>6} {'exact':>6} {'KL':>8}", end=" ")
+    print(f"{'first 8':>8} {'behind':>8} {'top 1':>6}")
     rows: list[Loss] = []
     for num_tokens in arguments.tokens:
         long = [ids for ids in texts if len(ids) >= num_tokens + SCORED]
-        for x in losses(instrument, long, codecs, num_tokens):
+        for x in losses(instrument, long, codecs, num_tokens, arguments.exact):
             print(f"{x.preset:10} {x.num_tokens:6} {x.exact_tokens:6} {x.kl:8.5f}", end=" ")
-            print(f"{x.first_kl:11.5f} {x.top1:6.1%}")
+            print(f"{x.first_kl:8.5f} {x.later_kl:8.5f} {x.top1:6.1%}")
             rows.append(x)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(x) for x in rows], indent=2) + "\n")

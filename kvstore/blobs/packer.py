@@ -25,7 +25,7 @@ from kvstore.blobs.codec_set import CodecSet, as_set, distinct
 from kvstore.blobs.segments import FRESH, Lineage, Segment
 from kvstore.blobs.snapshot import StateTree, decode_state, encode_state
 from kvstore.blobs.state_packer import StatePacker
-from kvstore.blobs.whole_rows import WholeRows
+from kvstore.blobs.whole_rows import ThinRows, WholeRows
 from kvstore.codecs.base import Codec
 from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.errors import Corrupt, ForeignCodec, Mismatch
@@ -75,7 +75,9 @@ class Packer:
         """
         self.layout = layout
         self._windows = windows
-        kinds = [WholeRows(layout, x, y) for x in (True, False) for y in (True, False)]
+        whole = [WholeRows(layout, x, y) for x in (True, False) for y in (True, False)]
+        self._whole_rows = {(x.exact, x.restored): x for x in whole}
+        kinds: list[WholeRows | ThinRows] = [*whole, ThinRows(layout)]
         self._rows = {x.codec_id.encode(): x for x in kinds}
         self.fingerprint = fingerprint
         self._fingerprint = blobs.fingerprint_digest(fingerprint)
@@ -183,7 +185,8 @@ class Packer:
             lineage: the lossy copies that these rows go on from.
         """
         codec, num_tokens = codec or self.codec, _num_tokens(run)
-        if lineage.position <= first_token:
+        squeezes = not codec.exact and rows_in_segments.squeezes(self.layout, first_token)
+        if lineage.position <= first_token and not squeezes:
             if codec.exact and key[:1] != CHUNK:
                 return self._seal_rows(self._whole(exact=True), key, run, first_token)
             return self.seal_run(
@@ -285,8 +288,7 @@ class Packer:
 
     def _whole(self, *, exact: bool, restored: bool = False) -> WholeRows:
         """The kind of rows that are kept as they are."""
-        wanted = (exact, restored)
-        return next(x for x in self._rows.values() if (x.exact, x.restored) == wanted)
+        return self._whole_rows[exact, restored]
 
     # ---- states, and the headers of records
 
@@ -355,10 +357,11 @@ class Packer:
         header, payload = blobs.parse(blob)
         blobs.expect(header, self._header(key, header.codec, first_token, num_tokens))
         name, end = header.codec.removesuffix(PACKED_STATE), len(payload)
-        if key[:1] != SNAPSHOT or (name != SEGMENTS and name not in self._rows):
+        rows = self._rows.get(name)
+        if key[:1] != SNAPSHOT or (name != SEGMENTS and not isinstance(rows, WholeRows)):
             raise Mismatch(f"a state with rows in codec {header.codec!r}, not known here")
-        if name in self._rows:
-            length = self._rows[name].nbytes(num_tokens)
+        if isinstance(rows, WholeRows):
+            length = rows.nbytes(num_tokens)
         elif end < _LENGTH.size:
             raise Corrupt("a snapshot without its rows")
         else:

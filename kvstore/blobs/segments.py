@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from kvstore.blobs.whole_rows import WholeRows
-from kvstore.codecs.base import Codec
+from kvstore.blobs.whole_rows import ThinRows, WholeRows
+from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, KVRun, slice_tokens
 
 CODEC_ID: Final = "segments.1"  # in the header of a blob whose payload is made of segments
 # Fewer bits for a value are no codec's, so a small blob cannot ask for a lot of memory.
 LEAST_BITS: Final = 1 / 32
+WORTH_SQUEEZING: Final = 1024  # values of a token; of fewer, it is not worth a segment
 _COUNT: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<IIQ24s")
 
@@ -68,6 +69,11 @@ class Lineage:
 FRESH: Final = Lineage()
 
 
+def squeezes(layout: KVLayout, first_token: int) -> bool:
+    """True if a run has first tokens of a session, and they are large enough to lie apart."""
+    return first_token < NUM_SINKS and layout.elements_per_token >= WORTH_SQUEEZING
+
+
 def overhead_bytes(num_segments: int) -> int:
     """Count the bytes of a payload besides those of its segments."""
     return _COUNT.size + num_segments * _ENTRY.size
@@ -77,6 +83,8 @@ def pack(
     run: KVRun, layout: KVLayout, first_token: int, codec: Codec, lineage: Lineage
 ) -> list[Segment]:
     """Take over what came from lossy copies, as far as it is there, and pack the rest.
+
+    The first tokens of a session, which every codec keeps in 16 bits, lie in a segment of theirs.
 
     Args:
         run: the rows of the tokens from ``first_token`` on.
@@ -98,6 +106,11 @@ def pack(
         rows = kept.encode(slice_tokens(run, at - first_token, lossy_end - first_token))
         found.append(Segment(at, lossy_end - at, kept.codec_id, memoryview(rows)))
         at = lossy_end
+    if at < min(NUM_SINKS, end) and squeezes(layout, first_token):
+        until, thin = min(NUM_SINKS, end), ThinRows(layout)
+        first = thin.encode(slice_tokens(run, at - first_token, until - first_token))
+        found.append(Segment(at, until - at, thin.codec_id, memoryview(first)))
+        at = until
     if at < end:
         fresh = codec.encode(slice_tokens(run, at - first_token, end - first_token), layout, at)
         found.append(Segment(at, end - at, codec.id, memoryview(fresh)))

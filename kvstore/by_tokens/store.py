@@ -278,8 +278,8 @@ class ColdStore:
         """Use these codecs from now on. Any thread; waits for nobody.
 
         What rests unpacked is packed later: see ``pack_when``. ``keep``: codecs that could be read
-        before still can; otherwise their blobs are as good as gone. Warm new codecs first. Raises ``UnknownCodec``,
-        with nothing changed: one of them cannot take this layout.
+        before still can; otherwise their blobs are as good as gone. Warm new codecs first. Raises
+        ``UnknownCodec``, with nothing changed: one of them cannot take this layout.
         """
         self.ledger.adopt(codecs, keep=keep)
 
