@@ -53,7 +53,7 @@ def packed_again(packer: Packer, blob: Blob, key: bytes, codec: Codec) -> bytes 
     """
     verified = blobs.verify(blob, key)
     first, num_tokens = verified.header.first_token, verified.header.num_tokens
-    if codec.exact or packer.is_lossy(verified):
+    if packer.is_lossy(verified):
         return None
     run = packer.layout.empty(num_tokens)
     if key[:1] != SNAPSHOT:
@@ -189,10 +189,10 @@ class Repacker(Generic[R]):
         return {key: found[key][1] for key in sorted(found, key=lambda x: -found[x][0])}
 
     def _targets(self) -> dict[int, Codec]:
-        """Give the codecs of tiers that lose something, by level."""
+        """Give the codecs of tiers that lose something of rows or states, by level."""
         codecs = self._packer.codecs
         own = {i: codecs.of(name) for i, name in enumerate(self._stack.names)}
-        return {i: codec for i, codec in own.items() if not codec.exact}
+        return {i: x for i, x in own.items() if not x.exact or x.id in codecs.sessions}
 
     def _resting(self, record: R) -> Iterator[_Resting]:
         """List the blobs of a session of which some tier may have an unpacked copy.
@@ -213,8 +213,11 @@ class Repacker(Generic[R]):
     ) -> Iterator[tuple[str, Sequence[bytes]]]:
         """Say under which codecs' tags to look for unpacked copies, and of which blobs."""
         for exact_id in self._packer.exact_ids:
-            yield exact_id, keys
-        if record.tail_bytes is None:  # rows of older releases lie under the tier's own tag
+            if exact_id != codec.id:
+                yield exact_id, keys
+        if codec.exact:  # it packs states
+            yield codec.id, [x for x in keys if x[:1] == SNAPSHOT]
+        elif record.tail_bytes is None:  # rows of older releases lie under the tier's own tag
             yield codec.id, [x for x in keys if x[:1] != CHUNK]
 
     # ---- one session

@@ -13,6 +13,7 @@ import pytest
 from kvstore.blobs.chain import CHUNK, RECORD, TAIL
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
+from kvstore.blobs.segments import Lineage
 from kvstore.codecs.presets import codec_by_name
 from kvstore.session import SessionRef
 from kvstore.tiers.base import Tier
@@ -212,8 +213,6 @@ def test_what_came_from_a_lossy_copy_is_left_alone(rig: Rig, store: Store) -> No
     record = store.record(ref())
     assert record is not None
     key = next(x for x in store.ledger.index.blob_keys(record) if x[:1] == CHUNK)
-    from kvstore.blobs.segments import Lineage
-
     run = store.packer.layout.empty(16)
     assert stack.find(0, [key])[0] is not None
     store.packer.unpack_run(stack.find(0, [key])[0] or b"", key, 0, 16, run)

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvstore.blobs.chain import CHUNK, SNAPSHOT, TAIL
+from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import HEADER_BYTES, verify
 from kvstore.blobs.packer import Packer
+from kvstore.blobs.segments import Lineage
+from kvstore.blobs.snapshot import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
+from kvstore.codecs.states.matrices import matrix_codec
+from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.errors import Corrupt, Mismatch, Unusable
+from kvstore.ledger.repacking import packed_again
 from kvstore.shapes import KVLayer, KVLayout, slice_tokens
 from tests.kv_sessions import CHUNK as SIZE
 from tests.kv_sessions import LAYOUT, kv_of, state_at, tokens, trees_equal
@@ -138,3 +145,46 @@ def test_a_blob_under_another_name_is_not_verified():
     blob = packer().pack_run(key(CHUNK), RUN, 0)
     with pytest.raises(Mismatch):
         verify(blob, key(CHUNK, 2))
+
+
+def test_an_exact_state_can_be_packed_later_as_far_as_it_was_marked():
+    """What came from a lossy copy, and was kept exactly since, cannot."""
+    layout = KVLayout("float32", (KVLayer(2, 32, 32),))
+    how = SessionCodec(codec_by_name("tq3"), None, matrix_codec("state8"))
+    codecs = CodecSet.one(how.kv, (codec_by_name("raw"),))
+    by = Packer(replace(codecs, sessions={how.kv.id: how}), layout, "f")
+    matrix = np.random.default_rng(1).standard_normal((1, 2, 32, 32)).astype(np.float32)
+    conv = StateArray("float32", np.arange(6, dtype=np.float32))
+    state, run, name = (
+        [MatrixArray("float32", matrix), conv],
+        kv_of(TOKENS[:5], layout),
+        key(SNAPSHOT),
+    )
+    raw = Packer(codec_by_name("raw"), layout, "f")
+    blob = raw.pack_snapshot(name, state, run, 32, 5)
+    packed = packed_again(by, blob, name, how.kv)
+    assert packed is not None and len(packed) < len(blob) / 2
+    assert by.has_lossy_state(packed) and by.is_lossy(packed)
+    back = by.unpack_snapshot(packed, name, 32, 5, layout.empty(5))
+    assert np.array_equal(back[1].array, conv.array)
+    assert 0 < np.abs(back[0].array - matrix).max() < 0.05
+    assert packed_again(by, packed, name, how.kv) is None
+    woken = raw.pack_snapshot(name, state, run, 32, 5, lineage=Lineage(20))
+    assert packed_again(by, woken, name, how.kv) is None
+
+
+def test_first_tokens_lie_apart_where_they_are_large():
+    layout = KVLayout("bfloat16", (KVLayer(4, 64, 64),) * 4)
+    run = kv_of(TOKENS, layout)
+    by = packer("tq3", layout)
+    blob = by.pack_run(key(CHUNK), run, 0)
+    sinks = 4 * layout.elements_per_token * 2
+    assert by.run_nbytes(0, SIZE) - sinks / 2 < len(blob) < by.run_nbytes(0, SIZE) - sinks / 8
+    for take in (2, 7, SIZE):
+        out = layout.empty(take)
+        by.unpack_run(blob, key(CHUNK), 0, SIZE, out)
+        first = min(take, 4)
+        assert np.array_equal(out[0][0][:, :first], run[0][0][:, :first])
+    for damaged in (blob[:-1], blob[: HEADER_BYTES + 50]):
+        with pytest.raises(Unusable):
+            by.unpack_run(damaged, key(CHUNK), 0, SIZE, layout.empty(SIZE))

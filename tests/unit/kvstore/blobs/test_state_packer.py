@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.blobs.segments import Lineage
 from kvstore.blobs.snapshot import (
     MatrixArray,
     StateArray,
@@ -17,7 +18,7 @@ from kvstore.blobs.snapshot import (
     decode_state,
     encode_state,
 )
-from kvstore.blobs.state_packer import KEPT, Lineage, StatePacker, window_arrays
+from kvstore.blobs.state_packer import KEPT, StatePacker, window_arrays
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.states.matrices import EXACT_STATES, matrix_codec
 from kvstore.codecs.states.session_codec import SessionCodec

@@ -138,6 +138,26 @@ def test_a_state_with_restored_rows_stays_one(tiers):
     store.close()
 
 
+def test_rows_beside_states_are_of_one_generation(tiers):
+    store = open_store(tiers, codecs=BOTH, needs_state=True)
+    history = list(HISTORY[:25])
+    save(store, ref(), history, [25])
+    for i, more in enumerate((3, 2, 7, 20, 5)):
+        history += tokens(more, i)
+        restored = wake(store, ref(), history)
+        assert restored.num_tokens == len(history) - more
+        states = [snapshot(history, len(history))]
+        run = go_on(restored, history)
+        lossy = restored.lossy_tokens
+        assert store.save(ref(), history, run, states, lossy_tokens=lossy)
+        assert store.flush(20)
+    again = wake(store, ref(), history)
+    assert (again.num_tokens, wear(again, history)) == (62, [{1}] * 62)
+    store.demote(ref(), "disk")
+    assert wear(wake(store, ref(), history), history) == [{16}] * 62
+    store.close()
+
+
 def test_many_sleeps_are_one_generation(store):
     history = list(HISTORY)
     save(store, ref(), history)
