@@ -41,6 +41,7 @@ from gateway.openai import (
 )
 from gateway.openai.responses import counting
 from gateway.openai.responses import routes as responses
+from gateway.relay.answer_format import STORED_HEADER
 from gateway.stored.stored import Stored
 from scheduler.sessions import SessionManager
 
@@ -103,7 +104,7 @@ def create_app(
             allow_origins=config.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER],
+            expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER, STORED_HEADER],
         )
     app.add_middleware(
         FrontMiddleware,
@@ -119,6 +120,7 @@ def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManag
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await gateway.engine.start()
+        gateway.stored.start()
         housekeeping = asyncio.create_task(_keep_house(gateway.sessions), name="sessions")
         try:
             yield

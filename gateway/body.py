@@ -6,14 +6,14 @@ What asks the engine for something enters by ``body_for_engine``; what does not,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from engines.asgi import read_body
+from engines.asgi import read_body, while_client_stays
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import Json, parse_json
 from gateway.config import GatewayConfig
@@ -24,11 +24,37 @@ from gateway.limits.accounts import account_of
 T = TypeVar("T")
 
 
-class ParsedBody(NamedTuple):
-    """A body's JSON, and the size that it came in."""
+class ParsedBody:
+    """A body's JSON, and the bytes that it came in, with those that it recalls."""
 
-    json: Json
-    nbytes: int
+    def __init__(self, request: Request, json: Json, nbytes: int, alone: AsyncExitStack) -> None:
+        """``alone``: what is entered there lasts as long as the body is used."""
+        self._request = request
+        self._alone = alone
+        self._is_alone = nbytes > LARGE_BODY_BYTES
+        self.json = json
+        self.nbytes = nbytes
+
+    @property
+    def room(self) -> int:
+        """The bytes that it may recall yet: with them it is no larger than any body may be."""
+        return gateway_of(self._request).config.max_body_bytes - self.nbytes
+
+    def recall(self, nbytes: int) -> None:
+        """Count what it is about to recall. Raises ``Refused`` (503)."""
+        body_share_of(self._request.scope).add(nbytes)
+        self.nbytes += nbytes
+
+    async def recalled(self) -> None:
+        """Wait until what it has recalled may be parsed: no other large body is, meanwhile."""
+        if self.nbytes > LARGE_BODY_BYTES and not self._is_alone:
+            self._is_alone = True
+            bodies = gateway_of(self._request).bodies
+            await self._alone.enter_async_context(bodies.parsing(self.nbytes))
+
+    async def while_client_stays(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do ``work``, but end it when the client leaves. Raises ``ClientGone``."""
+        return await while_client_stays(self._request.receive, work)
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Do ``work`` on it; on a thread if it is large, so that streams go on meanwhile."""
@@ -62,8 +88,10 @@ async def parsed(
         InvalidRequest: it is no JSON object, or has too many values; see ``read_json_body``, too.
     """
     body = await read_json_body(request, gateway.config) or empty
-    async with gateway.bodies.parsing(len(body)):
-        yield ParsedBody(await _beside(len(body), partial(_parsed, body)), len(body))
+    async with AsyncExitStack() as alone:
+        await alone.enter_async_context(gateway.bodies.parsing(len(body)))
+        json = await _beside(len(body), partial(_parsed, body))
+        yield ParsedBody(request, json, len(body), alone)
 
 
 async def _beside(nbytes: int, work: Callable[[], T]) -> T:

@@ -28,7 +28,7 @@ from gateway.live.requests import LiveRequest
 from gateway.metrics import Gauges, Metrics
 from gateway.prefixes.prefix_watch import PrefixWatch
 from gateway.prefixes.twins import Twins
-from gateway.stored.sealed_text import SealedText
+from gateway.stored.seal import SealedText
 from gateway.stored.stored import Stored
 from gateway.telemetry.tracing import PassOn, Tracing
 from scheduler.sessions import SessionManager

@@ -150,6 +150,9 @@ def failure_of(error: Exception) -> Failure:
         case EngineError():
             return Failure(502, f"The engine refused: {error}.", None, "engine_refused")
         case StoreFailed():
+            if error.trouble == "full":
+                message = "There is no room to store this. Delete what is not needed any more."
+                return Failure(507, message, None, "store_full")
             message = "What is stored cannot be reached now. Try again later."
             return Failure(503, message, None, "store_unavailable", RETRY_LATER_S)
         case TimeoutError():

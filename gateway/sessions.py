@@ -6,7 +6,6 @@ existed get the same 404. An admin names another tenant by ``?tenant=NAME``.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ from gateway.context import Gateway, admin_of, caller_of, gateway_of
 from gateway.identity.names import checked_name
 from gateway.keys import Tenant
 from gateway.prefixes.beside import SUFFIX
-from gateway.stored.shelf import Shelf
 from scheduler.view import SessionView
 
 router = APIRouter()
@@ -98,8 +96,9 @@ async def show_session(request: Request) -> Response:
 async def forget(request: Request) -> Response:
     """Remove a session from every tier, for good."""
     gateway, session = _addressed(request)
-    forget = partial(_forget_stored, tenant=session.tenant, id=session.id)
-    num_stored = await gateway.stored.ask(forget, 0)
+    num_stored = await gateway.stored.ask(
+        session.tenant, lambda objects: objects.forget(session.tenant, session.id), 0
+    )
     beside = msgspec.structs.replace(session, id=session.id + SUFFIX)
     known = [await gateway.sessions.forget(x) for x in (session, beside)]
     if not any(known) and not num_stored:
@@ -107,10 +106,6 @@ async def forget(request: Request) -> Response:
     for x in (session, beside):
         gateway.prefixes.forget(x.tenant, x.id)
     return _json({"id": session.id, "object": "session.deleted", "deleted": True})
-
-
-def _forget_stored(shelf: Shelf, *, tenant: str, id: str) -> int:
-    return shelf.forget(tenant, id)
 
 
 def _owner(request: Request) -> Tenant:

@@ -25,7 +25,7 @@ from engines.openai.images import Sight
 from engines.openai.messages import with_known_parts
 from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
-from gateway.body import body_for_engine
+from gateway.body import ParsedBody, body_for_engine
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
@@ -89,7 +89,7 @@ class Operation(msgspec.Struct, frozen=True):
     translate: Translate = as_it_is
     # Looks up what a body refers to, and makes the translation of this one request. It may change
     # the body: what names a session there is read afterwards. Raises ``InvalidRequest``.
-    recall: Callable[[Gateway, Tenant, Json], Awaitable[Translate]] | None = None
+    recall: Callable[[Gateway, Tenant, ParsedBody], Awaitable[Translate]] | None = None
     # Hears how the request's prompt compares with the one before it, ahead of the answer.
     compared: Callable[[Gateway, Tenant, AnswerFormat, Compared], None] = lambda *_: None
 
@@ -117,7 +117,7 @@ async def accept(request: Request, operation: Operation) -> Response:
     async with body_for_engine(request) as body:
         translate = operation.translate
         if operation.recall is not None:
-            translate = await operation.recall(gateway, tenant, body.json)
+            translate = await operation.recall(gateway, tenant, body)
         rules = gateway.served.template
         served = rules, gateway.sight
         check = partial(_check, operation, translate, tenant, request.headers, served, body.json)

@@ -151,7 +151,7 @@ def main(settings_file: str) -> None:
         salt_of=tenants.salt_of,
         observer=metrics,
     )
-    stored = stored_objects(config, StoreConfig(), Path(settings_file).parent)
+    stored = stored_objects(config, StoreConfig(), Path(settings_file).parent, tenants.key_of)
     serve(create_app(config, engine, sessions, tenants, metrics, stored), config)
     logging.info("ended in good order")
 

@@ -34,6 +34,7 @@ REQUEST = {
 RESPONSE = {
     "x-thermocline-session": "the session's id, percent-encoded where it is not ASCII",
     "x-thermocline-cache": "where the prompt's KV came from: see below",
+    "x-thermocline-stored": "`no; reason=WHY`: the answer could not be stored, see below",
     "x-request-id": "the request's id, also in the log",
     "request-id": "the same, under `/v1/messages`",
     "openai-processing-ms": "milliseconds until the answer's head",
@@ -60,6 +61,18 @@ prompt were not computed again; `usage` has the same number (`cached_tokens`).
 
 The reasons are listed [with the errors](errors.md#reasons-of-a-miss).
 """
+STORED = """
+The answer is whole, and cannot be asked for again or gone on from. Its body says `"store": false`;
+of a stream, whose head has gone out before, its last event does.
+
+| reason | meaning |
+|---|---|
+| `full` | the disk, or the Redis server, has no room |
+| `busy` | too many questions about stored objects wait |
+| `unavailable` | the disk or the Redis server cannot be written now |
+| `too-large` | it is larger than `gateway.stored_bytes`, or its conversation is full |
+| `gone` | its conversation was deleted meanwhile |
+"""
 # Names of private headers between gateway and engine, and of words that only look like headers.
 PRIVATE = {
     "x-thermocline-tenant",
@@ -84,6 +97,8 @@ def headers_page() -> str:
         table(("header", "meaning"), answers),
         "## `x-thermocline-cache`",
         CACHE,
+        "## `x-thermocline-stored`",
+        STORED,
     )
 
 

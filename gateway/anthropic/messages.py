@@ -8,9 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.openai.requests import Json, validate_chat
+from engines.openai.requests import validate_chat
 from gateway.anthropic.diagnosis import diagnosis
 from gateway.anthropic.translation import MessageFormat, translated
+from gateway.body import ParsedBody
 from gateway.context import Gateway, gateway_of
 from gateway.errors import ANTHROPIC_PATH
 from gateway.front import request_id_of
@@ -47,7 +48,7 @@ def operation(request_id: str) -> Operation:
     )
 
 
-async def _recall(request_id: str, gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
+async def _recall(request_id: str, gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
     strip, sight = gateway.config.strip_attribution, gateway.sight
     return partial(translated, strip_attribution=strip, sight=sight, request_id=request_id)
 

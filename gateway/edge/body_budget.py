@@ -2,7 +2,8 @@
 
 A body counts by the bytes that have come, not by those that it declares, until its turn is called:
 through the waiting line, but not while the engine computes. Questions that are no turn have no
-line here, and count until they are answered. One tenant's leave room for others.
+line here, and count until they are answered. What a request recalls of what is stored counts as
+its body does. One tenant's leave room for others.
 Parsed, a body of tiny values takes many times its bytes, so large ones are parsed one after the
 other, and how much they may become is known before that.
 """
@@ -79,6 +80,10 @@ class BodyShare:
             self._budget.take(self.tenant, nbytes - self._nbytes)
             self._nbytes = nbytes
 
+    def add(self, nbytes: int) -> None:
+        """Have ``nbytes`` more. Raises ``Refused`` (503)."""
+        self.grow(self._nbytes + nbytes)
+
     def give_back(self) -> None:
         """Count the body no longer: it was answered, or somebody else has it."""
         nbytes, self._nbytes = self._nbytes, 0
@@ -93,16 +98,16 @@ def body_share_of(scope: Scope) -> BodyShare:
     return share
 
 
-def check_weight(body: bytes) -> None:
-    """Refuse a large body that would become too much when it is parsed.
+def check_weight(*bodies: bytes, what: str = "The body") -> None:
+    """Refuse large JSON that would become too much when it is parsed.
 
     Raises:
         InvalidRequest: 400, it has too many values.
     """
-    if len(body) <= LARGE_BODY_BYTES or _weight(body) <= MAX_WEIGHT:
+    if sum(map(len, bodies)) <= LARGE_BODY_BYTES or sum(map(_weight, bodies)) <= MAX_WEIGHT:
         return
-    if _weight(_TEXTS.sub(b"", body)) > MAX_WEIGHT:  # most of it was not inside texts
-        raise InvalidRequest("The body has too many values.", code="too_many_values")
+    if sum(_weight(_TEXTS.sub(b"", x)) for x in bodies) > MAX_WEIGHT:  # most was not inside texts
+        raise InvalidRequest(f"{what} has too many values.", code="too_many_values")
 
 
 def _weight(body: bytes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter
@@ -13,19 +14,20 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import validate_chat, validate_completion
 from engines.wire import FillIn
+from gateway.body import ParsedBody
 from gateway.context import Gateway
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.openai.chat_answer import ChatAnswer
 from gateway.openai.chat_fields import ChatCalls, for_engine, metadata_of
-from gateway.openai.stored_chats import keep_completion
-from gateway.relay.answer_format import AsItIs
+from gateway.openai.stored_chats import keep_completion, rows_of
+from gateway.relay.answer_format import AsItIs, NotStored
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
 
 router = APIRouter()
 
 
-async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
+async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
     return partial(_translate, gateway)
 
 
@@ -39,21 +41,23 @@ def _translate(gateway: Gateway, asked: Json) -> Translated:
     answer = ChatAnswer(calls)
     if not stores:
         return Translated(raw, answer, None, left_out, retain_s)
-    messages = asked.get("messages") or []  # checked before they are kept
+    messages = rows_of(asked.get("messages") or [])  # checked before they are kept
     keep = partial(_keep, gateway, messages, metadata_of(asked), answer)
     return Translated(raw, answer, keep, left_out, retain_s)
 
 
 async def _keep(
     gateway: Gateway,
-    messages: list[Json],
+    messages: Sequence[bytes],
     metadata: Json,
     answer: ChatAnswer,
     session: SessionRef,
-) -> None:
-    if answer.completion is not None:
-        completion = {**answer.completion, "metadata": metadata}
-        await keep_completion(gateway.stored, messages, completion, session)
+) -> NotStored | None:
+    if answer.completion is None:
+        return None
+    completion = {**answer.completion, "metadata": metadata}
+    why = await keep_completion(gateway.stored, messages, completion, session)
+    return NotStored(why) if why else None
 
 
 CHAT = Operation(
@@ -61,7 +65,7 @@ CHAT = Operation(
 )
 
 
-async def _recall_text(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
+async def _recall_text(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
     return partial(_filled_in, gateway.served.fill_in)
 
 

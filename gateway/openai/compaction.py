@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.messages import Json
+from gateway.body import ParsedBody
 from gateway.context import Gateway
 from gateway.errors import Failure
 from gateway.identity.retention import asked_seconds
@@ -34,7 +35,7 @@ from gateway.openai.responses.response import shown_usage
 from gateway.openai.responses.translation import Known, translation, validate
 from gateway.relay.answer_format import AsItIs
 from gateway.relay.chat_chunks import Choice, read_chunk
-from gateway.stored.sealed_text import SealedText
+from gateway.stored.seal import SealedText
 from gateway.turns import Operation, Translate, Translated, accept
 
 router = APIRouter()
@@ -95,8 +96,8 @@ def _summary(choice: Choice) -> str:
     return summary or part.thought.strip()
 
 
-async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
-    fields, context = await recalled(gateway, tenant, asked)
+async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
+    fields, context = await recalled(gateway, tenant, body)
     return partial(_translate, gateway, tenant, fields, context)
 
 

@@ -6,6 +6,7 @@ A conversation is a session of the same id: deleting the session forgets it.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -17,13 +18,16 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.images import BLIND
 from engines.openai.messages import Json
 from engines.openai.requests import checked
+from gateway.body import parsed
 from gateway.context import caller_of, gateway_of
-from gateway.openai.lists import shown, shown_items
+from gateway.openai.lists import shown, shown_list
 from gateway.openai.responses.history import full_items, rows_of
-from gateway.openai.responses.items import MessageWriter
+from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import new_id
-from gateway.openai.stored_objects import Metadata, StoredKind, json_of
-from gateway.stored.shelf import Entry, Shelf
+from gateway.openai.stored_objects import Metadata, StoredKind
+from gateway.stored.forms import Entry, Item, stored_form
+from gateway.stored.objects import MAX_ITEMS, Objects, Outgrown, Page
+from gateway.stored.shelf import Steps
 
 router = APIRouter()
 _ALL = "/v1/conversations"
@@ -49,16 +53,15 @@ class AddedItems(msgspec.Struct, frozen=True):
 @router.post(_ALL)
 async def create_conversation(request: Request) -> Response:
     """Make a conversation, with items perhaps."""
-    tenant, stored = caller_of(request), gateway_of(request).stored
-    asked = checked(await json_of(request), NewConversation)
-    items = _checked_items(request, asked.items or [])
+    tenant, stored = caller_of(request).name, gateway_of(request).stored
+    metadata, rows = await _read(request, NewConversation)
     id = new_id("conv")
-    body = msgspec.json.encode(_conversation(id, asked.metadata))
-    entry = Entry("conversation", id, id, body)
-    if not await stored.ask(lambda shelf: shelf.put(tenant.name, entry, rows_of(items)), False):
+    form = stored_form("conversation", _conversation(id, metadata))
+    entry = Entry("conversation", id, id, form)
+    if not await stored.ask(tenant, lambda objects: objects.put(tenant, entry, rows), False):
         message = "Nothing is stored here, or it is too large (see gateway.stored_bytes)."
         raise InvalidRequest(message, None, "not_stored")
-    return shown(body)
+    return shown(form.body)
 
 
 @router.get(_ONE)
@@ -82,12 +85,15 @@ async def delete_conversation(request: Request) -> Response:
 async def add_items(request: Request) -> Response:
     """Add items behind the others; answers with those that were added."""
     caller_of(request)
-    items = _checked_items(request, checked(await json_of(request), AddedItems).items)
-    rows = rows_of(items)
-    await CONVERSATION.ask(
-        request, lambda shelf, *of: shelf.append(of[0], "conversation", of[1], rows) or None
-    )
-    return shown_items(items)
+    _, rows = await _read(request, AddedItems)
+    try:
+        await CONVERSATION.change(
+            request, lambda objects, *of: objects.append(of[0], "conversation", of[1], rows)
+        )
+    except Outgrown:
+        message = f"items: a conversation has at most {MAX_ITEMS}: begin a new one"
+        raise InvalidRequest(message, "items", "conversation_too_large") from None
+    return shown_list(Page(rows, False))
 
 
 @router.get(_ONE + "/items")
@@ -99,9 +105,9 @@ async def list_items(request: Request) -> Response:
 async def show_item(request: Request) -> Response:
     item = request.path_params["item_id"]
 
-    def work(shelf: Shelf, tenant: str, id: str) -> bytes | None:
-        known = shelf.get(tenant, "conversation", id) is not None
-        return shelf.find_item(tenant, item, id) if known else None
+    def work(objects: Objects, tenant: str, id: str) -> Steps[bytes | None]:
+        object = yield from objects.find(tenant, "conversation", id)
+        return None if object is None else (yield from objects.item(tenant, object, item))
 
     return shown(await CONVERSATION.ask(request, work))
 
@@ -111,21 +117,36 @@ async def delete_item(request: Request) -> Response:
     """Remove one item; answers with the conversation."""
     item = request.path_params["item_id"]
 
-    def work(shelf: Shelf, tenant: str, id: str) -> Entry | None:
-        there = shelf.delete_item(tenant, "conversation", id, item)
-        return shelf.get(tenant, "conversation", id) if there else None
+    def work(objects: Objects, tenant: str, id: str) -> Steps[bytes | None]:
+        there = yield from objects.remove_item(tenant, "conversation", id, item)
+        return (yield from objects.show(tenant, "conversation", id)) if there else None
 
-    return shown((await CONVERSATION.ask(request, work)).body)
+    return shown(await CONVERSATION.ask(request, work))
 
 
-def _checked_items(request: Request, items: list[Json]) -> list[Json]:
-    """Check that a chat can be made of items, and write them in full."""
+async def _read(
+    request: Request, form: type[NewConversation] | type[AddedItems]
+) -> tuple[Json, list[Item]]:
+    """Read metadata and items; only as many large bodies are parsed at once as have room."""
     gateway, tenant = gateway_of(request), caller_of(request)
     sight = gateway.sight if gateway.engine.ready else BLIND
-    MessageWriter(gateway.sealed_texts(tenant).open, sight).add_all(items, "items")
-    return full_items(items)
+    writer = MessageWriter(gateway.sealed_texts(tenant).open, sight)
+    async with parsed(gateway, request, empty=b"{}") as body:
+        return await body.beside(partial(_checked, body.json, form, writer))
 
 
-def _conversation(id: str, metadata: dict[str, str] | None) -> Json:
+def _checked(
+    asked: Json, form: type[NewConversation] | type[AddedItems], writer: MessageWriter
+) -> tuple[Json, list[Item]]:
+    """Check that a chat can be made of the items, and write them in full."""
+    body = checked(asked, form)
+    items = body.items or []
+    check_nesting(items, "items")
+    writer.add_all(items, "items")
+    metadata = body.metadata if isinstance(body, NewConversation) else None
+    return metadata or {}, rows_of(full_items(items))
+
+
+def _conversation(id: str, metadata: Json) -> Json:
     row = {"id": id, "object": "conversation", "created_at": int(time.time())}
-    return {**row, "metadata": metadata or {}}
+    return {**row, "metadata": metadata}

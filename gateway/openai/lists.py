@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from gateway.stored.shelf import Page, Query
+from gateway.stored.objects import Page, Query
 
 MAX_ROWS = 100
 
@@ -43,13 +41,6 @@ def shown_list(page: Page) -> Response:
             "has_more": page.more,
         }
     )
-
-
-def shown_items(items: Sequence[Json]) -> Response:
-    """Answer with a list that is whole."""
-    ids = [x["id"] for x in items]
-    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-    return shown({"object": "list", "data": list(items), **ends, "has_more": False})
 
 
 def shown(body: Json | bytes) -> Response:

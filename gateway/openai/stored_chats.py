@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter
@@ -12,11 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import SessionRef
+from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from gateway.context import caller_of, gateway_of
+from gateway.edge.body_budget import body_share_of
 from gateway.openai.lists import query_of, shown_list
 from gateway.openai.stored_objects import StoredKind
-from gateway.stored.shelf import Entry, Item, Page, StoreFailed
+from gateway.stored.forms import Entry, Item, Labels, label_of, stored_form
+from gateway.stored.objects import Objects, Page
+from gateway.stored.shelf import Steps, StoreFailed
 from gateway.stored.stored import Stored
 
 log = logging.getLogger("thermocline.gateway")
@@ -24,38 +28,57 @@ log = logging.getLogger("thermocline.gateway")
 router = APIRouter()
 _ALL = "/v1/chat/completions"
 _ONE = _ALL + "/{completion_id}"
+MAX_LABELS = 16  # as many as a metadata has
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 
 COMPLETION = StoredKind("completion", "Chat completion", "chat.completion.deleted")
 
 
+def rows_of(messages: object) -> list[bytes]:
+    """Write the messages of a chat as they will be stored; they are not checked yet."""
+    return [msgspec.json.encode(x) for x in messages] if isinstance(messages, list) else []
+
+
 async def keep_completion(
-    stored: Stored, messages: list[Json], completion: Json, session: SessionRef
-) -> None:
-    """Store a completion and the messages that it answers. Failures are told to the log only."""
+    stored: Stored, messages: Sequence[bytes], completion: Json, session: SessionRef
+) -> str:
+    """Store a completion and the messages that it answers.
+
+    Returns "", or why it could not be stored (``NotStored``).
+    """
     id = str(completion.get("id"))
-    rows = [
-        Item(f"{id}-{i}", msgspec.json.encode({**message, "id": f"{id}-{i}"}))
-        for i, message in enumerate(messages)
-    ]
-    entry = Entry("completion", id, session.id, msgspec.json.encode(completion))
+
+    def work(objects: Objects) -> Steps[bool]:
+        rows = []
+        for i, message in enumerate(messages):
+            named = {**msgspec.json.decode(message), "id": f"{id}-{i}"}
+            rows.append(Item(named["id"], msgspec.json.encode(named)))
+        entry = Entry("completion", id, session.id, stored_form("completion", completion))
+        return (yield from objects.put(session.tenant, entry, rows))
+
     try:
-        if not await stored.ask(lambda shelf: shelf.put(session.tenant, entry, rows), True):
-            log.warning("completion %s was not stored: it is larger than the budget", id)
+        if await stored.ask(session.tenant, work, False):
+            return ""
     except StoreFailed as error:
         log.warning("completion %s was not stored: %s", id, error)
+        return error.trouble
+    log.warning("completion %s was not stored: it is larger than the budget", id)
+    return "too-large"
 
 
 @router.get(_ALL)
 async def list_completions(request: Request) -> Response:
     """List stored completions; ``model`` and ``metadata[key]`` choose among them."""
-    tenant, stored = caller_of(request), gateway_of(request).stored
+    tenant, stored = caller_of(request).name, gateway_of(request).stored
     query = query_of(request, ascending=True)
-    wanted = _filter(request)
+    labels = _labels(request)
     return shown_list(
         await stored.ask(
-            lambda shelf: shelf.entries(tenant.name, "completion", query, wanted), Page([], False)
+            tenant,
+            lambda objects: objects.listed(tenant, "completion", labels, query),
+            Page([], False),
+            body_share_of(request.scope).add,
         )
     )
 
@@ -83,14 +106,10 @@ async def list_messages(request: Request) -> Response:
     return await COMPLETION.list_items(request, ascending=True)
 
 
-def _filter(request: Request) -> Callable[[bytes], bool]:
+def _labels(request: Request) -> Labels:
     model = request.query_params.get("model")
     pairs = [(_LABEL.fullmatch(k), v) for k, v in request.query_params.items()]
-    labels = {found[1]: value for found, value in pairs if found}
-
-    def wanted(body: bytes) -> bool:
-        row = msgspec.json.decode(body)
-        own = row.get("metadata") or {}
-        return (not model or row.get("model") == model) and labels.items() <= own.items()
-
-    return wanted
+    labels = [label_of(found[1], value) for found, value in pairs if found]
+    if len(labels) > MAX_LABELS:
+        raise InvalidRequest(f"metadata: ask for at most {MAX_LABELS} pairs", "metadata")
+    return [*labels, ("model", model)] if model else labels

@@ -7,6 +7,7 @@ or is another tenant's, is the same 404.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -18,8 +19,11 @@ from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.body import parsed
 from gateway.context import caller_of, gateway_of
+from gateway.edge.body_budget import body_share_of
 from gateway.openai.lists import query_of, shown, shown_list
-from gateway.stored.shelf import Entry, Kind, Shelf
+from gateway.stored.forms import Form, stored_form
+from gateway.stored.objects import Objects, Page, Query
+from gateway.stored.shelf import Kind, Steps
 
 T = TypeVar("T")
 MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
@@ -51,11 +55,24 @@ class StoredKind(NamedTuple):
         """The code of the error that nothing was found."""
         return f"{self.kind}_not_found"
 
-    async def ask(self, request: Request, work: Callable[[Shelf, str, str], T | None]) -> T:
-        """Ask the store for something, by tenant and id. Raises ``InvalidRequest``, 404."""
-        tenant, id = caller_of(request), request.path_params[self.param]
-        stored = gateway_of(request).stored
-        found = await stored.ask(lambda shelf: work(shelf, tenant.name, id), None)
+    async def ask(
+        self, request: Request, work: Callable[[Objects, str, str], Steps[T | None]]
+    ) -> T:
+        """Ask the store for something, by tenant and id.
+
+        What the answer holds counts in the budget of all bodies.
+
+        Raises:
+            InvalidRequest: 404, it is not there.
+            Refused: 503, the bodies of all requests take too much.
+        """
+        tenant, id = caller_of(request).name, request.path_params[self.param]
+        found = await gateway_of(request).stored.ask(
+            tenant,
+            lambda objects: work(objects, tenant, id),
+            None,
+            body_share_of(request.scope).add,
+        )
         if found is None:
             raise self._unknown(request)
         return found
@@ -66,16 +83,20 @@ class StoredKind(NamedTuple):
         message = f"{what} {request.path_params[self.param][:_SHOWN]!r} not found."
         return InvalidRequest(message, self.param, self.code, 404)
 
-    async def entry(self, request: Request) -> Entry:
-        """Find the object. Raises ``InvalidRequest``, 404."""
-        return await self.ask(request, lambda shelf, *of: shelf.get(of[0], self.kind, of[1]))
+    async def body(self, request: Request) -> bytes:
+        """Return the object as it is shown. Raises ``InvalidRequest``, 404."""
+        return await self.ask(request, lambda objects, *of: objects.show(of[0], self.kind, of[1]))
+
+    async def require(self, request: Request) -> None:
+        """Raise ``InvalidRequest``, 404, if the object is not there."""
+        await self.ask(request, lambda objects, *of: objects.find(of[0], self.kind, of[1]))
 
     async def show(self, request: Request) -> Response:
-        return shown((await self.entry(request)).body)
+        return shown(await self.body(request))
 
     async def delete(self, request: Request) -> Response:
         """Remove the object and its items, for good."""
-        await self.ask(request, lambda shelf, *of: shelf.delete(of[0], self.kind, of[1]) or None)
+        await self.change(request, lambda objects, *of: objects.delete(of[0], self.kind, of[1]))
         id = request.path_params[self.param]
         return shown({"id": id, "object": self.deleted_as, "deleted": True})
 
@@ -84,23 +105,38 @@ class StoredKind(NamedTuple):
         caller_of(request)  # before the body is read
         change = checked(await json_of(request), MetadataChange)
 
-        def work(shelf: Shelf, tenant: str, id: str) -> bytes | None:
-            entry = shelf.get(tenant, self.kind, id)
-            if entry is None:
-                return None
-            labelled = {**msgspec.json.decode(entry.body), "metadata": change.metadata or {}}
-            body = msgspec.json.encode(labelled)
-            return body if shelf.change(tenant, self.kind, id, body) else None
+        def labelled(body: bytes) -> Form:
+            anew = {**msgspec.json.decode(body), "metadata": change.metadata or {}}
+            return stored_form(self.kind, anew)
 
-        return shown(await self.ask(request, work))
+        return shown(
+            await self.ask(
+                request, lambda objects, *of: objects.relabel(of[0], self.kind, of[1], labelled)
+            )
+        )
+
+    async def change(
+        self, request: Request, work: Callable[[Objects, str, str], Steps[bool]]
+    ) -> None:
+        """Change the object. Raises ``InvalidRequest``, 404, if ``work`` returns False."""
+
+        def changed(objects: Objects, tenant: str, id: str) -> Steps[bool | None]:
+            return (yield from work(objects, tenant, id)) or None
+
+        await self.ask(request, changed)
 
     async def list_items(self, request: Request, *, ascending: bool) -> Response:
         """List the object's items; ``ascending`` is the order if the request names none."""
         caller_of(request)
         query = query_of(request, ascending=ascending)
-        return shown_list(
-            await self.ask(request, lambda shelf, *of: shelf.items(of[0], self.kind, of[1], query))
-        )
+        return shown_list(await self.ask(request, partial(_page, kind=self.kind, query=query)))
+
+
+def _page(
+    objects: Objects, tenant: str, id: str, *, kind: Kind, query: Query
+) -> Steps[Page | None]:
+    object = yield from objects.find(tenant, kind, id)
+    return None if object is None else (yield from objects.page(tenant, object, query))
 
 
 async def json_of(request: Request) -> Json:

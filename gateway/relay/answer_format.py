@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from starlette.responses import Response
 
@@ -12,9 +12,24 @@ from gateway.errors import Failure
 from gateway.metrics import Usage
 from gateway.relay.sse_framer import SseFramer
 
+STORED_HEADER = "x-thermocline-stored"
+
+
+class NotStored(NamedTuple):
+    """An answer could not be stored."""
+
+    reason: str  # one of ``NOT_STORED``, see docs/generators/headers_page.py
+    body: bytes | None = None  # what goes out in place of the answer, or its end; None: nothing
+
+    @property
+    def header(self) -> tuple[bytes, bytes]:
+        """A header of the answer; that of a stream has gone out before."""
+        return STORED_HEADER.encode(), f"no; reason={self.reason}".encode()
+
+
 # Stores what must outlive an answer. Called once, when the answer is whole and before its end goes
 # out, so that a client which has seen the end finds it. It must not raise: the answer goes on.
-Keep: TypeAlias = Callable[[SessionRef], Awaitable[None]]
+Keep: TypeAlias = Callable[[SessionRef], Awaitable[NotStored | None]]
 
 
 class EventStream(Protocol):

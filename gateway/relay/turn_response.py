@@ -33,7 +33,7 @@ from gateway.metrics import Usage
 from gateway.prefixes.outline import Change
 from gateway.prefixes.prefix_watch import Compared
 from gateway.prefixes.twins import FirstLeft, Key, SharedTurn
-from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep
+from gateway.relay.answer_format import AnswerFormat, HearsOfPrompt, Keep, NotStored
 from gateway.relay.deadline import Deadline
 from gateway.relay.passthrough import (
     engine_failure,
@@ -241,12 +241,14 @@ class TurnResponse(Response):
     async def _whole(self, turn: Turn | None, upstream: Upstream) -> Ending:
         body = await upstream.read()
         self._used(turn, parse_usage(body))
-        shown = self._answer.whole(body)
-        await self._kept()
+        shown, head = self._answer.whole(body), self._head(upstream)
+        if lost := await self._kept():
+            shown = shown if lost.body is None else lost.body
+            head.append(lost.header)
         self._error = ""
         return partial(
             send_whole,
-            headers=self._head(upstream),
+            headers=head,
             body=shown,
             client_stall_s=self._gateway.config.client_stall_s,
         )
@@ -281,16 +283,18 @@ class TurnResponse(Response):
         if failure is not None:
             log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
         ending = events.ending(failure)
-        await self._kept()
+        if (lost := await self._kept()) and lost.body is not None:
+            ending = lost.body
         return _to_nobody if self._left else partial(send_end, body=ending)
 
     def _heard(self, chunk: bytes) -> None:
         if self._live.took(chunk):  # the first tokens
             self._metrics.first_token(*self._named, self._seconds(), self._cache)
 
-    async def _kept(self) -> None:
-        if self._keep is not None and not self._left:  # a twin keeps what it was told
-            await self._keep(self._session)
+    async def _kept(self) -> NotStored | None:
+        if self._keep is None or self._left:  # a twin keeps what it was told
+            return None
+        return await self._keep(self._session)
 
     def _used(self, turn: Turn | None, usage: Usage | None) -> None:
         if usage is not None:

@@ -1,6 +1,7 @@
 """What clients asked to be stored: responses, conversations and chat completions.
 
-``shelf`` says what a place for them can do, ``sqlite_shelf`` and ``redis_shelf`` are two, and
-``stored`` gives the event loop one of them, on a thread of its own. Every lookup is one tenant's.
-``sealed_text`` is for what clients keep for us instead.
+``stored`` gives the event loop its ``objects``, in steps, on threads that tenants take in turns.
+These are sealed (``entry_seal``) before they lie on a ``shelf``: ``sqlite_shelf`` or
+``redis_shelf``, which see no content. Every lookup is one tenant's. ``forms`` says how an object is
+taken apart, ``older`` seals what was written before. ``seal`` is for what clients keep for us, too.
 """

@@ -2,35 +2,46 @@
 
 All keys of a tenant have one hash tag, so they lie in one slot of a cluster, and each change is one
 transaction. An entry expires by itself, and the server may evict it at any time; what its lists
-still say of it then is passed over.
-
-    thermocline:stored:{tenant}:entry:KIND:ID    body, session and time of an entry
-                               :items:KIND:ID    its items by id
-                               :order:KIND:ID    their ids in order
-                               :list:KIND        ids of all entries in order
-                               :used             "KIND:ID" by the time of last use
-                               :session:ID       "KIND:ID" of a session's entries in order
-                               :owner:ITEM       the entry that has an item, the latest if several
-                               :sizes, :total    bytes of each entry by "KIND:ID", and of all
-                               :seq              the last number in a list
+still say of it then is passed over. What a deletion needs is done on a full server, too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, cast
 
-from gateway.stored.shelf import Entry, Item, Kind, Limits, Page, Query, StoreFailed
+from gateway.stored.redis_keys import OLDER, Keys, split, text
+from gateway.stored.shelf import (
+    KINDS,
+    SLICE_ITEMS,
+    Change,
+    Found,
+    Kind,
+    Limits,
+    Listed,
+    Misshapen,
+    Part,
+    Row,
+    Span,
+    StoreFailed,
+    slice_of,
+)
 
 try:
     import redis
 except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
+# Notes in each of several keys who has an item: one command, where two for each item take long.
+_OWN = """
+for _, key in ipairs(KEYS) do
+    redis.call("ZADD", key, ARGV[1], ARGV[2])
+    redis.call("PEXPIRE", key, ARGV[3])
+end
+"""
 _ROW_BYTES = 200  # what an entry or item takes besides its body, about
-_BATCH = 100
 
 
 class RedisShelf:
@@ -41,6 +52,8 @@ class RedisShelf:
         clock: gives seconds since 1970; gateways that share a server need about the same time.
     """
 
+    place = "redis"
+
     def __init__(
         self,
         url: str,
@@ -50,152 +63,233 @@ class RedisShelf:
     ) -> None:
         self._limits = limits
         self._clock = clock
+        self._older_are_gone = False
         self._redis: Any = redis.Redis.from_url(
             url, socket_timeout=deadline_s, socket_connect_timeout=deadline_s
         )
 
-    def put(self, tenant: str, entry: Entry, items: Sequence[Item] = ()) -> bool:
-        nbytes = sum(len(x) + _ROW_BYTES for x in (entry.body, *(i.body for i in items)))
-        if nbytes > self._limits.tenant_bytes:
-            return False
-        keys, now = _Keys(tenant), self._clock()
-        with self._exchange() as server:
-            self._delete(server, keys, entry.kind, entry.id)
-            name = f"{entry.kind}:{entry.id}"
-            number = server.incr(keys.seq)
-            with server.pipeline(transaction=True) as change:
-                row = {"body": entry.body, "session": entry.session, "created": now}
-                change.hset(keys.entry(name), mapping=row)
-                change.zadd(keys.list(entry.kind), {entry.id: number})
-                change.zadd(keys.used, {name: now})
-                change.zadd(keys.session(entry.session), {name: number})
-                change.hset(keys.sizes, name, nbytes)
-                change.incrby(keys.total, nbytes)
-                self._add_items(change, keys, name, items, 0)
-                self._keep(change, keys, name, entry.session)
-                change.execute()
-            self._trim(server, keys, now)
-        return True
-
-    def get(self, tenant: str, kind: Kind, id: str) -> Entry | None:
-        keys, name = _Keys(tenant), f"{kind}:{id}"
-        with self._exchange() as server:
-            row = server.hgetall(keys.entry(name))
-            if b"body" not in row:
-                return None
-            session = row[b"session"].decode()
-            with server.pipeline(transaction=True) as change:
+    def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
+        keys, name = Keys(tenant), f"{kind}:{id}"
+        with self._exchange() as server, server.pipeline(transaction=False) as asked:
+            asked.hmget(keys.entry(name), "head", "session")
+            asked.hstrlen(keys.entry(name), "body")
+            (head, session), nbytes = asked.execute()
+        if not head or session is None:
+            return None
+        found = Found(head, text(session), nbytes)
+        if uses:
+            with suppress(StoreFailed), self._exchange() as server, server.pipeline() as change:
+                self._keep(change, keys, name, found.session)
                 change.zadd(keys.used, {name: self._clock()}, xx=True)
-                self._keep(change, keys, name, session)
                 change.execute()
-        return Entry(kind, id, session, row[b"body"], float(row[b"created"]))
+        return found
 
-    def change(self, tenant: str, kind: Kind, id: str, body: bytes) -> bool:
-        keys, name = _Keys(tenant), f"{kind}:{id}"
+    def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
         with self._exchange() as server:
-            old = server.hget(keys.entry(name), "body")
-            if old is None:
-                return False
-            self._grow(server, keys, name, len(body) - len(old), {"body": body})
-            return True
+            return cast(bytes | None, server.hget(Keys(tenant).entry(f"{kind}:{id}"), "body"))
 
-    def delete(self, tenant: str, kind: Kind, id: str) -> bool:
+    def parts(self, tenant: str, kind: Kind, id: str, span: Span) -> list[Part]:
+        keys, name = Keys(tenant), f"{kind}:{id}"
+        order, items = keys.order(name), keys.items(name)
         with self._exchange() as server:
-            return self._delete(server, _Keys(tenant), kind, id)
+            first = span.skip
+            if span.after is not None:
+                rank = (server.zrank if span.ascending else server.zrevrank)(order, span.after)
+                if rank is None:
+                    return []
+                first = rank + 1
+            last = first + min(span.limit, SLICE_ITEMS) - 1
+            ids = (
+                server.zrange(order, first, last, desc=not span.ascending) if last >= first else []
+            )
+            with server.pipeline(transaction=False) as asked:
+                for x in ids:
+                    asked.hstrlen(items, x)
+                wanted = slice_of(zip(ids, asked.execute(), strict=True))
+            bodies = server.hmget(items, wanted) if wanted else []
+        return [Part(text(x), body or b"") for x, body in zip(wanted, bodies, strict=True)]
 
-    def entries(
-        self, tenant: str, kind: Kind, query: Query, wanted: Callable[[bytes], bool]
-    ) -> Page:
-        keys = _Keys(tenant)
+    def part(self, tenant: str, kind: Kind, id: str, item: str) -> bytes | None:
+        keys, name = Keys(tenant), f"{kind}:{id}"
         with self._exchange() as server:
-            ids = _behind(server, keys.list(kind), query)
-            rows: list[Item] = []
-            for first in range(0, len(ids), _BATCH):
-                batch = ids[first : first + _BATCH]
-                with server.pipeline(transaction=False) as asked:
-                    for id in batch:
-                        asked.hget(keys.entry(f"{kind}:{id}"), "body")
-                    bodies = asked.execute()
-                for id, body in zip(batch, bodies, strict=True):
-                    if body is None or not wanted(body):
-                        continue
-                    if query.limit is not None and len(rows) >= query.limit:
-                        return Page(rows, True)
-                    rows.append(Item(id, body))
-        return Page(rows, False)
+            return cast(bytes | None, server.hget(keys.items(name), item))
 
-    def append(self, tenant: str, kind: Kind, id: str, items: Sequence[Item]) -> bool:
-        keys, name = _Keys(tenant), f"{kind}:{id}"
-        with self._exchange() as server:
-            session = server.hget(keys.entry(name), "session")
-            if session is None:
-                return False
-            known = server.hmget(keys.items(name), [x.id for x in items]) if items else []
-            fresh = [x for x, old in zip(items, known, strict=True) if old is None]
-            nbytes = sum(len(x.body) + _ROW_BYTES for x in fresh)
-            last = server.zrevrange(keys.order(name), 0, 0, withscores=True)
-            with server.pipeline(transaction=True) as change:
-                change.hincrby(keys.sizes, name, nbytes)
-                change.incrby(keys.total, nbytes)
-                change.zadd(keys.used, {name: self._clock()})
-                self._add_items(change, keys, name, fresh, int(last[0][1]) + 1 if last else 0)
-                self._keep(change, keys, name, session.decode())
-                change.execute()
-            self._trim(server, keys, self._clock())
-            return bool(server.exists(keys.entry(name)))
+    def known(self, tenant: str, kind: Kind, id: str, items: Collection[str]) -> set[str]:
+        key = Keys(tenant).items(f"{kind}:{id}")
+        with self._exchange() as server, server.pipeline(transaction=False) as asked:
+            for x in items:
+                asked.hexists(key, x)
+            return {x for x, is_there in zip(items, asked.execute(), strict=True) if is_there}
 
-    def items(self, tenant: str, kind: Kind, id: str, query: Query) -> Page | None:
-        keys, name = _Keys(tenant), f"{kind}:{id}"
+    def owner(self, tenant: str, item: str) -> tuple[Kind, str] | None:
+        keys = Keys(tenant)
         with self._exchange() as server:
-            if not server.exists(keys.entry(name)):
-                return None
-            ids = _behind(server, keys.order(name), query)
-            shown = ids if query.limit is None else ids[: query.limit]
-            bodies = server.hmget(keys.items(name), shown) if shown else []
-        rows = [Item(x, body) for x, body in zip(shown, bodies, strict=True) if body is not None]
-        return Page(rows, len(shown) < len(ids))
-
-    def delete_item(self, tenant: str, kind: Kind, id: str, item: str) -> bool:
-        keys, name = _Keys(tenant), f"{kind}:{id}"
-        with self._exchange() as server:
-            if not server.exists(keys.entry(name)):
-                return False
-            body = server.hget(keys.items(name), item)
-            if body is not None:
-                nbytes = len(body) + _ROW_BYTES
-                with server.pipeline(transaction=True) as change:
-                    change.hdel(keys.items(name), item)
-                    change.zrem(keys.order(name), item)
-                    change.hincrby(keys.sizes, name, -nbytes)
-                    change.decrby(keys.total, nbytes)
-                    change.execute()
-            return True
-
-    def find_item(self, tenant: str, item: str, owner: str | None = None) -> bytes | None:
-        keys = _Keys(tenant)
-        with self._exchange() as server:
-            if owner is None:
-                found = server.get(keys.owner(item))
-                names = [found.decode()] if found else []
-            else:
-                names = [f"{kind}:{owner}" for kind in ("response", "conversation", "completion")]
-            for name in names:
-                body: bytes | None = server.hget(keys.items(name), item)
-                if body is not None:
-                    return body
+            for name in server.zrevrange(keys.owner(item), 0, -1):
+                server.pexpire(keys.owner(item), self._life_ms)
+                kind, id = split(text(name))
+                if kind in KINDS and server.exists(keys.entry(text(name))):
+                    return kind, id
         return None
 
     def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
+        keys = Keys(tenant)
         with self._exchange() as server:
-            names = server.zrevrange(_Keys(tenant).session(session), 0, -1)
-        found = (_split(x.decode()) for x in names)
-        return next((id for of, id in found if of == kind), None)
+            for name in map(text, server.zrevrange(keys.session(session), 0, SLICE_ITEMS - 1)):
+                of, id = split(name)
+                if of == kind and server.exists(keys.entry(name)):
+                    return id
+        return None
 
-    def forget(self, tenant: str, session: str) -> int:
-        keys = _Keys(tenant)
+    def of_session(self, tenant: str, session: str) -> list[tuple[Kind, str]]:
+        keys = Keys(tenant)
         with self._exchange() as server:
-            names = [x.decode() for x in server.zrange(keys.session(session), 0, -1)]
-            return sum(self._delete(server, keys, *_split(name)) for name in names)
+            while names := server.zrange(keys.session(session), 0, SLICE_ITEMS - 1):
+                with server.pipeline(transaction=False) as asked:
+                    for name in map(text, names):
+                        asked.exists(keys.entry(name))
+                    there = [text(x) for x, is_ in zip(names, asked.execute(), strict=True) if is_]
+                if there:
+                    return [(cast(Kind, kind), id) for kind, id in map(split, there)]
+                server.zrem(keys.session(session), *names)  # they have expired
+        return []
+
+    def number(self, tenant: str, kind: Kind, id: str) -> int | None:
+        with self._exchange() as server:
+            number = server.zscore(Keys(tenant).list(kind, b""), id)
+        return None if number is None else int(number)
+
+    def listed(
+        self, tenant: str, kind: Kind, tags: Sequence[bytes], beyond: int | None, ascending: bool
+    ) -> Listed:
+        keys = Keys(tenant)
+        part = {"start": 0, "num": SLICE_ITEMS, "withscores": True}
+        with self._exchange() as server:
+            if ascending:
+                least = "-inf" if beyond is None else f"({beyond}"
+                some = server.zrangebyscore(keys.list(kind, tags[0]), least, "+inf", **part)
+            else:
+                most = "+inf" if beyond is None else f"({beyond}"
+                some = server.zrevrangebyscore(keys.list(kind, tags[0]), most, "-inf", **part)
+            ids = [x for x, _ in some]
+            for tag in tags[1:]:
+                with server.pipeline(transaction=False) as asked:
+                    for id in ids:
+                        asked.zscore(keys.list(kind, tag), id)
+                    scores = asked.execute()
+                ids = [x for x, score in zip(ids, scores, strict=True) if score is not None]
+        last = int(some[-1][1]) if len(some) == SLICE_ITEMS else None
+        return Listed([text(x) for x in ids], last)
+
+    def put(self, tenant: str, row: Row, parts: Sequence[Part]) -> bool:
+        nbytes = sum(len(x) + _ROW_BYTES for x in (row.body, *(x.body for x in parts)))
+        if nbytes > self._limits.tenant_bytes:
+            return False
+        keys, name = Keys(tenant), f"{row.kind}:{row.id}"
+        with self._exchange() as server:
+            if not (server.get(keys.total) or b"0").removeprefix(b"-").isdigit():
+                server.delete(keys.total)  # no number of ours: it is counted anew
+            if server.hexists(keys.sizes, name):
+                self._hide(server, keys, name)
+                while not self._cleared(server, keys, name):
+                    pass
+            number = server.incr(keys.seq)
+            with server.pipeline(transaction=True) as change:
+                fields = {"head": row.head, "session": row.session, "number": number}
+                change.hset(keys.entry(name), mapping={**fields, "body": row.body})
+                self._tag(change, keys, name, row.tags, number)
+                change.zadd(keys.used, {name: self._clock()})
+                change.zadd(keys.session(row.session), {name: number})
+                change.hset(keys.sizes, name, nbytes)
+                change.incrby(keys.total, nbytes)
+                self._add_items(change, keys, name, parts, 0, number)
+                self._keep(change, keys, name, row.session)
+                change.execute()
+        return True
+
+    def change(self, tenant: str, kind: Kind, id: str, change: Change) -> bool:
+        keys, name = Keys(tenant), f"{kind}:{id}"
+        entry, items, order = keys.entry(name), keys.items(name), keys.order(name)
+        with self._exchange() as server, server.pipeline(transaction=True) as made:
+            made.watch(entry)
+            head, session, number = made.hmget(entry, "head", "session", "number")
+            if head is None or head != change.was:
+                return False
+            grown = sum(len(x.body) + _ROW_BYTES for x in change.added)
+            if change.body is not None:
+                grown += len(change.body) - made.hstrlen(entry, "body")
+            if change.removed is not None:
+                grown -= made.hstrlen(items, change.removed) + _ROW_BYTES
+            last = made.zrevrange(order, 0, 0, withscores=True)
+            number = int(number)
+            old_tags = made.hget(keys.tags, name)
+            made.multi()
+            made.hset(entry, "head", change.head)
+            if change.body is not None:
+                made.hset(entry, "body", change.body)
+            if change.tags is not None:
+                self._untag(made, keys, name, old_tags)
+                self._tag(made, keys, name, change.tags, number)
+            if change.removed is not None:
+                made.hdel(items, change.removed)
+                made.zrem(order, change.removed)
+                made.zrem(keys.owner(change.removed), name)
+            first = int(last[0][1]) + 1 if last else 0
+            self._add_items(made, keys, name, change.added, first, number)
+            made.hincrby(keys.sizes, name, grown)
+            made.incrby(keys.total, grown)
+            made.zadd(keys.used, {name: self._clock()})
+            self._keep(made, keys, name, text(session))
+            try:
+                made.execute()
+            except redis.WatchError:
+                return False
+            return True
+
+    def delete(self, tenant: str, kind: Kind, id: str) -> bool:
+        keys, name = Keys(tenant), f"{kind}:{id}"
+        with self._exchange() as server:
+            there = bool(server.exists(keys.entry(name)))
+            if there:
+                self._hide(server, keys, name)
+        return there
+
+    def tidy(self, tenant: str) -> bool:
+        keys = Keys(tenant)
+        try:
+            with self._exchange() as server:
+                member = self._outlived(server, keys)
+                if member is None:
+                    return False
+                name = text(member)
+                if server.exists(keys.entry(name)):
+                    self._hide(server, keys, name)
+                if self._cleared(server, keys, name):
+                    server.zrem(keys.used, member)  # as it lies there, be it a name or not
+                return True
+        except StoreFailed as error:
+            if error.trouble != "full":  # then what is left is removed later
+                raise
+            return False
+
+    def old(self, tenant: str, kind: Kind, after: str) -> list[str]:
+        return []
+
+    def drop_copies(self) -> None:
+        """Do nothing: nothing is put aside."""
+
+    def in_one_go(self) -> AbstractContextManager[None]:
+        return nullcontext()  # it is for old entries, of which there are none
+
+    def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
+        """Remove what older releases left: it lies in plain text, and may have been changed."""
+        cursor = 0
+        while not self._older_are_gone:
+            with self._exchange() as server:
+                cursor, found = server.scan(cursor, match=OLDER, count=SLICE_ITEMS)
+                if found:
+                    server.unlink(*found)
+            self._older_are_gone = cursor == 0
+            yield []
 
     def close(self) -> None:
         self._redis.close()
@@ -204,20 +298,45 @@ class RedisShelf:
     def _exchange(self) -> Iterator[Any]:
         try:
             yield self._redis
+        except redis.OutOfMemoryError:
+            raise StoreFailed("redis is full", "full") from None
+        except redis.ResponseError as error:
+            said = str(error).rpartition("caused error: ")[2]  # of one in a pipeline
+            if said.startswith("WRONGTYPE") or "not an integer" in said or "not a valid" in said:
+                raise Misshapen("redis holds something else there") from None
+            raise StoreFailed(f"redis refuses ({said.partition(' ')[0][:40]})") from None
         except (redis.RedisError, OSError) as error:  # its words may hold the server's address
             raise StoreFailed(f"redis does not answer ({type(error).__name__})") from None
+        except (ValueError, TypeError, IndexError, OverflowError) as error:
+            raise Misshapen(f"redis holds something else there ({error})") from None
 
     def _add_items(
-        self, change: Any, keys: _Keys, name: str, items: Sequence[Item], first: int
+        self, change: Any, keys: Keys, name: str, parts: Sequence[Part], first: int, number: int
     ) -> None:
-        if not items:
+        if not parts:
             return
-        change.hset(keys.items(name), mapping={x.id: x.body for x in items})
-        change.zadd(keys.order(name), {x.id: first + i for i, x in enumerate(items)})
-        for item in items:
-            change.set(keys.owner(item.id), name, px=self._life_ms)
+        change.hset(keys.items(name), mapping={x.id: x.body for x in parts})
+        change.zadd(keys.order(name), {x.id: first + i for i, x in enumerate(parts)})
+        for i in range(0, len(parts), SLICE_ITEMS):
+            owners = [keys.owner(x.id) for x in parts[i : i + SLICE_ITEMS]]
+            change.eval(_OWN, len(owners), *owners, number, name, self._life_ms)
 
-    def _keep(self, change: Any, keys: _Keys, name: str, session: str) -> None:
+    def _tag(
+        self, change: Any, keys: Keys, name: str, tags: Collection[bytes], number: int
+    ) -> None:
+        kind, id = split(name)
+        for tag in tags:
+            change.zadd(keys.list(kind, tag), {id: number})
+        if tags:
+            change.hset(keys.tags, name, " ".join(f"/{x.hex()}" for x in tags))
+
+    def _untag(self, change: Any, keys: Keys, name: str, tags: bytes | None) -> None:
+        kind, id = split(name)
+        for tag in text(tags or b"").split():
+            with suppress(ValueError):
+                change.zrem(keys.list(kind, bytes.fromhex(tag[1:])), id)
+
+    def _keep(self, change: Any, keys: Keys, name: str, session: str) -> None:
         """Give an entry its whole life again."""
         for key in (keys.entry(name), keys.items(name), keys.order(name), keys.session(session)):
             change.pexpire(key, self._life_ms)
@@ -226,85 +345,48 @@ class RedisShelf:
     def _life_ms(self) -> int:
         return int(self._limits.max_age_s * 1000)
 
-    def _grow(
-        self, server: Any, keys: _Keys, name: str, nbytes: int, row: dict[str, bytes]
-    ) -> None:
+    def _hide(self, server: Any, keys: Keys, name: str) -> None:
+        """Remove an entry but for what ``_cleared`` removes; a full server takes this, too."""
+        session, tags = server.hget(keys.entry(name), "session"), server.hget(keys.tags, name)
         with server.pipeline(transaction=True) as change:
-            change.hset(keys.entry(name), mapping=row)
-            change.hincrby(keys.sizes, name, nbytes)
-            change.incrby(keys.total, nbytes)
-            change.execute()
-
-    def _delete(self, server: Any, keys: _Keys, kind: str, id: str) -> bool:
-        """Remove an entry, and what is said of it; returns False if it was not there."""
-        name = f"{kind}:{id}"
-        session = server.hget(keys.entry(name), "session")
-        nbytes = server.hget(keys.sizes, name)  # outlives the entry, which may have expired
-        items = server.hkeys(keys.items(name))
-        with server.pipeline(transaction=True) as change:
-            change.delete(keys.entry(name), keys.items(name), keys.order(name))
-            change.zrem(keys.list(kind), id)
-            change.zrem(keys.used, name)
-            change.hdel(keys.sizes, name)
+            change.unlink(keys.entry(name), keys.items(name))
+            self._untag(change, keys, name, tags)
             if session is not None:
-                change.zrem(keys.session(session.decode()), name)
-            for item in items:
-                change.delete(keys.owner(item.decode()))
-            if nbytes is not None:
-                change.decrby(keys.total, int(nbytes))
+                change.zrem(keys.session(text(session)), name)
             change.execute()
-        return session is not None
+        with suppress(redis.OutOfMemoryError):  # else it is cleared when its time has come
+            server.zadd(keys.used, {name: 0}, xx=True)
 
-    def _trim(self, server: Any, keys: _Keys, now: float) -> None:
-        """Remove a tenant's entries that are too old, or over the budget."""
-        old = server.zrangebyscore(keys.used, "-inf", f"({now - self._limits.max_age_s}")
-        for name in old:
-            self._delete(server, keys, *_split(name.decode()))
-        while int(server.get(keys.total) or 0) > self._limits.tenant_bytes:
-            (name, *_) = server.zrange(keys.used, 0, 0) or (None,)
-            if name is None:  # the server evicted what this was counted by
-                server.set(keys.total, 0)
-                return
-            self._delete(server, keys, *_split(name.decode()))
+    def _cleared(self, server: Any, keys: Keys, name: str) -> bool:
+        """Remove a piece of what is left of a hidden entry; returns True when all is gone."""
+        ids = [text(x) for x in server.zrange(keys.order(name), 0, SLICE_ITEMS - 1)]
+        tags, nbytes = server.hget(keys.tags, name), server.hget(keys.sizes, name)
+        with server.pipeline(transaction=True) as change:
+            for id in ids:
+                change.zrem(keys.owner(id), name)
+            change.zremrangebyrank(keys.order(name), 0, SLICE_ITEMS - 1)
+            change.execute()
+        if len(ids) == SLICE_ITEMS:
+            return False
+        with server.pipeline(transaction=True) as change:
+            self._untag(change, keys, name, tags)  # an entry that expired was not hidden
+            change.hdel(keys.tags, name)
+            change.hdel(keys.sizes, name)
+            change.zrem(keys.used, name)
+            change.decrby(keys.total, int(nbytes or 0))
+            change.execute()
+        return True
 
-
-class _Keys:
-    """The names of one tenant's keys."""
-
-    def __init__(self, tenant: str) -> None:
-        self._prefix = f"thermocline:stored:{{{tenant}}}"
-        self.used = f"{self._prefix}:used"
-        self.total = f"{self._prefix}:total"
-        self.sizes = f"{self._prefix}:sizes"
-        self.seq = f"{self._prefix}:seq"
-
-    def entry(self, name: str) -> str:
-        return f"{self._prefix}:entry:{name}"
-
-    def items(self, name: str) -> str:
-        return f"{self._prefix}:items:{name}"
-
-    def order(self, name: str) -> str:
-        return f"{self._prefix}:order:{name}"
-
-    def list(self, kind: str) -> str:
-        return f"{self._prefix}:list:{kind}"
-
-    def session(self, session: str) -> str:
-        return f"{self._prefix}:session:{session}"
-
-    def owner(self, item: str) -> str:
-        return f"{self._prefix}:owner:{item}"
-
-
-def _split(name: str) -> tuple[str, str]:
-    kind, _, id = name.partition(":")
-    return kind, id
-
-
-def _behind(server: Any, key: str, query: Query) -> list[str]:
-    """List the ids of an order behind ``query.after``, all of them."""
-    ids = [x.decode() for x in server.zrange(key, 0, -1, desc=not query.ascending)]
-    if query.after is None:
-        return ids
-    return ids[ids.index(query.after) + 1 :] if query.after in ids else []
+    def _outlived(self, server: Any, keys: Keys) -> bytes | None:
+        """Return an entry that is to go: deleted, too old, or the budget's last."""
+        with server.pipeline(transaction=False) as asked:
+            asked.zrange(keys.used, 0, 0, withscores=True)
+            asked.get(keys.total)
+            first, total = asked.execute()
+        if not first:
+            if total and total != b"0":  # the server evicted what this was counted by
+                server.delete(keys.total)
+            return None
+        ((name, used),) = first
+        too_old = used < self._clock() - self._limits.max_age_s
+        return name if too_old or int(total or 0) > self._limits.tenant_bytes else None

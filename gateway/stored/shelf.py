@@ -1,52 +1,94 @@
 """A place where entries lie, each with a list of items, under their tenants' names.
 
-An entry that is not there, one that was evicted and another tenant's are the same: None. Bodies are
-JSON that this room does not look into.
+An entry has a small head, a body, and items; a shelf takes all three for opaque bytes (``objects``
+seals them). An entry that is not there, one that was evicted and another tenant's are the same:
+None. Every method is one short piece of work: where there may be more to do, its result says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
+T = TypeVar("T")
+# Work in steps: between two of them others have their turn. It yields the number of bytes that
+# the next step will hold besides, and returns the result.
+Steps: TypeAlias = Generator[int, None, T]
 Kind: TypeAlias = Literal["response", "conversation", "completion"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# Why nothing can be read or written now.
+Trouble: TypeAlias = Literal["unavailable", "busy", "full"]
+# About what one piece of work reads or removes.
+SLICE_BYTES = 512 << 10
+SLICE_ITEMS = 512
 
 
 class StoreFailed(Exception):
     """The place cannot be read or written now; says why."""
 
-
-class Entry(NamedTuple):
-    """A stored object."""
-
-    kind: Kind
-    id: str
-    session: str  # it goes when this session is forgotten
-    body: bytes
-    created: float = 0.0  # seconds since 1970
+    def __init__(self, message: str, trouble: Trouble = "unavailable") -> None:
+        super().__init__(message)
+        self.trouble: Trouble = trouble
 
 
-class Item(NamedTuple):
+class Misshapen(StoreFailed):
+    """Something lies there that this code has not written."""
+
+
+class Found(NamedTuple):
+    """An entry without its body and items."""
+
+    head: bytes  # b"": an older release wrote it
+    session: str
+    body_bytes: int
+
+
+class Part(NamedTuple):
     """One of an entry's items; its id is unique within the entry."""
 
     id: str
     body: bytes
 
 
-class Query(NamedTuple):
-    """The wanted part of a list: at most ``limit`` behind the one that is called ``after``."""
+class Row(NamedTuple):
+    """An entry as it is put on a shelf."""
 
-    limit: int | None = None  # None: all
-    after: str | None = None  # one that is not there has nothing behind it
+    kind: Kind
+    id: str
+    session: str  # it goes when this session is forgotten
+    head: bytes
+    body: bytes
+    tags: Collection[bytes] = ()  # it is listed under these; under none, in no list
+
+
+class Change(NamedTuple):
+    """A change of an entry, made if its head is still the one that it was made for."""
+
+    was: bytes
+    head: bytes
+    body: bytes | None = None  # None: as it is
+    tags: Collection[bytes] | None = None  # None: as they are
+    added: Sequence[Part] = ()  # behind the others
+    rewritten: Sequence[Part] = ()  # other bytes for items that are there
+    removed: str | None = None  # an item's id
+
+
+class Span(NamedTuple):
+    """The wanted part of an entry's items, in the order in which they were added."""
+
+    limit: int
+    after: str | None = None  # an item's id; one that is not there has nothing behind it
+    skip: int = 0  # so many at the beginning are left out
     ascending: bool = True
 
 
-class Page(NamedTuple):
-    """A part of a list: ids and bodies, and whether there is more behind it."""
+class Listed(NamedTuple):
+    """Some of a list's entries, and from where on there may be more; None: there are no more."""
 
-    rows: list[Item]
-    more: bool
+    ids: list[str]
+    beyond: int | None
 
 
 @dataclass(frozen=True)
@@ -58,48 +100,97 @@ class Limits:
 
 
 class Shelf(Protocol):
-    """A place for entries. Used by one thread; every method may raise ``StoreFailed``."""
+    """A place for entries. Used by several threads; every method may raise ``StoreFailed``."""
 
-    def put(self, tenant: str, entry: Entry, items: Sequence[Item] = ()) -> bool:
-        """Store an entry and its items, all or nothing; one of that id is replaced.
+    @property
+    def place(self) -> str:
+        """A word for the kind of place, which no other kind has."""
 
-        Returns False if it is larger than all that the tenant may store.
+    def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
+        """Find an entry; note that it was used, if this is a use."""
+
+    def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
+        """Read an entry's body."""
+
+    def parts(self, tenant: str, kind: Kind, id: str, span: Span) -> list[Part]:
+        """Read items: the first that the span wants, ``SLICE_BYTES`` of them, about.
+
+        None are returned only if there are none.
         """
 
-    def get(self, tenant: str, kind: Kind, id: str) -> Entry | None:
-        """Find an entry, and note that it was used."""
+    def part(self, tenant: str, kind: Kind, id: str, item: str) -> bytes | None:
+        """Read one item of an entry."""
 
-    def change(self, tenant: str, kind: Kind, id: str, body: bytes) -> bool:
-        """Replace an entry's body; returns False if it is not there."""
+    def known(self, tenant: str, kind: Kind, id: str, items: Collection[str]) -> set[str]:
+        """Return those of the ids that items of an entry have."""
 
-    def delete(self, tenant: str, kind: Kind, id: str) -> bool:
-        """Remove an entry and its items; returns False if it is not there."""
-
-    def entries(
-        self, tenant: str, kind: Kind, query: Query, wanted: Callable[[bytes], bool]
-    ) -> Page:
-        """List entries whose body is ``wanted``, in the order in which they were stored."""
-
-    def append(self, tenant: str, kind: Kind, id: str, items: Sequence[Item]) -> bool:
-        """Add items behind the others; those whose id is there already are left out.
-
-        Returns False if there is no such entry.
-        """
-
-    def items(self, tenant: str, kind: Kind, id: str, query: Query) -> Page | None:
-        """List an entry's items; None if there is no such entry."""
-
-    def delete_item(self, tenant: str, kind: Kind, id: str, item: str) -> bool:
-        """Remove one item of an entry; returns False if there is no such entry."""
-
-    def find_item(self, tenant: str, item: str, owner: str | None = None) -> bytes | None:
-        """Find an item by its id, in the entry ``owner`` or in any."""
+    def owner(self, tenant: str, item: str) -> tuple[Kind, str] | None:
+        """Find the entry that has an item of this id, the latest if several have."""
 
     def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
         """Return the id of a session's entry that was stored last."""
 
-    def forget(self, tenant: str, session: str) -> int:
-        """Remove all entries of a session; returns how many."""
+    def of_session(self, tenant: str, session: str) -> list[tuple[Kind, str]]:
+        """List entries of a session: some of them, if there are many."""
+
+    def number(self, tenant: str, kind: Kind, id: str) -> int | None:
+        """Return the number of an entry: one that was stored later has a higher one."""
+
+    def listed(
+        self, tenant: str, kind: Kind, tags: Sequence[bytes], beyond: int | None, ascending: bool
+    ) -> Listed:
+        """List entries that have all of ``tags``, at least one, in the order of their numbers.
+
+        It looks at some of those beyond the number ``beyond``; None: from the list's beginning.
+        """
+
+    def put(self, tenant: str, row: Row, parts: Sequence[Part]) -> bool:
+        """Store an entry and its items, all or nothing; one of that id is replaced.
+
+        Returns False if it is larger than all that the tenant may store. Else call ``tidy``.
+        """
+
+    def change(self, tenant: str, kind: Kind, id: str, change: Change) -> bool:
+        """Change an entry, all or nothing; if it has grown, call ``tidy``.
+
+        Returns False if it is not there, or its head is another one.
+        """
+
+    def delete(self, tenant: str, kind: Kind, id: str) -> bool:
+        """Remove an entry from all eyes; ``tidy`` removes what it took. False: it is not there."""
+
+    def tidy(self, tenant: str) -> bool:
+        """Remove a piece of what was deleted, is too old or beyond the budget of a tenant.
+
+        Returns True if there may be more.
+        """
+
+    def old(self, tenant: str, kind: Kind, after: str) -> list[str]:
+        """List ids above ``after`` of entries that an older release wrote, in order of ids."""
+
+    def drop_copies(self) -> None:
+        """Remove what was put aside as damaged: it may hold what is deleted."""
+
+    def in_one_go(self) -> AbstractContextManager[None]:
+        """Have all changes of a block of this thread done at once, or none of them."""
+
+    def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
+        """Do what no tenant's request does, a piece at each step.
+
+        Yields entries that an older release wrote, to be brought up to date before the next step.
+        """
 
     def close(self) -> None:
         """Let go of files and connections."""
+
+
+def slice_of(sizes: Iterable[tuple[T, int]]) -> list[T]:
+    """Return the first of some rows, as many as make a slice by their bytes; one at least."""
+    nbytes = 0
+    rows: list[T] = []
+    for row, size in sizes:
+        nbytes += size
+        if rows and nbytes > SLICE_BYTES:
+            break
+        rows.append(row)
+    return rows

@@ -1,26 +1,37 @@
 """Entries in one SQLite file: the place of a single gateway.
 
-Every change is one transaction in a write-ahead log, so a crash leaves it done or not done. What is
-deleted is overwritten. Triggers keep each tenant's bytes, so that a budget is never a guess. A file
-that cannot be read is put aside: what it held is lost, the gateway is not.
+Triggers keep each tenant's bytes, so that a budget is never a guess. The tables of entries and
+items are those of older releases, which wrote plain text into them: such an entry has no head. A
+deleted entry leaves its items behind, which ``tidy`` removes piece by piece.
 """
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from gateway.stored.shelf import Entry, Item, Kind, Limits, Page, Query, StoreFailed
+from gateway.stored.shelf import (
+    SLICE_ITEMS,
+    Change,
+    Found,
+    Kind,
+    Limits,
+    Listed,
+    Part,
+    Row,
+    Span,
+    slice_of,
+)
+from gateway.stored.sqlite_file import SqliteFile
 
-log = logging.getLogger("thermocline.gateway")
-
-BUSY_S = 5.0
 TOUCH_EVERY_S = 60.0  # a use within this of the last one is not written down
-TRIM_EVERY_S = 600.0
+MAX_TOUCHED = 1024
+_SEALED = 2  # the user_version of a file in which everything is sealed
+# Bytes that SQLite takes for a row besides its body, about.
+_ROW_BYTES = 200
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -39,9 +50,15 @@ CREATE TABLE IF NOT EXISTS items (
 );
 CREATE INDEX IF NOT EXISTS by_item ON items (tenant, id);
 CREATE TABLE IF NOT EXISTS totals (tenant TEXT PRIMARY KEY, nbytes INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS heads (owner INTEGER PRIMARY KEY, head BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS tags (
+    tenant TEXT NOT NULL, kind TEXT NOT NULL, tag BLOB NOT NULL, owner INTEGER NOT NULL,
+    PRIMARY KEY (tenant, kind, tag, owner)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_tagged ON tags (owner);
+CREATE TABLE IF NOT EXISTS leavings (owner INTEGER PRIMARY KEY, tenant TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS by_leaver ON leavings (tenant);
 """
-# Bytes that SQLite takes for a row besides its body, about.
-_ROW_BYTES = 200
 _COUNTED = """
 CREATE TRIGGER IF NOT EXISTS {table}_{event} AFTER {event} ON {table} BEGIN
     INSERT INTO totals VALUES ({row}.tenant, {sign} (length({row}.body) + {overhead}))
@@ -49,241 +66,326 @@ CREATE TRIGGER IF NOT EXISTS {table}_{event} AFTER {event} ON {table} BEGIN
 END;
 """
 _RESIZED = """
-CREATE TRIGGER IF NOT EXISTS entries_body AFTER UPDATE OF body ON entries BEGIN
+CREATE TRIGGER IF NOT EXISTS {table}_body AFTER UPDATE OF body ON {table} BEGIN
     UPDATE totals SET nbytes = nbytes + length(new.body) - length(old.body)
     WHERE tenant = new.tenant;
 END;
 """
+_ONE = "tenant = ? AND kind = ? AND id = ?"
 
 
 class SqliteShelf:
-    """Implements ``shelf.Shelf`` in the file at ``path``. Belongs to the thread that made it."""
+    """Implements ``shelf.Shelf`` in the file at ``path``."""
 
-    def __init__(self, path: Path, limits: Limits, clock: Callable[[], float] = time.time) -> None:
-        """Open or make the file, readable by its owner only.
+    place = "sqlite"
 
+    def __init__(
+        self,
+        path: Path,
+        limits: Limits,
+        clock: Callable[[], float] = time.time,
+        *,
+        keeps_damaged: bool = True,
+    ) -> None:
+        """
         Args:
             clock: gives seconds since 1970.
+            keeps_damaged: see ``SqliteFile``.
 
         Raises:
             StoreFailed: there can be no file.
         """
         self._limits = limits
         self._clock = clock
-        self._trimmed = 0.0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._db = _opened(path)
-        except (OSError, sqlite3.Error) as error:
-            raise StoreFailed(f"{path} cannot be used: {error}") from error
+        self._touched: dict[int, float] = {}  # uses that are not written down yet
+        self._file = SqliteFile(path, _SCHEMA + _triggers(), keeps_damaged=keeps_damaged)
+        with self._file.writing() as db:
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            self._has_old = version < _SEALED
+            if self._has_old and not db.execute("SELECT 1 FROM entries LIMIT 1").fetchone():
+                db.execute(f"PRAGMA user_version = {_SEALED}")
+                self._has_old = False
 
-    def put(self, tenant: str, entry: Entry, items: Sequence[Item] = ()) -> bool:
-        bodies = [entry.body, *(x.body for x in items)]
-        if sum(len(x) + _ROW_BYTES for x in bodies) > self._limits.tenant_bytes:
-            return False
-        now = self._clock()
-        with self._change() as db:
-            self._delete(tenant, entry.kind, entry.id)
-            row = (tenant, entry.kind, entry.id, entry.session, now, now, entry.body)
-            names = "tenant, kind, id, session, created, used, body"
-            owner = db.execute(
-                f"INSERT INTO entries ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", row
-            ).lastrowid
-            assert owner is not None
-            self._add_items(tenant, owner, items)
-            self._trim(tenant, now)
-        return True
-
-    def get(self, tenant: str, kind: Kind, id: str) -> Entry | None:
-        with self._change() as db:
-            row = db.execute(
-                "SELECT seq, session, body, created, used FROM entries"
-                " WHERE tenant = ? AND kind = ? AND id = ?",
-                (tenant, kind, id),
-            ).fetchone()
-            if row is None:
-                return None
-            seq, session, body, created, used = row
-            if (now := self._clock()) - used > TOUCH_EVERY_S:
-                db.execute("UPDATE entries SET used = ? WHERE seq = ?", (now, seq))
-        return Entry(kind, id, session, body, created)
-
-    def change(self, tenant: str, kind: Kind, id: str, body: bytes) -> bool:
-        with self._change() as db:
-            found = db.execute(
-                "UPDATE entries SET body = ?, used = ? WHERE tenant = ? AND kind = ? AND id = ?",
-                (body, self._clock(), tenant, kind, id),
-            )
-            return found.rowcount > 0
-
-    def delete(self, tenant: str, kind: Kind, id: str) -> bool:
-        with self._change():
-            return self._delete(tenant, kind, id)
-
-    def entries(
-        self, tenant: str, kind: Kind, query: Query, wanted: Callable[[bytes], bool]
-    ) -> Page:
-        scope = "FROM entries WHERE tenant = ? AND kind = ?"
-        with self._change() as db:
-            return _page(db, scope, (tenant, kind), query, wanted)
-
-    def append(self, tenant: str, kind: Kind, id: str, items: Sequence[Item]) -> bool:
-        with self._change() as db:
-            owner = self._seq(tenant, kind, id)
-            if owner is None:
-                return False
-            self._add_items(tenant, owner, items)
-            db.execute("UPDATE entries SET used = ? WHERE seq = ?", (self._clock(), owner))
-            self._trim(tenant, self._clock())
-            return self._seq(tenant, kind, id) is not None
-
-    def items(self, tenant: str, kind: Kind, id: str, query: Query) -> Page | None:
-        with self._change() as db:
-            owner = self._seq(tenant, kind, id)
-            if owner is None:
-                return None
-            return _page(db, "FROM items WHERE owner = ?", (owner,), query, lambda body: True)
-
-    def delete_item(self, tenant: str, kind: Kind, id: str, item: str) -> bool:
-        with self._change() as db:
-            owner = self._seq(tenant, kind, id)
-            if owner is None:
-                return False
-            db.execute("DELETE FROM items WHERE owner = ? AND id = ?", (owner, item))
-            return True
-
-    def find_item(self, tenant: str, item: str, owner: str | None = None) -> bytes | None:
+    def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
         sql = (
-            "SELECT items.body FROM items JOIN entries ON entries.seq = items.owner"
-            " WHERE items.tenant = ? AND items.id = ? AND (? IS NULL OR entries.id = ?)"
-            " ORDER BY items.seq DESC LIMIT 1"
+            "SELECT seq, session, length(body), used, head FROM entries"
+            f" LEFT JOIN heads ON owner = seq WHERE {_ONE}"
         )
-        with self._change() as db:
-            row = db.execute(sql, (tenant, item, owner, owner)).fetchone()
-        return bytes(row[0]) if row else None
+        with self._file.reading() as db:
+            row = db.execute(sql, (tenant, kind, id)).fetchone()
+        if row is None or (row[4] is None and not self._has_old):
+            return None
+        seq, session, nbytes, used, head = row
+        now = self._clock()
+        if uses and now - used > TOUCH_EVERY_S and len(self._touched) < MAX_TOUCHED:
+            self._touched[seq] = now
+        return Found(head or b"", session, nbytes)
+
+    def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
+        sql = f"SELECT body FROM entries WHERE {_ONE}"
+        return self._bytes(sql, (tenant, kind, id))
+
+    def parts(self, tenant: str, kind: Kind, id: str, span: Span) -> list[Part]:
+        beyond, order = (">", "ASC") if span.ascending else ("<", "DESC")
+        # Of this the index of ids has all that is needed.
+        wanted = "SELECT seq FROM items WHERE owner = ?"
+        with self._file.reading() as db:
+            owner = _seq(db, tenant, kind, id)
+            args: tuple[object, ...] = (owner,)
+            if span.after is not None:
+                after = "SELECT seq FROM items WHERE owner = ? AND id = ?"
+                found = db.execute(after, (owner, span.after)).fetchone()
+                if found is None:
+                    return []
+                wanted, args = f"{wanted} AND seq {beyond} ?", (owner, found[0])
+            wanted = f"{wanted} ORDER BY seq {order} LIMIT ? OFFSET ?"
+            sql = (
+                f"SELECT seq, length(body) FROM items WHERE seq IN ({wanted}) ORDER BY seq {order}"
+            )
+            sizes = db.execute(sql, (*args, min(span.limit, SLICE_ITEMS), span.skip)).fetchall()
+            read = "SELECT id, body FROM items WHERE seq = ?"
+            return [Part(*db.execute(read, (x,)).fetchone()) for x in slice_of(sizes)]
+
+    def part(self, tenant: str, kind: Kind, id: str, item: str) -> bytes | None:
+        sql = (
+            "SELECT items.body FROM items JOIN entries ON entries.seq = owner WHERE items.id = ?"
+            " AND entries.tenant = ? AND kind = ? AND entries.id = ?"
+        )
+        return self._bytes(sql, (item, tenant, kind, id))
+
+    def known(self, tenant: str, kind: Kind, id: str, items: Collection[str]) -> set[str]:
+        sql = "SELECT 1 FROM items WHERE owner = ? AND id = ?"
+        with self._file.reading() as db:
+            owner = _seq(db, tenant, kind, id)
+            return {x for x in items if db.execute(sql, (owner, x)).fetchone()}
+
+    def owner(self, tenant: str, item: str) -> tuple[Kind, str] | None:
+        sql = (
+            "SELECT kind, entries.id FROM items JOIN entries ON entries.seq = owner"
+            " WHERE items.tenant = ? AND items.id = ? ORDER BY items.seq DESC LIMIT 1"
+        )
+        with self._file.reading() as db:
+            row = db.execute(sql, (tenant, item)).fetchone()
+        return (row[0], row[1]) if row else None
 
     def latest(self, tenant: str, kind: Kind, session: str) -> str | None:
         sql = (
-            "SELECT id FROM entries WHERE tenant = ? AND kind = ? AND session = ?"
+            "SELECT id FROM entries WHERE tenant = ? AND session = ? AND kind = ?"
             " ORDER BY seq DESC LIMIT 1"
         )
-        with self._change() as db:
-            row = db.execute(sql, (tenant, kind, session)).fetchone()
+        with self._file.reading() as db:
+            row = db.execute(sql, (tenant, session, kind)).fetchone()
         return str(row[0]) if row else None
 
-    def forget(self, tenant: str, session: str) -> int:
-        with self._change() as db:
-            found = db.execute(
-                "DELETE FROM entries WHERE tenant = ? AND session = ?", (tenant, session)
-            )
-            return found.rowcount
+    def of_session(self, tenant: str, session: str) -> list[tuple[Kind, str]]:
+        sql = "SELECT kind, id FROM entries WHERE tenant = ? AND session = ? LIMIT ?"
+        with self._file.reading() as db:
+            return db.execute(sql, (tenant, session, SLICE_ITEMS)).fetchall()
+
+    def number(self, tenant: str, kind: Kind, id: str) -> int | None:
+        with self._file.reading() as db:
+            return _seq(db, tenant, kind, id)
+
+    def listed(
+        self, tenant: str, kind: Kind, tags: Sequence[bytes], beyond: int | None, ascending: bool
+    ) -> Listed:
+        sign, order = (">", "ASC") if ascending else ("<", "DESC")
+        tagged = "SELECT owner FROM tags WHERE tenant = ? AND kind = ? AND tag = ?"
+        args: tuple[object, ...] = (tenant, kind, tags[0])
+        sql = tagged
+        if beyond is not None:
+            sql, args = f"{sql} AND owner {sign} ?", (*args, beyond)
+        sql = f"{sql} ORDER BY owner {order} LIMIT ?"
+        with self._file.reading() as db:
+            owners = [x[0] for x in db.execute(sql, (*args, SLICE_ITEMS))]
+            last = owners[-1] if len(owners) == SLICE_ITEMS else None
+            for tag in tags[1:]:
+                has = f"{tagged} AND owner = ?"
+                owners = [x for x in owners if db.execute(has, (tenant, kind, tag, x)).fetchone()]
+            named = (db.execute("SELECT id FROM entries WHERE seq = ?", (x,)) for x in owners)
+            return Listed([row[0] for x in named if (row := x.fetchone())], last)
+
+    def put(self, tenant: str, row: Row, parts: Sequence[Part]) -> bool:
+        bodies = [row.body, *(x.body for x in parts)]
+        if sum(len(x) + _ROW_BYTES for x in bodies) > self._limits.tenant_bytes:
+            return False
+        now = self._clock()
+        with self._file.writing() as db:
+            _hide(db, _seq(db, tenant, row.kind, row.id))
+            values = (tenant, row.kind, row.id, row.session, now, now, row.body)
+            names = "tenant, kind, id, session, created, used, body"
+            sql = f"INSERT INTO entries ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+            owner = db.execute(sql, values).lastrowid
+            assert owner is not None
+            _set_head(db, owner, row.head)
+            _set_tags(db, owner, (tenant, row.kind), row.tags)
+            _add_items(db, owner, tenant, parts)
+            self._write_uses(db)
+        return True
+
+    def change(self, tenant: str, kind: Kind, id: str, change: Change) -> bool:
+        with self._file.writing() as db:
+            owner = _seq(db, tenant, kind, id)
+            head = db.execute("SELECT head FROM heads WHERE owner = ?", (owner,)).fetchone()
+            if owner is None or (head[0] if head else b"") != change.was:
+                return False
+            if change.head:
+                _set_head(db, owner, change.head)
+            if change.body is not None:
+                db.execute("UPDATE entries SET body = ? WHERE seq = ?", (change.body, owner))
+            if change.tags is not None:
+                _set_tags(db, owner, (tenant, kind), change.tags)
+            if change.removed is not None:
+                sql = "DELETE FROM items WHERE owner = ? AND id = ?"
+                db.execute(sql, (owner, change.removed))
+            rows = [(x.body, owner, x.id) for x in change.rewritten]
+            db.executemany("UPDATE items SET body = ? WHERE owner = ? AND id = ?", rows)
+            _add_items(db, owner, tenant, change.added)
+            if change.was:  # what is only sealed is not used
+                self._touched[owner] = self._clock()
+                self._write_uses(db)
+            return True
+
+    def delete(self, tenant: str, kind: Kind, id: str) -> bool:
+        return self._file.remove(lambda db: _hide(db, _seq(db, tenant, kind, id)))
+
+    def tidy(self, tenant: str) -> bool:
+        with self._file.reading() as db:
+            if not self._left(db, tenant) and self._outlived(db, tenant) is None:
+                return False
+        return self._file.remove(lambda db: self._tidied(db, tenant))
+
+    def old(self, tenant: str, kind: Kind, after: str) -> list[str]:
+        if not self._has_old:
+            return []
+        sql = (
+            "SELECT id FROM entries LEFT JOIN heads ON owner = seq WHERE head IS NULL"
+            " AND tenant = ? AND kind = ? AND id > ? ORDER BY id LIMIT ?"
+        )
+        with self._file.reading() as db:
+            return [x[0] for x in db.execute(sql, (tenant, kind, after, SLICE_ITEMS))]
+
+    def drop_copies(self) -> None:
+        self._file.drop_damaged()
+
+    def in_one_go(self) -> AbstractContextManager[None]:
+        return self._file.in_one_go()
+
+    def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
+        while (tenant := self._stale_tenant()) is not None:
+            self.tidy(tenant)
+            yield []
+        beyond = 1 << 62
+        while self._has_old and beyond:
+            beyond, some = self._some_old(beyond)
+            yield some
+        if self._has_old:
+            with self._file.writing() as db:
+                db.execute(f"PRAGMA user_version = {_SEALED}")
+            self._has_old = False
+            self._file.shorten_log()  # of plain text
 
     def close(self) -> None:
-        self._db.close()
+        self._file.close()
 
-    @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        """Run a block in one transaction. Raises ``StoreFailed``."""
-        try:
-            with self._db:
-                yield self._db
-        except sqlite3.Error as error:
-            raise StoreFailed(f"the store of responses failed: {error}") from error
+    def _bytes(self, sql: str, args: tuple[object, ...]) -> bytes | None:
+        with self._file.reading() as db:
+            row = db.execute(sql, args).fetchone()
+        return bytes(row[0]) if row else None
 
-    def _seq(self, tenant: str, kind: Kind, id: str) -> int | None:
-        sql = "SELECT seq FROM entries WHERE tenant = ? AND kind = ? AND id = ?"
-        row = self._db.execute(sql, (tenant, kind, id)).fetchone()
+    def _some_old(self, beyond: int) -> tuple[int, list[tuple[str, Kind, str]]]:
+        """List some entries that an older release wrote, the latest first, and where to go on."""
+        sql = (
+            "SELECT seq, tenant, kind, id, head IS NULL FROM entries LEFT JOIN heads ON owner = seq"
+            " WHERE seq < ? ORDER BY seq DESC LIMIT ?"
+        )
+        with self._file.reading() as db:
+            rows = db.execute(sql, (beyond, SLICE_ITEMS)).fetchall()
+        return rows[-1][0] if rows else 0, [x[1:4] for x in rows if x[4]]
+
+    def _write_uses(self, db: sqlite3.Connection) -> None:
+        touched, self._touched = self._touched, {}
+        rows = [(used, seq) for seq, used in list(touched.items())]
+        db.executemany("UPDATE entries SET used = ? WHERE seq = ?", rows)
+
+    def _stale_tenant(self) -> str | None:
+        with self._file.reading() as db:
+            oldest = self._clock() - self._limits.max_age_s
+            row = db.execute("SELECT tenant FROM leavings LIMIT 1").fetchone()
+            sql = "SELECT tenant FROM entries WHERE used < ? LIMIT 1"
+            row = row or db.execute(sql, (oldest,)).fetchone()
+        return str(row[0]) if row else None
+
+    def _left(self, db: sqlite3.Connection, tenant: str) -> int | None:
+        """Return an entry of the tenant that is deleted, and whose items are there yet."""
+        sql = "SELECT owner FROM leavings WHERE tenant = ? LIMIT 1"
+        row = db.execute(sql, (tenant,)).fetchone()
         return int(row[0]) if row else None
 
-    def _delete(self, tenant: str, kind: Kind, id: str) -> bool:
-        sql = "DELETE FROM entries WHERE tenant = ? AND kind = ? AND id = ?"
-        return self._db.execute(sql, (tenant, kind, id)).rowcount > 0
+    def _outlived(self, db: sqlite3.Connection, tenant: str) -> int | None:
+        """Return an entry of the tenant that is to go: it is too old, or the budget's last."""
+        sql = "SELECT seq, used FROM entries WHERE tenant = ? ORDER BY used, seq LIMIT 1"
+        row = db.execute(sql, (tenant,)).fetchone()
+        if row is None:
+            return None
+        sql = "SELECT nbytes FROM totals WHERE tenant = ?"
+        (nbytes,) = db.execute(sql, (tenant,)).fetchone() or (0,)
+        too_old = row[1] < self._clock() - self._limits.max_age_s
+        return int(row[0]) if too_old or nbytes > self._limits.tenant_bytes else None
 
-    def _add_items(self, tenant: str, owner: int, items: Sequence[Item]) -> None:
-        self._db.executemany(
-            "INSERT INTO items (owner, tenant, id, body) VALUES (?, ?, ?, ?)"
-            " ON CONFLICT (owner, id) DO NOTHING",
-            [(owner, tenant, item.id, item.body) for item in items],
-        )
-
-    def _trim(self, tenant: str, now: float) -> None:
-        """Remove what is too old, now and then, and what is over the tenant's budget."""
-        if now - self._trimmed > TRIM_EVERY_S:
-            self._trimmed = now
-            self._db.execute("DELETE FROM entries WHERE used < ?", (now - self._limits.max_age_s,))
-        total = "SELECT nbytes FROM totals WHERE tenant = ?"
-        oldest = "SELECT seq FROM entries WHERE tenant = ? ORDER BY used, seq LIMIT 1"
-        while self._db.execute(total, (tenant,)).fetchone()[0] > self._limits.tenant_bytes:
-            (seq,) = self._db.execute(oldest, (tenant,)).fetchone()
-            self._db.execute("DELETE FROM entries WHERE seq = ?", (seq,))
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    try:
-        return _connect(path)
-    except sqlite3.DatabaseError as error:
-        if isinstance(error, sqlite3.OperationalError):  # busy, or no room: the file is no wreck
-            raise
-        aside = path.with_name(f"{path.name}.damaged")
-        path.replace(aside)
-        for name in ("-wal", "-shm"):
-            path.with_name(path.name + name).unlink(missing_ok=True)
-        log.error("%s is damaged (%s); it was put aside as %s", path, error, aside.name)
-        return _connect(path)
+    def _tidied(self, db: sqlite3.Connection, tenant: str) -> bool:
+        self._write_uses(db)
+        owner = self._left(db, tenant)
+        if owner is None:
+            return _hide(db, self._outlived(db, tenant))
+        sql = "SELECT seq, length(body) FROM items WHERE owner = ? LIMIT ?"
+        if some := slice_of(db.execute(sql, (owner, SLICE_ITEMS)).fetchall()):
+            db.executemany("DELETE FROM items WHERE seq = ?", [(x,) for x in some])
+        else:
+            db.execute("DELETE FROM leavings WHERE owner = ?", (owner,))
+        return True
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    path.touch(mode=0o600)
-    path.chmod(0o600)  # SQLite gives its log the same
-    db = sqlite3.connect(path, timeout=BUSY_S)
-    try:
-        for pragma in (
-            "journal_mode = WAL",
-            "synchronous = NORMAL",
-            "foreign_keys = ON",
-            "secure_delete = ON",
-            "recursive_triggers = ON",
-        ):
-            db.execute(f"PRAGMA {pragma}").fetchall()
-        with closing(db.executescript(_SCHEMA + _triggers())):
-            db.execute("SELECT count(*) FROM entries").fetchone()
-    except sqlite3.Error:
-        db.close()
-        raise
-    return db
+def _seq(db: sqlite3.Connection, tenant: str, kind: str, id: str) -> int | None:
+    row = db.execute(f"SELECT seq FROM entries WHERE {_ONE}", (tenant, kind, id)).fetchone()
+    return int(row[0]) if row else None
+
+
+def _hide(db: sqlite3.Connection, owner: int | None) -> bool:
+    """Delete an entry but for its items, which nobody finds without it."""
+    if owner is None:
+        return False
+    db.execute("INSERT INTO leavings SELECT seq, tenant FROM entries WHERE seq = ?", (owner,))
+    db.execute("DELETE FROM heads WHERE owner = ?", (owner,))
+    db.execute("DELETE FROM tags WHERE owner = ?", (owner,))
+    db.execute("DELETE FROM entries WHERE seq = ?", (owner,))
+    return True
+
+
+def _set_head(db: sqlite3.Connection, owner: int, head: bytes) -> None:
+    db.execute("INSERT OR REPLACE INTO heads VALUES (?, ?)", (owner, head))
+
+
+def _set_tags(
+    db: sqlite3.Connection, owner: int, scope: tuple[str, str], tags: Collection[bytes]
+) -> None:
+    db.execute("DELETE FROM tags WHERE owner = ?", (owner,))
+    rows = [(*scope, tag, owner) for tag in set(tags)]
+    db.executemany("INSERT INTO tags VALUES (?, ?, ?, ?)", rows)
+
+
+def _add_items(db: sqlite3.Connection, owner: int, tenant: str, parts: Sequence[Part]) -> None:
+    sql = "INSERT INTO items (owner, tenant, id, body) VALUES (?, ?, ?, ?)"
+    db.executemany(sql, [(owner, tenant, x.id, x.body) for x in parts])
 
 
 def _triggers() -> str:
-    rows = [("INSERT", "new", "+"), ("DELETE", "old", "-")]
-    return _RESIZED + "".join(
-        _COUNTED.format(table=table, event=event, row=row, sign=sign, overhead=_ROW_BYTES)
+    events = [("INSERT", "new", "+"), ("DELETE", "old", "-")]
+    return "".join(
+        _RESIZED.format(table=table)
+        + "".join(
+            _COUNTED.format(table=table, event=event, row=row, sign=sign, overhead=_ROW_BYTES)
+            for event, row, sign in events
+        )
         for table in ("entries", "items")
-        for event, row, sign in rows
     )
-
-
-def _page(
-    db: sqlite3.Connection,
-    scope: str,
-    args: tuple[object, ...],
-    query: Query,
-    wanted: Callable[[bytes], bool],
-) -> Page:
-    """Read a page of a list of rows with ``seq``, ``id`` and ``body``."""
-    beyond, order = (">", "ASC") if query.ascending else ("<", "DESC")
-    sql = f"SELECT id, body {scope}"
-    if query.after is not None:
-        found = db.execute(f"SELECT seq {scope} AND id = ?", (*args, query.after)).fetchone()
-        if found is None:
-            return Page([], False)
-        sql += f" AND seq {beyond} ?"
-        args = (*args, found[0])
-    rows: list[Item] = []
-    with closing(db.execute(f"{sql} ORDER BY seq {order}", args)) as cursor:
-        for id, body in cursor:
-            if not wanted(body):
-                continue
-            if query.limit is not None and len(rows) >= query.limit:
-                return Page(rows, True)
-            rows.append(Item(id, body))
-    return Page(rows, False)

@@ -1,55 +1,158 @@
-"""Gives the event loop a shelf: on a thread of its own, opened at the first use."""
+"""Gives the event loop what is stored: on a few threads, in steps that tenants take in turns."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
-from gateway.stored.shelf import Shelf
+from gateway.stored.entry_seal import KeyOf
+from gateway.stored.fair_threads import FairThreads, LineFull
+from gateway.stored.objects import Objects
+from gateway.stored.shelf import Misshapen, Shelf, Steps, StoreFailed
+
+log = logging.getLogger("thermocline.gateway")
 
 T = TypeVar("T")
+NUM_THREADS: Final = 4
+THREADS_PER_TENANT: Final = 2
+MAX_WAITING: Final = 256  # questions of one tenant
+SLICE_S: Final = 0.01  # steps that hold nothing go on for so long without another's between them
+CHORES_EVERY_S: Final = 600.0
+_NOBODY: Final = ""  # the tenant of what is done for none
+
+
+class _Step(NamedTuple):
+    """The bytes that the next step will hold, or the result."""
+
+    nbytes: int
+    result: list[object] | None
 
 
 class Stored:
     """The stored objects of one gateway."""
 
-    def __init__(self, open_shelf: Callable[[], Shelf] | None = None) -> None:
-        """``open_shelf`` is called on the store's thread; None: nothing is stored here."""
+    def __init__(
+        self, open_shelf: Callable[[], Shelf] | None = None, key_of: KeyOf | None = None
+    ) -> None:
+        """
+        Args:
+            open_shelf: called on a thread at the first use; None: nothing is stored here.
+            key_of: makes tenants' keys; needed where something is stored.
+        """
         self._open = open_shelf
-        self._shelf: Shelf | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stored")
+        self._key_of = key_of
+        self._objects: Objects | None = None
+        self._opening = threading.Lock()
+        self._threads = FairThreads(NUM_THREADS, THREADS_PER_TENANT, MAX_WAITING)
+        self._chores: asyncio.Task[None] | None = None
 
     @property
     def enabled(self) -> bool:
         """False if nothing is ever stored: then every lookup finds nothing."""
         return self._open is not None
 
-    async def ask(self, work: Callable[[Shelf], T], absent: T) -> T:
-        """Do ``work`` on the shelf, in one piece; ``absent`` is the answer where there is none.
+    def start(self) -> None:
+        """Begin with what has to be done now and then, in the background."""
+        if self.enabled:
+            self._chores = asyncio.create_task(self._do_chores(), name="stored-chores")
+
+    async def ask(
+        self,
+        tenant: str,
+        work: Callable[[Objects], Steps[T]],
+        absent: T,
+        hold: Callable[[int], None] = lambda nbytes: None,
+    ) -> T:
+        """Do ``work``, step by step; ``absent`` is the answer where nothing is stored.
+
+        So it is where something else lies in the place of what is asked for. When this is
+        cancelled, the step that runs is the last one.
+
+        Args:
+            hold: hears how many bytes the next step will hold; what it raises ends the work.
 
         Raises:
             StoreFailed: the shelf cannot be read or written now.
         """
         if self._open is None:
             return absent
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._work, work)
+        steps: list[Steps[T]] = []
+        while True:
+            try:
+                step = await self._threads.do(tenant, partial(self._go_on, steps, work))
+            except LineFull:
+                raise StoreFailed("too many questions of this tenant wait", "busy") from None
+            except Misshapen as error:
+                log.warning("stored objects: %s", error)
+                return absent
+            if step.result is not None:
+                result: T = step.result[0]  # type: ignore[assignment]
+                return result
+            if step.nbytes:
+                hold(step.nbytes)
 
     async def close(self) -> None:
-        """Finish what was asked, and let go of files and connections."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._close)
-        self._thread.shutdown()
+        """Finish what runs, and let go of files and connections."""
+        if self._chores is not None:
+            self._chores.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._chores
+        await self._threads.close()
+        if self._objects is not None:
+            self._objects.shelf.close()
+            self._objects = None
 
-    def _work(self, work: Callable[[Shelf], T]) -> T:
-        assert self._open is not None
-        if self._shelf is None:
-            self._shelf = self._open()
-        return work(self._shelf)
+    def _go_on(self, steps: list[Steps[T]], work: Callable[[Objects], Steps[T]]) -> _Step:
+        """Do some steps; ``steps`` has the work itself once it was begun."""
+        if not steps:
+            steps.append(work(self._opened()))
+        until = time.perf_counter() + SLICE_S
+        while True:
+            try:
+                nbytes = next(steps[0])
+            except StopIteration as end:
+                return _Step(0, [end.value])
+            if nbytes or time.perf_counter() > until:
+                return _Step(nbytes, None)
 
-    def _close(self) -> None:
-        if self._shelf is not None:
-            self._shelf.close()
-            self._shelf = None
+    def _opened(self) -> Objects:
+        with self._opening:
+            if self._objects is None:
+                assert self._open is not None and self._key_of is not None
+                self._objects = Objects(self._open(), self._key_of)
+            return self._objects
+
+    async def _do_chores(self) -> None:
+        while True:
+            try:
+                await self._chores_once()
+            except (StoreFailed, LineFull) as error:
+                log.warning("stored objects are not looked after now: %s", error)
+            except Exception:  # the edge of a task: a defect here must not end the others' work
+                log.exception("looking after stored objects failed")
+            await asyncio.sleep(CHORES_EVERY_S)
+
+    async def _chores_once(self) -> None:
+        """Do all chores; between two pieces as much time is left to others as one has taken."""
+        chores: list[Iterator[None]] = []
+        while True:
+            began = time.perf_counter()
+            if await self._threads.do(_NOBODY, partial(self._chore, chores)):
+                return
+            await asyncio.sleep(time.perf_counter() - began)
+
+    def _chore(self, chores: list[Iterator[None]]) -> bool:
+        """Do some chores; returns True if there are no more."""
+        if not chores:
+            chores.append(self._opened().chores())
+        until = time.perf_counter() + SLICE_S
+        while time.perf_counter() < until:
+            if next(chores[0], self) is self:
+                return True
+        return False

@@ -104,7 +104,9 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             observer=metrics,
             memory=machine_memory,
         )
-        stored = stored_objects(settings.gateway, settings.store, effective.folders.data)
+        stored = stored_objects(
+            settings.gateway, settings.store, effective.folders.data, tenants.key_of
+        )
         app = create_app(settings.gateway, engine, sessions, tenants, metrics, stored)
         app.state.gateway.tracing = _tracing(settings.gateway)
         yield BuiltServer(app, engine, model.name, tenants, blas)

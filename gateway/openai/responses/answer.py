@@ -48,6 +48,14 @@ class ResponseAnswer:
         """The whole response; None as long as it is not, and if it failed."""
         return self._events.response if self._events else self._whole
 
+    def unstored(self) -> bytes:
+        """Return the whole answer, or its last events, anew: it could not be stored."""
+        if self._events is not None:
+            return self._events.unstored()
+        assert self._whole is not None
+        self._whole["store"] = False
+        return msgspec.json.encode(self._whole)
+
     def events(self) -> ResponseEvents:
         self._events = ResponseEvents(self._draft, Output(self._customs))
         return self._events

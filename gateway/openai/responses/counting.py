@@ -36,7 +36,7 @@ async def _question(request: Request) -> bytes:
         if body.json.get("model") is None:
             body.json["model"] = gateway.served.model
         fields = await body.beside(lambda: checked(body.json, ResponseFields))
-        context = await context_of(gateway.stored, tenant, fields)
+        context = await context_of(gateway.stored, tenant, fields, body)
         known = Known(gateway.sealed_texts(tenant).open, gateway.sight)
         return await body.beside(lambda: _for_engine(gateway, fields, body.json, context, known))
 

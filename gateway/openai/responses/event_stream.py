@@ -25,6 +25,7 @@ class ResponseEvents:
         self._usage: Usage | None = None
         self._finish_reason = ""
         self._error: str | None = None  # what the engine reported
+        self._ending: list[Json] = []
         self.begun = False
         self.complete = False
         self.response: Json | None = None
@@ -49,12 +50,17 @@ class ResponseEvents:
                 "failed", self._output.items, self._usage, shown_error(failure)
             )
             return self._writer.write([{"type": "response.failed", "response": failed}])
-        last = self._writer.write(self._output.close(whole=not cut_short(self._finish_reason)))
+        last = list(self._output.close(whole=not cut_short(self._finish_reason)))
         whole = self._draft.finished(self._output.items, self._usage, self._finish_reason)
         self.response = whole
-        return last + self._writer.write(
-            [{"type": f"response.{whole['status']}", "response": whole}]
-        )
+        self._ending = [*last, {"type": f"response.{whole['status']}", "response": whole}]
+        return self._writer.write(self._ending)
+
+    def unstored(self) -> bytes:
+        """Return the end anew, of a response that could not be stored."""
+        assert self.response is not None
+        self.response["store"] = False
+        return self._writer.write_again(self._ending)
 
     def usage(self) -> Usage | None:
         return self._usage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -26,3 +26,8 @@ class EventWriter:
             if event["sequence_number"] > after:
                 lines.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)))
         return b"".join(lines)
+
+    def write_again(self, events: Collection[Json]) -> bytes:
+        """Write the last events anew, in place of what was written of them."""
+        self._number -= len(events)
+        return self.write(events)

@@ -1,8 +1,11 @@
 """What a response goes on from: the turns before it, or its conversation; and how it is kept.
 
 A stored response has its own input items and its output. The turns before it are found by walking
-``previous_response_id`` back, so that nothing is stored twice. A turn that is missing ends the walk
-with the standard error: never with a part of the conversation.
+``previous_response_id`` back, so that nothing is stored twice. A turn that is missing, or was
+changed where it lies, ends the walk with the standard error: never with a part of the conversation.
+
+What is recalled counts as a part of the request's body: in bytes before it is read, in values
+before it is parsed.
 """
 
 from __future__ import annotations
@@ -18,12 +21,17 @@ from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import checked
+from gateway.body import ParsedBody
 from gateway.context import Gateway
+from gateway.edge.body_budget import check_weight
 from gateway.keys import Tenant
 from gateway.openai.responses.fields import MAX_ITEMS, ResponseFields
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
-from gateway.stored.shelf import Entry, Item, Query, Shelf, StoreFailed
+from gateway.stored.entry_seal import Head
+from gateway.stored.forms import Entry, Item, stored_form
+from gateway.stored.objects import Objects, Outgrown
+from gateway.stored.shelf import Steps, StoreFailed
 from gateway.stored.stored import Stored
 
 log = logging.getLogger("thermocline.gateway")
@@ -51,19 +59,61 @@ class Context(NamedTuple):
     own: list[Json]
 
 
-async def recalled(gateway: Gateway, tenant: Tenant, asked: Json) -> tuple[ResponseFields, Context]:
+class _Recalled(NamedTuple):
+    """Items that were read for a request, and are not parsed yet."""
+
+    items: list[Item]
+    session: str | None
+    referred: dict[str, bytes]  # items that the request refers to, by their ids
+
+
+class _Room:
+    """The room that is left for what a request recalls."""
+
+    def __init__(self, max_bytes: int, field: str) -> None:
+        """``field``: the one that names what is recalled."""
+        self._bytes = max_bytes
+        self._items = MAX_ITEMS
+        self._field = field
+
+    def take(self, nbytes: int, num_items: int) -> None:
+        """Take room for what is about to be read. Raises ``InvalidRequest``."""
+        self._bytes -= nbytes
+        self._items -= num_items
+        if self._bytes < 0:
+            raise self._too_large("it would be larger than gateway.max_body_bytes")
+        if self._items < 0:
+            raise self._too_large(f"it would have more than {MAX_ITEMS} items")
+
+    def take_all(self, head: Head) -> None:
+        """Take room for all items of an object. Raises ``InvalidRequest``."""
+        self.take(head.nbytes, head.num)
+
+    def _too_large(self, why: str) -> InvalidRequest:
+        message = (
+            f"{self._field}: together with what it goes on from, the request is too large: {why}."
+            " Begin a new conversation with a summary of this one, or delete items of it."
+        )
+        return InvalidRequest(message, self._field, "conversation_too_large")
+
+
+async def recalled(
+    gateway: Gateway, tenant: Tenant, body: ParsedBody
+) -> tuple[ResponseFields, Context]:
     """Check a body, and find what it goes on from.
 
     What it named is taken out of the body, and the session that it names so is put in.
 
     Raises:
-        InvalidRequest: it is no request for a response, or names something that is not there.
+        InvalidRequest: it is no request for a response, or names something that is not there, or
+            that is too large to go on from.
         StoreFailed: the store does not answer.
     """
+    asked = body.json
     if asked.get("model") is None:
         asked["model"] = gateway.served.model
-    fields = checked(asked, ResponseFields)
-    context = await context_of(gateway.stored, tenant, fields)
+    fields = await body.beside(partial(checked, asked, ResponseFields))
+    context = await context_of(gateway.stored, tenant, fields, body)
     for name in ("previous_response_id", "conversation"):
         asked.pop(name, None)
     if context.past.session is not None:
@@ -71,11 +121,15 @@ async def recalled(gateway: Gateway, tenant: Tenant, asked: Json) -> tuple[Respo
     return fields, context
 
 
-async def context_of(stored: Stored, tenant: Tenant, fields: ResponseFields) -> Context:
+async def context_of(
+    stored: Stored, tenant: Tenant, fields: ResponseFields, body: ParsedBody
+) -> Context:
     """Find what a request goes on from, and what its references refer to.
 
     Raises:
-        InvalidRequest: something that it names is not there.
+        ClientGone: the client left meanwhile.
+        InvalidRequest: something that it names is not there, or too large.
+        Refused: 503, the bodies of all requests, with what they recall, take too much.
         StoreFailed: the store does not answer.
     """
     if fields.conversation is not None and not fields.conversation_id:
@@ -84,99 +138,122 @@ async def context_of(stored: Stored, tenant: Tenant, fields: ResponseFields) -> 
     refers = any(kind_of(x) == "item_reference" for x in fields.items)
     if not (named or refers):
         return Context(Past(), fields.items)
-    past = await stored.ask(partial(_found, tenant=tenant.name, fields=fields), None)
-    if past is None and named:
+    field = "conversation" if fields.conversation_id else "previous_response_id"
+    room = _Room(body.room, field if named else "input")
+    read = partial(_read, tenant=tenant.name, fields=fields, room=room)
+
+    async def ask() -> _Recalled | None:
+        found = await stored.ask(tenant.name, read, None, body.recall)
+        await body.recalled()
+        return found
+
+    found = await body.while_client_stays(ask)
+    if found is None:
         raise _unknown(fields)
-    past = past or Past()
-    return Context(past, await _resolved(stored, tenant, fields.items, past))
+    return await body.beside(partial(_parsed, found, fields.items))
 
 
-def _found(shelf: Shelf, *, tenant: str, fields: ResponseFields) -> Past | None:
+def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:
+    bodies = [*(x.body for x in found.items), *found.referred.values()]
+    check_weight(*bodies, what="What the request goes on from")
+    past = Past([msgspec.json.decode(x.body) for x in found.items], found.session)
+    known = {x.id for x in found.items}
+    resolved: list[Json] = []
+    for item in own:
+        if kind_of(item) != "item_reference":
+            resolved.append(item)
+        elif item["id"] not in known:  # what the past has is not said twice
+            resolved.append(msgspec.json.decode(found.referred[item["id"]]))
+    return Context(past, resolved)
+
+
+def _read(
+    objects: Objects, *, tenant: str, fields: ResponseFields, room: _Room
+) -> Steps[_Recalled | None]:
+    """Read all that a request recalls; None if what it goes on from is not there."""
+    items: list[Item] | None = []
+    session = None
     if fields.conversation_id:
-        return _conversation(shelf, tenant, fields.conversation_id, None)
-    if fields.previous_response_id is None:
-        return Past()
-    past = _chain(shelf, tenant, fields.previous_response_id)
-    return past and past._replace(session=_branch(shelf, tenant, fields, past.session))
+        session = fields.conversation_id
+        items = yield from _conversation(objects, tenant, session, None, room)
+    elif fields.previous_response_id:
+        chain = yield from _chain(objects, tenant, fields.previous_response_id, room)
+        items, session = chain or (None, None)
+        session = yield from _branch(objects, tenant, fields.previous_response_id, session)
+    if items is None:
+        return None
+    known = {x.id for x in items}
+    referred: dict[str, bytes] = {}
+    for item in fields.items:
+        if kind_of(item) == "item_reference":
+            id = item.get("id")
+            if not isinstance(id, str):
+                raise InvalidRequest("input: an item_reference needs an id", "input")
+            if id in known:
+                continue
+            if id not in referred:
+                referred[id] = yield from _referred(objects, tenant, id)
+            room.take(len(referred[id]), 1)
+            yield len(referred[id])  # named again, it stands in the prompt again
+    return _Recalled(items, session, referred)
 
 
-def _branch(shelf: Shelf, tenant: str, fields: ResponseFields, session: str | None) -> str | None:
+def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> Steps[str | None]:
     """Return the session to go on in: a response that another followed begins one of its own.
 
     Two conversations that began alike, and two branches of one, would else overwrite each other.
     """
-    if session is None or shelf.get(tenant, "conversation", session) is not None:
-        return fields.previous_response_id
-    last = shelf.latest(tenant, "response", session)
-    return session if last == fields.previous_response_id else fields.previous_response_id
+    if session is None or (yield from objects.find(tenant, "conversation", session)) is not None:
+        return id
+    return session if objects.latest(tenant, "response", session) == id else id
 
 
-def _chain(shelf: Shelf, tenant: str, id: str) -> Past | None:
+def _chain(
+    objects: Objects, tenant: str, id: str, room: _Room
+) -> Steps[tuple[list[Item], str] | None]:
     """Walk back from a response; None if it, or one before it, is not there."""
-    turns: list[list[Json]] = []
-    session: str | None = None
-    num_items = 0
+    turns: list[list[Item]] = []
+    session = None
     following: str | None = id
     while following is not None:
-        entry = shelf.get(tenant, "response", following)
-        page = shelf.items(tenant, "response", following, Query())
-        if entry is None or page is None:
+        object = yield from objects.find(tenant, "response", following)
+        if object is None:
             return None
-        session = session or entry.session
-        body: Json = msgspec.json.decode(entry.body)
-        turn = [*(msgspec.json.decode(x.body) for x in page.rows), *body["output"]]
-        if body.get("conversation"):
-            before = _conversation(shelf, tenant, body["conversation"]["id"], turn)
-            if before is None:
-                return None
-            turn = before.items
+        session = session or object.head.session
+        if before := object.head.about.get("conversation"):
+            last = objects.last_item(tenant, object)
+            turn = yield from _conversation(objects, tenant, before, last, room)
+        else:
+            room.take_all(object.head)
+            yield object.head.nbytes
+            turn = yield from objects.read_all(tenant, object)
+        if turn is None:
+            return None
         turns.append(turn)
-        num_items += len(turn)
-        if num_items > MAX_ITEMS:
-            message = f"the conversation has more than {MAX_ITEMS} items"
-            raise InvalidRequest(f"previous_response_id: {message}", "previous_response_id")
-        following = body.get("previous_response_id")
-    return Past([item for turn in reversed(turns) for item in turn], session)
+        following = object.head.about.get("previous")
+    return [item for turn in reversed(turns) for item in turn], session or id
 
 
-def _conversation(shelf: Shelf, tenant: str, id: str, until: Sequence[Json] | None) -> Past | None:
-    """Read a conversation up to the last item of ``until``; all of it if that is None."""
-    if shelf.get(tenant, "conversation", id) is None:
+def _conversation(
+    objects: Objects, tenant: str, id: str, until: str | None, room: _Room
+) -> Steps[list[Item] | None]:
+    """Read a conversation up to the item ``until``; all of it if that is None, or not in it."""
+    object = yield from objects.find(tenant, "conversation", id)
+    if object is None:
         return None
-    page = shelf.items(tenant, "conversation", id, Query())
-    rows = page.rows if page else []
-    if until is not None:
-        last = {x.get("id") for x in until[-1:]}
-        ends = [i for i, row in enumerate(rows) if row.id in last]
-        rows = rows[: ends[-1] + 1] if ends else rows
-    return Past([msgspec.json.decode(x.body) for x in rows], id)
+    room.take_all(object.head)
+    yield object.head.nbytes
+    items = yield from objects.read_all(tenant, object)
+    ends = [i for i, x in enumerate(items or ()) if x.id == until]
+    return items[: ends[-1] + 1] if items and ends else items
 
 
-async def _resolved(stored: Stored, tenant: Tenant, items: list[Json], past: Past) -> list[Json]:
-    """Put what references refer to in their places; what the past has is not said twice."""
-    known = {x.get("id") for x in past.items}
-    resolved = []
-    for item in items:
-        if kind_of(item) != "item_reference":
-            resolved.append(item)
-        elif item.get("id") not in known:
-            resolved.append(await _referred(stored, tenant, item.get("id")))
-    return resolved
-
-
-async def _referred(stored: Stored, tenant: Tenant, id: object) -> Json:
-    if not isinstance(id, str):
-        raise InvalidRequest("input: an item_reference needs an id", "input")
-    body = await stored.ask(partial(_item, tenant=tenant.name, id=id), None)
+def _referred(objects: Objects, tenant: str, id: str) -> Steps[bytes]:
+    body = yield from objects.find_item(tenant, id)
     if body is None:
         message = f"Item with id {id[:128]!r} not found."
         raise InvalidRequest(message, "input", "item_not_found", 404)
-    found: Json = msgspec.json.decode(body)
-    return found
-
-
-def _item(shelf: Shelf, *, tenant: str, id: str) -> bytes | None:
-    return shelf.find_item(tenant, id)
+    return body
 
 
 def full_items(items: Sequence[Json]) -> list[Json]:
@@ -198,7 +275,7 @@ def full_items(items: Sequence[Json]) -> list[Json]:
 
 
 def rows_of(items: Sequence[Json]) -> list[Item]:
-    """Write full items as a shelf keeps them."""
+    """Write full items as they are stored."""
     return [Item(x["id"], msgspec.json.encode(x)) for x in items]
 
 
@@ -210,27 +287,46 @@ def _parts(content: object, role: object) -> object:
     return [{"type": "input_text", "text": content}]
 
 
-async def keep_response(
-    stored: Stored, fields: ResponseFields, own: Sequence[Json], response: Json, session: SessionRef
-) -> None:
-    """Store a response, and add its turn to its conversation. Failures are told to the log only."""
-    items = full_items(own)
-    output = response["output"]
-    tenant = session.tenant
-    body = msgspec.json.encode(response)
-    entry = Entry("response", response["id"], session.id, body)
+class KeptTurn(NamedTuple):
+    """The part of a turn that is stored besides its answer."""
 
-    def work(shelf: Shelf) -> None:
-        if fields.conversation_id:
-            turn = rows_of([*items, *output])
-            shelf.append(tenant, "conversation", fields.conversation_id, turn)
-        if fields.stores and not shelf.put(tenant, entry, rows_of(items)):
-            log.warning("response %s was not stored: it is larger than the budget", entry.id)
+    conversation_id: str | None  # it is added to this
+    stores: bool  # the response is stored, too
+    own: list[Item]
+
+
+async def keep_response(stored: Stored, turn: KeptTurn, response: Json, session: SessionRef) -> str:
+    """Store a response, and add its turn to its conversation.
+
+    Returns "", or why it could not be stored (``NotStored``).
+    """
+    tenant = session.tenant
+
+    def work(objects: Objects) -> Steps[str]:
+        form = stored_form("response", response)
+        if turn.conversation_id:
+            added = [*turn.own, *form.outputs]
+            try:
+                kept = yield from objects.append(
+                    tenant, "conversation", turn.conversation_id, added
+                )
+            except Outgrown:
+                return "too-large"
+            if not kept:
+                return "gone"
+        if not turn.stores:
+            return ""
+        entry = Entry("response", response["id"], session.id, form)
+        return "" if (yield from objects.put(tenant, entry, turn.own)) else "too-large"
 
     try:
-        await stored.ask(work, None)
+        why = await stored.ask(tenant, work, "unavailable")
     except StoreFailed as error:
-        log.warning("response %s was not stored: %s", entry.id, error)
+        log.warning("response %s was not stored: %s", response["id"], error)
+        return error.trouble
+    if why:
+        log.warning("response %s was not stored: %s", response["id"], why)
+    return why
 
 
 def _unknown(fields: ResponseFields) -> InvalidRequest:

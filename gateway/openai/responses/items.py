@@ -16,17 +16,40 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.images import SHOWN_BELOW, Sight
 from engines.openai.messages import Json
 from gateway.openai.tools import custom_arguments
-from gateway.stored.sealed_text import NotOurs, Open
+from gateway.stored.seal import NotOurs, Open
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
 # Codex has called it by other names, too.
 _COMPACTIONS = frozenset({"compaction", "compaction_summary", "context_compaction"})
+MAX_DEPTH = 64
+MAX_VALUES = 16 << 10
+_NESTS = frozenset({dict, list})
 _STANDS_FOR = (
     "(The earlier answers, tool calls and their results are not shown any more."
     " This is a summary of them:)\n"
 )
+
+
+def check_nesting(items: Sequence[Json], where: str) -> None:
+    """Refuse an item that is nested too deeply, or has too many values: it is kept and read again.
+
+    Raises:
+        InvalidRequest: names the item.
+    """
+    for i, item in enumerate(items):
+        level: list[Any] = [item]
+        depth = num_values = 0
+        while level:
+            depth += 1
+            num_values += len(level)
+            if depth > MAX_DEPTH:
+                raise _wrong(f"{where}[{i}]", f"an item may have at most {MAX_DEPTH} levels")
+            if num_values > MAX_VALUES:
+                raise _wrong(f"{where}[{i}]", f"an item may have at most {MAX_VALUES} values")
+            inner = (x.values() if isinstance(x, dict) else x for x in level if type(x) in _NESTS)
+            level = [y for x in inner for y in x]
 
 
 def kind_of(item: Json) -> str:

@@ -43,9 +43,9 @@ class Draft:
             "service_tier": "default",
             "store": stores,
             "temperature": 1.0 if fields.temperature is None else fields.temperature,
-            "text": _text(fields),
-            "tool_choice": fields.tool_choice or "auto",
-            "tools": [_tool(x) for x in fields.tools or ()],
+            "text": _written(_text(fields)),
+            "tool_choice": _written(fields.tool_choice or "auto"),
+            "tools": _written([_tool(x) for x in fields.tools or ()]),
             "top_logprobs": fields.top_logprobs or 0,
             "top_p": 1.0 if fields.top_p is None else fields.top_p,
             "truncation": "disabled",
@@ -118,6 +118,11 @@ def _text(fields: ResponseFields) -> Json:
         if form["type"] != "json_schema":
             form = {"type": form["type"]}
     return {"format": form, "verbosity": (asked.verbosity if asked else None) or "medium"}
+
+
+def _written(echo: object) -> msgspec.Raw:
+    """Write what may be large: parsed, it would take many times as much during the turn."""
+    return msgspec.Raw(msgspec.json.encode(echo))
 
 
 def _tool(tool: Json) -> Json:

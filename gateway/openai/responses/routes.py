@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 import msgspec
@@ -12,28 +13,38 @@ from starlette.responses import Response
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from gateway.body import read_json_body
+from gateway.body import ParsedBody, read_json_body
 from gateway.context import Gateway, gateway_of
+from gateway.edge.body_budget import body_share_of
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.openai.lists import shown
 from gateway.openai.responses.answer import ResponseAnswer
 from gateway.openai.responses.event_writer import EventWriter
 from gateway.openai.responses.fields import ResponseFields
-from gateway.openai.responses.history import Context, keep_response, recalled
+from gateway.openai.responses.history import (
+    Context,
+    KeptTurn,
+    full_items,
+    keep_response,
+    recalled,
+    rows_of,
+)
 from gateway.openai.responses.replay import replayed
 from gateway.openai.responses.translation import Known, translation, validate
 from gateway.openai.stored_objects import StoredKind
+from gateway.relay.answer_format import NotStored
 from gateway.relay.passthrough import EVENT_STREAM
 from gateway.turns import Operation, Translate, Translated, accept
 
 router = APIRouter()
 _ONE = "/v1/responses/{response_id}"
+_REPLAYED = 4  # times that a response is in its events: begun, in progress, in pieces, whole
 RESPONSES = StoredKind("response", "Response with id", "response")
 
 
-async def _recall(gateway: Gateway, tenant: Tenant, asked: Json) -> Translate:
-    fields, context = await recalled(gateway, tenant, asked)
+async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
+    fields, context = await recalled(gateway, tenant, body)
     return partial(_translate, gateway, tenant, fields, context)
 
 
@@ -45,19 +56,19 @@ def _translate(
     made = translation(fields, asked, context, known, stores)
     keep = None
     if stores or fields.conversation_id:
-        keep = partial(_keep, gateway, fields, context.own, made.answer)
+        # Written here: parsed, it would take many times as much while the engine computes.
+        turn = KeptTurn(fields.conversation_id, fields.stores, rows_of(full_items(context.own)))
+        keep = partial(_keep, gateway, turn, made.answer)
     return Translated(made.chat, made.answer, keep, made.skipped, asked_seconds(asked))
 
 
 async def _keep(
-    gateway: Gateway,
-    fields: ResponseFields,
-    own: list[Json],
-    answer: ResponseAnswer,
-    session: SessionRef,
-) -> None:
-    if answer.response is not None:
-        await keep_response(gateway.stored, fields, own, answer.response, session)
+    gateway: Gateway, turn: KeptTurn, answer: ResponseAnswer, session: SessionRef
+) -> NotStored | None:
+    if answer.response is None:
+        return None
+    why = await keep_response(gateway.stored, turn, answer.response, session)
+    return NotStored(why, answer.unstored()) if why else None
 
 
 RESPONSE = Operation(
@@ -75,14 +86,19 @@ router.add_route("/v1/responses", create_response, methods=["POST"])
 @router.get(_ONE)
 async def show_response(request: Request) -> Response:
     """Show a stored response; ``stream`` as events, from behind ``starting_after`` on."""
-    entry = await RESPONSES.entry(request)
+    body = await RESPONSES.body(request)
     if request.query_params.get("stream", "").lower() != "true":
-        return shown(entry.body)
+        return shown(body)
     after = request.query_params.get("starting_after") or "-1"
     if not after.removeprefix("-").isdecimal() or len(after) > 9:
         raise InvalidRequest("starting_after: a number is needed", "starting_after")
-    events = replayed(msgspec.json.decode(entry.body))
-    return Response(EventWriter().write(events, int(after)), media_type=EVENT_STREAM)
+    body_share_of(request.scope).add(_REPLAYED * len(body))
+    told = await asyncio.to_thread(_told_again, body, int(after))
+    return Response(told, media_type=EVENT_STREAM)
+
+
+def _told_again(body: bytes, after: int) -> bytes:
+    return EventWriter().write(replayed(msgspec.json.decode(body)), after)
 
 
 @router.delete(_ONE)
@@ -101,7 +117,8 @@ async def list_input_items(request: Request) -> Response:
 async def cancel_response(request: Request) -> Response:
     """Refuse: only background responses can be cancelled, and there are none here."""
     gateway = gateway_of(request)
-    entry = await RESPONSES.entry(request)
+    await RESPONSES.require(request)
     await read_json_body(request, gateway.config)
-    message = f"Response {entry.id} is no background response: end its connection to cancel it."
+    id = request.path_params[RESPONSES.param]
+    message = f"Response {id} is no background response: end its connection to cancel it."
     raise InvalidRequest(message, "response_id", "not_cancellable")

@@ -11,10 +11,10 @@ from engines.openai.requests import ChatRequest, validate_chat
 from gateway.openai.responses.answer import ResponseAnswer, renamed
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context
-from gateway.openai.responses.items import MessageWriter
+from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.response import Draft
 from gateway.openai.tools import offer
-from gateway.stored.sealed_text import Open
+from gateway.stored.seal import Open
 
 # Taken as they are: a chat has them under the same name. Those behind the first line are not
 # OpenAI's, but engines and their users know them.
@@ -56,6 +56,7 @@ def translation(
     """
     writer = MessageWriter(known.open_sealed, known.sight)
     writer.add_all(context.past.items, "conversation")
+    check_nesting(context.own, "input")
     writer.add_all(context.own, "input")
     offered = offer(fields.tools or (), fields.tool_choice, nested=False)
     chat: Json = {

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.keys import generate_key
-from gateway.stored.shelf import Limits
-from gateway.stored.sqlite_shelf import SqliteShelf
-from gateway.stored.stored import Stored
+from tests.stored_objects import stored_in
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
 
 JSON = {"content-type": "application/json"}
@@ -39,8 +36,7 @@ def auth(name: str) -> dict[str, str]:
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
-    limits = Limits(tenant_bytes=100_000, max_age_s=1000.0)
-    stored = Stored(partial(SqliteShelf, tmp_path / "stored.sqlite", limits))
+    stored = stored_in(tmp_path / "stored.sqlite")
     engine = RecordingEngine(Answered(200, JSON, json.dumps(ANSWER).encode()))
     yield App(engine, stored=stored, api_keys=tuple(line for _, line in USERS.values()))
     await stored.close()

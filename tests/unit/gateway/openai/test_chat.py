@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from engines.wire import FillIn
 from gateway.openai.chat_answer import ChatEvents
 from gateway.openai.chat_fields import ChatCalls
-from gateway.stored.shelf import Limits
-from gateway.stored.sqlite_shelf import SqliteShelf
-from gateway.stored.stored import Stored
+from tests.stored_objects import stored_in
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine, Reply
 
 LOOK = {"name": "look", "parameters": {"type": "object"}}
@@ -59,8 +56,7 @@ def chunks_of(body: bytes) -> list[ChatCompletionChunk]:
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
-    limits = Limits(tenant_bytes=100_000, max_age_s=1000.0)
-    stored = Stored(partial(SqliteShelf, tmp_path / "stored.sqlite", limits))
+    stored = stored_in(tmp_path / "stored.sqlite")
     yield App(RecordingEngine(answer(content="yo")), stored=stored)
     await stored.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from openai.types.responses.compacted_response import CompactedResponse
 from engines.wire import TemplateRules
 from gateway.keys import generate_key
 from gateway.openai.compaction import MAX_SUMMARY_TOKENS
-from gateway.stored.shelf import Limits
-from gateway.stored.sqlite_shelf import SqliteShelf
-from gateway.stored.stored import Stored
+from tests.stored_objects import stored_in
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine, Reply
 
 COMPACT, RESPONSES = "/v1/responses/compact", "/v1/responses"
@@ -50,8 +47,7 @@ def said(text: str | None, ending: str = "stop", **message: Any) -> Answered:
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
-    limits = Limits(tenant_bytes=100_000, max_age_s=1000.0)
-    stored = Stored(partial(SqliteShelf, tmp_path / "stored.sqlite", limits))
+    stored = stored_in(tmp_path / "stored.sqlite")
     keys = tuple(line for _, line in USERS.values())
     engine = RecordingEngine(said("They looked: a tree."), welcome=ROOMY)
     yield App(engine, stored=stored, api_keys=keys)

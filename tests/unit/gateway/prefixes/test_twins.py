@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.stored.shelf import Limits
-from gateway.stored.sqlite_shelf import SqliteShelf
 from gateway.stored.stored import Stored
+from tests.stored_objects import stored_in
 from tests.unit.gateway.in_process import MODEL, App
 from tests.unit.gateway.prefixes.twin_requests import (
     DONE,
@@ -112,7 +110,7 @@ async def test_the_first_retry_joins_a_request_that_named_nothing() -> None:
 
 @pytest.fixture
 async def stored(tmp_path: Path) -> Any:
-    made = Stored(partial(SqliteShelf, tmp_path / "stored.sqlite", Limits(100_000, 1000.0)))
+    made = stored_in(tmp_path / "stored.sqlite")
     yield made
     await made.close()
 

@@ -10,10 +10,24 @@ from pathlib import Path
 import pytest
 import redis
 
+from gateway.stored.forms import Entry, Form, label_of, stored_form
+from gateway.stored.objects import MAX_ITEMS, PAGE_BYTES, Objects, Outgrown, Page, Query
 from gateway.stored.redis_shelf import RedisShelf
-from gateway.stored.shelf import Entry, Item, Limits, Query, Shelf, StoreFailed
+from gateway.stored.shelf import KINDS, Limits, Shelf, StoreFailed
 from gateway.stored.sqlite_shelf import SqliteShelf
 from tests.redis_server import RedisServer
+from tests.stored_objects import (
+    KEY_OF,
+    done,
+    entry,
+    ids_of,
+    items,
+    page,
+    put,
+    read_all,
+    rows_of,
+    shown,
+)
 
 LIMITS = Limits(tenant_bytes=20_000, max_age_s=1000.0)
 
@@ -37,200 +51,398 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
-def shelf(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Shelf]:
-    opened: Shelf
+def opened(request: pytest.FixtureRequest, limits: Limits, clock: Clock) -> Shelf:
     if request.param == "sqlite":
-        opened = SqliteShelf(tmp_path / "stored" / "objects.sqlite", LIMITS, clock)
-    else:
-        server: RedisServer = request.getfixturevalue("redis_server")
-        with redis.Redis.from_url(server.url) as client:
-            client.flushall()
-        opened = RedisShelf(server.url, LIMITS, 5.0, clock)
-    yield opened
-    opened.close()
+        folder: Path = request.getfixturevalue("tmp_path")
+        return SqliteShelf(folder / "stored" / "objects.sqlite", limits, clock)
+    server: RedisServer = request.getfixturevalue("redis_server")
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    return RedisShelf(server.url, limits, 5.0, clock)
 
 
-def entry(id: str, body: bytes = b"{}", session: str = "s") -> Entry:
-    return Entry("response", id, session, body)
+BOTH = ["sqlite", pytest.param("redis", marks=pytest.mark.redis)]
 
 
-def items(*ids: str) -> list[Item]:
-    return [Item(id, f'"{id}"'.encode()) for id in ids]
+@pytest.fixture(params=BOTH)
+def objects(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Objects]:
+    """What a tenant may store is little."""
+    made = Objects(opened(request, LIMITS, clock), KEY_OF)
+    yield made
+    made.shelf.close()
 
 
-def ids_of(shelf: Shelf, id: str, query: Query = Query()) -> list[str]:  # noqa: B008
-    page = shelf.items("a", "response", id, query)
-    assert page is not None
-    return [x.id for x in page.rows]
+@pytest.fixture(params=BOTH)
+def roomy(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Objects]:
+    made = Objects(opened(request, Limits(1 << 28, 1000.0), clock), KEY_OF)
+    yield made
+    made.shelf.close()
 
 
-def test_what_is_put_is_found_until_it_is_deleted(shelf: Shelf, clock: Clock) -> None:
-    assert shelf.put("a", entry("1", b'{"x": 1}'), items("i", "j"))
-    found = shelf.get("a", "response", "1")
-    assert found == Entry("response", "1", "s", b'{"x": 1}', clock.now)
-    assert ids_of(shelf, "1") == ["i", "j"]
-    assert shelf.change("a", "response", "1", b"2")
-    found = shelf.get("a", "response", "1")
-    assert found is not None and found.body == b"2"
-    assert shelf.delete("a", "response", "1")
-    assert not shelf.delete("a", "response", "1")
-    assert shelf.get("a", "response", "1") is None
-    assert shelf.items("a", "response", "1", Query()) is None
-    assert shelf.find_item("a", "i") is None
+def text(nbytes: int) -> str:
+    return "x" * nbytes
 
 
-def test_another_tenant_and_another_kind_find_nothing(shelf: Shelf) -> None:
-    shelf.put("a", entry("1"), items("i"))
-    for tenant, kind in (("b", "response"), ("a", "conversation")):
-        assert shelf.get(tenant, kind, "1") is None  # type: ignore[arg-type]
-        assert shelf.items(tenant, kind, "1", Query()) is None  # type: ignore[arg-type]
-        assert not shelf.delete(tenant, kind, "1")  # type: ignore[arg-type]
-        assert not shelf.change(tenant, kind, "1", b"x")  # type: ignore[arg-type]
-        assert not shelf.append(tenant, kind, "1", items("x"))  # type: ignore[arg-type]
-        assert not shelf.delete_item(tenant, kind, "1", "i")  # type: ignore[arg-type]
-    assert shelf.find_item("b", "i") is None
-    assert shelf.forget("b", "s") == 0
-    assert shelf.find_item("a", "i", "1") == b'"i"'
-    assert shelf.find_item("a", "i", "2") is None
+def test_what_is_put_is_found_until_it_is_deleted(objects: Objects) -> None:
+    assert put(objects, entry("1", x=1), items("i", "j"))
+    assert shown(objects, "1") == {"id": "1", "x": 1}
+    assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "j"]
+    assert done(objects.delete("a", "conversation", "1"))
+    assert not done(objects.delete("a", "conversation", "1"))
+    assert shown(objects, "1") is None
+    assert page(objects, "1") is None
+    assert done(objects.find_item("a", "i")) is None
 
 
-def test_the_same_id_again_replaces_all_of_it(shelf: Shelf) -> None:
-    shelf.put("a", entry("1"), items("i"))
-    shelf.put("a", entry("1", b"new"), items("j"))
-    assert ids_of(shelf, "1") == ["j"]
-    assert shelf.find_item("a", "i") is None
+def test_another_tenant_and_another_kind_find_nothing(objects: Objects) -> None:
+    put(objects, entry("1"), items("i"))
+    for tenant, kind in (("b", KINDS[1]), ("a", KINDS[0])):
+        assert done(objects.find(tenant, kind, "1")) is None
+        assert not done(objects.delete(tenant, kind, "1"))
+        assert not done(objects.append(tenant, kind, "1", items("x")))
+        assert not done(objects.remove_item(tenant, kind, "1", "i"))
+        assert done(objects.relabel(tenant, kind, "1", lambda body: Form(body))) is None
+    assert done(objects.find_item("b", "i")) is None
+    assert done(objects.forget("b", "s")) == 0
+    assert done(objects.find_item("a", "i")) == items("i")[0].body
+    assert objects.latest("b", "conversation", "s") is None
 
 
-def test_items_are_added_and_removed(shelf: Shelf) -> None:
-    shelf.put("a", entry("1"), items("i"))
-    assert shelf.append("a", "response", "1", items("j", "i", "k"))
-    assert ids_of(shelf, "1") == ["i", "j", "k"]
-    assert shelf.delete_item("a", "response", "1", "j")
-    assert ids_of(shelf, "1") == ["i", "k"]
+def test_the_same_id_again_replaces_all_of_it(objects: Objects) -> None:
+    put(objects, entry("1", old=1), items("i"))
+    put(objects, entry("1", new=1), items("j"))
+    assert shown(objects, "1") == {"id": "1", "new": 1}
+    assert ids_of(objects, "1") == read_all(objects, "1") == ["j"]
+    assert done(objects.find_item("a", "i")) is None
 
 
-@pytest.mark.parametrize(
-    ("query", "ids", "more"),
-    [
-        (Query(), "abcde", False),
-        (Query(2), "ab", True),
-        (Query(2, "b"), "cd", True),
-        (Query(3, "b"), "cde", False),
-        (Query(2, ascending=False), "ed", True),
-        (Query(9, "c", ascending=False), "ba", False),
-        (Query(9, "nope"), "", False),
-        (Query(0), "", True),
-    ],
-)
-def test_pages(shelf: Shelf, query: Query, ids: str, more: bool) -> None:
-    shelf.put("a", entry("1"), items(*"abcde"))
-    for id in "abcde":
-        shelf.put("a", entry(id, id.encode()))
-    page = shelf.items("a", "response", "1", query)
-    assert page is not None
-    assert ("".join(x.id for x in page.rows), page.more) == (ids, more)
-    page = shelf.entries("a", "response", query, lambda body: body != b"{}")
-    assert (b"".join(x.body for x in page.rows).decode(), page.more) == (ids, more)
+def test_items_are_added_and_removed(objects: Objects) -> None:
+    put(objects, entry("1"), items("i"))
+    assert done(objects.append("a", "conversation", "1", items("j", "i", "k")))
+    assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "j", "k"]
+    assert done(objects.remove_item("a", "conversation", "1", "j"))
+    assert done(objects.remove_item("a", "conversation", "1", "nope"))
+    assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "k"]
+    assert done(objects.append("a", "conversation", "1", items("j")))
+    assert read_all(objects, "1") == ["i", "k", "j"]
 
 
-def test_a_session_is_forgotten_as_a_whole(shelf: Shelf) -> None:
-    shelf.put("a", entry("1"), items("i"))
-    shelf.put("a", entry("2"))
-    shelf.put("a", entry("3", session="other"))
-    assert shelf.latest("a", "response", "s") == "2"
-    assert shelf.latest("a", "conversation", "s") is shelf.latest("b", "response", "s") is None
-    assert shelf.forget("a", "s") == 2
-    assert shelf.latest("a", "response", "s") is None
-    assert shelf.get("a", "response", "1") is None
-    assert shelf.get("a", "response", "3") is not None
+def test_an_answer_is_put_together_again_and_its_items_are_found(objects: Objects) -> None:
+    output = [{"id": "msg_1", "type": "message"}, {"id": "rs_1", "type": "reasoning"}]
+    about = {"previous_response_id": "0", "conversation": {"id": "c"}}
+    response = {"id": "r", "metadata": {}, "output": output, **about}
+    put(objects, Entry("response", "r", "s", stored_form("response", response)), items("i", "j"))
+    assert shown(objects, "r", "response") == response
+    for query in (Query(9), Query(9, ascending=False)):
+        found = page(objects, "r", query, "response")
+        assert found is not None and {x.id for x in found.rows} == {"i", "j"}
+    assert read_all(objects, "r", "response") == ["i", "j", "msg_1", "rs_1"]
+    assert b"reasoning" in (done(objects.find_item("a", "rs_1")) or b"")
+    assert done(objects.find_item("b", "rs_1")) is None
+    object = done(objects.find("a", "response", "r"))
+    assert object is not None and object.head.about == {"previous": "0", "conversation": "c"}
+    assert done(objects.delete("a", "response", "r"))
+    assert done(objects.find_item("a", "rs_1")) is None
 
 
-def test_the_longest_unused_make_room(shelf: Shelf, clock: Clock) -> None:
+def test_of_several_that_have_an_item_the_latest_is_asked(objects: Objects) -> None:
+    for id in "123":
+        put(objects, entry(id), items("i", text=id))
+    assert done(objects.find_item("a", "i")) == items("i", text="3")[0].body
+    done(objects.delete("a", "conversation", "3"))
+    assert done(objects.find_item("a", "i")) == items("i", text="2")[0].body
+
+
+PAGES = [
+    (Query(9), "abcde", False),
+    (Query(2), "ab", True),
+    (Query(2, "b"), "cd", True),
+    (Query(3, "b"), "cde", False),
+    (Query(2, ascending=False), "ed", True),
+    (Query(9, "c", ascending=False), "ba", False),
+    (Query(9, "nope"), "", False),
+    (Query(0), "", True),
+]
+
+
+@pytest.mark.parametrize(("query", "ids", "more"), PAGES)
+def test_pages(objects: Objects, query: Query, ids: str, more: bool) -> None:
+    put(objects, entry("1"), items(*"abcde"))
+    found = page(objects, "1", query)
+    assert found is not None
+    assert ("".join(x.id for x in found.rows), found.more) == (ids, more)
+
+
+def chats(objects: Objects, *chosen: tuple[str, str], query: Query | None = None) -> Page:
+    return done(objects.listed("a", "completion", chosen, query or Query(100)))
+
+
+@pytest.mark.parametrize(("query", "ids", "more"), PAGES)
+def test_pages_of_entries(objects: Objects, query: Query, ids: str, more: bool) -> None:
+    for id in "aXbYcde":
+        metadata = {"wanted": "yes"} if id.islower() else {}
+        put(objects, entry(id, kind="completion", metadata=metadata, model="m"))
+    put(objects, entry("b", kind="conversation"))
+    found = chats(objects, label_of("wanted", "yes"), query=query)
+    assert ("".join(x.id for x in found.rows), found.more) == (ids, more)
+
+
+def test_entries_are_found_by_all_that_they_are_labelled_with(objects: Objects) -> None:
+    for i in range(8):
+        metadata = {"parity": str(i % 2), "half": str(i // 4)}
+        put(objects, entry(str(i), kind="completion", metadata=metadata, model=f"m{i % 4}"))
+
+    def ids(*chosen: tuple[str, str]) -> str:
+        return "".join(x.id for x in chats(objects, *chosen).rows)
+
+    odd, late = label_of("parity", "1"), label_of("half", "1")
+    assert ids() == "01234567"
+    assert (ids(odd), ids(odd, late), ids(odd, late, ("model", "m1"))) == ("1357", "57", "5")
+    assert ids(label_of("parity", "2")) == ids(label_of("half", "")) == ids(("parity", "1")) == ""
+
+    def relabelled(body: bytes) -> Form:
+        return stored_form("completion", {"id": "1", "metadata": {"parity": "2"}})
+
+    assert done(objects.relabel("a", "completion", "1", relabelled))
+    assert (ids(odd), ids(label_of("parity", "2"))) == ("357", "1")
+    assert ids() == "01234567"
+    done(objects.delete("a", "completion", "3"))
+    assert (ids(odd), ids()) == ("57", "0124567")
+    assert chats(objects, odd, query=Query(9, "3")).rows == []
+
+
+def test_a_list_of_many_is_looked_through_in_steps(roomy: Objects) -> None:
+    for i in range(1300):
+        metadata = {"all": "1", "rare": str(i)}
+        put(roomy, entry(str(i), kind="completion", metadata=metadata))
+    all_, one = label_of("all", "1"), label_of("rare", "1299")
+    steps = roomy.listed("a", "completion", [all_, one], Query(9))
+    num_steps = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            assert [x.id for x in end.value.rows] == ["1299"]
+            break
+        num_steps += 1
+    assert num_steps >= 2  # others had their turn between
+
+
+def test_a_page_holds_no_more_bytes_than_a_page_may(roomy: Objects) -> None:
+    put(roomy, entry("1"))
+    for i in range(12):
+        added = items(str(i), text=text(PAGE_BYTES // 10))
+        assert done(roomy.append("a", "conversation", "1", added))
+        put(roomy, entry(str(i), kind="completion", text=text(PAGE_BYTES // 8)))
+    seen: list[str] = []
+    while True:
+        found = page(roomy, "1", Query(100, seen[-1] if seen else None))
+        assert found is not None
+        assert sum(len(x.body) for x in found.rows) < 1.5 * PAGE_BYTES
+        seen += [x.id for x in found.rows]
+        if not found.more:
+            break
+    assert seen == [str(i) for i in range(12)]
+    some = chats(roomy)
+    assert some.more and len(some.rows) < 12
+    assert [x.id for x in chats(roomy, query=Query(99, some.rows[-1].id)).rows][-1] == "11"
+
+
+def test_what_a_step_will_hold_is_said_before(roomy: Objects) -> None:
+    put(roomy, entry("1", text=text(100_000)), items("i", text=text(200_000)))
+    assert sum(roomy.show("a", "conversation", "1")) >= 100_000
+    object = done(roomy.find("a", "conversation", "1"))
+    assert object is not None and object.head.nbytes > 200_000
+    assert sum(roomy.page("a", object, Query(9))) >= 200_000
+
+
+def test_a_large_conversation_is_read_and_deleted_in_steps(roomy: Objects) -> None:
+    put(roomy, entry("1"))
+    for i in range(4):
+        added = items(*(f"{i}-{n}" for n in range(500)), text=text(2000))
+        done(roomy.append("a", "conversation", "1", added))
+    object = done(roomy.find("a", "conversation", "1"))
+    assert object is not None
+    reading = list(roomy.read_all("a", object))
+    assert len(reading) >= object.head.nbytes // (1 << 20)
+    steps = roomy.delete("a", "conversation", "1")
+    assert next(steps) == 0
+    assert shown(roomy, "1") is None  # for all others it is gone at once
+    assert len(list(steps)) >= 3
+    assert done(roomy.find_item("a", "0-0")) is None
+
+
+def test_an_object_has_so_many_items_and_no_more(roomy: Objects) -> None:
+    put(roomy, entry("1"), items(*(str(i) for i in range(MAX_ITEMS - 1))))
+    with pytest.raises(Outgrown):
+        done(roomy.append("a", "conversation", "1", items("x", "y")))
+    assert done(roomy.append("a", "conversation", "1", items("x", "1")))
+
+
+def test_a_session_is_forgotten_as_a_whole(objects: Objects) -> None:
+    put(objects, entry("1"), items("i"))
+    put(objects, entry("2"))
+    put(objects, entry("3", session="other"))
+    put(objects, entry("4", kind="completion"))
+    assert objects.latest("a", "conversation", "s") == "2"
+    assert objects.latest("a", "response", "s") is None
+    assert objects.latest("b", "conversation", "s") is None
+    assert done(objects.forget("a", "s")) == 3
+    assert objects.latest("a", "conversation", "s") is None
+    assert shown(objects, "1") is None and chats(objects).rows == []
+    assert shown(objects, "3") is not None
+
+
+def test_the_longest_unused_make_room(objects: Objects, clock: Clock) -> None:
     for id in "1234":
         clock.now += 100
-        assert shelf.put("a", entry(id, b"x" * 2000), [Item("i", b"x" * 2000)])
-    shelf.get("a", "response", "1")
+        assert put(objects, entry(id, text=text(1800)), items("i", text=text(1800)))
+    assert shown(objects, "1")
     clock.now += 100
-    assert shelf.put("a", entry("5", b"x" * 4000))
-    assert shelf.put("b", entry("1", b"x" * 19_000))
-    there = [id for id in "12345" if shelf.get("a", "response", id)]
+    assert put(objects, entry("5", text=text(4000)))
+    assert put(objects, entry("1", text=text(18_000)), tenant="b")
+    there = [id for id in "12345" if shown(objects, id)]
     assert there == ["1", "3", "4", "5"]
 
 
-def test_what_is_larger_than_the_budget_is_not_stored(shelf: Shelf) -> None:
-    shelf.put("a", entry("1"))
-    assert not shelf.put("a", entry("2", b"x" * 30_000))
-    assert not shelf.put("a", entry("3"), [Item("i", b"x" * 30_000)])
-    assert shelf.get("a", "response", "1") is not None
+def test_what_is_larger_than_the_budget_is_not_stored(objects: Objects) -> None:
+    put(objects, entry("1"))
+    assert not put(objects, entry("2", text=text(30_000)))
+    assert not put(objects, entry("3"), items("i", text=text(30_000)))
+    assert shown(objects, "1") is not None
 
 
-def test_the_budget_holds_over_changes(shelf: Shelf) -> None:
+def test_the_budget_holds_over_changes(objects: Objects) -> None:
     """Every way to add and remove bytes is counted, or the budget would drift."""
     for round in range(30):
-        shelf.put("a", entry("kept", b"x" * 100))
-        shelf.append("a", "response", "kept", [Item(f"{round}", b"x" * 3000)])
-        shelf.change("a", "response", "kept", b"x" * 5000)
-        shelf.delete_item("a", "response", "kept", f"{round}")
-    assert shelf.put("a", entry("other", b"x" * 10_000))
-    assert shelf.get("a", "response", "kept") is not None
+        put(objects, entry("kept", kind="completion"), items(*"ij"))
+        grown = stored_form("completion", {"id": "kept", "text": text(5000)})
+        done(objects.relabel("a", "completion", "kept", lambda body, grown=grown: grown))  # type: ignore[misc]
+        put(objects, entry("talk"))
+        done(objects.append("a", "conversation", "talk", items(f"{round}", text=text(3000))))
+        done(objects.remove_item("a", "conversation", "talk", f"{round}"))
+    assert put(objects, entry("other", text=text(10_000)))
+    assert shown(objects, "kept", "completion") is not None
 
 
-def test_old_entries_go(shelf: Shelf, clock: Clock) -> None:
-    shelf.put("a", entry("1"))
-    shelf.put("a", entry("2"))
+def test_old_entries_go(objects: Objects, clock: Clock) -> None:
+    put(objects, entry("1"), items("i"))
+    put(objects, entry("2"))
     clock.now += 900
-    shelf.get("a", "response", "2")
+    assert shown(objects, "2")
     clock.now += 200
-    shelf.put("a", entry("3"))
-    assert shelf.get("a", "response", "1") is None
-    assert shelf.get("a", "response", "2") is not None
+    put(objects, entry("3"))
+    assert shown(objects, "1") is None
+    assert done(objects.find_item("a", "i")) is None
+    assert shown(objects, "2") is not None
+
+
+def test_another_change_between_is_no_loss(objects: Objects) -> None:
+    """Two append at once, each after having looked at the conversation as it was."""
+    put(objects, entry("1"), items("i"))
+    found, change = objects.shelf.find, objects.shelf.change
+    object = done(objects.find("a", "conversation", "1"))
+    assert object is not None
+    others = iter([items("other")])
+
+    class Slow:
+        """Lets another one in behind the first look."""
+
+        place = objects.shelf.place
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(objects.shelf, name)
+
+        def change(self, *args: object) -> bool:
+            for added in others:
+                assert done(objects.append("a", "conversation", "1", added))
+            return change(*args)  # type: ignore[arg-type]
+
+    assert found("a", "conversation", "1") is not None
+    slow = Objects(Slow(), KEY_OF)  # type: ignore[arg-type]
+    assert done(slow.append("a", "conversation", "1", items("mine")))
+    assert read_all(objects, "1") == ["i", "other", "mine"]
 
 
 @pytest.mark.redis
 def test_several_gateways_share_a_server(clock: Clock) -> None:
     with RedisServer() as server:
-        one, other = (RedisShelf(server.url, LIMITS, 5.0, clock) for _ in range(2))
-        one.put("a", entry("1"), items("i"))
-        assert other.get("a", "response", "1") is not None
-        assert other.delete("a", "response", "1")
-        assert one.get("a", "response", "1") is None
+        one, other = (Objects(RedisShelf(server.url, LIMITS, 5.0, clock), KEY_OF) for _ in range(2))
+        put(one, entry("1"), items("i"))
+        put(one, entry("2", kind="completion", metadata={"a": "b"}))
+        assert shown(other, "1") is not None
+        assert done(other.delete("a", "conversation", "1"))
+        assert done(other.delete("a", "completion", "2"))
+        assert shown(one, "1") is None
         with redis.Redis.from_url(server.url) as client:
             left = {x.rpartition(b":")[2] for x in client.scan_iter()}
         assert left <= {b"total", b"seq"}
         server.kill()
         with pytest.raises(StoreFailed, match="redis does not answer"):
-            one.get("a", "response", "1")
-        one.close()
-        other.close()
+            shown(one, "1")
+        one.shelf.close()
+        other.shelf.close()
+
+
+@pytest.mark.redis
+def test_a_full_server_takes_deletions(clock: Clock) -> None:
+    with RedisServer("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+        objects = Objects(RedisShelf(server.url, Limits(1 << 28, 1e6), 5.0, clock), KEY_OF)
+        number = 0
+        with pytest.raises(StoreFailed) as caught:
+            while True:
+                put(objects, entry(str(number), text=text(100_000)), items(f"i{number}"))
+                number += 1
+        assert caught.value.trouble == "full"
+        assert number > 3 and shown(objects, "0")
+        assert done(objects.delete("a", "conversation", "0"))
+        assert shown(objects, "0") is None
+        assert put(objects, entry("again", text=text(50_000)))
+        objects.shelf.close()
 
 
 def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None:
     path = tmp_path / "stored" / "objects.sqlite"
-    first = SqliteShelf(path, LIMITS)
-    first.put("a", entry("1", b"secret words"), items("i"))
+    first = Objects(SqliteShelf(path, LIMITS), KEY_OF)
+    put(first, entry("1", text="secret words"), items("i"))
     for name in path.parent.iterdir():
         assert stat.S_IMODE(name.stat().st_mode) == 0o600, name
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     # Not closed, as after a kill: the log is read by whoever comes next.
-    second = SqliteShelf(path, LIMITS)
-    assert second.get("a", "response", "1") is not None
-    second.delete("a", "response", "1")
-    first.close()
-    second.close()
-    assert b"secret words" not in path.read_bytes()
+    second = Objects(SqliteShelf(path, LIMITS), KEY_OF)
+    ((sealed,),) = rows_of(path, "SELECT body FROM entries")
+    assert shown(second, "1") is not None
+    done(second.delete("a", "conversation", "1"))
+    first.shelf.close()
+    second.shelf.close()
+    assert sealed not in path.read_bytes()
 
 
 @pytest.mark.parametrize(
     "wreck", [b"no database at all" * 400, b"SQLite format 3\0" + b"\xff" * 9000]
 )
-def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes) -> None:
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes, keeps: bool) -> None:
     path = tmp_path / "objects.sqlite"
     path.write_bytes(wreck)
-    shelf = SqliteShelf(path, LIMITS)
-    assert shelf.put("a", entry("1"))
+    shelf = SqliteShelf(path, LIMITS, keeps_damaged=keeps)
+    assert put(Objects(shelf, KEY_OF), entry("1"))
     shelf.close()
-    assert path.with_name("objects.sqlite.damaged").read_bytes() == wreck
+    aside = path.with_name("objects.sqlite.damaged")
+    assert aside.exists() == keeps
+    if keeps:
+        assert aside.read_bytes() == wreck
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     db.close()
+
+
+def test_items_of_an_object_are_in_one_index(tmp_path: Path) -> None:
+    """Sorting them by rows would read all of a large conversation for each page of it."""
+    shelf = SqliteShelf(tmp_path / "x.sqlite", LIMITS)
+    plan = rows_of(
+        tmp_path / "x.sqlite",
+        "EXPLAIN QUERY PLAN SELECT seq FROM items WHERE owner = 1 AND seq > 2 ORDER BY seq LIMIT 5",
+    )
+    shelf.close()
+    assert "COVERING INDEX" in str(plan)

@@ -10,7 +10,7 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.images import BLIND
 from engines.openai.requests import validate_chat
 from gateway.openai.responses.items import MessageWriter
-from gateway.stored.sealed_text import SealedText
+from gateway.stored.seal import SealedText
 
 TENANT = SealedText(bytes(32))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import Response, ResponseItemList
 
 from gateway.keys import generate_key
+from gateway.stored.redis_shelf import RedisShelf
 from gateway.stored.shelf import Limits, StoreFailed
-from gateway.stored.sqlite_shelf import SqliteShelf
 from gateway.stored.stored import Stored
+from tests.redis_server import RedisServer
+from tests.stored_objects import KEY_OF, stored_in
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
 
 JSON = {"content-type": "application/json"}
@@ -29,8 +31,7 @@ def said(text: str, **message: Any) -> Answered:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[Stored]:
-    limits = Limits(tenant_bytes=100_000, max_age_s=1000.0)
-    yield Stored(partial(SqliteShelf, tmp_path / "stored.sqlite", limits))
+    yield stored_in(tmp_path / "stored.sqlite")
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ async def test_a_store_that_fails_costs_no_answer() -> None:
     def broken() -> Any:
         raise StoreFailed("no disk")
 
-    stored = Stored(broken)
+    stored = Stored(broken, KEY_OF)
     app = App(RecordingEngine(said("yo")), stored=stored)
     made = await respond(app)
     assert made.status == 200
@@ -171,7 +172,11 @@ async def test_items_are_referred_to_by_id(app: App) -> None:
     first = (await respond(app, "one")).json
     (output,) = first["output"]
     reference = {"type": "item_reference", "id": output["id"]}
-    assert (await respond(app, [{"role": "user", "content": "x"}, reference])).status == 404
+    nothing = {"type": "item_reference", "id": "msg_nothing"}
+    assert (await respond(app, [{"role": "user", "content": "x"}, nothing])).status == 404
+    asked = [{"role": "user", "content": "one"}, reference, {"role": "user", "content": "two"}]
+    assert (await respond(app, asked)).status == 200
+    assert messages(app) == [("user", "one"), ("assistant", "yo"), ("user", "two")]
     listed = (await app.get(f"/v1/responses/{first['id']}/input_items")).json["data"]
     asked = [{"id": listed[0]["id"]}, {"role": "user", "content": "two"}]
     assert (await respond(app, asked)).status == 200
@@ -179,6 +184,59 @@ async def test_items_are_referred_to_by_id(app: App) -> None:
     again = [reference, {"role": "user", "content": "two"}]
     assert (await respond(app, again, previous_response_id=first["id"])).status == 200
     assert messages(app) == [("user", "one"), ("assistant", "yo"), ("user", "two")]
+
+
+@pytest.mark.parametrize("place", ["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) -> None:
+    """Its default names all that the model did by reference, and what users and tools said not."""
+    with ExitStack() as stack:
+        made = stored_in(tmp_path / "x")
+        if place == "redis":
+            server = stack.enter_context(RedisServer())
+            made = Stored(lambda: RedisShelf(server.url, Limits(10**6, 1000.0), 5.0), KEY_OF)
+        call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        app = App(RecordingEngine(said("a look", reasoning="hm", tool_calls=[call])), stored=made)
+        tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+        user = {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]}
+        first = (await respond(app, [user], tools=[tool])).json
+        kinds = {x["type"]: x["id"] for x in first["output"]}
+        assert set(kinds) == {"reasoning", "message", "function_call"}
+        references = [{"type": "item_reference", "id": x["id"]} for x in first["output"]]
+        result = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+        app.engine.answer = said("it rains")
+        second = await respond(app, [user, *references, result], tools=[tool])
+        assert second.status == 200
+        asked, called, told = app.engine.asked[-1].body["messages"]
+        assert (asked["content"], told["content"]) == ("weather?", "rain")
+        assert (called["content"], called["reasoning_content"]) == ("a look", "hm")
+        assert called["tool_calls"][0]["function"]["name"] == "look"
+        references += [result, *({"id": x["id"]} for x in second.json["output"])]
+        third = [user, *references, {"role": "user", "content": "thanks"}]
+        assert (await respond(app, third, tools=[tool])).status == 200
+        assert [x["content"] for x in app.engine.asked[-1].body["messages"]] == [
+            *("weather?", "a look", "rain", "it rains", "thanks")
+        ]
+        deleted = await app.call("DELETE", f"/v1/responses/{first['id']}", b"", {})
+        assert deleted.status == 200
+        # What the second turn was asked with, references resolved, is its own.
+        assert (await respond(app, third, tools=[tool])).status == 200
+        assert (await app.call("DELETE", f"/v1/sessions/{session(app)}", b"", {})).status == 200
+        lost = await respond(app, third, tools=[tool])
+        assert (lost.status, lost.error["code"]) == (404, "item_not_found")
+        await made.close()
+
+
+async def test_references_reach_no_other_tenants_items(stored: Stored) -> None:
+    (key, line), (other, other_line) = generate_key("alice"), generate_key("bob")
+    app = App(RecordingEngine(said("yo")), stored=stored, api_keys=(line, other_line))
+    made = await app.post("/v1/responses", {"input": "hi"}, authorization=f"Bearer {key}")
+    answers = []
+    for id in (made.json["output"][0]["id"], "msg_never"):
+        asked = {"input": [{"type": "item_reference", "id": id}]}
+        reply = await app.post("/v1/responses", asked, authorization=f"Bearer {other}")
+        answers.append((reply.status, reply.body.decode().replace(id, "ID")))
+    assert answers[0] == answers[1] and answers[0][0] == 404
+    await stored.close()
 
 
 async def test_another_tenants_id_is_one_that_never_was(stored: Stored) -> None:

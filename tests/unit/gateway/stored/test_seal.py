@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.keys import Tenants
-from gateway.stored.sealed_text import NotOurs, SealedText
+from gateway.stored.seal import NotOurs, SealedText
 
 HERE = Tenants(b"a secret of the tests")
 

@@ -1,0 +1,125 @@
+"""Stored objects for tests: keys, places, and work done in one go."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from gateway.keys import Tenants
+from gateway.stored.forms import Entry, stored_form
+from gateway.stored.objects import Item, Objects, Page, Query
+from gateway.stored.shelf import Kind, Limits, Shelf, Steps
+from gateway.stored.sqlite_shelf import SqliteShelf
+from gateway.stored.stored import Stored
+
+T = TypeVar("T")
+KEY_OF = Tenants(b"a secret of the tests").key_of
+
+
+def done(steps: Steps[T]) -> T:
+    """Do all steps, and return the result."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def stored_in(path: Path, tenant_bytes: int = 1_000_000) -> Stored:
+    """Make a store in a file; nothing is opened yet."""
+    limits = Limits(tenant_bytes, max_age_s=1000.0)
+    return Stored(lambda: SqliteShelf(path, limits), KEY_OF)
+
+
+def entry(id: str, session: str = "s", kind: Kind = "conversation", **fields: Any) -> Entry:
+    return Entry(kind, id, session, stored_form(kind, {"id": id, **fields}))
+
+
+def items(*ids: str, text: str = "") -> list[Item]:
+    return [Item(id, msgspec.json.encode({"id": id, "text": text or id})) for id in ids]
+
+
+def put(objects: Objects, made: Entry, own: Iterable[Item] = (), tenant: str = "a") -> bool:
+    return done(objects.put(tenant, made, list(own)))
+
+
+def shown(objects: Objects, id: str, kind: Kind = "conversation", tenant: str = "a") -> Any:
+    body = done(objects.show(tenant, kind, id))
+    return None if body is None else msgspec.json.decode(body)
+
+
+def page(
+    objects: Objects, id: str, query: Query | None = None, kind: Kind = "conversation"
+) -> Page | None:
+    object = done(objects.find("a", kind, id))
+    return None if object is None else done(objects.page("a", object, query or Query(1000)))
+
+
+def ids_of(objects: Objects, id: str, query: Query | None = None) -> list[str]:
+    found = page(objects, id, query)
+    assert found is not None
+    return [x.id for x in found.rows]
+
+
+def read_all(objects: Objects, id: str, kind: Kind = "conversation") -> list[str] | None:
+    """The ids of all items, as a prompt is made of them."""
+    object = done(objects.find("a", kind, id))
+    if object is None:
+        return None
+    rows = done(objects.read_all("a", object))
+    return None if rows is None else [x.id for x in rows]
+
+
+def content_of(folder: Path) -> bytes:
+    """All bytes of the files in a folder."""
+    return b"\0".join(x.read_bytes() for x in sorted(folder.rglob("*")) if x.is_file())
+
+
+def rows_of(path: Path, sql: str, *args: object) -> list[tuple[Any, ...]]:
+    """Ask a file of SQLite, or change it, beside whoever has it open."""
+    with closing(sqlite3.connect(path, timeout=10)) as db, db:
+        return db.execute(sql, args).fetchall()
+
+
+@contextmanager
+def small_disk(place: Path, mib: int) -> Iterator[Path]:
+    """A file system of its own, of a few MiB; skips the test where none may be mounted."""
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("may not mount a small file system here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> Path:
+    """Fill a disk to its last byte; returns the file that does it."""
+    filler = place / "filler"
+    size = 1 << 20
+    with filler.open("wb", buffering=0) as file:
+        while size:
+            try:
+                if file.write(bytes(size)) < size:
+                    size //= 2
+            except OSError:
+                size //= 2
+    return filler
+
+
+def digest(of: bytes) -> str:
+    return hashlib.sha256(of).hexdigest()
+
+
+Opened = Callable[[], Shelf]
