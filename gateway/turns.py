@@ -119,7 +119,7 @@ async def accept(request: Request, operation: Operation) -> Response:
         if operation.recall is not None:
             translate = await operation.recall(gateway, tenant, body)
         rules = gateway.served.template
-        served = rules, gateway.sight
+        served = rules, gateway.sight, gateway.served.engine
         check = partial(_check, operation, translate, tenant, request.headers, served, body.json)
         asked = await body.beside(check)
         raw, answer = asked.translated.raw, asked.translated.answer
@@ -168,12 +168,14 @@ def _check(
     translate: Translate,
     tenant: Tenant,
     headers: Mapping[str, str],
-    served: tuple[TemplateRules, Sight],
+    served: tuple[TemplateRules, Sight, str],
     asked: Json,
 ) -> CheckedRequest:
-    translated, (rules, sight) = translate(asked), served
+    translated, (rules, sight, engine) = translate(asked), served
     raw = translated.raw
     request = operation.validate(raw, sight)
+    if engine == "vllm":
+        request.count_schemas().check_lengths()
     if isinstance(request, ChatRequest):
         raw["messages"] = with_known_parts(raw["messages"], request.messages)
     else:

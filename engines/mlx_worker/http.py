@@ -54,10 +54,12 @@ from engines.mlx_worker.answer.sse import KEEPALIVE_S, SseResponse
 from engines.mlx_worker.embeddings.embedder import Embedder
 from engines.mlx_worker.embeddings.vectors import shown
 from engines.mlx_worker.generation import ContextTooLong, Generator, QueueFull
+from engines.mlx_worker.grammar.compiler import GrammarCompiler
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.planning import Planning
 from engines.mlx_worker.prompt.request_plan import RequestPlan, RequestPlanner
 from engines.mlx_worker.prompt.tokenizing import PromptTokens
+from engines.mlx_worker.prompt.tools import grammar_wanted
 from engines.mlx_worker.tenant_line import Payer
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.errors import unknown_model
@@ -168,7 +170,8 @@ class Endpoints:
         self._served = ServedModel(owner.facts.name, _fingerprint(config), self._vocabulary)
         # First in the line of the prompts' thread: nobody waits for it on the event loop later.
         self._planning = Planning(lambda: self._vocabulary.grammar)
-        # Another one: who sends a large body waits for no grammar.
+        self._grammars = GrammarCompiler(self._vocabulary)
+        # Who sends a large body waits for no prompt.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="body")
 
     @asynccontextmanager
@@ -178,12 +181,17 @@ class Endpoints:
         finally:
             self._planning.close()
             self._reader.shutdown(wait=False, cancel_futures=True)
+            await self._grammars.close()
 
     async def chat(self, request: Request) -> Response:
         asked = await self._parsed(parse_chat, await read_body(request, MAX_BODY_BYTES))
         self._check_model(asked.model)
         session = session_from(request.headers)
-        plan = await self._planned(request, lambda: self._planner.chat(asked, session))
+        grammar = None
+        if wish := grammar_wanted(asked):
+            compiled = partial(self._grammars.of, _payer_of(request), wish)
+            grammar = await while_client_stays(request.receive, compiled)
+        plan = await self._planned(request, lambda: self._planner.chat(asked, session, grammar))
         form = ChatFormat(self._served, asked)
         return await self._answer(request, asked, plan, form)
 

@@ -7,13 +7,25 @@ tenant its requests take turns, piece by piece. One tenant's requests leave plac
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from engines.host.fair_shares import FairShares
 from engines.mlx_worker.batch.fair_queue import QueueLimit
+
+T = TypeVar("T")
+
+
+async def to_its_end(step: asyncio.Future[T]) -> T:
+    """Await what runs on a thread. If cancelled, return when it has ended: it cannot be stopped."""
+    try:
+        return await asyncio.shield(step)
+    finally:
+        if not step.done():
+            await asyncio.wait([step])
 
 
 class Payer(NamedTuple):
@@ -26,10 +38,11 @@ class Payer(NamedTuple):
 class TenantLine:
     """The pieces that wait, and whose turn it is. Belongs to the event loop."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         """``limit``: the most requests that are here at once; see ``QueueLimit``."""
         self._limit = QueueLimit(limit)
         self._shares = FairShares()
+        self._clock = clock
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._busy = False
 
@@ -45,18 +58,20 @@ class TenantLine:
             self._limit.leave(payer.tenant)
 
     @asynccontextmanager
-    async def turn(self, payer: Payer, cost: int) -> AsyncIterator[None]:
+    async def turn(self, payer: Payer, cost: float | None = None) -> AsyncIterator[None]:
         """Wait until no other piece is under way and it is the tenant's turn, and hold it.
 
-        ``cost``: what the piece counts in the tenant's share, such as its tokens.
+        ``cost``: what the piece counts in the tenant's share, such as its tokens, in one unit for
+        the whole line; None = the seconds that it takes.
         """
         if self._busy:
             await self._called(payer.tenant)
         self._busy = True
+        begin = self._clock()
         try:
             yield
         finally:
-            self._shares.serve(payer.tenant, cost)
+            self._shares.serve(payer.tenant, self._clock() - begin if cost is None else cost)
             self._call_next()
 
     async def _called(self, tenant: str) -> None:

@@ -10,6 +10,7 @@ newer than this file keep working; fields that ask for something we cannot do ar
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from engines.openai.errors import error_type as error_type
 from engines.openai.images import BLIND, Sight
 from engines.openai.messages import Json as Json
 from engines.openai.messages import Message, NamedTool, ResponseFormat, Tool
+from engines.openai.schemas import SchemaCount
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -75,6 +77,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     mm_processor_kwargs: Json | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("media_io_kwargs", "mm_processor_kwargs"):
@@ -83,6 +86,23 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         for key in self.bias_by_text:
             if not _TOKEN_ID.fullmatch(key) or int(key) > _MAX_TOKEN_ID:
                 raise FieldError("logit_bias", f"{key[:40]!r} is no token id: keys are token ids")
+        self.count_schemas()
+
+    def count_schemas(self) -> SchemaCount:
+        """Count what compilers would have to do. Raises ``FieldError`` if it is too much."""
+        counted = SchemaCount()
+        for i, tool in enumerate(self.offered_tools):
+            if tool.function.parameters:
+                counted.add(f"tools[{i}].function.parameters", tool.function.parameters)
+        if self.response_format is not None and self.response_format.json_schema is not None:
+            counted.add("response_format", self.response_format.json_schema.schema)
+        counted.add_structured_outputs(self.structured_outputs or {})
+        return counted
+
+    @property
+    def offered_tools(self) -> Sequence[Tool]:
+        """The functions that the model may call, or is shown at least."""
+        return ()
 
     @property
     def bias_by_text(self) -> dict[str, float]:
@@ -121,7 +141,6 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: list[Json] | None = None
     function_call: str | Json | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
@@ -160,6 +179,10 @@ class ChatRequest(Body, frozen=True, kw_only=True):
             raise FieldError("tool_choice", f"tool_choice names {name!r}, which is not in tools")
 
     @property
+    def offered_tools(self) -> Sequence[Tool]:
+        return self.tools or ()
+
+    @property
     def answer_tokens(self) -> int | None:
         """The most tokens that the answer may have; None = as many as the context allows."""
         newer = self.max_completion_tokens
@@ -172,7 +195,6 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
-    response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

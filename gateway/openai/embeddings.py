@@ -12,8 +12,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.asgi import while_client_stays
-from engines.headers import payer_headers
 from engines.openai.embeddings import EMBEDDINGS_PATH, validate_embeddings
 from engines.openai.requests import Json
 from gateway.body import body_for_engine
@@ -44,13 +42,9 @@ async def embeddings(request: Request) -> Response:
 
 async def _answer(request: Request) -> bytes:
     """Ask the engine. The question is held until the answer is there, and counts for so long."""
-    gateway = gateway_of(request)
     question = await _question(request)
-    limit_s = gateway.config.request_timeout_s
-    tenant = caller_of(request)
-    headers = payer_headers(tenant.name, tenant.weight)
-    ask = partial(answer_to, gateway.engine, EMBEDDINGS_PATH, question, limit_s, headers)
-    return await while_client_stays(request.receive, ask)
+    limit_s = gateway_of(request).config.request_timeout_s
+    return await answer_to(request, EMBEDDINGS_PATH, question, limit_s)
 
 
 async def _question(request: Request) -> bytes:

@@ -46,9 +46,8 @@ async def detokenize(request: Request) -> Response:
 
 
 async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], Any]) -> Response:
-    gateway = gateway_of(request)
     question = await _question(request, validate)  # what was parsed is gone while the engine works
-    answer = await answer_to(gateway.engine, path, question)
+    answer = await answer_to(request, path, question)
     return Response(answer, media_type="application/json")
 
 

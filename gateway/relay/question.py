@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
+from starlette.requests import Request
+
+from engines.asgi import while_client_stays
 from engines.base import Engine
+from engines.headers import payer_headers
 from engines.openai.errors import InvalidRequest
+from gateway.context import caller_of, gateway_of
 from gateway.relay.passthrough import engine_failure
 
-QUESTION_S = 60.0
-NO_HEADERS: Final[Mapping[str, str]] = {}
+QUESTION_S: Final = 60.0
 
 
 async def answer_to(
-    engine: Engine,
-    path: str,
-    question: bytes,
-    limit_s: float = QUESTION_S,
-    headers: Mapping[str, str] = NO_HEADERS,
+    request: Request, path: str, question: bytes, limit_s: float = QUESTION_S
 ) -> bytes:
     """POST ``question``, a body of JSON, to the engine; returns the body of its answer.
 
-    ``headers``: for the engine, besides the type of the body.
+    The engine hears who asks, since its tenants take turns, and of a client that leaves.
 
     Raises:
         InvalidRequest: the engine refused it, with the engine's words.
         EngineUnavailable: there is no engine, or it went away.
         TimeoutError: no answer within ``limit_s``.
+        ClientGone: the client left; the engine has stopped.
     """
-    opening = engine.open(path, question, {**headers, "content-type": "application/json"})
+    caller = caller_of(request)
+    headers = {**payer_headers(caller.name, caller.weight), "content-type": "application/json"}
+    ask = partial(_ask, gateway_of(request).engine, path, question, limit_s, headers)
+    return await while_client_stays(request.receive, ask)
+
+
+async def _ask(
+    engine: Engine, path: str, question: bytes, limit_s: float, headers: dict[str, str]
+) -> bytes:
+    opening = engine.open(path, question, headers)
     async with asyncio.timeout(limit_s), opening as upstream:
         answer = await upstream.read()
         if upstream.status < 400:

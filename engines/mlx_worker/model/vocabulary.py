@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from typing import Protocol, cast
 
@@ -67,6 +68,13 @@ class Vocabulary:
             )
         except ValueError:
             return None
+
+    def serialized(self) -> str:
+        """Return the tokenizer as JSON, for another process; only where there is a ``grammar``."""
+        backend = copy(self.tokenizer._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
 
     @cached_property
     def max_token_chars(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from engines.mlx_worker.generation import ModelFacts
 from engines.mlx_worker.model.vocabulary import Vocabulary
-from engines.mlx_worker.tenant_line import Payer, TenantLine
+from engines.mlx_worker.tenant_line import Payer, TenantLine, to_its_end
 from engines.openai.embeddings import MAX_TOKENS, EmbeddingsRequest
 from engines.openai.errors import InvalidRequest, context_too_long
 
@@ -51,7 +51,7 @@ class Planning:
             async with self._line.turn(payer, cost):
                 work_done = asyncio.get_running_loop().run_in_executor(self._thread, work)
                 try:
-                    return await work_done
+                    return await to_its_end(work_done)
                 except RecursionError as error:  # a schema just shallow enough to have been parsed
                     raise InvalidRequest("The JSON body is nested too deeply.") from error
 

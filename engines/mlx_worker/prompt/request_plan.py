@@ -12,9 +12,9 @@ from engines.mlx_worker.answer.output_processor import (
     plain_sections,
 )
 from engines.mlx_worker.generation import Generation, ModelFacts, SequenceSampling
+from engines.mlx_worker.grammar.grammar import Grammar, GrammarProcessor
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter
-from engines.mlx_worker.prompt.grammar import Grammar, GrammarProcessor
 from engines.mlx_worker.prompt.penalties import make_processors
 from engines.mlx_worker.prompt.sampling import SamplingParams, fresh_seed, make_sampler
 from engines.mlx_worker.prompt.tools import ToolPlan, plan_tools
@@ -47,7 +47,7 @@ class RequestPlan:
 
 
 class RequestPlanner:
-    """Plans requests for one model. Slow (templates, tokenizers, grammars): not for the event loop.
+    """Plans requests for one model. Slow (templates, tokenizers): not for the event loop.
 
     Not thread-safe: one call at a time.
     """
@@ -57,10 +57,16 @@ class RequestPlanner:
         self._facts = facts
         self._prompts = PromptWriter(vocabulary, facts.max_context)
 
-    def chat(self, request: ChatRequest, session: SessionRef | None) -> RequestPlan:
-        """Plan a chat. Raises ``InvalidRequest`` for what this model cannot do."""
+    def chat(
+        self, request: ChatRequest, session: SessionRef | None, grammar: Grammar | None = None
+    ) -> RequestPlan:
+        """Plan a chat; ``grammar``: the one that it wants (``tools.grammar_wanted``), compiled.
+
+        Raises:
+            InvalidRequest: this model cannot do it.
+        """
         self._check_bias(request)
-        tools = plan_tools(request, self._vocabulary)
+        tools = plan_tools(request, self._vocabulary, grammar)
         prompt = self._prompts.chat(request, tools)
         plan = RequestPlan(request.num_choices)
         processors = self._grammars(plan, tools.grammar, prompt)

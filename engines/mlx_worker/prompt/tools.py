@@ -31,8 +31,9 @@ from engines.mlx_worker.answer.tool_calls import (
     MarkedCalls,
     NoCalls,
 )
+from engines.mlx_worker.grammar.grammar import Grammar
+from engines.mlx_worker.grammar.source import GrammarWish, answer_schema
 from engines.mlx_worker.model.vocabulary import Vocabulary
-from engines.mlx_worker.prompt.grammar import Grammar, answer_schema
 from engines.openai.messages import Message, NamedTool, Tool
 from engines.openai.requests import ChatRequest
 
@@ -59,20 +60,22 @@ class ToolPlan:
         return self.style == "marked"
 
 
-def plan_tools(request: ChatRequest, vocabulary: Vocabulary) -> ToolPlan:
-    """Plan a request's tools. May compile a grammar: not for the event loop.
-
-    Raises:
-        InvalidRequest: a schema cannot be enforced.
-    """
-    tools = _offered(request)
+def grammar_wanted(request: ChatRequest) -> GrammarWish | None:
+    """Return the grammar that a request's answer is to be held to; None if to none."""
     answer = answer_schema(request.response_format)
     forced = _forced(request)
+    if not forced and answer is None:
+        return None
+    many = request.parallel_tool_calls is True
+    return GrammarWish(_offered(request), many, None if forced else answer)
+
+
+def plan_tools(
+    request: ChatRequest, vocabulary: Vocabulary, grammar: Grammar | None = None
+) -> ToolPlan:
+    """Plan a request's tools; ``grammar``: the one that it wants, compiled."""
+    tools = _offered(request)
     shown = [_plain(tool) for tool in request.tools or ()]
-    grammar = None
-    if forced or answer is not None:
-        many = request.parallel_tool_calls is True
-        grammar = Grammar.compile(vocabulary, tools, many, None if forced else answer)
     if not tools:
         return ToolPlan(shown, "none", grammar, NoCalls)
     names = [tool.function.name for tool in tools]

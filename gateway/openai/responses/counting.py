@@ -24,7 +24,7 @@ async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a request's whole input; nothing is answered or stored."""
     question = await _question(request)  # what was parsed is gone while the engine works
     try:
-        count = await prompt_tokens(gateway_of(request).engine, question)
+        count = await prompt_tokens(request, question)
     except InvalidRequest as error:  # the engine's words are of a chat
         raise InvalidRequest(error.message, "input", error.code, error.status) from error
     return shown({"object": "response.input_tokens", "input_tokens": count})

@@ -8,15 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from engines.mlx_worker.grammar import grammar as grammar_module
+from engines.mlx_worker.grammar.grammar import Grammar, GrammarFailed, GrammarProcessor
+from engines.mlx_worker.grammar.matchers import Verdict, tried
+from engines.mlx_worker.grammar.source import GrammarWish, answer_schema, source_of
 from engines.mlx_worker.model.vocabulary import Vocabulary
-from engines.mlx_worker.prompt.grammar import (
-    Grammar,
-    GrammarFailed,
-    GrammarProcessor,
-    answer_schema,
-)
 from engines.openai.messages import Tool
-from engines.openai.requests import InvalidRequest, validate_chat
+from engines.openai.requests import validate_chat
 
 pytestmark = pytest.mark.mlx
 
@@ -39,6 +37,20 @@ def tools(*schemas: dict[str, Any] | None) -> list[Tool]:
     checked = validate_chat({"model": "m", "messages": messages, "tools": listed}).tools
     assert checked is not None
     return checked
+
+
+def compiled(
+    vocabulary: Vocabulary, tools: Sequence[Tool], many: bool, answer: dict[str, Any] | None
+) -> Grammar:
+    return Grammar.compile(vocabulary, source_of(GrammarWish(tools, many, answer)).text)
+
+
+def verdict(
+    vocabulary: Vocabulary, tools: Sequence[Tool], answer: dict[str, Any] | None
+) -> Verdict:
+    source = source_of(GrammarWish(tools, False, answer))
+    assert vocabulary.grammar is not None
+    return tried(vocabulary.grammar, source, vocabulary.width)
 
 
 def allowed(processor: GrammarProcessor, generated: Sequence[int], width: int = 410) -> set[int]:
@@ -72,7 +84,7 @@ def random_text(vocabulary: Vocabulary, grammar: Grammar, seed: int) -> str:
 
 
 def test_schema_is_enforced(plain: Vocabulary) -> None:
-    grammar = Grammar.compile(plain, [], False, CITY)
+    grammar = compiled(plain, [], False, CITY)
     assert accepts(plain, grammar, '{"city": "Rome"}')
     assert accepts(plain, grammar, '{\n  "city": "Rome"\n}')
     assert not accepts(plain, grammar, '{"city": 1}')
@@ -82,7 +94,7 @@ def test_schema_is_enforced(plain: Vocabulary) -> None:
 
 
 def test_whatever_is_drawn_obeys(plain: Vocabulary) -> None:
-    grammar = Grammar.compile(plain, [], False, CITY)
+    grammar = compiled(plain, [], False, CITY)
     for seed in range(5):
         text = random_text(plain, grammar, seed)
         if text:
@@ -101,11 +113,11 @@ def test_objects_are_closed_unless_they_say_otherwise(plain: Vocabulary) -> None
         ({"anyOf": [one, {"type": "null"}]}, False),
         ({"$ref": "#/$defs/One", "$defs": {"One": one}}, False),
     ):
-        grammar = Grammar.compile(plain, [], False, schema)
+        grammar = compiled(plain, [], False, schema)
         assert accepts(plain, grammar, '{"a": 1, "b": 2}' if extra else '{"a": 1}'), schema
         assert accepts(plain, grammar, more) is extra, schema
     nested = {"type": "object", "properties": {"x": {"type": "array", "items": one}}}
-    grammar = Grammar.compile(plain, tools(nested), False, None)
+    grammar = compiled(plain, tools(nested), False, None)
     assert accepts(plain, grammar, '{"name": "f0", "arguments": {"x": [{"a": 1}]}}')
     assert not accepts(plain, grammar, '{"name": "f0", "arguments": {"x": [{"a": 1, "b": 2}]}}')
 
@@ -118,18 +130,18 @@ def test_json_object_without_a_schema(plain: Vocabulary) -> None:
             "response_format": {"type": "json_object"},
         }
     ).response_format
-    grammar = Grammar.compile(plain, [], False, answer_schema(wanted))
+    grammar = compiled(plain, [], False, answer_schema(wanted))
     assert accepts(plain, grammar, '{"a": [1, null]}')
     assert not accepts(plain, grammar, "[1]")
 
 
 def test_whitespace_is_bounded(plain: Vocabulary) -> None:
-    grammar = Grammar.compile(plain, [], False, CITY)
+    grammar = compiled(plain, [], False, CITY)
     assert not accepts(plain, grammar, "{" + "\n" * 40 + '"city": "Rome"}')
 
 
 def test_only_the_end_after_the_end(plain: Vocabulary) -> None:
-    processor = Grammar.compile(plain, [], False, {"type": "boolean"}).processor(3, None)
+    processor = compiled(plain, [], False, {"type": "boolean"}).processor(3, None)
     tokens = plain.tokenizer.encode("true", add_special_tokens=False)
     for i in range(len(tokens)):
         allowed(processor, tokens[:i])
@@ -141,7 +153,7 @@ def test_only_the_end_after_the_end(plain: Vocabulary) -> None:
 
 
 def test_calls_and_answers(plain: Vocabulary) -> None:
-    grammar = Grammar.compile(plain, tools(CITY, None), False, {"type": "integer"})
+    grammar = compiled(plain, tools(CITY, None), False, {"type": "integer"})
     assert accepts(plain, grammar, '{"name": "f0", "arguments": {"city": "Rome"}}')
     assert accepts(plain, grammar, '{"name": "f1", "arguments": {}}')
     assert accepts(plain, grammar, "12")
@@ -162,7 +174,7 @@ def test_a_function_without_parameters_is_called_without_arguments(plain: Vocabu
         ({**none, "allOf": [{"required": ["a"]}]}, True),
         ({"type": "object"}, True),
     ):
-        grammar = Grammar.compile(plain, tools(schema), False, None)
+        grammar = compiled(plain, tools(schema), False, None)
         assert accepts(plain, grammar, '{"name": "f0", "arguments": {"a": 1}}') is extra, schema
         if "allOf" not in schema:
             assert accepts(plain, grammar, '{"name": "f0", "arguments": {}}'), schema
@@ -170,14 +182,14 @@ def test_a_function_without_parameters_is_called_without_arguments(plain: Vocabu
 
 def test_several_calls_only_if_asked_for(plain: Vocabulary) -> None:
     one = '{"name": "f0", "arguments": {"city": "Rome"}}'
-    grammar = Grammar.compile(plain, tools(CITY), True, None)
+    grammar = compiled(plain, tools(CITY), True, None)
     assert accepts(plain, grammar, one)
     assert accepts(plain, grammar, "\n".join([one] * 8))
     assert not accepts(plain, grammar, "\n".join([one] * 9))
 
 
 def test_waits_for_the_end_of_thinking(thinking: Vocabulary) -> None:
-    grammar = Grammar.compile(thinking, [], False, {"type": "integer"})
+    grammar = compiled(thinking, [], False, {"type": "integer"})
     end = tuple(thinking.tokenizer.think_end_tokens)
     processor = grammar.processor(len(PROMPT), end)
     assert len(allowed(processor, [])) == 410
@@ -186,7 +198,7 @@ def test_waits_for_the_end_of_thinking(thinking: Vocabulary) -> None:
 
 
 def test_rows_do_not_share_a_matcher(plain: Vocabulary) -> None:
-    grammar = Grammar.compile(plain, [], False, {"type": "boolean"})
+    grammar = compiled(plain, [], False, {"type": "boolean"})
     first, second = grammar.processor(3, None), grammar.processor(3, None)
     token = plain.tokenizer.encode("t", add_special_tokens=False)
     before = allowed(second, [])
@@ -196,7 +208,7 @@ def test_rows_do_not_share_a_matcher(plain: Vocabulary) -> None:
 
 
 def test_masks_logits_of_any_width(plain: Vocabulary) -> None:
-    processor = Grammar.compile(plain, [], False, {"type": "boolean"}).processor(3, None)
+    processor = compiled(plain, [], False, {"type": "boolean"}).processor(3, None)
     assert allowed(processor, [], width=399) == allowed(processor, [], width=410)
 
 
@@ -213,20 +225,19 @@ def test_masks_logits_of_any_width(plain: Vocabulary) -> None:
     ],
 )
 def test_blames_the_schema(plain: Vocabulary, schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        Grammar.compile(plain, [], False, schema)
-    assert refusal.value.param == "response_format"
-    assert len(refusal.value.message) > len("response_format: the JSON schema cannot be enforced: ")
+    found = verdict(plain, [], schema)
+    assert found.param == "response_format"
+    assert len(found.reason) > len("the JSON schema cannot be enforced: ")
+    assert verdict(plain, [], CITY) == Verdict()
 
 
 def test_blames_the_right_tool(plain: Vocabulary) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        Grammar.compile(plain, tools(CITY, {"properties": {"a": {"type": "nope"}}}), False, CITY)
-    assert refusal.value.param == "tools[1].function.parameters"
+    found = verdict(plain, tools(CITY, {"properties": {"a": {"type": "nope"}}}), CITY)
+    assert found.param == "tools[1].function.parameters"
 
 
 def test_a_token_that_cannot_be_is_a_failure(plain: Vocabulary) -> None:
-    processor = Grammar.compile(plain, [], False, {"type": "boolean"}).processor(3, None)
+    processor = compiled(plain, [], False, {"type": "boolean"}).processor(3, None)
     wrong = plain.tokenizer.encode("x", add_special_tokens=False)
     allowed(processor, [])
     with pytest.raises(GrammarFailed):
@@ -234,11 +245,21 @@ def test_a_token_that_cannot_be_is_a_failure(plain: Vocabulary) -> None:
     assert processor.failure
 
 
-def test_huge_schemas_are_refused_fast(plain: Vocabulary) -> None:
-    huge = {"enum": [f"value {i}" for i in range(100_000)]}
-    with pytest.raises(InvalidRequest, match="too large"):
-        Grammar.compile(plain, [], False, huge)
-    large = {"properties": {f"p{i}": {"enum": [f"v{j}" for j in range(300)]} for i in range(300)}}
-    with pytest.raises(InvalidRequest) as refusal:
-        Grammar.compile(plain, tools(large), False, None)
-    assert refusal.value.param == "tools"
+def test_a_panic_of_the_compiler_is_no_sentence_of_the_answer(plain: Vocabulary) -> None:
+    """It has more symbols than llguidance can number, and is beyond what a request may hold."""
+    many = {"properties": {f"p{i}": {"type": "string"} for i in range(200)}}
+    listed = [tools(many)[0]] * 128
+    with pytest.raises(GrammarFailed) as failure:
+        compiled(plain, listed, False, None)
+    assert "panic" not in str(failure.value) and "large" in str(failure.value)
+
+
+def test_masks_that_take_too_long_end_their_answer_alone(
+    plain: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "FREE_MASK_S", -1.0)  # as if each took a second more
+    processor = compiled(plain, [], False, CITY).processor(len(PROMPT), None)
+    allowed(processor, [])
+    with pytest.raises(GrammarFailed, match="too long"):
+        for _ in range(3):
+            allowed(processor, [])

@@ -1,0 +1,153 @@
+"""Compiles the grammars that requests want: tenants in turns, each text once, none without a trial.
+
+A small schema can keep llguidance busy for minutes and take gigabytes (``multipleOf``, ``allOf``
+with patterns), its own limits notwithstanding. So each grammar is compiled in another process
+first, which ends when it takes too much or its client leaves (``trial``). What passes is little
+work, and compiled here, on a thread. What came of a text is remembered for its tenant, refusals
+too; for its tenant only, or times would tell what schemas others use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, NamedTuple, TypeAlias
+
+from engines.mlx_worker.generation import QueueFull
+from engines.mlx_worker.grammar.grammar import Grammar, GrammarFailed
+from engines.mlx_worker.grammar.matchers import Verdict
+from engines.mlx_worker.grammar.program import Vocabulary as TrialVocabulary
+from engines.mlx_worker.grammar.source import GrammarSource, GrammarWish, source_of
+from engines.mlx_worker.grammar.trial import GrammarTrials
+from engines.mlx_worker.model.vocabulary import Vocabulary
+from engines.mlx_worker.tenant_line import Payer, TenantLine, to_its_end
+from engines.openai.requests import InvalidRequest
+
+MAX_SOURCE_CHARS: Final = 1 << 20
+MAX_WAITING: Final = 64  # requests
+MAX_KNOWN: Final = 64  # grammars
+MAX_KNOWN_BYTES: Final = 64 << 20
+# A grammar takes so much for a character of its text at least.
+_BYTES_PER_CHAR: Final = 64
+
+_Key: TypeAlias = tuple[str, bytes]  # tenant, digest of the text
+
+
+class _Known(NamedTuple):
+    grammar: Grammar | None
+    verdict: Verdict
+    nbytes: int
+
+    def of(self) -> Grammar:
+        if self.grammar is None:
+            raise InvalidRequest(
+                f"{self.verdict.param}: {self.verdict.reason}", self.verdict.param or None
+            )
+        return self.grammar
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Belongs to the event loop."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._line = TenantLine(MAX_WAITING)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self.known = _KnownGrammars()
+        self.trials = GrammarTrials(partial(_for_trials, vocabulary))
+
+    async def of(self, payer: Payer, wish: GrammarWish) -> Grammar:
+        """Compile a grammar, or find it among those of the tenant.
+
+        Raises:
+            InvalidRequest: a schema is wrong, or beyond what can be enforced. Names the field.
+            QueueFull: too many wait already, or none can be tried out now.
+        """
+        source = await self._source(wish)
+        key = payer.tenant, hashlib.blake2b(source.text.encode()).digest()
+        if known := self.known.find(key):
+            return known.of()
+        with self._line.place(payer):
+            async with self._line.turn(payer):
+                known = self.known.find(key) or await self._compiled(source)
+                self.known.add(key, known)
+        return known.of()
+
+    async def close(self) -> None:
+        """End the process that tries grammars out."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        await self.trials.close()
+
+    async def _source(self, wish: GrammarWish) -> GrammarSource:
+        source = await asyncio.to_thread(_written, self._vocabulary, wish)
+        if len(source.text) > MAX_SOURCE_CHARS:
+            message = f"{wish.param}: the JSON schemas are too large to enforce."
+            raise InvalidRequest(message, wish.param)
+        return source
+
+    async def _compiled(self, source: GrammarSource) -> _Known:
+        verdict = await self.trials.of(source)
+        if not verdict.is_final:
+            raise QueueFull(f"{verdict.param}: {verdict.reason}")
+        if verdict.reason:
+            return _Known(None, verdict, len(verdict.reason))
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self._thread, Grammar.compile, self._vocabulary, source.text
+        )
+        try:
+            grammar = await to_its_end(compiling)
+        except GrammarFailed as error:
+            return _Known(None, Verdict(f"cannot be enforced: {error}", source.param), 0)
+        return _Known(grammar, verdict, max(verdict.nbytes, _BYTES_PER_CHAR * len(source.text)))
+
+
+class _KnownGrammars:
+    """What came of the texts that were tried lately, within so many bytes."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[_Key, _Known] = OrderedDict()  # used last is last
+        self._nbytes: Counter[str] = Counter()  # of each tenant
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, key: _Key) -> _Known | None:
+        found = self._known.get(key)
+        if found is not None:
+            self._known.move_to_end(key)
+        return found
+
+    def add(self, key: _Key, known: _Known) -> None:
+        """Remember it; whoever has most forgets what they used longest ago, if it is too much."""
+        self._forget(key)
+        self._known[key] = known
+        self._nbytes[key[0]] += known.nbytes
+        while self._nbytes.total() > MAX_KNOWN_BYTES:
+            self._forget_of(max(self._nbytes, key=self._nbytes.__getitem__))
+        while len(self._known) > MAX_KNOWN:
+            self._forget_of(Counter(x for x, _ in self._known).most_common(1)[0][0])
+
+    def _forget_of(self, tenant: str) -> None:
+        self._forget(next(x for x in self._known if x[0] == tenant))
+
+    def _forget(self, key: _Key) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._nbytes[key[0]] -= known.nbytes
+
+
+def _written(vocabulary: Vocabulary, wish: GrammarWish) -> GrammarSource:
+    if vocabulary.grammar is None:
+        raise InvalidRequest(
+            "This model's tokenizer cannot be held to a grammar: drop response_format and "
+            "leave tool_choice at auto.",
+            "response_format" if wish.answer is not None else "tool_choice",
+        )
+    return source_of(wish)
+
+
+def _for_trials(vocabulary: Vocabulary) -> TrialVocabulary:
+    return TrialVocabulary(vocabulary.serialized(), vocabulary.width, sorted(vocabulary.eos))

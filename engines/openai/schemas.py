@@ -1,0 +1,196 @@
+"""Bounds the JSON schemas of a request, counted before anything compiles them.
+
+The counts are those on which the time and memory of a compiler depend. All schemas of a request
+count together, since they become one grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from engines.openai.errors import FieldError, InvalidRequest
+
+MAX_BYTES: Final = 512 << 10  # 128 functions of 4 KiB
+MAX_PROPERTIES: Final = 5000  # OpenAI's
+# Levels of objects and lists. A nested object of a schema is two of them: OpenAI allows ten.
+MAX_DEPTH: Final = 64
+MAX_ENUM_VALUES: Final = 5000  # five times OpenAI's
+# An object's optional properties may be left out in any way: compilers take time by the square of
+# their number. One object may have 512 of them, 128 functions may have 45 each.
+MAX_OPTIONAL_SQUARES: Final = 512 * 512
+# The digits of ``multipleOf``: an automaton of so many states.
+MAX_DIVISORS: Final = 1 << 16
+# Characters that all patterns match at most, each ``{m,n}`` written out.
+MAX_PATTERN_CHARS: Final = 1 << 14
+# Branches that hold all at once: what they allow together is found by multiplying them.
+MAX_ALL_OF: Final = 64
+# Different lengths that texts are held to, above ``FREE_LENGTH``. vLLM's compiler takes about a
+# second of a core for each.
+MAX_LENGTHS: Final = 8
+FREE_LENGTH: Final = 32
+
+_REPEAT: Final = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
+# A repeat, a class of characters, an escaped character, or any other one.
+_THINGS: Final = re.compile(
+    _REPEAT.pattern + r"|\[\^?\]?(?:\\.|[^\]\\]){0,250}+\]|\\.|.", re.DOTALL
+)
+
+
+class SchemaCount:
+    """What the schemas of one request have, counted one after the other."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_properties = 0
+        self.num_enum_values = 0
+        self.num_all_of = 0
+        self.optional_squares = 0
+        self.divisors = 0
+        self.pattern_chars = 0
+        self.lengths: set[tuple[str, int]] = set()
+
+    def add(self, field: str, schema: object) -> None:
+        """Count a schema in.
+
+        Raises:
+            FieldError: ``field`` makes it too much.
+        """
+        self.num_bytes += len(msgspec.json.encode(schema))
+        self._check(field, self.num_bytes, MAX_BYTES, "bytes of JSON")
+        for node, depth in _nodes(schema):
+            if depth > MAX_DEPTH:
+                raise FieldError(field, f"the JSON schema is nested over {MAX_DEPTH} levels deep")
+            if isinstance(node, dict):
+                self._count(node)
+        self._check_all(field)
+
+    def add_pattern(self, field: str, pattern: str) -> None:
+        """Count a pattern that stands alone. Raises ``FieldError``."""
+        self._count_pattern(pattern)
+        self._check_all(field)
+
+    def add_structured_outputs(self, wanted: Mapping[str, object]) -> None:
+        """Count vLLM's own field in: a schema, a pattern, choices or a grammar.
+
+        Raises:
+            FieldError: it is too much.
+        """
+        for name, value in wanted.items():
+            field = f"structured_outputs.{name}"
+            if name == "regex" and isinstance(value, str):
+                self.add_pattern(field, value)
+            elif name in ("json", "structural_tag") and isinstance(value, str):
+                try:
+                    self.add(field, msgspec.json.decode(value))
+                except (msgspec.DecodeError, RecursionError) as error:
+                    raise FieldError(field, f"it is no JSON: {error}") from error
+            else:
+                self.add(field, {"enum": value} if name == "choice" else value)
+
+    def check_lengths(self) -> None:
+        """Check what only vLLM's compiler takes long for. Raises ``InvalidRequest``."""
+        if len(self.lengths) > MAX_LENGTHS:
+            raise InvalidRequest(
+                f"The JSON schemas of this request hold texts to {len(self.lengths)} different"
+                f" lengths above {FREE_LENGTH} (maxLength, minLength, repeats of a pattern), and"
+                f" this engine takes {MAX_LENGTHS}: use fewer different ones."
+            )
+
+    def _count(self, node: dict[str, Any]) -> None:
+        if isinstance(named := node.get("properties"), dict):
+            needed = {x for x in _listed(node.get("required")) if isinstance(x, str)}
+            self.num_properties += len(named)
+            self.optional_squares += len(named.keys() - needed) ** 2
+        self.num_enum_values += len(_listed(node.get("enum")))
+        self.num_all_of += len(_listed(node.get("allOf")))
+        self.divisors += _digits(node.get("multipleOf"))
+        for name in ("minLength", "maxLength"):
+            if isinstance(length := node.get(name), int) and length > FREE_LENGTH:
+                self.lengths.add((name, length))
+        if isinstance(pattern := node.get("pattern"), str):
+            self._count_pattern(pattern)
+        if isinstance(by_pattern := node.get("patternProperties"), dict):
+            for pattern in by_pattern:
+                self._count_pattern(pattern)
+
+    def _count_pattern(self, pattern: str) -> None:
+        self.pattern_chars += pattern_chars(pattern)
+        bounds = (max(int(m), int(n or 0)) for m, n in _REPEAT.findall(pattern))
+        self.lengths.update(("pattern", x) for x in bounds if x > FREE_LENGTH)
+
+    def _check_all(self, field: str) -> None:
+        self._check(field, self.num_properties, MAX_PROPERTIES, "properties")
+        self._check(field, self.num_enum_values, MAX_ENUM_VALUES, "values of enums")
+        self._check(field, self.num_all_of, MAX_ALL_OF, "branches of allOf")
+        self._check(field, self.divisors, MAX_DIVISORS, "as the sum of multipleOf's digits")
+        self._check(field, self.pattern_chars, MAX_PATTERN_CHARS, "characters of patterns")
+        if self.optional_squares > MAX_OPTIONAL_SQUARES:
+            most = int(MAX_OPTIONAL_SQUARES**0.5)
+            raise FieldError(
+                field,
+                "the JSON schemas have too many optional properties: the squares of their number"
+                f" in each object make {self.optional_squares}, more than {MAX_OPTIONAL_SQUARES}"
+                f" ({most} in a single object): list more of them as required, or send fewer",
+            )
+
+    @staticmethod
+    def _check(field: str, number: int, most: int, what: str) -> None:
+        if number > most:
+            raise FieldError(
+                field, f"the JSON schemas of this request have {number} {what}, more than {most}"
+            )
+
+
+def pattern_chars(pattern: str) -> int:
+    """Count the characters that a pattern matches at most, with every ``{m,n}`` written out.
+
+    ``*`` and ``+`` count once. It is an estimate: what is no pattern at all counts by its length.
+    """
+    if len(pattern) > MAX_PATTERN_CHARS:
+        return len(pattern)
+    sums, last = [0], 0  # by depth of parentheses; of the last thing, which a repeat multiplies
+    for thing in _THINGS.finditer(pattern):
+        if thing[1]:
+            times = max(int(thing[1]), int(thing[2] or 0), 1)
+            sums[-1] += last * (times - 1)
+            last *= times
+        elif thing[0] == "(":
+            sums.append(0)
+        elif thing[0] == ")" and len(sums) > 1:
+            last = max(sums.pop(), 1)
+            sums[-1] += last
+        elif thing[0] not in "*+?|^$":
+            last = 1
+            sums[-1] += 1
+    return sum(sums)
+
+
+def _digits(divisor: object) -> int:
+    """Return a divisor without its decimal point: 25 for 0.25."""
+    if isinstance(divisor, int):
+        return abs(divisor)
+    if not isinstance(divisor, float):
+        return 0
+    return int(f"{divisor:.15g}".partition("e")[0].replace(".", "").lstrip("-0") or 0)
+
+
+def _nodes(schema: object) -> Iterator[tuple[object, int]]:
+    """Yield every object and list, and how deep it lies. Takes no recursion: it may be deep."""
+    waiting: list[tuple[object, int]] = [(schema, 1)]
+    while waiting:
+        node, depth = waiting.pop()
+        yield node, depth
+        inner: Iterable[object] = ()
+        if isinstance(node, dict):
+            inner = node.values()
+        elif isinstance(node, list):
+            inner = node
+        waiting += [(x, depth + 1) for x in inner if isinstance(x, dict | list)]
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
