@@ -39,7 +39,7 @@ class GrammarTrials:
         try:
             async with asyncio.timeout(SILENT_S):
                 verdict = await self._asked(body) or await self._asked(body)
-        except (TimeoutError, OSError):
+        except (TimeoutError, OSError, EOFError):  # the last: it ended before it was ready
             verdict = None
         except BaseException:  # cancelled: its client left
             await self._end()
