@@ -41,7 +41,7 @@ _THINGS: Final = re.compile(
 
 
 class SchemaCount:
-    """What the schemas of one request have, counted one after the other."""
+    """Counts what the schemas of one request have, one after the other."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

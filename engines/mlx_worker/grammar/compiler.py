@@ -105,7 +105,7 @@ class GrammarCompiler:
 
 
 class _KnownGrammars:
-    """What came of the texts that were tried lately, within so many bytes."""
+    """Remembers what came of the texts that were tried lately, within so many bytes."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[_Key, _Known] = OrderedDict()  # used last is last
