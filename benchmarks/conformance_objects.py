@@ -1,21 +1,26 @@
 """A pytest plug-in for ``conformance``: puts the objects that a client's tests name into our store.
 
-It runs in the environment of those tests, so it needs nothing that is not Python's own. The tests
-delete what they find; each of them gets all of it again.
+It runs in the environment of those tests, which has what sealing needs besides. The tests delete
+what they find; each of them gets all of it again.
 """
 
 from __future__ import annotations
 
-import json
+import hmac
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
-from gateway.stored.shelf import Entry, Item, Limits
+from gateway.stored.forms import Entry, Item, stored_form
+from gateway.stored.objects import Objects
+from gateway.stored.shelf import Kind, Limits, Steps
 from gateway.stored.sqlite_shelf import SqliteShelf
 
+T = TypeVar("T")
 TENANT = "local"  # the gateway's, without API keys
 LIMITS = Limits(tenant_bytes=1 << 26, max_age_s=86400.0)
 TEXT = {"type": "output_text", "text": "yes", "annotations": [], "logprobs": []}
@@ -55,27 +60,43 @@ CONVERSATION = {"id": "conv_123", "object": "conversation", "created_at": 1, "me
 RESPONSE_IDS = ("resp_677efb5139a88190b512bc3fef8e535d", "response_id", "resp_123")
 
 
-def _encoded(body: object) -> bytes:
-    return json.dumps(body).encode()
+def _item(body: dict[str, Any]) -> Item:
+    return Item(body["id"], msgspec.json.encode(body))
+
+
+def _done(steps: Steps[T]) -> T:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 @pytest.fixture(scope="session")
-def shelf() -> Iterator[SqliteShelf]:
-    opened = SqliteShelf(Path(os.environ["CONFORMANCE_DATABASE"]), LIMITS)
+def store() -> Iterator[Objects]:
+    path = Path(os.environ["CONFORMANCE_DATABASE"])
+    secret = (path.parents[1] / "secret").read_bytes()  # as ``Tenants.key_of`` uses it
+
+    def key_of(tenant: str, purpose: bytes) -> bytes:
+        return hmac.digest(secret, purpose + tenant.encode(), "sha256")
+
+    opened = Objects(SqliteShelf(path, LIMITS), key_of)
     yield opened
-    opened.close()
+    opened.shelf.close()
 
 
 @pytest.fixture(autouse=True)
-def objects(shelf: SqliteShelf) -> None:
-    items = [Item("msg_abc", _encoded(SAID))]
+def objects(store: Objects) -> None:
+    def put(kind: Kind, body: dict[str, Any], item: dict[str, Any]) -> None:
+        entry = Entry(kind, body["id"], body["id"], stored_form(kind, body))
+        _done(store.put(TENANT, entry, [_item(item)]))
+
     for id in RESPONSE_IDS:
-        body = _encoded({**RESPONSE, "id": id})
-        shelf.put(TENANT, Entry("response", id, id, body), items)
-    conversation = Entry("conversation", "conv_123", "conv_123", _encoded(CONVERSATION))
-    shelf.put(TENANT, conversation, items)
+        # The item that is asked for has the id of the one that is said.
+        said = {**SAID, "id": f"{id}-said"}
+        put("response", {**RESPONSE, "id": id, "output": [said]}, SAID)
+    put("conversation", CONVERSATION, SAID)
     # Their type of a stored message knows answers only.
     message = {"id": "completion_id-0", "role": "assistant", "content": "yes", "refusal": None}
-    asked = [Item("completion_id-0", _encoded(message))]
-    completion = Entry("completion", "completion_id", "completion_id", _encoded(COMPLETION))
-    shelf.put(TENANT, completion, asked)
+    put("completion", COMPLETION, message)

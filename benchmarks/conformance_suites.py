@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 NEEDS = ("pytest", "pytest-asyncio", "dirty-equals", "time-machine", "rich", "httpx2", "respx")
 MORE_NEEDS = ("Pillow", "nest-asyncio", "trustme", "http-snapshot[httpx]", "inline-snapshot")
+OURS = ("msgspec", "cryptography")  # what puts objects into our store needs
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Suite:
             _run(sys.executable, "-m", "venv", str(self._venv))
             client = f"{package}[aiohttp]=={self.client.version}"
             pip = [str(self._venv / "bin/python"), "-m", "pip", "install", "--quiet"]
-            _run(*pip, client, *NEEDS, *MORE_NEEDS)
+            _run(*pip, client, *NEEDS, *MORE_NEEDS, *OURS)
 
     def models(self) -> Iterator[str]:
         """Yield the models that the tests ask for."""

@@ -1,7 +1,7 @@
 """POST /v1/responses/compact: a conversation made short by a summary of the served model.
 
 What users, system and developer said stays as it is. Behind it stands one ``compaction`` item in
-place of all else: the summary, sealed for the tenant (``sealed_text``). Sent back as an item of a
+place of all else: the summary, sealed for the tenant (``stored.seal``). Sent back as an item of a
 later request, it is opened and told to the model. Nothing is stored here.
 
 The summary is a turn as any other, asked for behind the conversation as it stands, tools and all:
