@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install lint type imports test quick check bench reference site lock audit
+.PHONY: install lint type imports test quick check contract-vllm033 bench reference site lock audit
 
 install:
 	bash launch/install.sh test
@@ -24,6 +24,12 @@ quick:
 	bash launch/test.sh --quick
 
 check: lint type imports test
+
+# What of tests/vllm runs no model, on a release of vLLM that has no build for CPUs yet: its CUDA build,
+# without a device. 9 GB.
+contract-vllm033:
+	bash launch/install.sh vllm033
+	.venv-vllm033/bin/python -m pytest -o addopts=--import-mode=importlib tests/vllm
 
 bench: install
 	$(BIN)/python benchmarks/restore_ttft.py

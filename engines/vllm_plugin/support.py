@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from engines.about_vllm.environment import SUPPORTED
+from engines.about_vllm.environment import is_supported, supported_releases
 from engines.cache_classes import INDEX_ON_VLLM, LATENT_ON_CPU, NOTHING_GROWS_ON_VLLM
 from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.worker.paging import DTYPES
@@ -37,10 +37,10 @@ class Unsupported(ValueError):
 
 def check_version(version: str) -> None:
     """Raises ``Unsupported`` for a release of vLLM that the plug-in was not made for."""
-    if not version.startswith(SUPPORTED):
+    if not is_supported(version):
         raise Unsupported(
-            f"thermocline's plug-in is made for vLLM {SUPPORTED}*, this is {version}: its interface"
-            f" changes between releases; install vllm=={SUPPORTED}*, or start vLLM without it"
+            f"thermocline's plug-in is not made for vLLM {version}, whose interface changes between"
+            f" releases; install {supported_releases()}, or start vLLM without the plug-in"
         )
 
 

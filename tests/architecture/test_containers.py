@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.about_vllm.environment import SUPPORTED
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDER = ROOT / "launch" / "containers"
@@ -35,5 +37,7 @@ def test_vllms_interpreter_gets_what_the_plug_in_needs():
 
 def test_the_image_is_of_the_version_that_the_plug_in_is_made_for():
     image = re.findall(r"^FROM vllm/\S+:v(\S+)$", (FOLDER / "cuda.Dockerfile").read_text(), re.M)
-    pinned = re.findall(r"vllm==(\S+)\.\*", (ROOT / "launch" / "install.sh").read_text())
-    assert len(image) == len(pinned) == 1 and image[0].startswith(f"{pinned[0]}.")
+    script = (ROOT / "launch" / "install.sh").read_text()
+    pinned = re.findall(r"^ *vllm='vllm==(\S+)\*'$", script, re.MULTILINE)
+    assert tuple(pinned) == SUPPORTED
+    assert len(image) == 1 and image[0].startswith(pinned[0])

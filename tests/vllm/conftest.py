@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.config import StoreConfig
+from tests.foreign_warnings import FOREIGN
+from tests.vllm.rig.device import runs_models
 from tests.vllm.rig.engine import RealEngine
 from tests.vllm.rig.faulty_codec import Faults
 from tests.vllm.rig.tiny_model import VOCAB, write_tiny_model
 
+pytest.importorskip("torch", reason="vLLM lives in an environment of its own")
+if not runs_models():  # before vLLM looks for its platform
+    sys.path.append(str(Path(__file__).parent / "rig" / "without_device"))
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 MODEL_VARIABLE = "SAMPLE_MODEL"
@@ -23,6 +29,10 @@ DEAF_CONNECTOR = {  # ours, until a test deafens it
     "kv_connector": "DeafConnector",
     "kv_connector_module_path": "tests.vllm.rig.deaf_connector",
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", FOREIGN)
 
 
 def model_path() -> str:

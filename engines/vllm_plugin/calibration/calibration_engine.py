@@ -7,12 +7,12 @@ from typing import Any, Final
 import msgspec
 import vllm
 from vllm import EngineArgs, LLMEngine
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engines.calibration.messages import CalibrationOrder
 from engines.vllm_plugin.process.command import is_cpu_build, model_arguments
 from engines.vllm_plugin.process.server import first_sentence
+from engines.vllm_plugin.versions import make_arg_parser
 
 STEP_TOKENS: Final = 2048  # prefilled in one step; the scored tokens have to fit, too
 # Room beyond a prefix and the tokens scored behind it: a needle's question and one token of answer.

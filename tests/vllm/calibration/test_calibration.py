@@ -19,6 +19,7 @@ from engines.config import WRONG_SETTINGS, VllmConfig
 from kvstore.codecs.profile import load_profile
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.calibration_facts import CONTEXT, order
+from tests.vllm.rig.device import skip_without_device
 from tests.vllm.rig.engine import BLOCK, ROOT
 from tests.vllm.rig.session_facts import EARLIER
 from tests.vllm.rig.tiny_hybrids import write_gated_delta, write_recurrent, write_windowed
@@ -37,6 +38,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def facts_of(program: str, *words: str) -> dict[str, Any]:
     """What a program of the rig has seen."""
+    skip_without_device()
     command = [sys.executable, "-m", f"tests.vllm.rig.{program}", *words]
     done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("facts: ")] or [done.stderr]
@@ -112,6 +114,7 @@ FAMILIES: dict[str, tuple[Any, tuple[str, ...]]] = {
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> CalibrationOrder:
+    skip_without_device()
     write, args = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("family")
     (folder / "model").mkdir()
@@ -145,6 +148,7 @@ def test_a_context_without_a_state_is_refused(family):
 
 @pytest.fixture(scope="module")
 def matrices(tmp_path_factory: pytest.TempPathFactory) -> CalibrationOrder:
+    skip_without_device()
     folder = tmp_path_factory.mktemp("matrices")
     (folder / "model").mkdir()
     write_tokenizer(write_gated_delta(folder / "model"))

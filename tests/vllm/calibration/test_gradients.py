@@ -23,6 +23,7 @@ from engines.vllm_plugin.calibration.reference_check import MOST_ERROR, check_kv
 from engines.vllm_plugin.calibration.reference_model import read_folder
 from engines.vllm_plugin.calibration.reference_size import KEPT_FREE_BYTES, ModelSize, dtype_for
 from kvstore.shapes import KVPair
+from tests.vllm.rig.device import skip_without_device
 from tests.vllm.rig.engine import ROOT
 from tests.vllm.rig.tiny_families import FAMILIES
 
@@ -44,6 +45,7 @@ WORDS = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    skip_without_device()
     model = FAMILIES[request.param](tmp_path_factory.mktemp("model"))
     words = [sys.executable, "-m", "tests.vllm.rig.gradient_facts", str(model)]
     done = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)

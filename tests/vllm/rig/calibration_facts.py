@@ -72,11 +72,11 @@ def _difference(a: KVRun, b: KVRun) -> float:
 def _serving_fingerprint(model: str) -> str:
     """The fingerprint of the engine that ``thermocline serve`` would start."""
     from vllm import EngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from engines.config import EngineConfig, WorkerConfig
     from engines.vllm_plugin.process.command import command, is_cpu_build
+    from engines.vllm_plugin.versions import make_arg_parser
     from engines.vllm_plugin.worker.fingerprint import fingerprint
     from kvstore.config import StoreConfig
 

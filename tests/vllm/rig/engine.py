@@ -33,6 +33,7 @@ from engines.wire import (
 )
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
+from tests.vllm.rig.device import skip_without_device
 
 BLOCK = 32
 POOL_BLOCKS = 40  # room for two of the tests' sessions: a third one evicts for real
@@ -69,6 +70,7 @@ class RealEngine:
 
         ``prepare`` gets vLLM's whole configuration before the engine is made.
         """
+        skip_without_device()
         from vllm import EngineArgs, LLMEngine
         from vllm.config import KVTransferConfig
 

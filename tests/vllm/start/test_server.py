@@ -21,6 +21,7 @@ from kvstore.by_blocks.records import decode_block_record
 from kvstore.config import StoreConfig
 from kvstore.tiers.registry import open_tiers
 from tests.vllm.conftest import FAULTY_RAW, model_path
+from tests.vllm.rig.device import skip_without_device
 from tests.vllm.rig.faulty_codec import Faults
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -37,6 +38,7 @@ class Served:
     """The server and an event loop that lives as long as it does."""
 
     def __init__(self, folder: Path, codec: str) -> None:
+        skip_without_device()
         folder.chmod(0o700)
         self.store = StoreConfig(codec=codec, disk_path=str(folder / "cold"), ram_bytes=512 << 20)
         worker = WorkerConfig(

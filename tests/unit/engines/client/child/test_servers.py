@@ -240,15 +240,17 @@ def interpreter(folder: Path, **found: object) -> str:
     return str(python)
 
 
-def test_an_environment_that_has_all_of_it(tmp_path):
-    found = inspect_environment(interpreter(tmp_path))
-    assert (found.version, found.problem) == ("0.32.1", "")
+@pytest.mark.parametrize("release", ["0.32.1", "0.33.0"])
+def test_an_environment_that_has_all_of_it(tmp_path, release):
+    found = inspect_environment(interpreter(tmp_path, vllm=release))
+    assert (found.version, found.problem) == (release, "")
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"vllm": "0.33.0"}, "vLLM 0.33.0 is not supported; install vllm==0.32.*"),
+        ({"vllm": "0.31.0"}, "vLLM 0.31.0 is not supported; install vllm==0.32.* or vllm==0.33.*"),
+        ({"vllm": "0.330.0"}, "vLLM 0.330.0 is not supported"),
         ({"missing": ["lmdb"]}, "lacks lmdb"),
         ({"plugin": False}, "our plug-in is missing"),
     ],
