@@ -32,6 +32,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.device.accelerator import Cuda
 from engines.vllm_plugin.device.device_blocks import DeviceBlocks
 from engines.vllm_plugin.device.device_check import STAGING_BYTES, kernels_agree
 from engines.vllm_plugin.device.kv_views import view_groups
@@ -82,7 +83,8 @@ class Rig:
         groups = view_groups(self.cache)
         assert groups is not None
         self.layouts = StagingLayouts(groups, self.packer, BLOCK_TOKENS, self.cache.dtype)
-        self.blocks = DeviceBlocks(self.cache, self.layouts.of, self.store, STAGING_BYTES)
+        self.gpu = Cuda(device)
+        self.blocks = DeviceBlocks(self.cache, self.layouts.of, self.store, self.gpu, STAGING_BYTES)
         ids = torch.randperm(num_blocks)[: SESSION_TOKENS // BLOCK_TOKENS].tolist()
         hashes = [i.to_bytes(32, "little") for i in range(len(ids))]
         self.wanted = [Packing(x, ids[x.first_block : x.end_block]) for x in keys.whole(hashes)]
@@ -265,7 +267,7 @@ def main() -> int:
     for dim in options.dims:
         for layout in ("NHD", "HND"):
             rig = Rig(options.codec, dim, layout, device)
-            same = kernels_agree(rig.cache, rig.store)
+            same = kernels_agree(rig.gpu, rig.cache, rig.store)
             print(f"dim {dim}, {layout}: {'the same bytes as the host' if same else 'WRONG'}")
             right = right and same
             figures += speeds(rig, dim, layout, options.seconds)

@@ -22,7 +22,6 @@ from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout  # noqa: E402
-from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
 from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
 from engines.vllm_plugin.worker.blocks import Filling, Packing  # noqa: E402
@@ -37,6 +36,7 @@ from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.config import StoreConfig  # noqa: E402
 from kvstore.tiers.ram_tier import RamTier  # noqa: E402
 from tests.block_sessions import FINGERPRINT, hashes, ref  # noqa: E402
+from tests.lazy_device import device_here  # noqa: E402
 
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,8 +77,9 @@ class Rig:
         groups = view_groups(self.cache)
         assert groups is not None
         self.layouts = StagingLayouts(groups, packer, self.shape.block, self.cache.dtype)
-        self.device = DeviceBlocks(self.cache, self.layout_of, self.store, staging_bytes=1)
-        self.host = HostBlocks(self.cache, self.store, SideStream(DEVICE))
+        self.accelerator = device_here()
+        self.device = DeviceBlocks(self.cache, self.layout_of, self.store, self.accelerator, 1)
+        self.host = HostBlocks(self.cache, self.store, self.accelerator.stream())
 
     def layout_of(self, span: BlobSpan) -> StagingLayout:
         if self.is_broken and span.first_block:
@@ -305,9 +306,9 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
 @pytest.mark.parametrize("codec", ["tq3", "raw"])
 def test_the_kernels_prove_themselves_before_they_are_trusted(rigs, codec, monkeypatch):
     rig = opened(rigs, codec=codec, layers=1)
-    assert kernels_agree(rig.cache, rig.store)
+    assert kernels_agree(rig.accelerator, rig.cache, rig.store)
     monkeypatch.setattr(TritonRows, "pack", lambda *args: None)
-    assert kernels_agree(rig.cache, rig.store) == (codec == "raw")
+    assert kernels_agree(rig.accelerator, rig.cache, rig.store) == (codec == "raw")
 
 
 def test_memory_of_the_host_is_the_hosts_business(rigs):

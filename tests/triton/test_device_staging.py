@@ -11,13 +11,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from engines.vllm_plugin.device.staging import STEP, Region, StagingRing  # noqa: E402
+from tests.lazy_device import device_here  # noqa: E402
 
 pytestmark = pytest.mark.triton
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def ring(num_steps: int) -> StagingRing:
-    return StagingRing(num_steps * STEP, DEVICE, mirrored=True)
+    return StagingRing(num_steps * STEP, device_here(), has_twin=True)
 
 
 def test_regions_of_any_size_in_any_order_never_overlap():
@@ -64,7 +64,8 @@ def test_who_waits_is_woken_when_enough_has_come_back():
 def test_an_upload_reaches_the_twin():
     region = ring(1).take(100, wait=False)
     region.host.fill_(7)
+    assert not bool((region.device == 7).any())
     region.upload()
-    if DEVICE.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     assert bool((region.device == 7).all())

@@ -29,7 +29,6 @@ from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.layouts.layout_choice import StagingLayouts  # noqa: E402
 from engines.vllm_plugin.device.layouts.rate_layout import RateStagingLayout  # noqa: E402
 from engines.vllm_plugin.device.scratch_cache import scratch_for  # noqa: E402
-from engines.vllm_plugin.device.side_stream import SideStream  # noqa: E402
 from engines.vllm_plugin.worker.block_layout import SplitContent  # noqa: E402
 from engines.vllm_plugin.worker.blocks import Blocks, Filling  # noqa: E402
 from engines.vllm_plugin.worker.host_blocks import HostBlocks  # noqa: E402
@@ -44,6 +43,7 @@ from kvstore.codecs.rope import Rope  # noqa: E402
 from kvstore.config import StoreConfig  # noqa: E402
 from kvstore.tiers.ram_tier import RamTier  # noqa: E402
 from tests.block_sessions import FINGERPRINT, hashes  # noqa: E402
+from tests.lazy_device import device_here  # noqa: E402
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import (  # noqa: E402
     GOLDEN,
     codec_of,
@@ -86,8 +86,9 @@ class Rig:
         groups = view_groups(self.cache)
         assert groups is not None
         self.layouts = StagingLayouts(groups, packer, shape.block, self.cache.dtype)
-        self.device = DeviceBlocks(self.cache, self.layouts.of, self.store, staging_bytes=1)
-        self.host = HostBlocks(self.cache, self.store, SideStream(DEVICE))
+        self.accelerator = device_here()
+        self.device = DeviceBlocks(self.cache, self.layouts.of, self.store, self.accelerator, 1)
+        self.host = HostBlocks(self.cache, self.store, self.accelerator.stream())
 
     def spans(self, num_blocks: int) -> list[BlobSpan]:
         return self.store.keys.whole(hashes(list(range(4 * num_blocks))))
@@ -233,7 +234,7 @@ def test_what_codes_no_packer_writes_are_restored_as_by_the_host():
 def test_the_kernels_prove_themselves_on_all_layers(monkeypatch):
     """A calibrated codec knows the layers of its model only."""
     rig = Rig(Shape(layers=2))
-    assert kernels_agree(rig.cache, rig.store)
+    assert kernels_agree(rig.accelerator, rig.cache, rig.store)
     right = TritonRates.pack
 
     def wrong(self: TritonRates, run: RateRun, payload: torch.Tensor, places: RatePlaces) -> None:
@@ -241,7 +242,7 @@ def test_the_kernels_prove_themselves_on_all_layers(monkeypatch):
         payload[places.planes_at + 5] ^= 16
 
     monkeypatch.setattr(TritonRates, "pack", wrong)
-    assert not kernels_agree(rig.cache, rig.store)
+    assert not kernels_agree(rig.accelerator, rig.cache, rig.store)
 
 
 def test_layers_that_lie_in_one_block_are_tried_in_memory_of_their_size():
@@ -255,13 +256,13 @@ def test_layers_that_lie_in_one_block_are_tried_in_memory_of_their_size():
     assert [x.stride() for x in views] == [x.stride() for x in real]
     marks = [x.view(torch.int16).fill_(i) for i, x in enumerate(views)]  # none is in another
     assert all(bool((x == i).all()) for i, x in enumerate(marks))
-    assert kernels_agree(rig.cache, rig.store)
+    assert kernels_agree(rig.accelerator, rig.cache, rig.store)
 
 
 def test_kernels_that_restore_wrong_values_are_found_out(monkeypatch):
     rig = Rig(Shape())
     monkeypatch.setattr(TritonRates, "unpack", lambda *args: None)
-    assert not kernels_agree(rig.cache, rig.store)
+    assert not kernels_agree(rig.accelerator, rig.cache, rig.store)
 
 
 @pytest.mark.parametrize(("dim", "rope"), [(80, None), (96, rope_of(96))])
@@ -287,9 +288,9 @@ def test_the_kernels_take_over_once_dense3_is_adopted():
     rig = Rig(Shape())
     calibrated = rig.codec
     rig.store.adopt(CodecSet.one(codec_by_name("raw")), keep=True)
-    on_device = proven_blocks(rig.cache, rig.store)
+    on_device = proven_blocks(rig.accelerator, rig.cache, rig.store)
     assert on_device is not None
-    prove = partial(proven_blocks, rig.cache, rig.store)
+    prove = partial(proven_blocks, rig.accelerator, rig.cache, rig.store)
     blocks = CheckedBlocks(on_device, rig.host, rig.store, prove)
     rig.store.adopt(CodecSet.one(calibrated), keep=True)
     ids = [7, 2]

@@ -54,8 +54,12 @@ class _Checked:
     transfer: DeviceTransfer
     codec: str
 
-    def takes(self, filling: Filling) -> bool:
-        return filling.span.is_tail or codec_in(filling.blob) == self.codec.encode()
+    def packs(self, packing: Packing) -> bool:
+        return packing.lineage is FRESH and not packing.span.is_part
+
+    def fills(self, filling: Filling) -> bool:
+        is_ours = filling.span.is_chunk and codec_in(filling.blob) == self.codec.encode()
+        return filling.span.is_tail or is_ours
 
 
 class CheckedBlocks:
@@ -95,21 +99,18 @@ class CheckedBlocks:
             self._check_soon(codec)
         if rows is not None or codec != checked.codec:
             return self._on_host.pack(wanted, ready, rows)
-        kept = [x for x in wanted if x.lineage is not FRESH]
-        rest = [x for x in wanted if x.lineage is FRESH]
-        futures = dict(
-            zip(
-                (x.span for x in (*kept, *rest)),
-                (*self._on_host.pack(kept, ready), *checked.transfer.pack(rest, ready)),
-                strict=True,
-            )
-        )
+        by_device = [x for x in wanted if checked.packs(x)]
+        by_host = [x for x in wanted if not checked.packs(x)]
+        packing = self._on_host.pack(by_host, ready) if by_host else []
+        packing += checked.transfer.pack(by_device, ready)
+        spans = (x.span for x in (*by_host, *by_device))
+        futures = dict(zip(spans, packing, strict=True))
         return [futures[x.span] for x in wanted]
 
     def fill(self, wanted: Sequence[Filling], ready: object) -> set[int]:
         checked = self._checked
-        by_device = [x for x in wanted if checked.takes(x)]
-        by_host = [x for x in wanted if not checked.takes(x)]
+        by_device = [x for x in wanted if checked.fills(x)]
+        by_host = [x for x in wanted if not checked.fills(x)]
         filled = checked.transfer.fill(by_device, ready)
         return filled | (self._on_host.fill(by_host, ready) if by_host else set())
 

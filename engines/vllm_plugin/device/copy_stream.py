@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.device.accelerator import Stream, sent
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout, TokenRun
-from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.device.staging import Region, StagingRing
 from kvstore.by_blocks.names import BlobSpan
 from kvstore.by_blocks.store import BlockStore
@@ -18,19 +17,13 @@ from kvstore.by_blocks.store import BlockStore
 
 @dataclass(frozen=True, eq=False)
 class CopyStream:
-    """The resources of one direction: a save must not wait behind a restore, nor the reverse.
-
-    Attributes:
-        launching: held during launches, shared by both directions. Triton's interpreter, which
-            tests use, runs one kernel at a time; on a GPU a launch takes microseconds.
-    """
+    """The resources of one direction: a save must not wait behind a restore, nor the reverse."""
 
     store: BlockStore
     layout_of: Callable[[BlobSpan], StagingLayout]
     ring: StagingRing
-    side_stream: SideStream
+    side_stream: Stream
     device: torch.device
-    launching: threading.Lock
 
     def first_token(self, span: BlobSpan) -> int:
         """Return the session's number of the first token of ``span``."""
@@ -41,10 +34,7 @@ class CopyStream:
 
         On CUDA that is one small copy for a whole save or load, which nobody waits for.
         """
-        table = torch.tensor(block_ids, dtype=torch.int64)
-        if self.device.type != "cuda":
-            return table
-        return table.pin_memory().to(self.device, non_blocking=True)
+        return sent(torch.tensor(block_ids, dtype=torch.int64), self.device)
 
     def run_of(self, copy: InFlight, blocks: Tensor) -> TokenRun:
         """Return the tokens of a blob; ``blocks`` is the ``table`` of its save or load."""

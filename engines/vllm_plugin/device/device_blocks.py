@@ -9,15 +9,14 @@ direction has a stream of its own; nothing is asked of the model's stream, and n
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from engines.vllm_plugin.device.accelerator import Accelerator
 from engines.vllm_plugin.device.copy_stream import CopyStream
 from engines.vllm_plugin.device.device_load import DeviceLoad
 from engines.vllm_plugin.device.device_save import DeviceSave
 from engines.vllm_plugin.device.layouts.staging_layout import StagingLayout
-from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.device.staging import StagingRing
 from engines.vllm_plugin.worker.blocks import Filling, Packing
 from engines.vllm_plugin.worker.paging import PagedCache
@@ -38,23 +37,22 @@ class DeviceBlocks:
         cache: PagedCache,
         layout_of: Callable[[BlobSpan], StagingLayout],
         store: BlockStore,
+        accelerator: Accelerator,
         staging_bytes: int,
     ) -> None:
         self._cache = cache
         keys = store.keys
         chunk_bytes = keys.chunk_blocks * keys.block_tokens * cache.layout.bytes_per_token
         nbytes = max(staging_bytes, 2 * chunk_bytes)
-        launching = threading.Lock()
         self._saving, self._loading = (
             CopyStream(
                 store=store,
                 layout_of=layout_of,
-                ring=StagingRing(nbytes, cache.device, mirrored=mirrored),
-                side_stream=SideStream(cache.device),
+                ring=StagingRing(nbytes, accelerator, has_twin=has_twin),
+                side_stream=accelerator.stream(),
                 device=cache.device,
-                launching=launching,
             )
-            for mirrored in (False, True)
+            for has_twin in (False, True)
         )
 
     @property

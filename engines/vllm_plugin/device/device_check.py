@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.device.accelerator import Accelerator, NoStream, accelerator_of
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks, DeviceTransfer
 from engines.vllm_plugin.device.scratch_cache import scratch_for
-from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.worker.block_layout import StridedView
 from engines.vllm_plugin.worker.blocks import Blocks, Filling, Packing
 from engines.vllm_plugin.worker.host_blocks import SPARE_BYTES, HostBlocks
@@ -35,24 +34,33 @@ STAGING_BYTES: Final = 64 << 20  # for each direction
 
 def blocks_for(cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BYTES) -> Blocks:
     """Choose the host for memory of the host; on CUDA, the kernels if they work."""
-    on_host = HostBlocks(cache, store, SideStream(cache.device), spare_bytes)
-    if cache.device.type != "cuda":
-        return on_host
-    on_device = proven_blocks(cache, store)
-    if on_device is None:
-        return on_host
-    return CheckedBlocks(on_device, on_host, store, partial(proven_blocks, cache, store))
+    accelerator = accelerator_of(cache.device)
+    if accelerator is None:
+        return HostBlocks(cache, store, NoStream(), spare_bytes)
+    return blocks_on(accelerator, cache, store, spare_bytes)
 
 
-def proven_blocks(cache: PagedCache, store: BlockStore) -> DeviceTransfer | None:
+def blocks_on(
+    accelerator: Accelerator, cache: PagedCache, store: BlockStore, spare_bytes: int = SPARE_BYTES
+) -> Blocks:
+    """Choose the kernels of this device if they work, else the host."""
+    on_host = HostBlocks(cache, store, accelerator.stream(), spare_bytes)
+    prove = partial(proven_blocks, accelerator, cache, store)
+    on_device = prove()
+    return on_host if on_device is None else CheckedBlocks(on_device, on_host, store, prove)
+
+
+def proven_blocks(
+    accelerator: Accelerator, cache: PagedCache, store: BlockStore
+) -> DeviceTransfer | None:
     """Make the device's half for the store's present codec; None, with a warning, if it is wrong.
 
     On any thread: it uses a stream of its own.
     """
     try:
-        with _own_stream(cache.device):
-            on_device = device_blocks(cache, store)
-            if on_device is not None and kernels_agree(cache, store):
+        with accelerator.apart():
+            on_device = device_blocks(accelerator, cache, store)
+            if on_device is not None and kernels_agree(accelerator, cache, store):
                 return on_device
         reason = "the kernels cannot address this cache" if on_device is None else "they are wrong"
     except Exception as error:  # of a compiler, a driver, a missing package: any kind
@@ -61,16 +69,11 @@ def proven_blocks(cache: PagedCache, store: BlockStore) -> DeviceTransfer | None
     return None
 
 
-def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Make another stream, and its device, those of this thread for a while."""
-    if device.type != "cuda":
-        return nullcontext()
-    stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream(device))
-    return stream
-
-
 def device_blocks(
-    cache: PagedCache, store: BlockStore, staging_bytes: int = STAGING_BYTES
+    accelerator: Accelerator,
+    cache: PagedCache,
+    store: BlockStore,
+    staging_bytes: int = STAGING_BYTES,
 ) -> DeviceTransfer | None:
     """Make the device's half; None if kernels cannot address the cache.
 
@@ -85,10 +88,10 @@ def device_blocks(
     if groups is None:
         return None
     layouts = StagingLayouts(groups, store.packer, store.keys.block_tokens, cache.dtype)
-    return DeviceBlocks(cache, layouts.of, store, staging_bytes)
+    return DeviceBlocks(cache, layouts.of, store, accelerator, staging_bytes)
 
 
-def kernels_agree(cache: PagedCache, store: BlockStore) -> bool:
+def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: BlockStore) -> bool:
     """Tell whether kernels and host make the same blobs and fill blocks with the same bits."""
     chunk, per_block = store.keys.chunk_blocks, store.keys.block_tokens
     codec = store.packer.codec
@@ -97,8 +100,8 @@ def kernels_agree(cache: PagedCache, store: BlockStore) -> bool:
     packer = Packer(codec, scratch.layout, "")
     aside = BlockStore(StoreConfig(num_threads=1), packer, keys, "", [])
     try:
-        on_device = device_blocks(scratch, aside, staging_bytes=0)
-        on_host = HostBlocks(scratch, aside, SideStream(cache.device))
+        on_device = device_blocks(accelerator, scratch, aside, staging_bytes=0)
+        on_host = HostBlocks(scratch, aside, accelerator.stream())
         return on_device is not None and _same(scratch, keys, on_device, on_host)
     finally:
         aside.close()

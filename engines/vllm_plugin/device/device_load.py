@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -96,10 +97,10 @@ class DeviceLoad:
         self._opening.popleft()
         self._in_flight.append(copy)
         if kept is not None:
-            copy.region.upload()
-            with self._copy_stream.launching:
-                run = self._copy_stream.run_of(copy, blocks)
-                copy.layout.write(run, copy.region.device, kept)
+            run = self._copy_stream.run_of(copy, blocks)
+            self._copy_stream.side_stream.ask(copy.region.upload)
+            write = partial(copy.layout.write, run, copy.region.device, kept)
+            self._copy_stream.side_stream.ask(write)
             self._filled.update(copy.block_ids)
         copy.wait_done = self._copy_stream.side_stream.completion()
 

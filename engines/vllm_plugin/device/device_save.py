@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from torch import Tensor
 
@@ -50,9 +51,9 @@ class DeviceSave:
             self._finish_oldest()
 
     def _read(self, copy: InFlight, blocks: Tensor) -> None:
-        with self._copy_stream.launching:
-            # Straight into the host's memory: packed rows are a fifth of what a copy would move.
-            copy.layout.read(self._copy_stream.run_of(copy, blocks), copy.region.host)
+        run = self._copy_stream.run_of(copy, blocks)
+        # Straight into the host's memory: packed rows are a fifth of what a copy would move.
+        self._copy_stream.side_stream.ask(partial(copy.layout.read, run, copy.region.host))
         copy.wait_done = self._copy_stream.side_stream.completion()
 
     def _take_region(self, layout: StagingLayout) -> Region:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from engines.vllm_plugin.device.accelerator import Accelerator
 
 STEP: Final = 256  # regions begin at multiples of so many bytes
 
@@ -26,7 +27,7 @@ class Region:
 
     Attributes:
         host: uint8 (nbytes,), in pinned host memory.
-        device: uint8 (nbytes,), its mirror in device memory, or ``host`` itself without one.
+        device: uint8 (nbytes,), its twin in device memory, or ``host`` itself without one.
     """
 
     start: int
@@ -42,7 +43,7 @@ class Region:
         return array
 
     def upload(self) -> None:
-        """Start one copy to the mirror, on the current stream."""
+        """Start one copy to the twin, on the current stream."""
         if self.device is not self.host:
             self.device.copy_(self.host, non_blocking=True)
 
@@ -51,18 +52,14 @@ class StagingRing:
     """Hands out regions of one arena. Thread-safe.
 
     Args:
-        mirrored: on CUDA, regions have a mirror in device memory.
+        has_twin: regions have a twin in device memory.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, *, mirrored: bool) -> None:
-        on_gpu = device.type == "cuda"
+    def __init__(self, nbytes: int, accelerator: Accelerator, *, has_twin: bool) -> None:
         self._nbytes = nbytes
         # Zeros: right bytes of before must not vouch for a kernel that writes none.
-        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
-        mirror = mirrored and on_gpu
-        self._device = (
-            torch.zeros(nbytes, dtype=torch.uint8, device=device) if mirror else self._host
-        )
+        self._host = accelerator.pinned(nbytes)
+        self._device = accelerator.twin(nbytes) if has_twin else self._host
         self._regions: deque[Region] = deque()  # in the order of the ring
         self._changed = threading.Condition()
 
@@ -81,8 +78,8 @@ class StagingRing:
             if start is None:
                 return None
             host = self._host[start : start + nbytes]
-            mirror = host if self._device is self._host else self._device[start : start + nbytes]
-            region = Region(start, start + size, host, mirror)
+            twin = host if self._device is self._host else self._device[start : start + nbytes]
+            region = Region(start, start + size, host, twin)
             self._regions.append(region)
             return region
 

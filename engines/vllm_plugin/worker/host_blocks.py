@@ -50,7 +50,7 @@ class BlockAccess(Protocol):
 
 
 class DeviceStream(Protocol):
-    """Puts copies in order with the model's work on a device (``device.side_stream``)."""
+    """Puts copies in order with the model's work on a device (``device.accelerator``)."""
 
     def mark(self) -> object:
         """A mark behind all work that the model has given to the device so far."""

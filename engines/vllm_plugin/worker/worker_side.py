@@ -19,8 +19,8 @@ from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.measuring.trials import least_context
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.device.accelerator import stream_of
 from engines.vllm_plugin.device.device_check import blocks_for
-from engines.vllm_plugin.device.side_stream import SideStream
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.possible import unmeasurable
@@ -180,7 +180,7 @@ def open_worker_side(
     staging = StagingArea()
     blocks = blocks_for(cache, store, config.save_queue_bytes // SPARE_SHARE)
     if states is not None:
-        blocks = StatefulBlocks(blocks, states, store, SideStream(cache.device))
+        blocks = StatefulBlocks(blocks, states, store, stream_of(cache.device))
     transfer = Transfer(blocks, store, staging, config.save_queue_bytes)
     packed = packed_bytes_per_token(store)
     client = ForwardClient(rank, lambda order: link.send(order))

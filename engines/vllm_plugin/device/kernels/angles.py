@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.device.accelerator import sent
 from kvstore.codecs.rope import Rope, angle_tables
 
 KEPT: Final = 256  # tables; of chunks of 32 tokens and heads of 128 channels 4 MB
@@ -38,7 +39,4 @@ class Angles:
         for table, rope in zip(tables, self._ropes, strict=False):
             for part, values in zip(table, angle_tables(rope, position, count), strict=True):
                 part[:, : values.shape[1]] = values
-        found = torch.from_numpy(tables)
-        if self._device.type != "cuda":
-            return found.to(self._device)
-        return found.pin_memory().to(self._device, non_blocking=True)
+        return sent(torch.from_numpy(tables), self._device)
