@@ -1,4 +1,4 @@
-"""What comes before what on a device: nothing before its mark, nothing given back before it is done.
+"""The order of work on a device: nothing before its mark, nothing given back before it is done.
 
 On a device that does nothing before it is waited for; a GPU cannot be made to be late.
 """
