@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,27 @@ def test_the_control_plane_stays_light(module):
 
 def test_help_needs_neither_the_server_nor_the_http_client():
     assert not loaded_by("launch.cli.main") & {"fastapi", "aiohttp", "numpy"}
+
+
+def test_what_the_command_line_does_compiles_nothing(tmp_path):
+    """So it needs no private folder for that, as engines do (decision 56)."""
+    config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 99}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from launch.cli.main import app\n"
+        "for words in (['plan', sys.argv[1]], ['plan', '--machines', sys.argv[1]],\n"
+        "              ['doctor', '--model', sys.argv[1], '--set', 'engine.kind=mlx']):\n"
+        "    print(CliRunner().invoke(app, words).output, file=sys.stderr)\n"
+        "print(*sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "what each codec would take" in done.stderr and "for this user alone" in done.stderr
+    assert not set(done.stdout.split()) & {*HEAVY, "llvmlite"}
 
 
 def test_the_gateway_process_imports_no_codec_before_one_is_chosen():

@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 
 from kvstore.tiers.disk.folder import DiskFolder
+from launch.serve.preflight import sole_server
 from tests.integration.launch.test_serve import Server
 from tests.integration.tiny_models import write_model
 
@@ -162,6 +163,19 @@ def test_nobody_hangs_while_the_disk_folder_is_waited_for(tmp_path, folder):
             socket.create_connection(("127.0.0.1", port), timeout=10)
         waiting.kill()
     disk.release(clean=False)
+
+
+def test_a_second_server_on_a_data_folder_is_told_at_once(tmp_path, folder):
+    """A server that runs holds both: its engine the tier, itself the folder."""
+    disk = DiskFolder(tmp_path / "data" / "cold")
+    with sole_server(tmp_path / "data"):
+        code, why, log = refused(tmp_path, "--model", folder)
+    disk.release(clean=False)
+    assert (
+        code == 1
+        and f"{tmp_path}/data belongs to a server that runs (process {os.getpid()})" in why
+    )
+    assert "waiting up to" not in log
 
 
 def test_a_url_that_is_not_of_redis(tmp_path, folder):
