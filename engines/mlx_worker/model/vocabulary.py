@@ -98,12 +98,18 @@ class Vocabulary:
         live.offset = len(live.text)
         return live, 0 if "\ufffd" in owed else len(owed)
 
-    def _marker_ids(self) -> set[int]:
-        """Ids of the special tokens by which reasoning and tool calls are told apart."""
+    @property
+    def markers(self) -> frozenset[str]:
+        """The texts around reasoning and tool calls, which are parts of a model's own words."""
         tokenizer = self.tokenizer
         markers = [tokenizer.think_start, tokenizer.think_end]
         markers += [tokenizer.tool_call_start, tokenizer.tool_call_end]
-        markers += list(tokenizer.structural_markers)
+        return frozenset(text for text in markers if text)
+
+    def _marker_ids(self) -> set[int]:
+        """Ids of the special tokens by which reasoning and tool calls are told apart."""
+        tokenizer = self.tokenizer
+        markers = [*self.markers, *tokenizer.structural_markers]
         for edges in tokenizer.response_transitions.values():
             markers += [text for text, _ in edges]
         encode = tokenizer.encode

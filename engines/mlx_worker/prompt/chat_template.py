@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
+from engines.host.control_tokens import ControlTokens
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.tools import (
     ChatMessage,
@@ -48,6 +50,7 @@ class PromptWriter:
         self._tokenizer = vocabulary.tokenizer
         self._max_context = max_context
         self._knows_tools = template_knows_tools(self._tokenizer)
+        self._controls = ControlTokens(self._tokenizer, vocabulary.markers)
 
     def text(self, text: str) -> list[int]:
         """Token ids of a text completion's prompt, at least one.
@@ -87,7 +90,7 @@ class PromptWriter:
         messages = self._messages(request, plan)
         # Only templates that know tools are told of them.
         tools = list(plan.tools) if self._knows_tools and plan.tools else None
-        options = {"tools": tools, **_options(request)}
+        options = self._controls.marked_value({"tools": tools, **_options(request)})
         text = self._render(messages, True, options)
         self._check_size(text, "messages")
         ids = self.checked(self._encode(text), "messages")
@@ -98,8 +101,10 @@ class PromptWriter:
 
     def _messages(self, request: ChatRequest, plan: ToolPlan) -> list[ChatMessage]:
         if self._knows_tools:
-            return template_messages(request.messages)
-        return plain_messages(request.messages, plan.tools)
+            messages = template_messages(request.messages)
+        else:
+            messages = plain_messages(request.messages, plan.tools)
+        return self._controls.marked(messages)
 
     def _render(
         self, messages: Sequence[ChatMessage], answer: bool, options: dict[str, Any]
@@ -113,8 +118,8 @@ class PromptWriter:
             ) from error
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        return self._controls.encode(text, encode)
 
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit, before the tokenizer spends seconds on it."""

@@ -26,6 +26,7 @@ USAGE: Final = 2  # argparse's
 def main() -> int:
     folder = Path(os.environ[FOLDER_VARIABLE])
     forget_refusal(folder)
+    _write_prompts_plainly()
     try:
         # Like python -m: processes that vLLM spawns look for the main module by its name.
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
@@ -44,6 +45,14 @@ def main() -> int:
         _say(refusal)
         return WRONG_SETTINGS
     return 0
+
+
+def _write_prompts_plainly() -> None:
+    try:
+        from engines.vllm_plugin.process.plain_renderer import register
+    except ImportError:  # vLLM cannot be started, either, and says it better
+        return
+    register()
 
 
 def first_sentence(text: str) -> str:

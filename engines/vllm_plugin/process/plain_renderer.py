@@ -1,0 +1,73 @@
+"""Keeps users' spellings of control tokens plain text in vLLM's prompts (``host.control_tokens``).
+
+vLLM's registry of renderers names the class that writes the prompts of a kind of tokenizer; ours
+extends the one for tokenizers of ``transformers``. Other kinds (Mistral's own, harmony's) keep
+their renderers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from vllm.renderers.hf import HfRenderer
+from vllm.renderers.registry import RENDERER_REGISTRY
+
+from engines.host.control_tokens import ControlTokens
+
+_KIND: Final = "hf"
+
+
+class PlainRenderer(HfRenderer):  # type: ignore[misc]
+    """Marks what users spell before the chat template, and encodes marks as plain text."""
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self._controls = ControlTokens(tokenizer)
+
+    def render_messages(self, messages: list[Any], params: Any) -> Any:
+        marked, by = self._marked(messages, params)
+        conversation, prompt = super().render_messages(marked, by)
+        return self._controls.unmarked(conversation), prompt
+
+    async def render_messages_async(self, messages: list[Any], params: Any) -> Any:
+        marked, by = self._marked(messages, params)
+        conversation, prompt = await super().render_messages_async(marked, by)
+        return self._controls.unmarked(conversation), prompt
+
+    def _marked(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
+        given = [_opened(x) for x in messages]
+        kwargs = self._controls.marked_value(params.chat_template_kwargs)
+        return self._controls.marked(given), replace(params, chat_template_kwargs=kwargs)
+
+    def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
+        text = prompt["prompt"]
+        if not self._controls.has_marks(text):
+            return super()._tokenize_prompt(prompt, params)
+        tokenizer = self.get_tokenizer()
+        # A truncated prompt would lack tokens that are looked for; its length is checked later.
+        options = {**params.get_encode_kwargs(), "truncation": False, "max_length": None}
+        ids = self._controls.encode(text, lambda x: list(tokenizer(x, **options)["input_ids"]))
+        return self._build_tokens_prompt(ids, {**prompt, "prompt": self._controls.unmarked(text)})
+
+
+def _opened(message: Any) -> Any:
+    """Return a message whose calls have arguments without escapes, which would hide a spelling."""
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function") or {})
+        if isinstance(written := function.get("arguments"), str) and "\\" in written:
+            with suppress(ValueError):  # no JSON: templates get it as it is
+                function["arguments"] = json.dumps(json.loads(written), ensure_ascii=False)
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def register() -> None:
+    """Have vLLM's server write prompts with it. Call it before the server begins."""
+    RENDERER_REGISTRY.register(_KIND, __name__, PlainRenderer.__name__)
