@@ -17,8 +17,7 @@ from kvstore.shapes import KVLayer
 HOT_CODECS: Final[Mapping[str, int]] = {"tq3": 3, "tq4": 4}
 
 # At least NUM_RECENT and less than NUM_RECENT + BLOCK of the newest tokens stay unpacked. The
-# packed part ends at a multiple of BLOCK tokens, so with a chunk of the cold store or before it. So
-# the tail, which the cold store keeps exactly, was never packed with loss.
+# packed part ends at a multiple of BLOCK tokens, so a row's bytes do not depend on its company.
 NUM_RECENT: Final = 64
 BLOCK: Final = 64
 MOST_EXACT: Final = NUM_SINKS + NUM_RECENT + BLOCK  # tokens of one session, between two calls

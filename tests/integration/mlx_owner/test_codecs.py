@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.mlx_worker.sessions.hot_sessions import HotSession
-from kvstore.blobs.chain import CHUNK, RECORD
+from kvstore.blobs.chain import CHUNK, RECORD, TAIL
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import codec_in
 from kvstore.codecs.presets import codec_by_name
@@ -25,8 +25,8 @@ def hot(it: Engine, ref: SessionRef) -> HotSession:
     return found
 
 
-def codecs_in(it: Engine, tier: int) -> list[str]:
-    return sorted(codec_in(x).decode() for _, x in it.tiers[tier].scan(CHUNK))
+def codecs_in(it: Engine, tier: int, kind: bytes = CHUNK) -> list[str]:
+    return sorted(codec_in(x).decode() for _, x in it.tiers[tier].scan(kind))
 
 
 def evict_all(it: Engine) -> None:
@@ -53,17 +53,19 @@ async def test_a_woken_session_whose_copies_are_gone_is_kept_as_rows(tmp_path: P
         history = await asleep(it, one, text(1, 300))
         second = await it.turn(history + NEW, one)
         await it.settled()
-        assert cached(second) == "cold-ram; tokens=308" and hot(it, one).lossy_tokens == 256
+        assert cached(second) == "cold-ram; tokens=308" and hot(it, one).lossy_tokens == 308
         evict_all(it)
         longer = history + NEW + second.tokens + NEW
         third = await it.turn(longer, one)  # hot all the while
         await it.settled()
         assert cached(third).startswith("hot")
+        # What was computed since is packed: the next tail's rows.
         assert codecs_in(it, 0) == codecs_in(it, 1) == ["restored16.1"] * 2
+        assert codecs_in(it, 0, TAIL) == codecs_in(it, 1, TAIL) == ["segments.1"]
         await it.demote_all()
         again = await it.turn(longer + third.tokens + NEW, one)
         await it.settled()
-        assert hot(it, one).lossy_tokens == 256  # and so it stays
+        assert hot(it, one).lossy_tokens == len(longer + third.tokens)
     assert cached(again).startswith("cold-ram")
 
 
@@ -74,13 +76,13 @@ async def test_an_edit_in_the_middle_of_a_restored_chunk(tmp_path: Path, prefetc
         history = await asleep(it, one, text(1, 300))
         if prefetched:
             assert (await it.verbs.prefetch(one)).report is not None
-            assert hot(it, one).lossy_tokens == 256
+            assert hot(it, one).lossy_tokens == 308
         edited = history[:200] + text(2, 150)
         answer = await it.turn(edited, one)
         await it.settled()
         assert cached(answer).split(";")[1] == " tokens=200"
         assert hot(it, one).lossy_tokens == 200
-        assert codecs_in(it, 0).count("restored16.1") == 1  # the chunk of tokens 128 .. 256
+        assert codecs_in(it, 0).count("segments.1") == 1  # the chunk of tokens 128 .. 256
         assert it.store.stats().counters["chunks_kept"] == 1
         borrower = await it.turn(edited[:180] + text(3, 40), session("two"))
         await it.settled()
@@ -124,4 +126,4 @@ async def test_another_codec_is_adopted_between_two_turns(tmp_path: Path) -> Non
         await it.demote_all()
         await it.turn(history + text(4, 150) + answer.tokens + NEW, one)
         await it.settled()
-        assert hot(it, one).lossy_tokens == 384
+        assert hot(it, one).lossy_tokens == len(history) + 150 + len(answer.tokens)
