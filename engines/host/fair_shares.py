@@ -68,6 +68,16 @@ class FairShares:
         if tenant in self._present:
             self._tokens[tenant] = self.tokens(tenant) + num_tokens
 
+    def owed(self, tenant: str) -> float:
+        """Return for how many times as long as a tenant's last work the others' is to go on.
+
+        That is by their weights; 0 for a tenant that is ahead of none.
+        """
+        others = [x for x in self._present if x != tenant]
+        if all(self.count(tenant) <= self.count(x) for x in others):
+            return 0.0
+        return sum(map(self._weight, others)) / self._weight(tenant)
+
     def tokens(self, tenant: str) -> float:
         """Return what a tenant was served since it is here, not by weight."""
         return self._tokens.get(tenant, 0.0)

@@ -2,13 +2,15 @@
 
 Tenants take turns, see ``tenant_line``. A step is as long as one of a prefill, and stands between
 two rounds of the batches: so answers go on meanwhile. Its tokens count as those of the tenant's
-prompts do. A text of several steps holds KV, which counts in no budget: it begins only when no
-request lacks memory or waits.
+prompts do, and while that tenant is ahead of another, the engine is the other's between two steps,
+for as long as its share is. A text of several steps holds KV, which counts in no budget: it begins
+only when no request lacks memory or waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +30,7 @@ T = TypeVar("T")
 MAX_WAITING: Final = 64  # requests
 NOBODY: Final = Payer()
 LOOK_AGAIN_S: Final = 0.05
+MAX_PAUSE_S: Final = 5.0  # between two steps, however large the others' shares are
 
 
 class Embedder:
@@ -37,10 +40,17 @@ class Embedder:
         patience_s: for how long a text waits until no request lacks memory.
     """
 
-    def __init__(self, owner: Owner, step: int, patience_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        step: int,
+        patience_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._owner = owner
         self._step = step
         self._patience_s = patience_s
+        self._clock = clock
         self._inner = inner_of(owner.loaded.model)
         self._pooling = pooling_of(owner.loaded.path)
         self._line = TenantLine(MAX_WAITING)
@@ -64,9 +74,10 @@ class Embedder:
             vectors = []
             for text in texts:
                 async with self._line.turn(payer, len(text)):
-                    vector = await self._of(text, payer)
+                    vector, pause_s = await self._of(text, payer)
                 vectors.append(cut(vector, asked.dimensions))
                 check_size(vectors[0], len(texts))
+                await asyncio.sleep(pause_s)
             return vectors
 
     @contextmanager
@@ -79,18 +90,26 @@ class Embedder:
         finally:
             owner.post(lambda: owner.parts.shares.leave(payer.tenant))
 
-    async def _of(self, text: Sequence[int], payer: Payer) -> Vector:
+    async def _of(self, text: Sequence[int], payer: Payer) -> tuple[Vector, float]:
+        """Embed a text; return for how many seconds the engine is the others' now, too."""
         if len(text) > self._step:
             await self._room_for(len(text))
         states = HiddenStates(self._owner.loaded.model, self._inner, self._pooling)
+        pause_s = 0.0
         for first in range(0, len(text), self._step):
+            await asyncio.sleep(pause_s)
             part, last = text[first : first + self._step], first + self._step >= len(text)
-            await self._on_owner(partial(self._feed, states, part, last, payer))
-        return states.pooled()
+            pause_s = await self._on_owner(partial(self._feed, states, part, last, payer))
+        return states.pooled(), pause_s
 
-    def _feed(self, states: HiddenStates, part: Sequence[int], last: bool, payer: Payer) -> None:
+    def _feed(self, states: HiddenStates, part: Sequence[int], last: bool, payer: Payer) -> float:
+        """Do a step; return for how many seconds the engine is the others' now."""
+        begin = self._clock()
         states.feed(part, last=last)
-        self._owner.parts.shares.serve(payer.tenant, len(part) * PROMPT_TOKEN)
+        took_s = self._clock() - begin
+        shares = self._owner.parts.shares
+        shares.serve(payer.tenant, len(part) * PROMPT_TOKEN)
+        return min(took_s * shares.owed(payer.tenant), MAX_PAUSE_S)
 
     async def _room_for(self, num_tokens: int) -> None:
         nbytes = self._owner.sequence_bytes(num_tokens)

@@ -153,3 +153,14 @@ def test_tokens_follow_weights_while_all_wait(weights: list[int], num_places: in
             served[name] += number
     by_weight = [served[x] / weight for x, weight in zip(names, weights, strict=True)]
     assert max(by_weight) - min(by_weight) <= 2 * QUANTUM + num_places
+
+
+def test_who_is_ahead_owes_the_others_time_by_their_weights() -> None:
+    shares = of(a=1, b=2, c=1)
+    assert shares.owed("a") == 0.0
+    shares.serve("a", 30)
+    assert shares.owed("a") == 3.0
+    assert shares.owed("b") == 0.0
+    shares.serve("b", 80)
+    assert shares.owed("b") == 1.0
+    assert of(a=1).owed("a") == 0.0
