@@ -7,7 +7,9 @@ mark is encoded as the same letters in plain text. A text without such a spellin
 has the tokens that it always had, and an answer's tokens stay those of the next prompt.
 
 What is only ``added`` to a tokenizer and no control token, as ``<tool_call>`` is to Qwen's, stays
-what it is: it changes no one's role, and models' own words come back with it.
+what it is: it changes no one's role, and models' own words come back with it. Some tokenizers say
+of their roles' tokens, too, that they are only added (DeepSeek's ``<｜User｜>``), so whatever has
+bars and stands in the chat template is taken for a control token.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, Final, TypeAlias
 
 Encode: TypeAlias = Callable[[str], list[int]]
 _DIGITS: Final = 6
+_BARS: Final = frozenset("|｜")
 # Between the letters of what cannot be encoded as plain text in another way. It is not seen.
 _JOINER: Final = "\u2060"
 
@@ -35,7 +38,11 @@ class ControlTokens:
         """
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-        self._ids = {str(x): id_ for id_, x in added.items() if x.special and str(x)}
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        unsaid = {str(x) for x in added.values() if not x.special and _is_role(str(x), template)}
+        self._ids = {
+            str(x): id_ for id_, x in added.items() if str(x) and (x.special or str(x) in unsaid)
+        }
         self._texts = list(self._ids)
         self._numbers = {text: i for i, text in enumerate(self._texts)}
         # Those that take nothing of the text beside them can stand for others.
@@ -47,7 +54,9 @@ class ControlTokens:
         self._word = "zq" + secrets.token_hex(8)
         self._mark = re.compile(self._word + f"([0-9]{{{_DIGITS}}})")
         self._any = _pattern(self._texts)
-        self._assistants = _pattern([x for x in self._texts if x not in markers])
+        # Calls that nobody reads come back as they were written, and are to have the same tokens.
+        kept = {*markers, *(x for x in unsaid if "tool" in x)}
+        self._assistants = _pattern([x for x in self._texts if x not in kept])
 
     def marked(self, messages: Iterable[Any]) -> list[Any]:
         """Return messages in which every spelling of a control token is a mark."""
@@ -123,6 +132,11 @@ class ControlTokens:
                 return ids
         letters = (self._tokenizer.encode(x, add_special_tokens=False) for x in text)
         return [x for ids in letters for x in ids if x not in controls]
+
+
+def _is_role(text: str, template: str) -> bool:
+    """Tell whether a chat template writes this token, and its spelling is one of control tokens."""
+    return not _BARS.isdisjoint(text) and text in template
 
 
 def _plain_ids(backend: Any, text: str) -> list[int]:
