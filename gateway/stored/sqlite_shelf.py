@@ -3,6 +3,9 @@
 Triggers keep each tenant's bytes, so that a budget is never a guess. The tables of entries and
 items are those of older releases, which wrote plain text into them: such an entry has no head. A
 deleted entry leaves its items behind, which ``tidy`` removes piece by piece.
+
+SQLite keeps a value of any type in any column, and whoever can write the file may have put one
+there. So what is read is cast to its column's type: then it is a seal that does not open.
 """
 
 from __future__ import annotations
@@ -108,7 +111,8 @@ class SqliteShelf:
 
     def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
         sql = (
-            "SELECT seq, session, length(body), used, head FROM entries"
+            "SELECT seq, CAST(session AS TEXT), length(body), CAST(used AS REAL),"
+            " CAST(head AS BLOB) FROM entries"
             f" LEFT JOIN heads ON owner = seq WHERE {_ONE}"
         )
         with self._file.reading() as db:
@@ -122,7 +126,7 @@ class SqliteShelf:
         return Found(head or b"", session, nbytes)
 
     def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
-        sql = f"SELECT body FROM entries WHERE {_ONE}"
+        sql = f"SELECT CAST(body AS BLOB) FROM entries WHERE {_ONE}"
         return self._bytes(sql, (tenant, kind, id))
 
     def parts(self, tenant: str, kind: Kind, id: str, span: Span) -> list[Part]:
@@ -143,13 +147,13 @@ class SqliteShelf:
                 f"SELECT seq, length(body) FROM items WHERE seq IN ({wanted}) ORDER BY seq {order}"
             )
             sizes = db.execute(sql, (*args, min(span.limit, SLICE_ITEMS), span.skip)).fetchall()
-            read = "SELECT id, body FROM items WHERE seq = ?"
+            read = "SELECT CAST(id AS TEXT), CAST(body AS BLOB) FROM items WHERE seq = ?"
             return [Part(*db.execute(read, (x,)).fetchone()) for x in slice_of(sizes)]
 
     def part(self, tenant: str, kind: Kind, id: str, item: str) -> bytes | None:
         sql = (
-            "SELECT items.body FROM items JOIN entries ON entries.seq = owner WHERE items.id = ?"
-            " AND entries.tenant = ? AND kind = ? AND entries.id = ?"
+            "SELECT CAST(items.body AS BLOB) FROM items JOIN entries ON entries.seq = owner"
+            " WHERE items.id = ? AND entries.tenant = ? AND kind = ? AND entries.id = ?"
         )
         return self._bytes(sql, (item, tenant, kind, id))
 
@@ -324,7 +328,10 @@ class SqliteShelf:
 
     def _outlived(self, db: sqlite3.Connection, tenant: str) -> int | None:
         """Return an entry of the tenant that is to go: it is too old, or the budget's last."""
-        sql = "SELECT seq, used FROM entries WHERE tenant = ? ORDER BY used, seq LIMIT 1"
+        sql = (
+            "SELECT seq, CAST(used AS REAL) FROM entries WHERE tenant = ?"
+            " ORDER BY used, seq LIMIT 1"
+        )
         row = db.execute(sql, (tenant,)).fetchone()
         if row is None:
             return None

@@ -300,6 +300,26 @@ def half(client: Any, keys: Keys) -> None:
     client.hdel(keys.entry("conversation:1"), "session")
 
 
+@pytest.mark.parametrize("value", ["'text'", "5", "123456789012", "1.5", "x'ff'"])
+@pytest.mark.parametrize("column", ["heads.head", "entries.body", "entries.used", "items.body"])
+def test_a_value_of_another_type_is_not_there(tmp_path: Path, column: str, value: str) -> None:
+    file = InSqlite(tmp_path / "objects.sqlite")
+    put(file.objects, entry("1"), items("i"))
+    output = [{"id": "msg_1"}]
+    form = stored_form("response", {"id": "r", "output": output})
+    put(file.objects, Entry("response", "r", "s", form))
+    table, name = column.split(".")
+    rows_of(tmp_path / "objects.sqlite", f"UPDATE {table} SET {name} = {value}")
+    there = shown(file.objects, "r", "response")
+    assert (there is not None) == (name == "used")
+    item = done(file.objects.find_item("a", "i"))
+    assert (item is not None) == (column in ("entries.used", "entries.body"))
+    page(file.objects, "1")
+    put(file.objects, entry("2"))
+    assert done(file.objects.delete("a", "conversation", "1"))
+    file.close()
+
+
 @pytest.mark.redis
 @pytest.mark.parametrize("harm", [wrong_type, wrong_lists, wrong_names, wrong_numbers, half])
 async def test_no_nonsense_makes_an_error_of_ours(
