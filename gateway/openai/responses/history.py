@@ -45,6 +45,10 @@ _PREFIXES = {
 }
 
 
+# Ids are kept several times, beside what is counted and sealed; one that is longer is replaced.
+_MAX_ID_CHARS = 256
+
+
 class Past(NamedTuple):
     """The items before a request, and the session that they belong to."""
 
@@ -263,7 +267,7 @@ def full_items(items: Sequence[Json]) -> list[Json]:
     for item in items:
         kind = kind_of(item)
         id = item.get("id")
-        if not isinstance(id, str) or not id or id in ids:
+        if not isinstance(id, str) or not 0 < len(id) <= _MAX_ID_CHARS or id in ids:
             id = new_id(_PREFIXES.get(kind, "item"))
         ids.add(id)
         shown = {**item, "id": id, "type": kind}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engines.asgi import ClientGone
+from gateway.openai.responses.history import full_items
 from gateway.openai.responses.items import MAX_DEPTH, MAX_VALUES
 from gateway.stored.objects import Objects
 from gateway.stored.sqlite_shelf import SqliteShelf
@@ -206,3 +207,9 @@ async def test_an_answer_counts_while_it_is_sent(stored: Stored) -> None:
     reads.set()
     assert len((await asked).json["data"]) == 4
     assert app.gateway.bodies.nbytes == 0
+
+
+def test_an_items_id_that_is_too_long_is_replaced() -> None:
+    kept, made = full_items([{"role": "user", "content": "a", "id": "x" * n} for n in (256, 257)])
+    assert kept["id"] == "x" * 256
+    assert made["id"].startswith("msg_") and len(made["id"]) < 100
