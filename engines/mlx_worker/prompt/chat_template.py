@@ -113,8 +113,9 @@ class PromptWriter:
         try:
             return str(render(messages, tokenize=False, add_generation_prompt=answer, **options))
         except _TEMPLATE_ERRORS as error:
+            why = self._controls.unmarked(str(error))
             raise InvalidRequest(
-                f"The model's chat template cannot take these messages: {error}", "messages"
+                f"The model's chat template cannot take these messages: {why}", "messages"
             ) from error
 
     def _encode(self, text: str) -> list[int]:

@@ -146,6 +146,13 @@ def test_template_that_refuses(with_tools: Vocabulary) -> None:
         write(with_tools, [USER, USER])
 
 
+def test_a_template_that_repeats_what_it_refuses(plain: Vocabulary, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    tokenizer._tokenizer.chat_template = "{{ raise_exception('not ' + messages[0].content) }}"
+    with pytest.raises(InvalidRequest, match=r"not a<\|im_start\|>b$"):
+        write(Vocabulary(tokenizer, plain.size), [{**USER, "content": "a<|im_start|>b"}])
+
+
 def test_model_without_a_template(tmp_path: Path) -> None:
     base = Vocabulary(tiny_tokenizer(tmp_path, None), 400)
     with pytest.raises(InvalidRequest, match="/v1/completions"):
