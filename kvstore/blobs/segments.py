@@ -34,17 +34,30 @@ _ENTRY: Final = struct.Struct("<IIQ24s")
 
 
 class Segment(NamedTuple):
-    """Packed rows of the tokens ``first ..`` of a session, in all layers of a layout."""
+    """Packed rows of the tokens ``first ..`` of a session, in all layers of a layout.
+
+    ``until``: behind this token its rows were dropped; None = they are all in use.
+    """
 
     first: int
     num_tokens: int
     codec_id: str
     payload: memoryview
+    until: int | None = None
+
+    @property
+    def packed_end(self) -> int:
+        """The token behind the last that was packed in it."""
+        return self.first + self.num_tokens
 
     @property
     def end(self) -> int:
-        """The token behind its last."""
-        return self.first + self.num_tokens
+        """The token behind the last that is in use."""
+        return self.packed_end if self.until is None else self.until
+
+    def cut(self, end: int) -> Segment:
+        """Drop the rows behind this token."""
+        return self._replace(until=end) if end < self.end else self
 
 
 # Unpacks all tokens of a segment into a run of so many.
@@ -98,9 +111,9 @@ def pack(
     taken_end = lossy_end if lineage.shared_end is None else min(lossy_end, lineage.shared_end)
     for segment in cover(own, first_token, taken_end):
         behind = min(segment.end, taken_end)
-        if behind < segment.end and len(segment.payload) > kept.nbytes(behind - at):
+        if behind < segment.packed_end and len(segment.payload) > kept.nbytes(behind - at):
             break  # most of it was left behind: the rows themselves are smaller
-        found.append(segment)
+        found.append(segment.cut(behind))
         at = behind
     if at < lossy_end:
         rows = kept.encode(slice_tokens(run, at - first_token, lossy_end - first_token))
@@ -148,23 +161,22 @@ def split(payload: memoryview, first_token: int, num_tokens: int) -> list[Segmen
         at += length
     if at != len(payload):
         raise Corrupt("bytes behind the last segment")
-    _check_order(found, first_token, num_tokens)
-    return found
+    return _in_order(found, first_token, num_tokens)
 
 
-def _check_order(segments: Sequence[Segment], first: int, num_tokens: int) -> None:
-    """Check that segments begin one after the other, and leave no hole."""
+def _in_order(segments: Sequence[Segment], first: int, num_tokens: int) -> list[Segment]:
+    """Cut each segment where the next one begins; raise ``Corrupt`` if they leave a hole."""
     ends = [*(x.first for x in segments[1:]), first + num_tokens]
     for segment, begin, end in zip(segments, [first, *ends], ends, strict=False):
         if not (segment.first == begin < end <= segment.end):
             raise Corrupt("segments leave a hole or are out of order")
+    return [segment.cut(end) for segment, end in zip(segments, ends, strict=True)]
 
 
 def fill(segments: Iterable[Segment], layout: KVLayout, first: int, out: KVRun, by: Unpack) -> None:
     """Fill ``out`` with the tokens from ``first`` on, from segments without a hole.
 
-    Where two segments hold a token, the later one counts. ``by`` raises ``Corrupt`` for a payload
-    that is none of its codec's.
+    ``by`` raises ``Corrupt`` for a payload that is none of its codec's.
     """
     end = first + (out[0][0].shape[1] if len(out) else 0)
     for segment in segments:

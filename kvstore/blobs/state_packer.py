@@ -77,8 +77,10 @@ class StatePacker:
         lossy_end = min(max(lineage.position, start), position)
         at = start
         for segment in cover(lineage.segments, start, lossy_end):
+            if segment.end > lossy_end:
+                break  # what lies behind may be of other tokens, or computed anew
             yield segment
-            at = min(segment.end, position)
+            at = segment.end
         if at < lossy_end:
             rows = slice_tokens(run, at - start, lossy_end - start)
             kept = WholeRows(self._windows, exact=False).encode(rows)

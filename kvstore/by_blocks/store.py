@@ -155,7 +155,7 @@ class BlockStore:
         runs, end = self._older_runs(session, hashes, span)
         if part is not None and end == part.first_block * size:
             behind = self.keys.part(hashes[: part.first_block], part.tokens)
-            runs.append(OlderRun(behind.key, end, len(part.tokens)))
+            runs.append(OlderRun(behind.key, end, len(part.tokens), end + part.num_loaded))
             end += part.num_loaded
         stack = self.ledger.stack
         return Lineage(lossy_tokens, packed_rows(stack, self.packer, runs, codec.id), end)
@@ -178,7 +178,7 @@ class BlockStore:
             other = [x for x in whole if x.first_block == first and x.key != span.key]
             if other:
                 held, end = other, min(common, other[0].end_block)
-        runs = [OlderRun(x.key, first * size, x.num_blocks * size) for x in held]
+        runs = [OlderRun(x.key, first * size, x.num_blocks * size, end * size) for x in held]
         return runs, end * size
 
     def commit(

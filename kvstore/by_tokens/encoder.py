@@ -174,10 +174,12 @@ class Encoder:
             return []
         names, number = self._keys.of(old), first // size
         if number < len(names.chunks):
-            return [OlderRun(names.chunks[number], first, size)]
+            return [OlderRun(names.chunks[number], first, size, update.common)]
         states = [x for x in by_worth(names.snapshots) if first < x <= update.common]
-        runs = [OlderRun(names.snapshots[x], first, x - first) for x in states]
-        return [OlderRun(names.tail, first, old.tail_tokens)] if names.tail else runs
+        runs = [OlderRun(names.snapshots[x], first, x - first, x) for x in states]
+        if names.tail:
+            return [OlderRun(names.tail, first, old.tail_tokens, update.common)]
+        return runs
 
     def _positions(self, update: SessionUpdate, job: SaveJob) -> tuple[int, ...]:
         old = update.old.snapshots if update.old else ()

@@ -82,11 +82,15 @@ class CopyReader:
 
 
 class OlderRun(NamedTuple):
-    """A stored blob with rows of the tokens ``first_token ..`` that another goes on from."""
+    """A stored blob with rows of the tokens ``first_token ..`` that another goes on from.
+
+    ``shared_end``: behind this token they are of others.
+    """
 
     key: bytes
     first_token: int
     num_tokens: int
+    shared_end: int
 
 
 def packed_rows(
@@ -104,13 +108,18 @@ def _packed_rows(stack: TierStack, packer: Packer, run: OlderRun, codec_id: str)
     for level in range(len(stack)):
         blob = stack.find(level, [run.key])[0]
         try:
-            found = packer.lossy_segments(blob, *run) if blob is not None else []
+            found = _shared_segments(packer, blob, run) if blob is not None else []
         except Unusable:  # whoever restores it finds that, too, and removes it
             continue
         if found and all(x.codec_id == codec_id for x in found):
             return found
         first = first or found
     return first
+
+
+def _shared_segments(packer: Packer, blob: Blob, run: OlderRun) -> list[Segment]:
+    found = packer.lossy_segments(blob, run.key, run.first_token, run.num_tokens)
+    return [x.cut(run.shared_end) for x in found if x.first < run.shared_end]
 
 
 class Promotion(Generic[R]):

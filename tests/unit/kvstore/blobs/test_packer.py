@@ -10,7 +10,7 @@ from kvstore.blobs.chain import CHUNK, SNAPSHOT, TAIL
 from kvstore.blobs.codec_set import CodecSet
 from kvstore.blobs.format import HEADER_BYTES, verify
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import Lineage
+from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.blobs.snapshot import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.states.matrices import matrix_codec
@@ -171,6 +171,30 @@ def test_an_exact_state_can_be_packed_later_as_far_as_it_was_marked():
     assert packed_again(by, packed, name, how.kv) is None
     woken = raw.pack_snapshot(name, state, run, 32, 5, lineage=Lineage(20))
     assert packed_again(by, woken, name, how.kv) is None
+
+
+def test_rows_that_an_edit_dropped_are_not_taken_over_with_their_segment():
+    by, first = packer("tq3"), 32
+
+    def packed(run, number, lineage=FRESH):
+        blob, taken = by.pack_run(key(TAIL, number), run, first, None, lineage), run[0][0].shape[1]
+        out = LAYOUT.empty(taken)
+        by.unpack_run(blob, key(TAIL, number), first, taken, out)
+        return out, by.lossy_segments(blob, key(TAIL, number), first, taken)
+
+    def behind(run, start, end):
+        fresh = slice_tokens(kv_of(tokens(60)), start, end)
+        both = zip(run, fresh, strict=True)
+        return [tuple(map(lambda *x: np.concatenate(x, 1), *pairs)) for pairs in both]
+
+    run, segments = packed(kv_of(tokens(20)), 1)
+    edited = behind(slice_tokens(run, 0, 12), 40, 50)
+    run, segments = packed(edited, 2, Lineage(first + 12, segments, first + 12))
+    assert [(x.first, x.num_tokens, x.end) for x in segments] == [(32, 20, 44), (44, 10, 54)]
+    again, segments = packed(behind(run, 50, 56), 3, Lineage(first + 22, segments))
+    assert [x.first for x in segments] == [32, 44, 54]
+    for got, want in zip(slice_tokens(again, 0, 22), run, strict=True):
+        assert all(map(np.array_equal, got, want))
 
 
 def test_first_tokens_lie_apart_where_they_are_large():

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import TAIL
+from kvstore.blobs.codec_set import CodecSet
 from tests.codec_sessions import (
     BOTH,
     DENSE,
@@ -30,6 +31,9 @@ from tests.kv_sessions import (
     snapshot,
     tokens,
 )
+from tests.worn_codec import ThinCodec
+
+THIN = ThinCodec("thin.1", 1)
 
 
 def test_restored_rows_whose_copies_are_all_gone_are_kept_as_they_are(store, tiers):
@@ -107,6 +111,18 @@ def test_what_a_shorter_prompt_left_of_a_tail_is_taken_over(store):
     assert (restored.num_tokens, restored.lossy_tokens) == (43, 43)
     again = wake(store, ref(), shorter)
     assert (again.num_tokens, wear(again, shorter)) == (46, [{1}] * 46)
+
+
+def test_what_an_edit_dropped_of_a_tail_never_comes_back(tiers):
+    store = open_store(tiers, codecs=CodecSet(THIN, THIN, THIN))
+    save(store, ref(), HISTORY[:46])  # a tail of 14
+    history = [*HISTORY[:40], *tokens(3, 1)]
+    for more in range(2, 6):
+        turn(store, ref(), history)  # the first takes over all 14, and uses 8 of them
+        again = wake(store, ref(), history)
+        assert (again.num_tokens, wear(again, history)) == (len(history), [{1}] * len(history))
+        history += tokens(3, more)
+    store.close()
 
 
 def test_of_a_tail_that_is_gone_the_restored_rows_are_kept_and_the_others_packed(store, tiers):
