@@ -21,9 +21,10 @@ import msgspec
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, SNAPSHOT
 from kvstore.blobs.packer import Packer
+from kvstore.blobs.segments import LEAST_BITS
 from kvstore.codecs.base import Codec
 from kvstore.cores import lower_priority
-from kvstore.errors import Unusable
+from kvstore.errors import Corrupt, Unusable
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.committer import Committer
 from kvstore.ledger.index import SessionIndex
@@ -55,6 +56,8 @@ def packed_again(packer: Packer, blob: Blob, key: bytes, codec: Codec) -> bytes 
     first, num_tokens = verified.header.first_token, verified.header.num_tokens
     if packer.is_lossy(verified):
         return None
+    if num_tokens * packer.layout.elements_per_token * LEAST_BITS > 8 * len(blob):
+        raise Corrupt("a blob is too short for its tokens")
     run = packer.layout.empty(num_tokens)
     if key[:1] != SNAPSHOT:
         packer.unpack_run(verified, key, first, num_tokens, run)
@@ -225,8 +228,10 @@ class Repacker(Generic[R]):
     def _pack_session(self, key: bytes) -> bool:
         """Pack what rests unpacked of a session; False if it is to be looked at again."""
         record = self._index.get(key)
-        if record is None or not self._names_codecs(key):
-            return record is None
+        if record is None:
+            return True
+        if self._goes_on_elsewhere(record) or not self._names_codecs(key):
+            return False
         is_whole, freed = True, 0
         for resting in list(self._resting(record)):
             if not self._may_go_on():
@@ -243,6 +248,13 @@ class Repacker(Generic[R]):
             if self._on_packed is not None:
                 self._on_packed(SessionRef(record.tenant, record.id, b""))
         return is_whole
+
+    def _goes_on_elsewhere(self, record: R) -> bool:
+        """True if another engine left a newer record of the session, which must not be replaced."""
+        there = self._index.find_shared(record.tenant, record.id)
+        if there is None or there.last_used_s <= record.last_used_s:
+            return False
+        return self._kind.blob_keys(there) != self._kind.blob_keys(record)
 
     def _names_codecs(self, key: bytes) -> bool:
         """See to it that the session's record names the codecs that its blobs will be in."""

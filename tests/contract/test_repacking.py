@@ -22,6 +22,7 @@ from kvstore.tiers.ram_tier import RamTier
 from tests.contract.store_rig import (
     FORK,
     LONG,
+    LONGER,
     MIB,
     Clock,
     Rig,
@@ -31,6 +32,16 @@ from tests.contract.store_rig import (
     history,
     ref,
 )
+
+
+class SharedRam(RamTier):
+    """One that engines share, and that outlives them."""
+
+    name = "redis"
+
+    def close(self) -> None:
+        pass
+
 
 RAW, TQ3, TQ4 = map(codec_by_name, ("raw", "tq3", "tq4"))
 PACKED = CodecSet(TQ3, TQ4, TQ4, readable=(RAW,))
@@ -227,6 +238,25 @@ def test_what_came_from_a_lossy_copy_is_left_alone(rig: Rig, store: Store) -> No
     assert [stack.find(level, [key])[0] for level in (0, 1)] == [kept, kept]
     assert store.stats().counters["repacked_blobs"] == 2 * 6
     assert num_back(rig, store, LONG) == 100
+
+
+def test_a_session_that_went_on_elsewhere_stays_as_it_was_left_there(rig: Rig) -> None:
+    clock, shared = Clock(), SharedRam(64 * MIB)
+    here = rig.open([RamTier(64 * MIB), shared], clock=clock)
+    there = rig.open([RamTier(64 * MIB), shared], clock=clock)
+    rig.save(here, ref(), LONG)
+    rig.save(here, ref("other"), history(40, 3))
+    clock.now += 60
+    rig.save(there, ref(), LONGER)
+    done: list[SessionRef] = []
+    here.adopt(PACKED)
+    here.pack_when(always, done.append)
+    until(lambda: bool(done))
+    assert {x.id for x in done} == {"other"}
+    assert here.flush(20)
+    left = here.ledger.index.find_shared("t", "s")
+    assert left is not None and left.num_tokens == len(LONGER)
+    here.close(), there.close()
 
 
 def test_a_copy_whose_exchange_was_cut_short_is_removed(rig: Rig) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.blobs.chain import CHUNK, SNAPSHOT, TAIL
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.blobs.format import HEADER_BYTES, verify
+from kvstore.blobs.format import HEADER_BYTES, pack, verify
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.segments import FRESH, Lineage
 from kvstore.blobs.snapshot import MatrixArray, StateArray
@@ -195,6 +195,15 @@ def test_rows_that_an_edit_dropped_are_not_taken_over_with_their_segment():
     assert [x.first for x in segments] == [32, 44, 54]
     for got, want in zip(slice_tokens(again, 0, 22), run, strict=True):
         assert all(map(np.array_equal, got, want))
+
+
+def test_a_small_blob_cannot_ask_for_a_lot_of_memory_to_be_packed():
+    by = packer("raw")
+    verified = verify(by.pack_run(key(TAIL), kv_of(TOKENS), 32), key(TAIL))
+    for num_tokens in (SIZE + 1, 1 << 31):
+        claimed = replace(verified.header, num_tokens=num_tokens)
+        with pytest.raises(Corrupt):
+            packed_again(by, pack(claimed, verified.payload), key(TAIL), codec_by_name("tq3"))
 
 
 def test_first_tokens_lie_apart_where_they_are_large():
