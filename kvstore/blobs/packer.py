@@ -273,14 +273,18 @@ class Packer:
     ) -> list[Segment]:
         """List the segments of a blob's rows, as they are; none if none was packed with loss.
 
-        Raises ``Unusable``: damaged, or not the blob asked for.
+        Raises ``Unusable``: damaged, not the blob asked for, or in a codec that is not known.
         """
         if not self.is_lossy(blob):
             return []
         if key[:1] != SNAPSHOT:
-            return self._run_segments(blob, key, first_token, num_tokens)
-        name, _, rows = self._open_snapshot(blob, key, first_token, num_tokens)
-        return self._split(name, rows, first_token, num_tokens)
+            found = self._run_segments(blob, key, first_token, num_tokens)
+        else:
+            name, _, rows = self._open_snapshot(blob, key, first_token, num_tokens)
+            found = self._split(name, rows, first_token, num_tokens)
+        for segment in found:
+            self._check_known(segment.codec_id)
+        return found
 
     def _seal_rows(self, rows: WholeRows, key: bytes, run: KVRun, first_token: int) -> bytes:
         header = self._header(key, rows.codec_id.encode(), first_token, _num_tokens(run))

@@ -206,6 +206,12 @@ def test_a_small_blob_cannot_ask_for_a_lot_of_memory_to_be_packed():
             packed_again(by, pack(claimed, verified.payload), key(TAIL), codec_by_name("tq3"))
 
 
+def test_segments_in_an_unknown_codec_are_not_taken_over():
+    blob = packer("tq4").pack_run(key(TAIL), kv_of(TOKENS), 32)
+    with pytest.raises(Unusable):
+        packer("tq3").lossy_segments(blob, key(TAIL), 32, SIZE)
+
+
 def test_first_tokens_lie_apart_where_they_are_large():
     layout = KVLayout("bfloat16", (KVLayer(4, 64, 64),) * 4)
     run = kv_of(TOKENS, layout)
