@@ -35,7 +35,7 @@ class LazyStream:
         self._asking = threading.Lock()
         self._put_off: deque[Callable[[], None]] = deque()
         self._num_asked = 0
-        self._num_done = 0
+        self.num_done = 0
 
     @property
     def num_put_off(self) -> int:
@@ -71,8 +71,8 @@ class LazyStream:
 
     def _catch_up(self, end: int) -> None:
         with self._kernels:
-            while self._num_done < end:
-                self._num_done += 1
+            while self.num_done < end:
+                self.num_done += 1
                 self._put_off.popleft()()
 
 
@@ -83,6 +83,11 @@ class LazyDevice:
         self._kernels = threading.RLock()
         self.model = LazyStream(None, self._kernels)
         self.streams: list[LazyStream] = []  # all that were made
+
+    @property
+    def num_done(self) -> int:
+        """What all streams have done so far."""
+        return sum(x.num_done for x in self.streams)
 
     def stream(self) -> LazyStream:
         self.streams.append(LazyStream(self.model, self._kernels))

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from engines.vllm_plugin.config import BadSettings, settings_from
+from engines.vllm_plugin.device.device_check import blocks_for
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.process.parent_death import die_with_parent
 from engines.vllm_plugin.process.refusal import record_refusal, runtime_folder
@@ -34,7 +35,10 @@ from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats, StatsFeed, source_of
 from engines.vllm_plugin.support import Unsupported, check, check_version
 from engines.vllm_plugin.worker.block_layout import UnknownLayout
+from engines.vllm_plugin.worker.blocks import Blocks
+from engines.vllm_plugin.worker.paging import PagedCache
 from engines.vllm_plugin.worker.worker_side import WorkerSide, open_worker_side
+from kvstore.by_blocks.store import BlockStore
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 
 logger = logging.getLogger("thermocline.vllm")
@@ -185,7 +189,12 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
                 rank,
                 kv_caches,
                 self._groups,
+                self._blocks_for,
             )
+
+    def _blocks_for(self, cache: PagedCache, store: BlockStore, spare_bytes: int) -> Blocks:
+        """Choose who moves the blocks. No setting leads elsewhere: tests have a class of theirs."""
+        return blocks_for(cache, store, spare_bytes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:

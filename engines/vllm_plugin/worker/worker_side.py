@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import torch
@@ -20,7 +20,6 @@ from engines.calibration.measuring.trials import least_context
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.accelerator import stream_of
-from engines.vllm_plugin.device.device_check import blocks_for
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.possible import unmeasurable
@@ -36,6 +35,7 @@ from engines.vllm_plugin.worker.block_layout import (
     probe,
     probe_latents,
 )
+from engines.vllm_plugin.worker.blocks import Blocks
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.paging import PagedCache, paged_cache
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
@@ -65,6 +65,9 @@ logger = logging.getLogger("thermocline.vllm")
 QUIET_S: Final = 1.0
 # Idle buffers to unpack into may take one part in so many of the bytes that may wait to be saved.
 SPARE_SHARE: Final = 4
+
+# Chooses who moves the blocks of a cache; the number: bytes that may be kept to unpack into.
+ChooseBlocks: TypeAlias = Callable[[PagedCache, BlockStore, int], Blocks]
 
 
 class WorkerSide:
@@ -157,6 +160,7 @@ def open_worker_side(
     rank: int,
     caches: Mapping[str, torch.Tensor],
     groups: Groups,
+    choose_blocks: ChooseBlocks,
 ) -> WorkerSide:
     """Open the rank's store and connect it to vLLM's caches, given by layer name, and to the hub.
 
@@ -178,7 +182,7 @@ def open_worker_side(
     tiers = open_usable_tiers(config, vllm_rank_folder(Path(settings.disk_path), rank))
     store = BlockStore(config, packer, keys, identity, tiers, has_state=states is not None)
     staging = StagingArea()
-    blocks = blocks_for(cache, store, config.save_queue_bytes // SPARE_SHARE)
+    blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)
     if states is not None:
         blocks = StatefulBlocks(blocks, states, store, stream_of(cache.device))
     transfer = Transfer(blocks, store, staging, config.save_queue_bytes)

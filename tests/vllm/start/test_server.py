@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 
 import pytest
 
-from engines.client.child.servers import VllmServer
-from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.headers import CACHE_HEADER
-from engines.wire import EngineReport, SessionRef
 from kvstore.blobs.chain import RECORD
 from kvstore.blobs.format import parse
 from kvstore.by_blocks.records import decode_block_record
-from kvstore.config import StoreConfig
 from kvstore.tiers.registry import open_tiers
 from tests.vllm.conftest import FAULTY_RAW, model_path
-from tests.vllm.rig.device import skip_without_device
 from tests.vllm.rig.faulty_codec import Faults
+from tests.vllm.rig.served import Served, session, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 HISTORY = "The quick brown fox jumps over the lazy dog and runs far away. " * 40
@@ -30,75 +24,13 @@ DEPARTURES = 3
 STEP_TOKENS = 512
 
 
-def session(name: str, tenant: str = "t") -> SessionRef:
-    return SessionRef(tenant, name, blake2b(tenant.encode(), digest_size=32).digest())
-
-
-class Served:
-    """The server and an event loop that lives as long as it does."""
-
-    def __init__(self, folder: Path, codec: str) -> None:
-        skip_without_device()
-        folder.chmod(0o700)
-        self.store = StoreConfig(codec=codec, disk_path=str(folder / "cold"), ram_bytes=512 << 20)
-        worker = WorkerConfig(
-            engine=EngineConfig(
-                kind="vllm",
-                hot_bytes=256 << 20,
-                max_context=4096,
-                dtype="float32",
-                max_batch=4,
-                start_timeout_s=900,
-                vllm=VllmConfig(
-                    python=sys.executable, args=("--max-num-batched-tokens", str(STEP_TOKENS))
-                ),
-            ),
-            store=self.store,
-            model_path=model_path(),
-            served_model_name="smol",
-            runtime_dir=str(folder),
-            token="secret",
-            log_level="warning",
-        )
-        self.loop = asyncio.new_event_loop()
-        self.server = VllmServer(worker)
-        self.run(self.server.start())
-        self.wait_ready()
-
-    def run(self, work):
-        return self.loop.run_until_complete(work)
-
-    def wait_ready(self) -> None:
-        async def ready() -> None:
-            async with asyncio.timeout(900):
-                while not self.server.ready:
-                    assert "keeps failing" not in self.server.trouble, self.server.trouble
-                    await asyncio.sleep(0.2)
-
-        self.run(ready())
-
-    async def post(self, body: dict, who: SessionRef) -> tuple[int, dict, bytes]:
-        body = self.server.prepare_body(body, who)
-        headers = {**self.server.session_headers(who), "content-type": "application/json"}
-        data = json.dumps(body).encode()
-        async with self.server.open("/v1/chat/completions", data, headers) as upstream:
-            return upstream.status, dict(upstream.headers), await upstream.read()
+class Chats(Served):
+    """The server, asked for chats."""
 
     def chat(self, name: str, tenant: str = "t", **fields):
         status, headers, answer = self.run(self.post(body_of(name, fields), session(name, tenant)))
         assert status == 200, answer
         return headers, answer
-
-    def wait_saved(self, name: str):
-        async def saved():
-            async with asyncio.timeout(60):
-                while True:
-                    for report in await self.server.sessions():
-                        if report.id == name and report.tier and not report.busy:
-                            return report
-                    await asyncio.sleep(0.1)
-
-        return self.run(saved())
 
     def leave(self, names: Sequence[str], when: Callable[[], object], **fields) -> None:
         """Ask for all of these at once, and close the connections ``when`` it is time."""
@@ -114,37 +46,14 @@ class Served:
 
         self.run(left())
 
-    async def until_served(self, count: int) -> None:
-        async with asyncio.timeout(60):
-            while (report := await self.server.stats()).num_running + report.num_waiting < count:
-                await asyncio.sleep(0.01)
-
-    def wait_whole(self) -> None:
-        """Wait until no request is served and no block is held by anybody."""
-
-        def is_whole(report: EngineReport) -> bool:
-            held = report.hot_bytes - report.idle_hot_bytes
-            return not (held or report.num_running or report.num_waiting)
-
-        self.run(self._reports(is_whole))
-
-    def wait_all_saved(self) -> None:
-        """Wait until nothing is left to save."""
-        self.run(self._reports(lambda report: not report.save_queue_bytes))
-
-    async def _reports(self, wanted: Callable[[EngineReport], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not wanted(await self.server.stats()):
-                await asyncio.sleep(0.05)
-
 
 @pytest.fixture(scope="module")
-def served(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("server"), FAULTY_RAW)
+def served(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
+    steps = ("--max-num-batched-tokens", str(STEP_TOKENS))
+    served = Chats(tmp_path_factory.mktemp("server"), FAULTY_RAW, model_path(), *steps)
     yield served
     faults.clear()
-    served.run(served.server.stop(1.0))
-    served.loop.close()
+    served.close()
 
 
 def body_of(name: str, fields: Mapping[str, object]) -> dict[str, object]:
@@ -156,12 +65,6 @@ def body_of(name: str, fields: Mapping[str, object]) -> dict[str, object]:
         "temperature": 0,
         **fields,
     }
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def cached_tokens(answer: bytes) -> int:

@@ -1,0 +1,172 @@
+"""The device's part in a real vLLM without a GPU: sessions sleep, return and survive a kill.
+
+See ``tests.vllm.rig.rehearsal`` for what stands in for the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+import pytest
+
+from engines.headers import CACHE_HEADER
+from engines.vllm_plugin.config import SETTINGS_FILE
+from engines.vllm_plugin.process.command import transfer_config
+from kvstore.config import StoreConfig
+from tests.vllm.rig.byte_tokenizer import write_tokenizer
+from tests.vllm.rig.engine import BLOCK, RealEngine, Result
+from tests.vllm.rig.served import Served, session, until
+from tests.vllm.rig.tiny_model import VOCAB, write_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+INTERPRETED: Final = {"TRITON_INTERPRET": "1"}
+CONNECTOR: Final = {
+    "kv_connector": "RehearsedConnector",
+    "kv_connector_module_path": "tests.vllm.rig.rehearsal",
+}
+REHEARSED: Final = "rehearsed"  # what it was asked, said at the end
+WORKER: Final = "tests.vllm.rig.rehearsal.RehearsedWorker"
+NUM_BLOCKS: Final = 14  # the longest session has eleven: no two of them stay
+NAMES: Final = ("a", "b", "c", "d")
+NUM_TURNS, FIRST, LATER, ANSWER = 5, 150, 40, 8
+KILLED_AFTER: Final = 11  # turns of all sessions
+
+
+def words_of(name: str) -> list[list[int]]:
+    """What the user says in each turn of a session."""
+    chance = random.Random(name)
+    lengths = [FIRST, *[LATER] * (NUM_TURNS - 1)]
+    return [[chance.randrange(10, VOCAB) for _ in range(x)] for x in lengths]
+
+
+class Rehearsed(Served):
+    """The server, asked to go on with token ids."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        connector = msgspec.json.decode(transfer_config(folder / SETTINGS_FILE)) | CONNECTOR
+        args = (
+            *("--kv-transfer-config", json.dumps(connector)),
+            *("--worker-extension-cls", WORKER),
+            *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
+        )
+        self.folder = folder
+        longest = (NUM_BLOCKS - 1) * BLOCK
+        super().__init__(folder, "raw", str(model), *args, max_context=longest, env=INTERPRETED)
+
+    def answer(self, ids: list[int], name: str, tenant: str = "t") -> tuple[list[int], str]:
+        """The next tokens, and where the prompt's KV came from. Without a name nothing is saved."""
+        body = {
+            "model": "smol",
+            "prompt": ids,
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        asking = self.post(body, session(name, tenant), "/v1/completions")
+        status, headers, answer = self.run(asking)
+        assert status == 200, answer
+        return json.loads(answer)["choices"][0]["token_ids"], headers[CACHE_HEADER]
+
+    def kill(self) -> None:
+        """Kill every process of the engine, and wait for its next life."""
+        assert self.server.pid is not None
+        first = psutil.Process(self.server.pid)
+        for process in [first, *first.children(recursive=True)]:
+            process.kill()
+        self.run(until(lambda: self.server.pid not in (None, first.pid) and not self.server.ready))
+        self.wait_ready()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Rehearsed]:
+    model, folder = tmp_path / "model", tmp_path / "server"
+    model.mkdir()
+    folder.mkdir()
+    write_tokenizer(write_tiny_model(model))
+    served = Rehearsed(folder, model)
+    yield served
+    served.close()
+
+
+def undisturbed(served: Rehearsed, name: str) -> list[list[int]]:
+    """The answers of a session that stays in vLLM's own cache, turn after turn, and is not ours."""
+    history: list[int] = []
+    answers = []
+    for words in words_of(name):
+        tokens, _ = served.answer([*history, *words], "", f"plain {name}")
+        history += [*words, *tokens]
+        answers.append(tokens)
+    return answers
+
+
+def test_twenty_turns_through_eviction_sleep_and_a_kill_have_no_wrong_token(served):
+    right = {name: undisturbed(served, name) for name in NAMES}
+    histories: dict[str, list[int]] = {name: [] for name in NAMES}
+    sources = []
+    turns = [(turn, name) for turn in range(NUM_TURNS) for name in NAMES]
+    for number, (turn, name) in enumerate(turns):
+        prompt = histories[name] + words_of(name)[turn]
+        tokens, source = served.answer(prompt, name)
+        assert tokens == right[name][turn], f"turn {turn} of {name}, {source}"
+        histories[name] = prompt + tokens
+        sources.append(source.partition(";")[0])
+        served.wait_saved(name)
+        served.wait_all_saved()
+        if number % 3 == 0:
+            served.run(served.server.demote(session(name), "disk" if number % 2 else "ram"))
+        if number == KILLED_AFTER:
+            served.kill()
+    later = sources[len(NAMES) :]
+    assert sources[: len(NAMES)] == ["miss"] * len(NAMES)
+    assert all(x.startswith("cold-") for x in later), sources
+    after = sources[KILLED_AFTER + 1 :]
+    assert after[: len(NAMES)] == ["cold-disk"] * len(NAMES), sources
+    served.run(served.server.stop(1.0))
+    assert int((served.folder / REHEARSED).read_text()) > len(after), "the host did the work"
+
+
+def lossy_turns(folder: Path, connector: dict[str, str] | None) -> list[Result]:
+    """A session packed with loss, three times asleep; returned by the connector that is given."""
+    model, runtime = folder / "model", folder / "vllm"
+    model.mkdir(parents=True)
+    runtime.mkdir()
+    engine = RealEngine(
+        str(write_tiny_model(model)),
+        runtime,
+        StoreConfig(codec="tq3", accept_loss=True, ram_bytes=1 << 28),
+        connector=connector,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        worker_extension_cls=WORKER,
+    )
+    history: list[int] = []
+    found = []
+    for words in words_of("lossy"):
+        found.append(engine.ask([*history, *words], "lossy", tokens=ANSWER))
+        history += [*words, *found[-1].tokens]
+        engine.wait_saved("lossy")
+        assert engine.forget_local()
+    engine.close()
+    if connector:
+        assert int((runtime / REHEARSED).read_text()) > len(found), "the host did the work"
+    return found
+
+
+def test_what_is_packed_with_loss_returns_as_from_the_hosts_codec(tmp_path, monkeypatch):
+    """To the last bit of every probability: the codec decides what is lost, not who packs."""
+    for name, value in INTERPRETED.items():
+        monkeypatch.setenv(name, value)
+    device = lossy_turns(tmp_path / "device", CONNECTOR)
+    host = lossy_turns(tmp_path / "host", None)
+    assert [x.restored for x in device] == [x.restored for x in host]
+    assert all(x.restored > FIRST // BLOCK * BLOCK - 1 for x in device[1:])
+    assert [x.tokens for x in device] == [x.tokens for x in host]
+    assert [x.logprobs for x in device] == [x.logprobs for x in host]
