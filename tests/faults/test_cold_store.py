@@ -333,7 +333,8 @@ def test_killed_while_packing_again(tmp_path, num_lines):
     far = disk(tmp_path)
     store = open_store([ram(), far], codecs=THIN)
     codecs = {codec_in(x) for name, x in everything(far).items() if name[:1] == CHUNK_KIND}
-    assert codecs == ({b"raw.1", b"far.1"} if num_lines > 9 else {b"raw.1"})
+    assert codecs <= {b"raw.1", b"far.1"}  # it goes on until the signal comes
+    assert b"far.1" in codecs or num_lines <= 9
 
     def worn() -> set[int]:
         found: set[int] = set()

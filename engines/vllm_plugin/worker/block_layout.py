@@ -147,23 +147,29 @@ class SplitContent:
 
 
 class SplitBlock:
-    """The layout with K in the first half of a (block, head), and V token by token behind it.
+    """The layout with K in the first half of a (block, head), and V in the second.
 
     Args:
         order: of K's elements, as in ``PermutedView``; None = transposed, head_dim before tokens.
+        value_order: of V's elements; None = token by token.
     """
 
-    def __init__(self, order: Tensor | None = None) -> None:
+    def __init__(self, order: Tensor | None = None, value_order: Tensor | None = None) -> None:
         self._order = order
+        self._value_order = value_order
 
     def views(self, cache: Tensor) -> tuple[KVView, KVView]:
         blocks, heads, tokens, width = cache.shape
         dim = width // 2
         halves = cache.view(blocks, heads, 2, tokens * dim)
-        keys, values = halves[:, :, 0], halves[:, :, 1].view(blocks, heads, tokens, dim)
+        keys, values = halves[:, :, 0], halves[:, :, 1]
+        key_view: KVView = StridedView(keys.view(blocks, heads, dim, tokens).mT)
+        value_view: KVView = StridedView(values.view(blocks, heads, tokens, dim))
         if self._order is not None:
-            return PermutedView(keys, self._order, dim), StridedView(values)
-        return StridedView(keys.view(blocks, heads, dim, tokens).mT), StridedView(values)
+            key_view = PermutedView(keys, self._order, dim)
+        if self._value_order is not None:
+            value_view = PermutedView(values, self._value_order, dim)
+        return key_view, value_view
 
 
 # Writes one block with the backend's own kernel. Arguments: K and V as the model computes them,
@@ -197,6 +203,7 @@ def probe(like: Tensor, write: WriteBlock) -> BlockLayout:
         SplitContent,
         SplitBlock,
         lambda: SplitBlock(_learnt_order(like, write)),
+        lambda: SplitBlock(_learnt_order(like, write), _learnt_order(like, write, of_values=True)),
     ]
     for make in layouts:
         layout = make()
@@ -233,11 +240,11 @@ def _reads_back(layout: BlockLayout, like: Tensor, write: WriteBlock, key_dim: i
     return all(torch.equal(a, b) for a, b in zip(found, rows, strict=True))
 
 
-def _learnt_order(like: Tensor, write: WriteBlock) -> Tensor:
-    """The order of K's elements in the first half of a (block, head).
+def _learnt_order(like: Tensor, write: WriteBlock, *, of_values: bool = False) -> Tensor:
+    """The order of K's elements in the first half of a (block, head), or of V's in the second.
 
     Each element's number is written as two digits, one after the other, so that any dtype holds it
-    exactly. Raises ``UnknownLayout``: K is not in that half.
+    exactly. Raises ``UnknownLayout``: they are not in that half.
     """
     _, heads, tokens, width = like.shape
     count = tokens * width // 2
@@ -246,8 +253,11 @@ def _learnt_order(like: Tensor, write: WriteBlock) -> Tensor:
     for digit, weight in ((number % _BASE, 1), (number // _BASE, _BASE)):
         rows = digit.to(like).contiguous()
         cache = _empty_block(like)
-        write(rows, torch.zeros_like(rows), cache)
-        order += weight * cache[0, 0].reshape(-1)[:count].float().round().long().cpu()
+        others = torch.zeros_like(rows)
+        write(*((others, rows) if of_values else (rows, others)), cache)
+        half = cache[0, 0].reshape(2, -1)[int(of_values)]
+        order += weight * half.float().round().long().cpu()
     if not torch.equal(order.sort().values, torch.arange(count)):
-        raise UnknownLayout("keys do not lie together in a block of the attention backend's")
+        which = "values" if of_values else "keys"
+        raise UnknownLayout(f"{which} do not lie together in a block of the attention backend's")
     return order.to(like.device)

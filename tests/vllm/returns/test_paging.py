@@ -12,7 +12,7 @@ from engines.vllm_plugin.worker.paging import PagedCache, paged_cache  # noqa: E
 
 BLOCKS, HEADS, TOKENS, DIM = 16, 3, 32, 8
 ORDER = torch.randperm(TOKENS * DIM, generator=torch.Generator().manual_seed(1))
-ARRANGEMENTS = [SplitContent(), SplitBlock(), SplitBlock(ORDER)]
+ARRANGEMENTS = [SplitContent(), SplitBlock(), SplitBlock(ORDER), SplitBlock(ORDER, ORDER.flip(0))]
 
 
 def cache_of(arrangement, dtype) -> PagedCache:
@@ -29,7 +29,7 @@ def filled(cache: PagedCache, num_blocks: int):
     return run
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=["content", "block", "permuted"])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=["content", "block", "keys", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_written_is_read(arrangement, dtype):
     cache = cache_of(arrangement, dtype)
