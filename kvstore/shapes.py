@@ -98,6 +98,11 @@ class StoredModel(msgspec.Struct, frozen=True):
     windows: KVLayout | None = None
 
 
+def tokens_in(run: KVRun) -> int:
+    """Count the tokens of a run; 0 without layers."""
+    return int(run[0][0].shape[1]) if len(run) else 0
+
+
 def slice_tokens(run: KVRun, first: int, last: int) -> list[KVPair]:
     """Give views of tokens ``first..last`` of every layer; nothing is copied."""
     return [(k[:, first:last], v[:, first:last]) for k, v in run]

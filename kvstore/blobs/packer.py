@@ -29,7 +29,7 @@ from kvstore.blobs.whole_rows import ThinRows, WholeRows
 from kvstore.codecs.base import Codec
 from kvstore.codecs.states.session_codec import SessionCodec
 from kvstore.errors import Corrupt, ForeignCodec, Mismatch
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import KVLayout, KVRun, tokens_in
 from kvstore.tiers.base import Blob
 
 RECORD_CODEC: Final = b"msgpack.1"
@@ -184,7 +184,7 @@ class Packer:
             codec: one of ``codecs``; memory's if there is none.
             lineage: the lossy copies that these rows go on from.
         """
-        codec, num_tokens = codec or self.codec, _num_tokens(run)
+        codec, num_tokens = codec or self.codec, tokens_in(run)
         squeezes = not codec.exact and rows_in_segments.squeezes(self.layout, first_token)
         if lineage.position <= first_token and not squeezes:
             if codec.exact and key[:1] != CHUNK:
@@ -287,7 +287,7 @@ class Packer:
         return found
 
     def _seal_rows(self, rows: WholeRows, key: bytes, run: KVRun, first_token: int) -> bytes:
-        header = self._header(key, rows.codec_id.encode(), first_token, _num_tokens(run))
+        header = self._header(key, rows.codec_id.encode(), first_token, tokens_in(run))
         return blobs.pack(header, rows.encode(run))
 
     def _whole(self, *, exact: bool, restored: bool = False) -> WholeRows:
@@ -332,7 +332,7 @@ class Packer:
         self, run: KVRun, first_token: int, codec: Codec, lineage: Lineage, restored: bool
     ) -> tuple[bytes, bytes]:
         """Pack the rows of a snapshot, which lie behind its state; give their name, too."""
-        if codec.exact or not _num_tokens(run):
+        if codec.exact or not tokens_in(run):
             whole = self._whole(exact=codec.exact, restored=restored)
             return whole.codec_id.encode(), whole.encode(run)
         joined = rows_in_segments.join(
@@ -398,7 +398,3 @@ class Packer:
     def _header(self, key: bytes, codec: bytes, first: int, count: int) -> blobs.Header:
         assert len(key) == 1 + DIGEST_BYTES
         return blobs.Header(key, codec, self._fingerprint, self._layout_digest, first, count)
-
-
-def _num_tokens(run: KVRun) -> int:
-    return int(run[0][0].shape[1]) if len(run) else 0
