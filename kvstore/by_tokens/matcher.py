@@ -98,10 +98,15 @@ class Matcher:
         return Match(num_tokens, tier, reason, plan.reads, key, prompt[:num_tokens])
 
     def usable_record(self, session: SessionRef) -> SessionRecord | None:
-        """The session's record, here or in a shared tier, if its blobs can be used here and now."""
+        """The session's record, here or in a shared tier, if its blobs can be used here and now.
+
+        The store's own notices name sessions without a salt; such a one is found by its name alone.
+        """
         tenant, name = session.tenant, session.id
         record = self._index.find(tenant, name) or self._index.find_shared(tenant, name)
-        if record is None or record.root != self._keys.space.root(session.salt):
+        if record is None:
+            return None
+        if session.salt and record.root != self._keys.space.root(session.salt):
             return None
         over = self._index.is_over(record)
         return record if not over and self._packer.reads_any(record.codecs) else None

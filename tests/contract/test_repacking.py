@@ -107,7 +107,7 @@ def test_a_session_of_before_gets_the_codec_of_each_tier(
     until(lambda: is_through(store) and bool(smaller))
     assert store.flush(20)
     assert [(x.tenant, x.id) for x in smaller] == [("t", "s")]
-    after, record = [x.stats() for x in tiers], store.record(ref())
+    after, record = [x.stats() for x in tiers], store.record(smaller[0])  # as it is told
     assert record is not None and record.packed_bytes == counted(store, ref()) < pinned / 2
     assert record.tail_bytes and record.codecs[:2] == ("tq3.2", "tq4.2")
     for one, other in zip(before, after, strict=True):
