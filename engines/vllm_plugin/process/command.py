@@ -173,8 +173,9 @@ def environment(worker: WorkerConfig, inherited: str) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": worker.log_level.upper(),
     }
-    if len(worker.runtime_dir) <= LONGEST_RPC_FOLDER:
-        env["VLLM_RPC_BASE_PATH"] = worker.runtime_dir  # else /tmp, where a kill leaves them
+    # vLLM's own default is TMPDIR, which is in this folder, and longer. In /tmp a kill leaves them.
+    fits = len(worker.runtime_dir) <= LONGEST_RPC_FOLDER
+    env["VLLM_RPC_BASE_PATH"] = worker.runtime_dir if fits else "/tmp"
     if Path(worker.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env
