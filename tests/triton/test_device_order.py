@@ -101,6 +101,8 @@ def test_what_the_host_does_beside_the_kernels_is_in_the_same_order(rig):
     cache.fill_(EMPTY)
     back = [Filling(spans[1], right[1], 0, [3, 9]), Filling(part, right[2], 0, [1], 3)]
     assert blocks.fill(back, blocks.mark()) == {3, 9, 1}
-    assert torch.equal(cache[1, :, :3], computed[11, :, :3])
+    error = (cache[1, :, :3].float() - computed[11, :, :3].float()).square().mean()
+    share = float(error / computed[11, :, :3].float().square().mean())
+    assert share == 0 if rig.store.packer.codec.exact else 0 < share < 0.06
     assert bool((cache[1, :, 3:] == EMPTY).all())
     blocks.close()
