@@ -18,18 +18,22 @@ CHOSEN = "frozen or any_number_of_rows or told_of or gives_the_rows or kernels_g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("without", ["avx512", "avx"])
+@pytest.mark.parametrize(
+    "without",
+    [
+        # If only AVX-512 is taken away, LLVM 22 still knows this processor's name, selects one of its
+        # instructions and aborts. For real processors with AVX-VNNI alone (Alder Lake) it compiles.
+        pytest.param(("avx512", "avx10", "avxvnni"), id="avx512"),
+        pytest.param(("avx",), id="avx"),
+    ],
+)
 def test_kernels_of_a_lesser_host_give_the_same_bytes(without, tmp_path):
     features = pytest.importorskip("kvstore.codecs.kernels.emit.features").host_features()
     missing = [name for name in sorted(features) if name.startswith(without)]
-    if not missing:
-        pytest.skip(f"this host has no {without} itself")
+    if not any(name.startswith(without[0]) for name in missing):
+        pytest.skip(f"this host has no {without[0]} itself")
     limits = {"NUMBA_CPU_FEATURES": ",".join(f"-{name}" for name in missing)}
     run = run_suites({**limits, "NUMBA_CACHE_DIR": str(tmp_path)})
-    if run.returncode < 0:
-        # Seen once, on a machine that nobody could look at: does it happen again?
-        print(f"signal {-run.returncode}: {run.stderr[:4000]}")
-        run = run_suites({**limits, "NUMBA_CACHE_DIR": str(tmp_path / "again")})
     assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[:4000]}"
 
 
