@@ -21,7 +21,7 @@ CHOSEN = "frozen or any_number_of_rows or told_of or gives_the_rows or kernels_g
 @pytest.mark.parametrize(
     "without",
     [
-        # If only AVX-512 is taken away, LLVM 22 still knows this processor's name, selects one of its
+        # If only AVX-512 is taken away, LLVM 22 still goes by the processor, selects one of its
         # instructions and aborts. For real processors with AVX-VNNI alone (Alder Lake) it compiles.
         pytest.param(("avx512", "avx10", "avxvnni"), id="avx512"),
         pytest.param(("avx",), id="avx"),
