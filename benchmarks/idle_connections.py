@@ -3,8 +3,8 @@
     python benchmarks/idle_connections.py [--idle 10000] [--seconds 15] [--json OUT]
 
 The real gateway with the fake engine. Active requests are short streams, sixteen at a time: their
-whole time, p99, with nobody else there and then beside connections that send nothing (a tenth of
-them sent half a head). Where the limit of open files, of this process or of the gateway, allows
+whole time, median and p99, and what the gateway computes for each, with nobody else there, then
+beside connections that send nothing (a tenth of them sent half a head), then alone again. Where the limit of open files, of this process or of the gateway, allows
 fewer connections, as many as it allows are opened, and the result says how many.
 """
 
@@ -18,7 +18,7 @@ import tempfile
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -31,6 +31,30 @@ SPARE_FILES = 512
 SETTLE_S = 5.0
 TARGET = 2.0
 HALF_A_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+
+
+class Phase(NamedTuple):
+    """The times of all requests of a phase, and the processor's time that they took."""
+
+    times: list[float]
+    cpu_s: float
+
+    def quantile_ms(self, share: float) -> float:
+        return round(sorted(self.times)[int(share * (len(self.times) - 1))] * 1e3, 1)
+
+    @property
+    def cpu_ms(self) -> float:
+        return round(self.cpu_s / len(self.times) * 1e3, 2)
+
+
+def phase(stack: FakeStack, seconds: float) -> Phase:
+    before = cpu_s(stack.process)
+    times = asyncio.run(active(stack.url, seconds))
+    return Phase(times, cpu_s(stack.process) - before)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    return float(sum(process.cpu_times()[:2]))
 
 
 async def active(url: str, seconds: float) -> list[float]:
@@ -57,10 +81,6 @@ async def active(url: str, seconds: float) -> list[float]:
     return times
 
 
-def p99(times: list[float]) -> float:
-    return sorted(times)[int(0.99 * (len(times) - 1))]
-
-
 def connections(stack: ExitStack, port: int, wanted: int) -> int:
     """Open connections that send nothing, or half a head; returns how many there are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -80,21 +100,24 @@ def held(gateway: psutil.Process) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, FakeStack(Path(name)) as server:
         gateway = server.process
-        asyncio.run(active(server.url, 2.0))
-        quiet, before = asyncio.run(active(server.url, args.seconds)), rss_mib(gateway)
+        phase(server, 2.0)
+        quiet, before = phase(server, args.seconds), rss_mib(gateway)
         with ExitStack() as stack:
             opened = connections(stack, server.port, args.idle)
             time.sleep(1.0)
             there = held(gateway)
-            beside, after = asyncio.run(active(server.url, args.seconds)), rss_mib(gateway)
+            beside, after = phase(server, args.seconds), rss_mib(gateway)
         time.sleep(SETTLE_S)  # ten thousand ends are work, too
-        again = asyncio.run(active(server.url, args.seconds))
-    ratio = p99(beside) / ((p99(quiet) + p99(again)) / 2)
+        phases = (quiet, beside, phase(server, args.seconds))
+    p99 = [x.quantile_ms(0.99) for x in phases]
+    ratio = p99[1] / ((p99[0] + p99[2]) / 2)
     return {
         "opened": opened,
         "held_by_the_gateway": there,
-        "requests": [len(quiet), len(beside), len(again)],
-        "p99_ms": [round(p99(x) * 1e3, 1) for x in (quiet, beside, again)],
+        "requests": [len(x.times) for x in phases],
+        "median_ms": [x.quantile_ms(0.5) for x in phases],
+        "p99_ms": p99,
+        "cpu_ms_per_request": [x.cpu_ms for x in phases],
         "p99_ratio": round(ratio, 2),
         "memory_mib_more": round(after - before, 1),
         "target": TARGET,

@@ -164,6 +164,35 @@ def test_idle_connections_make_room_for_active_ones(stack: FakeStack) -> None:
     assert "connections were ended" in log and "Traceback" not in log
 
 
+def test_idle_connections_within_the_limit_stay_and_cost_the_others_nothing(
+    tmp_path: Path,
+) -> None:
+    """Compared is what the gateway computes for a chat, which other programs do not change."""
+    number = 600
+    with FakeStack(tmp_path, gateway={"max_connections": number + 50}) as stack, ExitStack() as held:
+        gateway = stack.process
+        seconds_of_a_chat(stack)
+        alone_s, before = cpu_of_chats(stack), gateway.memory_info().rss
+        idle = [held.enter_context(closing(connect(stack))) for _ in range(number)]
+        for sock in idle[::10]:
+            sock.sendall(b"GET /livez HTTP/1.1\r\n")
+        beside_s, after = cpu_of_chats(stack), gateway.memory_info().rss
+        assert beside_s < 2 * alone_s + 0.1
+        assert after - before < number * 32 << 10
+        assert "connections_ended_total{" not in metrics(stack)
+        for sock in idle[1::100]:
+            sock.sendall(GET + HOST + b"\r\n")
+            assert status(said(sock)) == 200
+
+
+def cpu_of_chats(stack: FakeStack) -> float:
+    """Seconds of processor time that the gateway takes for some chats."""
+    before = sum(stack.process.cpu_times()[:2])
+    for _ in range(30):
+        seconds_of_a_chat(stack)
+    return float(sum(stack.process.cpu_times()[:2]) - before)
+
+
 def seconds_of_a_chat(stack: FakeStack) -> float:
     body = chat(metadata={"fake": "chunks=5"})
     request = b"POST " + CHAT + b" HTTP/1.1\r\nconnection: close\r\n" + JSON

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,18 @@ class Server:
     """A running server; ``log`` grows while it runs."""
 
     def __init__(
-        self, folder: Path, *arguments: str, engine: str = "fake", calibrate: bool = False
+        self,
+        folder: Path,
+        *arguments: str,
+        engine: str = "fake",
+        calibrate: bool = False,
+        within: Sequence[str] = (),
     ) -> None:
+        """``within``: a command that runs the command behind it."""
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
         environ["THERMOCLINE_STORE__CALIBRATE"] = str(calibrate).lower()
         self.process = subprocess.Popen(
-            [*PROGRAM, "serve", "--engine", engine, "--port", "0", *arguments],
+            [*within, *PROGRAM, "serve", "--engine", engine, "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env={**environ, "THERMOCLINE_DATA_DIR": str(folder / "data")},

@@ -1,0 +1,108 @@
+"""The memory of a container is nearly used up: sessions leave it in time, and no process ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.machine.memory import CGROUP, available_memory
+from tests.faults.cgroups import Group, limited_group
+from tests.integration.launch.test_serve import Server
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+LIMIT, LOW, STOP = 700 * MIB, 200 * MIB, 100 * MIB
+WAIT_S = 60.0
+HOLD = """
+import sys, time
+held = bytearray(int(sys.argv[1]))
+held[::4096] = b"1" * len(held[::4096])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with limited_group(LIMIT) as made:
+        if made is None:
+            pytest.skip("no group of processes can be limited here")
+        yield made
+
+
+def left_in(group: Group, tmp_path: Path) -> int:
+    """What the product reads in that group."""
+    inside = tmp_path / "inside"
+    version = "0::" if group.folder.parent == CGROUP else "4:memory:"
+    inside.write_text(f"{version}/{group.folder.name}\n")
+    return available_memory(own=inside)
+
+
+@contextmanager
+def held(group: Group, nbytes: int) -> Iterator[None]:
+    """Have another process of the group hold so much memory."""
+    command = [*group.within, sys.executable, "-c", HOLD, str(nbytes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        try:
+            yield
+        finally:
+            other.kill()
+
+
+def until(what: str, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def refusal(server: Server) -> str:
+    """The code of the error that a turn gets; empty if it is taken."""
+    try:
+        server.chat("late")
+    except urllib.error.HTTPError as error:
+        assert error.code == 503 and int(error.headers["retry-after"]) >= 1
+        return str(json.load(error)["error"]["code"])
+    return ""
+
+
+def states(server: Server) -> set[tuple[str, str | None]]:
+    with urllib.request.urlopen(f"{server.url}/v1/sessions", timeout=30) as answer:
+        return {(x["state"], x["tier"]) for x in json.load(answer)["data"]}
+
+
+def test_below_a_containers_limit_sessions_leave_memory_and_turns_wait(
+    group: Group, tmp_path: Path
+) -> None:
+    marks = ("scheduler.memory_low_bytes", LOW), ("scheduler.memory_stop_bytes", STOP)
+    arguments = [x for name, mark in marks for x in ("--set", f"{name}={mark}")]
+    server = Server(tmp_path, *arguments, within=group.within)
+    try:
+        of_server = psutil.Process(server.process.pid)
+        before = {of_server.pid, *(x.pid for x in of_server.children(recursive=True))}
+        for name in ("one", "two"):
+            server.chat(name)
+        assert states(server) == {("idle", "ram")}
+        with held(group, left_in(group, tmp_path) - (LOW + STOP) // 2):
+            until("they sleep on the disk", lambda: states(server) == {("cold", "disk")})
+            assert refusal(server) == ""
+            with held(group, left_in(group, tmp_path) - STOP // 2):
+                until("turns are refused", lambda: refusal(server) != "")
+        until("turns are taken again", lambda: refusal(server) == "")
+        after = {of_server.pid, *(x.pid for x in of_server.children(recursive=True))}
+        assert after == before
+    finally:
+        server.stop()

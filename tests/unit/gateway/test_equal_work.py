@@ -1,0 +1,164 @@
+"""A caller learns nothing from how long a refusal takes: what is computed is the same.
+
+No clock is looked at. What is compared is each line of ours that runs and each function that it
+calls, those of C included. What the event loop does with its timers is left out.
+"""
+
+from __future__ import annotations
+
+import hmac
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from engines.openai.requests import InvalidRequest
+from gateway.keys import Tenants, generate_key
+from gateway.stored.objects import Objects
+from gateway.stored.shelf import Kind, Limits
+from gateway.stored.sqlite_shelf import SqliteShelf
+from tests.stored_objects import KEY_OF, done, entry, items, put
+from tests.unit.gateway.in_process import MODEL, App
+
+ROOT = Path(__file__).parents[3]
+OURS = tuple(f"{ROOT / name}/" for name in ("gateway", "scheduler", "engines"))
+SECRET = b"sixteen bytes or more"
+Work = list[tuple[str, str, object]]
+
+
+@contextmanager
+def noted() -> Iterator[Work]:
+    """Note each line of the product in this thread, and what it calls."""
+    work: Work = []
+
+    def line(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        work.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
+        return line
+
+    def call(frame: FrameType, event: str, what: object) -> None:
+        if event == "c_call" and frame.f_code.co_filename.startswith(OURS):
+            work.append((frame.f_code.co_filename, frame.f_code.co_name, _name(what)))
+
+    before = sys.gettrace()  # a debugger's, or that of a measurement of coverage
+    sys.settrace(line)
+    sys.setprofile(call)
+    try:
+        yield work
+    finally:
+        sys.setprofile(None)
+        sys.settrace(before)
+
+
+def _name(what: object) -> object:
+    return what if what is hmac.compare_digest else getattr(what, "__qualname__", "")
+
+
+# ---- keys
+
+
+def changed(key: str, at: int) -> str:
+    return key[:at] + ("A" if key[at] != "A" else "B") + key[at + 1 :]
+
+
+def refused(tenants: Tenants, key: str) -> Work:
+    with noted() as work, suppress(InvalidRequest):
+        tenants.authenticate(f"Bearer {key}")
+        raise AssertionError(f"{key} was taken")
+    return work
+
+
+@pytest.mark.parametrize("admins", [0, 2])
+def test_a_key_is_compared_by_its_hash_with_all_of_them_however_much_of_it_is_right(
+    admins: int,
+) -> None:
+    made = [generate_key(f"tenant-{i}") for i in range(5)]
+    lines = [line for _, line in made]
+    tenants = Tenants(SECRET, lines, [generate_key("admin")[1] for _ in range(admins)])
+    key = made[2][0]
+    tries = [changed(key, at) for at in (3, 4, len(key) // 2, len(key) - 1)]
+    tries += ["x", key[:-1], key + "A", "tc-" + "A" * (len(key) - 3)]
+    first, *others = [refused(tenants, x) for x in tries]
+    assert [x for _, _, x in first].count(hmac.compare_digest) == 5 + admins
+    assert all(x == first for x in others)
+
+
+def test_whose_key_is_right_is_compared_with_all_of_them_as_well() -> None:
+    made = [generate_key(f"tenant-{i}") for i in range(5)]
+    tenants = Tenants(SECRET, [line for _, line in made])
+    for i, (key, _) in enumerate(made):
+        with noted() as work:
+            found = tenants.authenticate(f"Bearer {key}")
+        assert found.name == f"tenant-{i}"
+        assert [x for _, _, x in work].count(hmac.compare_digest) == 5
+
+
+# ---- what is another tenant's
+
+
+class Two:
+    """An app that two tenants call; ``alice`` and ``bob`` are their headers."""
+
+    def __init__(self) -> None:
+        made = [generate_key(name) for name in ("alice", "bob")]
+        self.app = App(api_keys=tuple(line for _, line in made))
+        self.alice, self.bob = ({"authorization": f"Bearer {key}"} for key, _ in made)
+
+
+VERBS = [
+    ("GET", ""),
+    ("DELETE", ""),
+    ("POST", "/demote"),
+    ("POST", "/prefetch"),
+    ("POST", "/pin"),
+    ("POST", "/unpin"),
+]
+
+
+@pytest.mark.parametrize(("method", "verb"), VERBS)
+async def test_a_foreign_session_takes_the_same_steps_as_none_at_all(
+    method: str, verb: str
+) -> None:
+    two = Two()
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    headers = {**two.alice, "x-session-id": "secret-plan"}
+    assert (await two.app.post("/v1/chat/completions", body, **headers)).status == 200
+
+    async def steps(name: str) -> Work:
+        with noted() as work:
+            reply = await two.app.call(method, f"/v1/sessions/{name}{verb}", b"", two.bob)
+        assert reply.status == 404
+        return work
+
+    await steps("nobodys-one")  # what is imported, and made, at a first use
+    nobodys, foreign = await steps("nobodys-one"), await steps("secret-plan")
+    assert foreign == nobodys and len(foreign) > 100
+    assert (await two.app.get("/v1/sessions/secret-plan", **two.alice)).status == 200
+
+
+@pytest.mark.parametrize("kind", ["response", "conversation", "completion"])
+def test_a_foreign_stored_object_takes_the_same_steps_as_none_at_all(
+    tmp_path: Path, kind: Kind
+) -> None:
+    objects = Objects(SqliteShelf(tmp_path / "stored.sqlite", Limits(1 << 20, 1e6)), KEY_OF)
+    put(objects, entry("secret-one", kind=kind), items("secret-item"), tenant="alice")
+
+    def steps(id: str, item: str) -> Work:
+        with noted() as work:
+            found = (
+                done(objects.show("bob", kind, id)),
+                done(objects.find_item("bob", item)),
+                done(objects.delete("bob", kind, id)),
+            )
+        assert found == (None, None, False)
+        return work
+
+    steps("nobody-one", "nobody-item")
+    assert steps("secret-one", "secret-item") == steps("nobody-one", "nobody-item")
+    assert done(objects.show("alice", kind, "secret-one")) is not None
+    objects.shelf.close()
