@@ -4,8 +4,9 @@
 
 The real gateway with the fake engine. Active requests are short streams, sixteen at a time: their
 whole time, median and p99, and what the gateway computes for each, with nobody else there, then
-beside connections that send nothing (a tenth of them sent half a head), then alone again. Where the limit of open files, of this process or of the gateway, allows
-fewer connections, as many as it allows are opened, and the result says how many.
+beside connections that send nothing (a tenth of them sent half a head), then alone again. Where the
+limit of open files, of this process or of the gateway, allows fewer connections, as many as it
+allows are opened, and the result says how many.
 """
 
 from __future__ import annotations

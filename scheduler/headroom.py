@@ -7,7 +7,8 @@ memory is halfway back to ``memory_low_bytes``, so that single turns do not open
 Below ``memory_end_bytes`` the engine is ended, which frees all it had, and started again; what its
 sessions have on the disk stays.
 
-The figure is the whole machine's, so other programs count as well.
+The figure is the whole machine's, so other programs count as well, or what the limit of a container
+leaves, if that is less.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     engine: EngineReport | None
-    memory_available_bytes: int | None = None  # of the whole machine; None: not watched
+    memory_available_bytes: int | None = None  # of the machine or container; None: not watched
     sessions: Mapping[tuple[str, str], int] = {}  # how many, by state and fastest tier
 
 
@@ -41,7 +41,7 @@ class GaugeCollector:
             sessions.add_metric([state, tier], number)
         yield sessions
         if gauges.memory_available_bytes is not None:
-            words = "Memory that the whole machine has left."
+            words = "Memory that the machine, or a container's limit, has left."
             yield _gauge("memory_available_bytes", words, gauges.memory_available_bytes)
         if gauges.engine is not None:
             yield from _engine_metrics(gauges.engine)

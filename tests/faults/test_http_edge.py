@@ -169,7 +169,10 @@ def test_idle_connections_within_the_limit_stay_and_cost_the_others_nothing(
 ) -> None:
     """Compared is what the gateway computes for a chat, which other programs do not change."""
     number = 600
-    with FakeStack(tmp_path, gateway={"max_connections": number + 50}) as stack, ExitStack() as held:
+    with (
+        FakeStack(tmp_path, gateway={"max_connections": number + 50}) as stack,
+        ExitStack() as held,
+    ):
         gateway = stack.process
         seconds_of_a_chat(stack)
         alone_s, before = cpu_of_chats(stack), gateway.memory_info().rss
