@@ -31,9 +31,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_wait_s: PositiveSeconds = 120.0
     max_sessions: Positive = 100_000  # rows of the table; the longest idle is dropped from it first
     value_half_life_s: PositiveSeconds = 600.0  # idle time that halves a session's claim to be hot
-    # Marks for the memory that the machine, or a container's limit, has left. Below the first, quiet
-    # sessions leave memory for the disk; below the second, no turn is taken; below the third, the
-    # engine is ended and started again. 0 = never.
+    # Marks for the memory that the machine, or a container's limit, has left. Below the first,
+    # quiet sessions leave memory for the disk; below the second, no turn is taken; below the third,
+    # the engine is ended and started again. 0 = never.
     memory_low_bytes: NonNegative = 0
     memory_stop_bytes: NonNegative = 0
     memory_end_bytes: NonNegative = 0
