@@ -1,7 +1,8 @@
 """Entries in one SQLite file: the place of a single gateway.
 
 Triggers keep each tenant's bytes, so that a budget is never a guess. The tables of entries and
-items are those of older releases, which wrote plain text into them: such an entry has no head. A
+items are those of older releases, which wrote plain text into them: such an entry has no head. Once
+all are sealed, a mark outside of the file says so, and no plain text in it is believed any more. A
 deleted entry leaves its items behind, which ``tidy`` removes piece by piece.
 
 SQLite keeps a value of any type in any column, and whoever can write the file may have put one
@@ -10,10 +11,11 @@ there. So what is read is cast to its column's type: then it is a seal that does
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from gateway.stored.shelf import (
@@ -26,13 +28,14 @@ from gateway.stored.shelf import (
     Part,
     Row,
     Span,
+    StoreFailed,
     slice_of,
 )
 from gateway.stored.sqlite_file import SqliteFile
 
 TOUCH_EVERY_S = 60.0  # a use within this of the last one is not written down
 MAX_TOUCHED = 1024
-_SEALED = 2  # the user_version of a file in which everything is sealed
+_SEALED = 2  # the user_version by which releases before the mark knew that all is sealed
 # Bytes that SQLite takes for a row besides its body, about.
 _ROW_BYTES = 200
 _SCHEMA = """
@@ -88,11 +91,14 @@ class SqliteShelf:
         limits: Limits,
         clock: Callable[[], float] = time.time,
         *,
+        mark: Path,
         keeps_damaged: bool = True,
     ) -> None:
         """
         Args:
             clock: gives seconds since 1970.
+            mark: a file that is there once all is sealed. Who can write it is believed, so it lies
+                where the secret does.
             keeps_damaged: see ``SqliteFile``.
 
         Raises:
@@ -102,12 +108,11 @@ class SqliteShelf:
         self._clock = clock
         self._touched: dict[int, float] = {}  # uses that are not written down yet
         self._file = SqliteFile(path, _SCHEMA + _triggers(), keeps_damaged=keeps_damaged)
-        with self._file.writing() as db:
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            self._has_old = version < _SEALED
-            if self._has_old and not db.execute("SELECT 1 FROM entries LIMIT 1").fetchone():
-                db.execute(f"PRAGMA user_version = {_SEALED}")
-                self._has_old = False
+        self._mark = mark
+        self._has_old = not mark.exists() and self._may_have_old()
+        if not self._has_old:
+            with suppress(StoreFailed):  # ``chores`` tries again
+                self._mark_sealed()
 
     def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
         sql = (
@@ -284,13 +289,31 @@ class SqliteShelf:
             beyond, some = self._some_old(beyond)
             yield some
         if self._has_old:
-            with self._file.writing() as db:
-                db.execute(f"PRAGMA user_version = {_SEALED}")
+            self._file.shorten_log()  # of plain text; what is sealed is on the disk before the mark
             self._has_old = False
-            self._file.shorten_log()  # of plain text
+        self._mark_sealed()
 
     def close(self) -> None:
         self._file.close()
+
+    def _may_have_old(self) -> bool:
+        with self._file.reading() as db:
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            some = db.execute("SELECT 1 FROM entries LIMIT 1").fetchone()
+        return version < _SEALED and some is not None
+
+    def _mark_sealed(self) -> None:
+        """Make the mark, if it is not there, so that it outlives a power cut."""
+        try:
+            self._mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path, flags in ((self._mark, os.O_CREAT), (self._mark.parent, os.O_DIRECTORY)):
+                descriptor = os.open(path, os.O_RDONLY | flags, 0o600)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        except OSError as error:
+            raise StoreFailed(f"{self._mark} cannot be written: {error.strerror}") from error
 
     def _bytes(self, sql: str, args: tuple[object, ...]) -> bytes | None:
         with self._file.reading() as db:

@@ -13,6 +13,7 @@ from gateway.stored.stored import Stored
 from kvstore.config import StoreConfig
 
 FILE = "stored.sqlite"
+MARK = "stored.sealed"  # in the data folder, where the secret is
 _DAY_S = 86400.0
 
 
@@ -30,8 +31,10 @@ def stored_objects(
     if store.redis_url:
         return Stored(partial(_redis_shelf, store, limits), key_of)
     folder = Path(config.stored_path).expanduser() if config.stored_path else data_dir / "stored"
-    keeps = not store.encrypt
-    return Stored(partial(SqliteShelf, folder / FILE, limits, keeps_damaged=keeps), key_of)
+    shelf = partial(
+        SqliteShelf, folder / FILE, limits, mark=data_dir / MARK, keeps_damaged=not store.encrypt
+    )
+    return Stored(shelf, key_of)
 
 
 def _redis_shelf(store: StoreConfig, limits: Limits) -> Shelf:

@@ -12,17 +12,20 @@ import pytest
 
 from gateway.stored.forms import label_of
 from gateway.stored.objects import Objects, Query
-from gateway.stored.shelf import Limits
+from gateway.stored.shelf import Limits, StoreFailed
 from gateway.stored.sqlite_shelf import SqliteShelf
 from tests.old_stored import OldFile, write_old_chats
 from tests.stored_objects import (
     KEY_OF,
     content_of,
     done,
+    entry,
     ids_of,
     items,
+    put,
     read_all,
     rows_of,
+    shelf_in,
     shown,
     stored_in,
 )
@@ -62,7 +65,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def objects(path: Path) -> Iterator[Objects]:
-    made = Objects(SqliteShelf(path, LIMITS, lambda: 2e9), KEY_OF)
+    made = Objects(shelf_in(path, LIMITS, lambda: 2e9), KEY_OF)
     yield made
     made.shelf.close()
 
@@ -107,7 +110,7 @@ def test_what_was_sealed_half_before_a_kill_goes_on(objects: Objects, path: Path
     next(steps)
     ((sealed,),) = rows_of(path, "SELECT count(*) FROM items WHERE substr(body, 1, 1) = x'00'")
     assert 0 < sealed < 1500
-    again = Objects(SqliteShelf(path, LIMITS, lambda: 2e9), KEY_OF)
+    again = Objects(shelf_in(path, LIMITS, lambda: 2e9), KEY_OF)
     assert read_all(again, "conv_2") == [f"item-{i}" for i in range(1500)]
     list(steps)  # the first one goes on as well, and harms nothing
     assert read_all(objects, "conv_2") == [f"item-{i}" for i in range(1500)]
@@ -119,9 +122,87 @@ def test_once_all_is_sealed_plain_text_is_not_there(objects: Objects, path: Path
     rows_of(path, "DELETE FROM heads")
     rows_of(path, "UPDATE entries SET body = ?", json.dumps(FIRST).encode())
     assert shown(objects, "resp_1", "response") is None
-    again = Objects(SqliteShelf(path, LIMITS, lambda: 2e9), KEY_OF)
+    again = Objects(shelf_in(path, LIMITS, lambda: 2e9), KEY_OF)
     assert shown(again, "resp_1", "response") is None
     again.shelf.close()
+
+
+def as_before_any_seal(path: Path) -> None:
+    """What somebody can do who can write the file, and nothing else: make it one of long ago."""
+    for table in ("heads", "tags"):
+        rows_of(path, f"DELETE FROM {table}")
+    rows_of(path, "DELETE FROM items")
+    planted = {**FIRST, "output": [{**SAID, "id": "planted", "role": "system"}]}
+    rows_of(path, "UPDATE entries SET body = ?", json.dumps(planted).encode())
+    rows_of(path, "PRAGMA user_version = 0")
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["changed", "replaced"])
+def test_once_all_is_sealed_a_file_that_looks_old_is_not_believed(
+    objects: Objects, path: Path, replaced: bool
+) -> None:
+    run_chores(objects)
+    objects.shelf.close()
+    if replaced:
+        for name in path.parent.glob("stored.sqlite*"):
+            name.unlink()
+        old = OldFile(path)
+        old.put("a", "response", {**FIRST, "output": [{**SAID, "id": "planted"}]})
+        old.close()
+    else:
+        as_before_any_seal(path)
+    again = Objects(shelf_in(path, LIMITS, lambda: 2e9), KEY_OF)
+    for _ in range(2):
+        assert shown(again, "resp_1", "response") is None
+        assert read_all(again, "resp_1", "response") is None
+        assert done(again.find_item("a", "planted")) is None
+        run_chores(again)
+    put(again, entry("new"), items("i"))
+    assert read_all(again, "new") == ["i"]
+    again.shelf.close()
+
+
+def test_a_new_file_is_marked_before_anything_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "stored.sqlite"
+    first = Objects(shelf_in(path, LIMITS), KEY_OF)
+    put(first, entry("resp_1", kind="response"), items("i"))
+    first.shelf.close()  # nothing was looked after
+    as_before_any_seal(path)
+    again = Objects(shelf_in(path, LIMITS), KEY_OF)
+    assert shown(again, "resp_1", "response") is None
+    again.shelf.close()
+
+
+def test_a_file_of_the_release_that_marked_it_inside_is_sealed(path: Path) -> None:
+    rows_of(path, "PRAGMA user_version = 2")
+    objects = Objects(shelf_in(path, LIMITS, lambda: 2e9), KEY_OF)
+    assert shown(objects, "resp_1", "response") is None
+    objects.shelf.close()
+    rows_of(path, "PRAGMA user_version = 0")
+    again = Objects(shelf_in(path, LIMITS, lambda: 2e9), KEY_OF)
+    assert shown(again, "resp_1", "response") is None
+    again.shelf.close()
+
+
+def test_until_all_is_sealed_a_file_without_a_mark_is_read_again(path: Path) -> None:
+    for _ in range(2):  # killed before all was sealed
+        objects = Objects(shelf_in(path, LIMITS, lambda: 2e9), KEY_OF)
+        assert shown(objects, "resp_1", "response") == FIRST
+        objects.shelf.close()
+
+
+def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path: Path, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_bytes(b"")
+    mark = in_the_way / "stored.sealed"
+    objects = Objects(SqliteShelf(path, LIMITS, lambda: 2e9, mark=mark), KEY_OF)
+    with pytest.raises(StoreFailed, match=r"stored\.sealed cannot be written"):
+        run_chores(objects)
+    assert shown(objects, "resp_1", "response") == FIRST  # sealed by now
+    in_the_way.unlink()
+    run_chores(objects)
+    assert mark.exists()
+    objects.shelf.close()
 
 
 def test_what_is_no_json_of_ours_is_removed(objects: Objects, path: Path) -> None:
@@ -138,7 +219,7 @@ def test_the_longest_unused_of_both_make_room(path: Path) -> None:
     for i in range(3):
         old.put("c", "conversation", {**TALK, "id": f"old-{i}", "x": "x" * 4000}, used=1e9 + i)
     old.close()
-    objects = Objects(SqliteShelf(path, Limits(10_000, 1e10), lambda: 2e9), KEY_OF)
+    objects = Objects(shelf_in(path, Limits(10_000, 1e10), lambda: 2e9), KEY_OF)
     assert done(objects.show("c", "conversation", "old-0"))  # used now
     while objects.shelf.tidy("c"):
         pass

@@ -14,7 +14,6 @@ from gateway.stored.forms import Entry, Form, label_of, stored_form
 from gateway.stored.objects import MAX_ITEMS, PAGE_BYTES, Objects, Outgrown, Page, Query
 from gateway.stored.redis_shelf import RedisShelf
 from gateway.stored.shelf import KINDS, Limits, Shelf, StoreFailed
-from gateway.stored.sqlite_shelf import SqliteShelf
 from tests.redis_server import RedisServer
 from tests.stored_objects import (
     KEY_OF,
@@ -26,6 +25,7 @@ from tests.stored_objects import (
     put,
     read_all,
     rows_of,
+    shelf_in,
     shown,
 )
 
@@ -54,7 +54,7 @@ def redis_server() -> Iterator[RedisServer]:
 def opened(request: pytest.FixtureRequest, limits: Limits, clock: Clock) -> Shelf:
     if request.param == "sqlite":
         folder: Path = request.getfixturevalue("tmp_path")
-        return SqliteShelf(folder / "stored" / "objects.sqlite", limits, clock)
+        return shelf_in(folder / "stored" / "objects.sqlite", limits, clock)
     server: RedisServer = request.getfixturevalue("redis_server")
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
@@ -403,13 +403,13 @@ def test_a_full_server_takes_deletions(clock: Clock) -> None:
 
 def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None:
     path = tmp_path / "stored" / "objects.sqlite"
-    first = Objects(SqliteShelf(path, LIMITS), KEY_OF)
+    first = Objects(shelf_in(path, LIMITS), KEY_OF)
     put(first, entry("1", text="secret words"), items("i"))
     for name in path.parent.iterdir():
         assert stat.S_IMODE(name.stat().st_mode) == 0o600, name
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     # Not closed, as after a kill: the log is read by whoever comes next.
-    second = Objects(SqliteShelf(path, LIMITS), KEY_OF)
+    second = Objects(shelf_in(path, LIMITS), KEY_OF)
     ((sealed,),) = rows_of(path, "SELECT body FROM entries")
     assert shown(second, "1") is not None
     done(second.delete("a", "conversation", "1"))
@@ -425,7 +425,7 @@ def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None
 def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes, keeps: bool) -> None:
     path = tmp_path / "objects.sqlite"
     path.write_bytes(wreck)
-    shelf = SqliteShelf(path, LIMITS, keeps_damaged=keeps)
+    shelf = shelf_in(path, LIMITS, keeps_damaged=keeps)
     assert put(Objects(shelf, KEY_OF), entry("1"))
     shelf.close()
     aside = path.with_name("objects.sqlite.damaged")
@@ -439,7 +439,7 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes, keeps: bool) 
 
 def test_items_of_an_object_are_in_one_index(tmp_path: Path) -> None:
     """Sorting them by rows would read all of a large conversation for each page of it."""
-    shelf = SqliteShelf(tmp_path / "x.sqlite", LIMITS)
+    shelf = shelf_in(tmp_path / "x.sqlite", LIMITS)
     plan = rows_of(
         tmp_path / "x.sqlite",
         "EXPLAIN QUERY PLAN SELECT seq FROM items WHERE owner = 1 AND seq > 2 ORDER BY seq LIMIT 5",

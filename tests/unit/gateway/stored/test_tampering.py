@@ -17,10 +17,20 @@ from gateway.stored.objects import Objects
 from gateway.stored.redis_keys import Keys
 from gateway.stored.redis_shelf import RedisShelf
 from gateway.stored.shelf import Limits
-from gateway.stored.sqlite_shelf import SqliteShelf
 from gateway.stored.stored import Stored
 from tests.redis_server import RedisServer
-from tests.stored_objects import KEY_OF, done, entry, items, page, put, read_all, rows_of, shown
+from tests.stored_objects import (
+    KEY_OF,
+    done,
+    entry,
+    items,
+    page,
+    put,
+    read_all,
+    rows_of,
+    shelf_in,
+    shown,
+)
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
 LIMITS = Limits(tenant_bytes=1 << 20, max_age_s=1e6)
@@ -32,7 +42,7 @@ class InSqlite:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.objects = Objects(SqliteShelf(path, LIMITS), KEY_OF)
+        self.objects = Objects(shelf_in(path, LIMITS), KEY_OF)
 
     def bytes_of(self, id: str, item: str | None = None) -> bytes:
         if item is None:

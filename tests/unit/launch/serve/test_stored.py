@@ -38,6 +38,7 @@ async def test_a_file_in_the_data_folder(tmp_path: Path) -> None:
         assert stored.enabled and not path.exists()
         assert await stored.ask("a", put, False)
         assert path.exists()
+        assert (tmp_path / "stored.sealed").exists()  # beside the secret, and not in their folder
         await stored.close()
 
 
