@@ -30,6 +30,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx' word for it; never sent, only counted
 MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 _OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics", "dashboard_file")
+_HEAD_ONLY = "head_only"  # where the scope's state says that it was HEAD before it became GET
 _NAMING = ("/v1/sessions/", "/v1/models/")  # a name that follows may hold slashes
 
 
@@ -48,6 +49,11 @@ def body_send_of(scope: Scope, send: Send) -> Send:
 def request_id_of(scope: Scope) -> str:
     """Return the id that ``FrontMiddleware`` gave the request."""
     return str(scope["state"]["request_id"])
+
+
+def wants_head_only(scope: Scope) -> bool:
+    """Tell whether the request is for the head alone; the server drops the body in any case."""
+    return bool(scope["state"].get(_HEAD_ONLY))
 
 
 class FrontMiddleware:
@@ -72,11 +78,13 @@ class FrontMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        head_only = scope["method"] == "HEAD"
         scope = _plain(scope)
         headers = Headers(scope=scope)
         path, state = scope["path"], scope.setdefault("state", {})
         response = _TrackedResponse(send, _request_id(headers), scope)
         state["request_id"] = response.request_id
+        state[_HEAD_ONLY] = head_only
         share = state[BODY_SHARE] = BodyShare(self._bodies)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:

@@ -28,6 +28,7 @@ from gateway.admin.keys import NewKey
 from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.dashboard.routes import PAGE_HEADERS
 from gateway.openai.conversations import AddedItems, NewConversation
+from gateway.openai.lists import MAX_ROWS
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.stored_objects import MetadataChange
 from gateway.sessions import DemoteTo
@@ -53,6 +54,7 @@ _BODIES: Mapping[str, type[msgspec.Struct]] = {
 }
 _OTHER_GOOD = {("POST", "/admin/keys"): 201, ("POST", "/admin/measure"): 202}
 _STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+_NUMBER_OF_ROWS = {"type": "integer", "minimum": 1, "maximum": MAX_ROWS}
 _LISTS = re.compile(r"/(items|input_items|messages)$|^/v1/chat/completions$")
 _PAGES = frozenset({"/", "/docs", "/ui", "/ui/{version}/{name}"})
 _OPEN = _PAGES | {"/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json"}
@@ -178,7 +180,7 @@ def _parameters(path: str, method: str) -> Iterable[Json]:
     for name in _PATH_NAME.findall(path):
         yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
     if method == "GET" and _LISTS.search(path):
-        yield {"name": "limit", "in": "query", "schema": {"type": "integer", "maximum": 100}}
+        yield {"name": "limit", "in": "query", "schema": _NUMBER_OF_ROWS}
         yield {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
         yield {"name": "after", "in": "query", "schema": {"type": "string"}}
     if path.startswith("/v1/sessions"):  # another tenant's, for admins

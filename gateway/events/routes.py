@@ -7,7 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import caller_of, gateway_of, sees_all
-from gateway.events.event_stream import LiveEvents
+from gateway.events.event_stream import HEADERS, LiveEvents
+from gateway.front import wants_head_only
 
 router = APIRouter()
 LONGEST_NUMBER = 7
@@ -19,6 +20,10 @@ MOST_ROWS = 1000  # nobody else is served while one is made
 async def events(request: Request) -> Response:
     """Stream what happens, as server-sent events: a snapshot first, then changes."""
     caller, gateway = caller_of(request), gateway_of(request)
+    if wants_head_only(request.scope):  # takes no place of a stream, and ends at once
+        head = Response()
+        head.raw_headers = list(HEADERS)
+        return head
     tenant = None if sees_all(request, caller) else caller.name
     last = request.headers.get("last-event-id", "") or request.query_params.get("last_event_id", "")
     return LiveEvents(

@@ -24,8 +24,8 @@ def query_of(request: Request, *, ascending: bool) -> Query:
     if order not in ("asc", "desc"):
         raise InvalidRequest("order: use asc or desc", "order")
     limit = given.get("limit") or "20"
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and int(limit) <= MAX_ROWS):
-        raise InvalidRequest(f"limit: use a number up to {MAX_ROWS}", "limit")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 0 < int(limit) <= MAX_ROWS):
+        raise InvalidRequest(f"limit: use a number from 1 to {MAX_ROWS}", "limit")
     return Query(int(limit), given.get("after") or None, order == "asc")
 
 

@@ -212,6 +212,20 @@ class SqliteFile:
                 self._reserve.unlink()
 
 
+def make_mark(path: Path) -> None:
+    """Make an empty file, if it is not there, that outlives a power cut. Raises ``StoreFailed``."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name, flags in ((path, os.O_CREAT), (path.parent, os.O_DIRECTORY)):
+            descriptor = os.open(name, os.O_RDONLY | flags, 0o600)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise StoreFailed(f"{path} cannot be written: {error.strerror}") from error
+
+
 @contextmanager
 def _failing() -> Iterator[None]:
     try:

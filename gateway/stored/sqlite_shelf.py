@@ -11,7 +11,6 @@ there. So what is read is cast to its column's type: then it is a seal that does
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,13 +30,12 @@ from gateway.stored.shelf import (
     StoreFailed,
     slice_of,
 )
-from gateway.stored.sqlite_file import SqliteFile
+from gateway.stored.sqlite_file import SqliteFile, make_mark
 
 TOUCH_EVERY_S = 60.0  # a use within this of the last one is not written down
 MAX_TOUCHED = 1024
 _SEALED = 2  # the user_version by which releases before the mark knew that all is sealed
-# Bytes that SQLite takes for a row besides its body, about.
-_ROW_BYTES = 200
+_ROW_BYTES = 200  # that SQLite takes for a row besides its body, about
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -97,8 +95,7 @@ class SqliteShelf:
         """
         Args:
             clock: gives seconds since 1970.
-            mark: a file that is there once all is sealed. Who can write it is believed, so it lies
-                where the secret does.
+            mark: a file that is there once all is sealed; it lies where the secret does.
             keeps_damaged: see ``SqliteFile``.
 
         Raises:
@@ -109,16 +106,17 @@ class SqliteShelf:
         self._touched: dict[int, float] = {}  # uses that are not written down yet
         self._file = SqliteFile(path, _SCHEMA + _triggers(), keeps_damaged=keeps_damaged)
         self._mark = mark
-        self._has_old = not mark.exists() and self._may_have_old()
+        some = "SELECT 1 FROM entries, pragma_user_version WHERE user_version < ? LIMIT 1"
+        with self._file.reading() as db:
+            self._has_old = bool(db.execute(some, (_SEALED,)).fetchone()) and not mark.exists()
         if not self._has_old:
             with suppress(StoreFailed):  # ``chores`` tries again
-                self._mark_sealed()
+                make_mark(mark)
 
     def find(self, tenant: str, kind: Kind, id: str, uses: bool = False) -> Found | None:
         sql = (
             "SELECT seq, CAST(session AS TEXT), length(body), CAST(used AS REAL),"
-            " CAST(head AS BLOB) FROM entries"
-            f" LEFT JOIN heads ON owner = seq WHERE {_ONE}"
+            f" CAST(head AS BLOB) FROM entries LEFT JOIN heads ON owner = seq WHERE {_ONE}"
         )
         with self._file.reading() as db:
             row = db.execute(sql, (tenant, kind, id)).fetchone()
@@ -291,29 +289,10 @@ class SqliteShelf:
         if self._has_old:
             self._file.shorten_log()  # of plain text; what is sealed is on the disk before the mark
             self._has_old = False
-        self._mark_sealed()
+        make_mark(self._mark)
 
     def close(self) -> None:
         self._file.close()
-
-    def _may_have_old(self) -> bool:
-        with self._file.reading() as db:
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            some = db.execute("SELECT 1 FROM entries LIMIT 1").fetchone()
-        return version < _SEALED and some is not None
-
-    def _mark_sealed(self) -> None:
-        """Make the mark, if it is not there, so that it outlives a power cut."""
-        try:
-            self._mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for path, flags in ((self._mark, os.O_CREAT), (self._mark.parent, os.O_DIRECTORY)):
-                descriptor = os.open(path, os.O_RDONLY | flags, 0o600)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-        except OSError as error:
-            raise StoreFailed(f"{self._mark} cannot be written: {error.strerror}") from error
 
     def _bytes(self, sql: str, args: tuple[object, ...]) -> bytes | None:
         with self._file.reading() as db:

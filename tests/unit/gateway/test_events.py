@@ -55,6 +55,20 @@ async def test_a_reader_that_takes_nothing_is_cut_and_its_place_is_free(takes: i
     await app.gateway.live.close()
 
 
+async def test_a_question_for_the_head_ends_at_once_and_holds_no_place():
+    app = App(max_event_streams=1)
+    async with asyncio.timeout(5):
+        for _ in range(3):
+            reply = await app.call("HEAD", "/v1/events", b"", {})
+            assert (reply.status, reply.body) == (200, b"")
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            assert "content-length" not in reply.headers
+    with app.gateway.event_places.place(ANONYMOUS):
+        assert (await app.call("HEAD", "/v1/events", b"", {})).status == 200
+    keyed = App(api_keys=(ROOT[1],))
+    assert (await keyed.call("HEAD", "/v1/events", b"", {})).status == 401
+
+
 @pytest.mark.parametrize(
     ("asked", "rows"), [("", 0), ("-1", 0), ("1", 50), ("250", 250), ("20000", 1000)]
 )

@@ -343,10 +343,21 @@ async def test_bad_bodies(app: App, path: str, body: Any, param: str) -> None:
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
-@pytest.mark.parametrize("query", ["limit=x", "limit=101", "limit=-1", "limit=٣", "order=up"])
+@pytest.mark.parametrize(
+    "query", ["limit=x", "limit=0", "limit=00", "limit=101", "limit=-1", "limit=٣", "order=up"]
+)
 async def test_bad_pages(app: App, query: str) -> None:
     made = (await respond(app)).json
-    assert (await app.get(f"/v1/responses/{made['id']}/input_items?{query}")).status == 400
+    conversation = (await app.post("/v1/conversations", {})).json
+    for path in (
+        f"/v1/responses/{made['id']}/input_items",
+        f"/v1/conversations/{conversation['id']}/items",
+        "/v1/chat/completions",
+    ):
+        reply = await app.get(f"{path}?{query}")
+        assert (reply.status, reply.error["param"]) == (400, query.partition("=")[0])
+        assert reply.error["type"] == "invalid_request_error"
+        assert (await app.get(f"{path}?limit=1")).status == 200
 
 
 async def test_a_stored_response_is_streamed_again(app: App) -> None:
