@@ -1,13 +1,14 @@
 """What one tenant's costly request does to another tenant's short chat, and what goes on after it.
 
-    python benchmarks/neighbours.py [--only schema,embeddings] [--seconds 60] [--json OUT]
+    python benchmarks/neighbours.py [--only schema,tools] [--engine vllm] [--seconds 60]
 
-A server is started for each attack: mlx, the sample model, keys of two tenants, stored objects on.
-The neighbour asks for two tokens again and again, by chat completions and by Responses (which
-stores what it answers), first alone and then beside the attack, until the attack was answered, or
-for ``--seconds``. Then the attack is begun once more, and its client leaves after a second: counted
-are the CPU seconds that gateway and engine, with all processes below them, take from then on until
-both rest. Memory is the most that was seen beside the attack, above what was there before it.
+A server is started for each attack: mlx or vLLM, the sample model, keys of two tenants, stored
+objects on. The neighbour asks for two tokens again and again, by chat completions and by Responses
+(which stores what it answers), first alone and then beside the attack, until the attack was
+answered, or for ``--seconds``. Then the attack is begun once more, and its client leaves after a
+second: counted are the CPU seconds that gateway and engine, with all processes below them, take
+from then on until both rest. Memory is the most that was seen beside the attack, above what was
+there before it.
 
 ``--chats 60000`` stored chats are what the lists are asked of. A fake engine answers them, so that
 they are there in minutes. The whole takes 15 minutes, and half an hour longer where attacks hold.
@@ -32,6 +33,7 @@ import aiohttp
 import psutil
 
 from benchmarks.stacks.product_stack import MIB, Stack, prose, rss_mib, write_json
+from benchmarks.stacks.vllm_stack import python_with_vllm
 from gateway.keys import generate_key
 
 BOUND_WAIT_S: Final = 2.0  # of the neighbour, above alone
@@ -141,6 +143,23 @@ def many_tools(model: str, _: str) -> Sent:
     return chat_of(model, tools=tools, tool_choice="required")
 
 
+def lengths(model: str, _: str) -> Sent:
+    """Eight lengths of texts, which xgrammar takes fifteen seconds for."""
+    properties = {f"text_{i}": {"type": "string", "maxLength": 3000 + i} for i in range(8)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    wanted = {"name": "lengths", "schema": schema}
+    return chat_of(model, response_format={"type": "json_schema", "json_schema": wanted})
+
+
+def formats(model: str, _: str) -> Sent:
+    """Forced calls with formats, which xgrammar takes minutes for."""
+    kinds = ("email", "uri", "ipv6", "date-time")
+    properties = {f"f{i}": {"type": "string", "format": kinds[i % 4]} for i in range(2000)}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    tool = {"type": "function", "function": {"name": "write", "parameters": parameters}}
+    return chat_of(model, tools=[tool], tool_choice="required")
+
+
 async def grow_conversation(attacker: Tenant) -> str:
     """Make a conversation of 75 MB, 60 appends of lists in lists; as far as it is taken."""
     status, answer = await attacker.post("/v1/conversations", {})
@@ -187,6 +206,8 @@ def tokenize(model: str, _: str) -> Sent:
 ATTACKS: Final = (
     Attack("schema", "`json_schema`, 10,000 optional properties", wide_schema),
     Attack("tools", "128 tools of 200 properties", many_tools),
+    Attack("lengths", "`json_schema`, eight lengths of texts", lengths),
+    Attack("formats", "a forced call, 2,000 properties with formats", formats),
     Attack(
         "conversation",
         "a conversation of 75 MB, four at once",
@@ -374,12 +395,15 @@ def judged(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def stack_of(folder: Path, keys: list[str], kind: str = "mlx") -> Stack:
+    engine: dict[str, Any] = {"kind": kind, "hot_bytes": 512 * MIB}
+    if kind == "vllm":
+        engine["vllm.python"] = python_with_vllm()
     settings: dict[str, dict[str, Any]] = {
         "gateway": {"api_keys": keys},
-        "engine": {"kind": kind, "hot_bytes": 512 * MIB},
+        "engine": engine,
         "store": {"ram_bytes": 128 * MIB, "disk_bytes": 0},
     }
-    return Stack(settings, folder)
+    return Stack(settings, folder, start_timeout_s=600.0)
 
 
 async def store_chats(folder: Path, lines: list[str], key: str, number: int) -> None:
@@ -418,7 +442,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         with TemporaryDirectory(prefix="neighbours-") as own:
             if attack.needs_chats:
                 await store_chats(Path(own), lines, keys["attacker"], args.chats)
-            with stack_of(Path(own), lines) as stack:
+            with stack_of(Path(own), lines, args.engine) as stack:
                 result = await measure(attack, stack, keys, args.seconds)
         print(json.dumps(result), flush=True)
         results.append(result)
@@ -452,6 +476,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="names of attacks, with commas")
+    parser.add_argument("--engine", choices=("mlx", "vllm"), default="mlx")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each attack, at most")
     parser.add_argument("--chats", type=int, default=60_000, help="stored, for the lists")
     parser.add_argument("--json", default="")

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from engines.headers import CacheOutcome
+from engines.host.tenant_line import QueueFull
 from engines.mlx_worker.generation import (
     Event,
     Failed,
@@ -23,7 +24,6 @@ from engines.mlx_worker.generation import (
     ModelFacts,
     PrefillProgress,
     PromptAdmitted,
-    QueueFull,
     Token,
 )
 

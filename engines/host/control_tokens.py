@@ -29,16 +29,17 @@ _JOINER: Final = "\u2060"
 class ControlTokens:
     """The control tokens of one tokenizer."""
 
-    def __init__(self, tokenizer: Any, markers: Collection[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, markers: Collection[str] = (), template: str = "") -> None:
         """Look at a tokenizer of ``transformers``.
 
         Args:
             markers: control tokens that the model's own words have when they come back, around
                 reasoning and calls; messages of the assistant keep them.
+            template: of the prompt, if it is not the tokenizer's own.
         """
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-        template = str(getattr(tokenizer, "chat_template", None) or "")
+        template = template or str(getattr(tokenizer, "chat_template", None) or "")
         unsaid = {str(x) for x in added.values() if not x.special and _is_role(str(x), template)}
         self._ids = {
             str(x): id_ for id_, x in added.items() if str(x) and (x.special or str(x) in unsaid)

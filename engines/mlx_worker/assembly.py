@@ -9,10 +9,11 @@ from typing import Any
 from engines.config import EngineConfig
 from engines.host.fair_shares import FairShares
 from engines.host.line_order import length_class
+from engines.host.tenant_line import QueueLimit
 from engines.mlx_worker.batch.admission import Admission
 from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.batches import Batches
-from engines.mlx_worker.batch.fair_queue import FairQueue, Line, QueueLimit
+from engines.mlx_worker.batch.fair_queue import FairQueue, Line
 from engines.mlx_worker.batch.memory_budget import MemoryBudget, guest_places
 from engines.mlx_worker.batch.prefetch import Prefetches
 from engines.mlx_worker.batch.prefill import Prefiller

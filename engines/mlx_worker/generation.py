@@ -117,10 +117,6 @@ class ContextTooLong(Exception):
     """The prompt leaves no room for an answer. Says both numbers."""
 
 
-class QueueFull(Exception):
-    """Too many requests wait already."""
-
-
 @dataclass(frozen=True)
 class ModelFacts:
     """The properties of the loaded model that the HTTP side needs."""

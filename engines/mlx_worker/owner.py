@@ -20,15 +20,15 @@ from typing import TypeAlias, TypeVar
 import mlx.core as mx
 
 from engines.config import EngineConfig
+from engines.host.tenant_line import QueueFull, QueueLimit
 from engines.kv_budget import longest_context, too_little
 from engines.mlx_worker.allocator import return_large_blocks
 from engines.mlx_worker.assembly import EngineParts, ThreadContext, assemble
-from engines.mlx_worker.batch.fair_queue import QueueLimit
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.cache.packed.model import with_packed_caches
 from engines.mlx_worker.event_queue import EventBuffer, EventQueue
-from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts, QueueFull
+from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts
 from engines.mlx_worker.measuring.held_prefix import HeldPrefix
 from engines.mlx_worker.measuring.idle_steps import IdleSteps
 from engines.mlx_worker.model.loading import LoadedModel

@@ -4,6 +4,7 @@ Which process runs what:
 
     python -m engines.vllm_plugin    ``__main__.py``            starts vLLM, and ends all of it
       API server                     ``process/middleware.py``  the cache header of each answer
+                                     ``grammar/``               tries grammars before vLLM has them
       EngineCore                     ``scheduler/``             what to restore, save and drop; the
                                                                 gateway's control connection
       each worker (a rank)           ``worker/``, ``device/``   the rank's cold store; copies

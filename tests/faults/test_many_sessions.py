@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.mlx_worker.generation import QueueFull
+from engines.host.tenant_line import QueueFull
 from kvstore.by_tokens.store import Match, Restored
 from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, surround, text
 

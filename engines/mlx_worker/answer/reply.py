@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from engines.headers import CacheOutcome
+from engines.host.tenant_line import QueueFull
 from engines.mlx_worker.answer.output_processor import Delta, ShownReason
 from engines.mlx_worker.generation import (
     ContextTooLong,
@@ -19,7 +20,6 @@ from engines.mlx_worker.generation import (
     Generator,
     PrefillProgress,
     PromptAdmitted,
-    QueueFull,
     Token,
 )
 from engines.mlx_worker.prompt.request_plan import RequestPlan

@@ -10,13 +10,12 @@ every four of a tenant one is let in that has not begun, however many take turns
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from engines.host.line_order import FRESH_EVERY, next_of
-from engines.mlx_worker.generation import QueueFull
+from engines.host.tenant_line import QueueLimit
 
 T = TypeVar("T")
 
@@ -167,46 +166,6 @@ class FairQueue(Generic[T]):
                     del self._tenants[name]
                 return True
         return False
-
-
-class QueueLimit:
-    """Bounds how many requests wait, in all and for each tenant. Thread-safe."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._waiting: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def enter(self, tenant: str) -> None:
-        """Count one more waiting request of this tenant.
-
-        Raises:
-            QueueFull: the queue is full, or this tenant's share of it.
-        """
-        with self._lock:
-            # One tenant alone may not fill the queue and so refuse everybody else.
-            if self._waiting.total() >= self._limit or self._waiting[tenant] >= self.share:
-                raise QueueFull(
-                    f"{self._waiting.total()} requests are waiting already; try again later"
-                )
-            self._waiting[tenant] += 1
-
-    @property
-    def num_waiting(self) -> int:
-        with self._lock:
-            return self._waiting.total()
-
-    @property
-    def share(self) -> int:
-        """The most requests of one tenant that may wait at a time."""
-        return max(1, self._limit * 3 // 4)
-
-    def leave(self, tenant: str) -> None:
-        """Count one waiting request of this tenant less."""
-        with self._lock:
-            self._waiting[tenant] -= 1
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
 
 
 class Line(NamedTuple, Generic[T]):

@@ -17,11 +17,10 @@ from functools import partial
 from typing import Final, TypeVar
 
 from engines.host.fair_shares import PROMPT_TOKEN
+from engines.host.tenant_line import Payer, QueueFull, TenantLine
 from engines.mlx_worker.embeddings.hidden_states import HiddenStates, inner_of, pooling_of
 from engines.mlx_worker.embeddings.vectors import Vector, check_size, cut
-from engines.mlx_worker.generation import QueueFull
 from engines.mlx_worker.owner import Owner
-from engines.mlx_worker.tenant_line import Payer, TenantLine
 from engines.openai.embeddings import EmbeddingsRequest
 from engines.openai.errors import InvalidRequest
 

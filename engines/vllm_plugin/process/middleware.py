@@ -19,9 +19,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from engines.headers import CACHE_HEADER, PROMPT_HEADER, patience_from, weight_from
+from engines.headers import (
+    CACHE_HEADER,
+    PROMPT_HEADER,
+    TENANT_HEADER,
+    patience_from,
+    weight_from,
+)
+from engines.host.tenant_line import Payer, QueueFull
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
+from engines.vllm_plugin.grammar.gate import ClientLeft, GrammarGate
 from engines.vllm_plugin.identity import ANSWER_ID_PREFIX, marked_id
 from engines.vllm_plugin.measuring.request_runner import RequestRunner
 from engines.vllm_plugin.messages import (
@@ -31,7 +39,7 @@ from engines.vllm_plugin.messages import (
     decode_to_front,
     frame,
 )
-from engines.vllm_plugin.process.line_patience import Departure, is_over, refuse, waited_too_long
+from engines.vllm_plugin.process.line_patience import Departure, is_over, overloaded, refuse
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -47,6 +55,7 @@ LATE_S: Final = 0.25
 RETRY_S: Final = 0.5
 # The server opens its socket right after it has heard that the application started.
 LISTEN_S: Final = 0.2
+TOO_LATE: Final = "no place in a batch was free in time; try again later"
 
 
 class AdmissionReports:
@@ -123,6 +132,7 @@ class CacheHeaderMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._reports = AdmissionReports()
+        self._gate = GrammarGate()
         self._hub_path: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,9 +149,17 @@ class CacheHeaderMiddleware:
         answer_id = ANSWER_ID_PREFIX + secrets.token_hex(12)
         said = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         try:
-            request_id, patience_s = marked_id(answer_id, weight_from(said)), patience_from(said)
+            weight, patience_s = weight_from(said), patience_from(said)
+            request_id = marked_id(answer_id, weight)
+            payer = Payer(said.get(TENANT_HEADER, ""), weight)
+            receive = await self._gate.passed(payer, receive)
         except InvalidRequest as error:
             await refuse(send, error)
+            return
+        except QueueFull as error:
+            await refuse(send, overloaded(str(error)))
+            return
+        except ClientLeft:
             return
         others = [(k, v) for k, v in scope["headers"] if k != b"x-request-id"]
         marked = {**scope, "headers": [*others, (b"x-request-id", request_id.encode())]}
@@ -165,7 +183,7 @@ class CacheHeaderMiddleware:
             late = await is_over(serving, answer.report, patience_s)
             if late and self._reports.connected and await answer.withhold():
                 await client.end(serving)
-                await refuse(answer.send_past, waited_too_long())
+                await refuse(answer.send_past, overloaded(TOO_LATE))
             else:
                 await serving
         finally:
@@ -177,6 +195,7 @@ class CacheHeaderMiddleware:
         await send(message)
         if message["type"] == "lifespan.startup.complete" and (hub_path := _hub_path(scope)):
             self._reports.start(hub_path, _client(scope), LISTEN_S)
+            self._gate.begin(_client(scope))
 
 
 class _HeldAnswer:

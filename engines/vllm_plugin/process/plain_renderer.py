@@ -1,8 +1,9 @@
 """Keeps users' spellings of control tokens plain text in vLLM's prompts (``host.control_tokens``).
 
 vLLM's registry of renderers names the class that writes the prompts of a kind of tokenizer; ours
-extends the one for tokenizers of ``transformers``. Other kinds (Mistral's own, harmony's) keep
-their renderers.
+extend those that write a text, in which a tokenizer would find control tokens whoever wrote them.
+The others (Mistral's, Kimi K3's, Inkling's, and harmony for gpt-oss) make tokens of each piece by
+itself, and what users write is plain text to them.
 """
 
 from __future__ import annotations
@@ -13,20 +14,26 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from vllm.renderers.base import BaseRenderer
+from vllm.renderers.cohere import CohereRenderer
+from vllm.renderers.deepseek_v4 import DeepseekV4Renderer
+from vllm.renderers.deepseek_v32 import DeepseekV32Renderer
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
 
-_KIND: Final = "hf"
 
-
-class PlainRenderer(HfRenderer):  # type: ignore[misc]
-    """Marks what users spell before the chat template, and encodes marks as plain text."""
+class _Plain(BaseRenderer):
+    """Marks what users spell before the prompt is written, and encodes marks as plain text."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        self._controls = ControlTokens(tokenizer)
+        self._controls = ControlTokens(tokenizer, template=self._template(tokenizer))
+
+    def _template(self, tokenizer: Any) -> str:
+        """The text whose tokens with bars are control tokens; "": the tokenizer's own template."""
+        return ""
 
     def render_messages(self, messages: list[Any], params: Any) -> Any:
         marked, by = self._marked(messages, params)
@@ -54,6 +61,41 @@ class PlainRenderer(HfRenderer):  # type: ignore[misc]
         return self._build_tokens_prompt(ids, {**prompt, "prompt": self._controls.unmarked(text)})
 
 
+class _PlainByCode(_Plain):
+    """Has no template but code: all that is added with bars is a control token."""
+
+    def _template(self, tokenizer: Any) -> str:
+        return " ".join(tokenizer.get_added_vocab())
+
+
+class PlainRenderer(_Plain, HfRenderer):
+    """Writes prompts by a chat template."""
+
+
+class PlainCohere(_PlainByCode, CohereRenderer):
+    """Writes Cohere's prompts."""
+
+
+class PlainDeepseekV32(_PlainByCode, DeepseekV32Renderer):
+    """Writes DeepSeek V3.2's prompts."""
+
+
+class PlainDeepseekV4(_PlainByCode, DeepseekV4Renderer):
+    """Writes DeepSeek V4's prompts."""
+
+
+KINDS: Final[Mapping[str, type[_Plain]]] = {
+    "hf": PlainRenderer,
+    "kimi_audio": PlainRenderer,
+    "cohere": PlainCohere,
+    "deepseek_v32": PlainDeepseekV32,
+    "deepseek_v4": PlainDeepseekV4,
+    "deepseek_v41": PlainDeepseekV4,
+}
+# Users' text is plain in these, or there is none.
+PLAIN_OF_THEMSELVES: Final = frozenset({"inkling", "kimi_k3", "mistral", "terratorch"})
+
+
 def _opened(message: Any) -> Any:
     """Return a message whose calls have arguments without escapes, which would hide a spelling."""
     if not isinstance(message, Mapping) or not message.get("tool_calls"):
@@ -69,5 +111,6 @@ def _opened(message: Any) -> Any:
 
 
 def register() -> None:
-    """Have vLLM's server write prompts with it. Call it before the server begins."""
-    RENDERER_REGISTRY.register(_KIND, __name__, PlainRenderer.__name__)
+    """Have vLLM's server write prompts with them. Call it before the server begins."""
+    for kind, renderer in KINDS.items():
+        RENDERER_REGISTRY.register(kind, __name__, renderer.__name__)

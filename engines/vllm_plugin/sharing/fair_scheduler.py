@@ -20,6 +20,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from engines.vllm_plugin.grammar.backend import choose_compilers
 from engines.vllm_plugin.sharing.time_slices import TimeSlices
 
 
@@ -28,6 +29,7 @@ class FairShareMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        choose_compilers(self.structured_output_manager)
         self._slices = TimeSlices()
         self._left_out: str | None = None  # who could not begin in the step before
 

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engines.mlx_worker.generation import ContextTooLong, QueueFull, SequenceSampling
+from engines.host.tenant_line import QueueFull
+from engines.mlx_worker.generation import ContextTooLong, SequenceSampling
 from tests.integration.mlx_owner.harness import begun, engine, read, session, text
 from tests.integration.tiny_models import KINDS
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from engines.config import EngineConfig
+from engines.host.tenant_line import QueueLimit
 from engines.kv_budget import KVCost
 from engines.mlx_worker.assembly import ThreadContext, assemble
-from engines.mlx_worker.batch.fair_queue import QueueLimit
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.event_queue import EventBuffer, EventQueue

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.host.fair_shares import FairShares
-from engines.mlx_worker.batch.fair_queue import FairQueue, QueueLimit
-from engines.mlx_worker.generation import QueueFull
+from engines.host.tenant_line import QueueFull, QueueLimit
+from engines.mlx_worker.batch.fair_queue import FairQueue
 
 NAMES = st.sampled_from("abc")
 

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
+from engines.host.grammar.source import GrammarWish
+from engines.host.tenant_line import Payer
 from engines.mlx_worker.grammar.compiler import GrammarCompiler
-from engines.mlx_worker.grammar.source import GrammarWish
 from engines.mlx_worker.model.vocabulary import Vocabulary
-from engines.mlx_worker.tenant_line import Payer
 from engines.openai.requests import InvalidRequest
 
 pytestmark = pytest.mark.mlx

@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from engines.host.grammar.matchers import Verdict, tried
+from engines.host.grammar.source import GrammarWish, answer_schema, source_of
 from engines.mlx_worker.grammar import grammar as grammar_module
 from engines.mlx_worker.grammar.grammar import Grammar, GrammarFailed, GrammarProcessor
-from engines.mlx_worker.grammar.matchers import Verdict, tried
-from engines.mlx_worker.grammar.source import GrammarWish, answer_schema, source_of
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.openai.messages import Tool
 from engines.openai.requests import validate_chat

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from engines.host.tenant_line import Payer
 from engines.mlx_worker.generation import ModelFacts
 from engines.mlx_worker.model.vocabulary import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptWriter
 from engines.mlx_worker.prompt.planning import PIECE_CHARS, Planning, pieces
-from engines.mlx_worker.tenant_line import Payer
 from engines.openai.embeddings import MAX_INPUTS, MAX_TOKENS, validate_embeddings
 from engines.openai.requests import InvalidRequest
 from tests.tiny_tokenizer import tiny_tokenizer

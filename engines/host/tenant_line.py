@@ -7,14 +7,14 @@ tenant its requests take turns, piece by piece. One tenant's requests leave plac
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple, TypeVar
 
 from engines.host.fair_shares import FairShares
-from engines.mlx_worker.batch.fair_queue import QueueLimit
 
 T = TypeVar("T")
 
@@ -28,11 +28,55 @@ async def to_its_end(step: asyncio.Future[T]) -> T:
             await asyncio.wait([step])
 
 
+class QueueFull(Exception):
+    """Too many requests wait already."""
+
+
 class Payer(NamedTuple):
     """The tenant that a request is served to, and the weight of its share."""
 
     tenant: str = ""
     weight: int = 1
+
+
+class QueueLimit:
+    """Bounds how many requests wait, in all and for each tenant. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def enter(self, tenant: str) -> None:
+        """Count one more waiting request of this tenant.
+
+        Raises:
+            QueueFull: the queue is full, or this tenant's share of it.
+        """
+        with self._lock:
+            # One tenant alone may not fill the queue and so refuse everybody else.
+            if self._waiting.total() >= self._limit or self._waiting[tenant] >= self.share:
+                raise QueueFull(
+                    f"{self._waiting.total()} requests are waiting already; try again later"
+                )
+            self._waiting[tenant] += 1
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return self._waiting.total()
+
+    @property
+    def share(self) -> int:
+        """The most requests of one tenant that may wait at a time."""
+        return max(1, self._limit * 3 // 4)
+
+    def leave(self, tenant: str) -> None:
+        """Count one waiting request of this tenant less."""
+        with self._lock:
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
 
 
 class TenantLine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from engines.mlx_worker.tenant_line import Payer, TenantLine
+from engines.host.tenant_line import Payer, TenantLine
 
 
 async def take(line: TenantLine, payer: Payer, num_texts: int, order: list[str]) -> None:

@@ -7,15 +7,14 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-from engines.mlx_worker.grammar.matchers import TOO_MUCH, Verdict
-from engines.mlx_worker.grammar.program import TOO_LARGE, TOO_LONG, Vocabulary
-from engines.mlx_worker.grammar.source import GrammarSource
+from engines.host.grammar.matchers import TOO_MUCH, Verdict
+from engines.host.grammar.program import TOO_LARGE, TOO_LONG
 
-PROGRAM: Final = "engines.mlx_worker.grammar.program"
+PROGRAM: Final = "engines.host.grammar.program"
 # A process that is silent for so long got no core. Its own bounds are of the work that it does.
 SILENT_S: Final = 30.0
 # It had grown by earlier grammars, or somebody ended it.
@@ -23,17 +22,36 @@ _NOT_ITS_FAULT: Final = frozenset({0, -signal.SIGKILL, -signal.SIGTERM})
 NO_TRIAL: Final = "cannot be tried out now; try again later"
 
 
+class Tryable(Protocol):
+    """A grammar that the program understands: a struct of msgspec."""
+
+    @property
+    def param(self) -> str:
+        """The request's field that asks for it."""
+
+
 class GrammarTrials:
     """A process that compiles grammars. One grammar at a time; belongs to the event loop."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """``vocabulary`` is called on a thread, whenever a process begins."""
+    def __init__(self, vocabulary: Callable[[], msgspec.Struct], program: str = PROGRAM) -> None:
+        """Make one whose process has not begun.
+
+        Args:
+            vocabulary: called on a thread, whenever a process begins, for what it reads first.
+            program: its module.
+        """
         self._vocabulary = vocabulary
+        self._program = program
         self._process: asyncio.subprocess.Process | None = None
         self._beginning: asyncio.Task[None] | None = None
         self.num_begun = 0  # processes
 
-    async def of(self, source: GrammarSource) -> Verdict:
+    async def begin(self) -> None:
+        """Begin the process, which the first grammar would wait for."""
+        with suppress(OSError, EOFError):  # the first grammar says so
+            await self._running()
+
+    async def of(self, source: Tryable) -> Verdict:
         """Compile a grammar there; if this call is cancelled, the process is ended at once."""
         body = msgspec.msgpack.encode(source)
         try:
@@ -74,11 +92,11 @@ class GrammarTrials:
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             # Who asked for it may leave meanwhile: it is the next one's, then.
-            self._beginning = self._beginning or asyncio.create_task(self._begin())
+            beginning = self._beginning = self._beginning or asyncio.create_task(self._begin())
             try:
-                await asyncio.shield(self._beginning)
+                await asyncio.shield(beginning)
             finally:
-                if self._beginning.done():
+                if beginning.done() and self._beginning is beginning:
                     self._beginning = None
         assert self._process is not None
         return self._process
@@ -88,7 +106,7 @@ class GrammarTrials:
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         # Its errors are in its answers; what else it prints are Rust's panics.
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", PROGRAM, stdin=pipe, stdout=pipe, stderr=nothing
+            sys.executable, "-m", self._program, stdin=pipe, stdout=pipe, stderr=nothing
         )
         self.num_begun += 1
         try:

@@ -1,8 +1,9 @@
-"""``python -m engines.mlx_worker.grammar.program``: compiles grammars, and ends if one is too much.
+"""``python -m engines.host.grammar.program``: compiles grammars, and ends if one is too much.
 
 It reads a vocabulary, then grammars, each with its length in front, and writes a ``Verdict`` for
-each. A compiler cannot be interrupted, so a thread beside it ends the process. The system's own
-limits stand behind that, for the case that this thread gets no turn or the other end is gone.
+each; ``serve`` does so with any compiler. None can be interrupted, so a thread beside it ends the
+process. The system's own limits stand behind that, for the case that this thread gets no turn or
+the other end is gone.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import resource
 import sys
 import threading
 import time
-from typing import BinaryIO, Final
+from collections.abc import Callable
+from typing import BinaryIO, Final, TypeAlias
 
 import llguidance
 import msgspec
 import psutil
 
-from engines.mlx_worker.grammar.matchers import Verdict, tried
-from engines.mlx_worker.grammar.source import GrammarSource
+from engines.host.grammar.matchers import Verdict, tried
+from engines.host.grammar.source import GrammarSource
 
 # Compiling 128 functions of 39 optional properties each takes a fifth of a second of a core.
 MAX_CPU_S: Final = 1.0
@@ -28,6 +30,11 @@ SPARE_BYTES: Final = 512 << 20  # of address space, which a process has more of 
 LOOK_S: Final = 0.01
 TOO_LONG: Final = 3  # exit codes
 TOO_LARGE: Final = 4
+
+
+NICENESS: Final = 10  # answers that are being written go first
+
+Judge: TypeAlias = Callable[[bytes], Verdict]  # of a grammar, as the other end has written it
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -86,23 +93,36 @@ def _limit_memory() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def main(asked: BinaryIO, said: BinaryIO) -> None:
-    given = msgspec.msgpack.decode(_frame(asked), type=Vocabulary)
-    tokenizer = llguidance.LLTokenizer(given.tokenizer, n_vocab=given.width, eos_token=given.eos)
-    width = given.width
-    del given
+def serve(asked: BinaryIO, said: BinaryIO, begin: Callable[[bytes], Judge]) -> None:
+    """Judge grammars until there are no more, or so much memory stayed that another is to go on.
+
+    Args:
+        begin: makes the judge from the first of what is read.
+    """
+    os.nice(NICENESS)
+    judge = begin(_frame(asked))
     watch = Watch()
     _limit_memory()
     _say(said, Verdict())
     while frame := _frame(asked):
-        source = msgspec.msgpack.decode(frame, type=GrammarSource)
         before = watch.nbytes()
         with watch:
-            verdict = tried(tokenizer, source, width)
+            verdict = judge(frame)
         grown = max(0, watch.nbytes() - before)
         _say(said, msgspec.structs.replace(verdict, nbytes=grown))
         if watch.is_grown:
             return
+
+
+def _begin(frame: bytes) -> Judge:
+    given = msgspec.msgpack.decode(frame, type=Vocabulary)
+    tokenizer = llguidance.LLTokenizer(given.tokenizer, n_vocab=given.width, eos_token=given.eos)
+    width = given.width
+
+    def judge(frame: bytes) -> Verdict:
+        return tried(tokenizer, msgspec.msgpack.decode(frame, type=GrammarSource), width)
+
+    return judge
 
 
 def _frame(asked: BinaryIO) -> bytes:
@@ -118,4 +138,4 @@ def _say(said: BinaryIO, verdict: Verdict) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.stdin.buffer, sys.stdout.buffer)
+    serve(sys.stdin.buffer, sys.stdout.buffer, _begin)

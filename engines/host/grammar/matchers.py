@@ -15,16 +15,20 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
-from engines.mlx_worker.grammar.source import GrammarSource, OneSchema
+from engines.host.grammar.source import GrammarSource, OneSchema
 
 # Some kilobytes each, made while an answer is written; llguidance would make 250,000.
 MAX_LEXER_STATES: Final = 20_000
 # The seconds of a core that it may take to find out which tokens may come next.
 MAX_MASK_S: Final = 0.1
 TRIED_TOKENS: Final = 8
+# All answers wait while a mask is made, so one may take this much of a core for nothing, and an
+# answer's masks together so many seconds more.
+FREE_MASK_S: Final = 0.02
+MAX_MASKS_S: Final = 2.0
 # Above this nobody looks for the one schema at fault: that means compiling them all again.
 _MAX_BLAMED_CHARS: Final = 1 << 17
-_LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 TOO_MUCH: Final = "it is too large or too complex"
 
 
@@ -40,7 +44,7 @@ class Verdict(msgspec.Struct, frozen=True):
 def new_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> LLMatcher:
     """Compile a grammar. What is wrong with it stands in ``get_error()``."""
     source = LLMatcher.grammar_from_lark(text)
-    return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+    return LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
 
 
 def tried(tokenizer: llguidance.LLTokenizer, source: GrammarSource, width: int) -> Verdict:
@@ -57,12 +61,12 @@ def tried(tokenizer: llguidance.LLTokenizer, source: GrammarSource, width: int) 
                     return Verdict(f"the JSON schema cannot be enforced: {reason}", schema.param)
         reason = reason_of(matcher.get_error())
         return Verdict(f"cannot be enforced: {reason}", source.param)
-    if reason := _first_steps(matcher, width):
+    if reason := first_steps(matcher, width):
         return Verdict(f"cannot be enforced: {reason}", source.param)
     return Verdict()
 
 
-def _first_steps(matcher: LLMatcher, width: int) -> str:
+def first_steps(matcher: LLMatcher, width: int) -> str:
     """Write the beginning of some answer; return what is wrong with it, "" if nothing is."""
     bits = bitmasks.allocate_token_bitmask(1, width)
     for step in range(TRIED_TOKENS):
@@ -84,7 +88,7 @@ def _schema_error(schema: OneSchema, tokenizer: llguidance.LLTokenizer) -> str:
         source = LLMatcher.grammar_from_json_schema(schema.schema, overrides=schema.options)  # type: ignore[arg-type]
     except ValueError as error:
         return reason_of(str(error))
-    found = LLMatcher.validate_grammar(source, tokenizer, limits=_LIMITS)
+    found = LLMatcher.validate_grammar(source, tokenizer, limits=LIMITS)
     return reason_of(found) if found else ""
 
 

@@ -1,0 +1,103 @@
+"""Compiles JSON schemas and patterns with llguidance, other grammars with xgrammar.
+
+vLLM compiles all with the compiler that the first grammar needed. xgrammar takes up to two seconds
+of a core for a single ``maxLength``, and ignores what it does not know (``multipleOf``, ``not``);
+llguidance looks at what an answer comes to, and knows nothing of the calls of models' families. So
+each gets what it is good at, by the seam that vLLM has for its own two.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import llguidance.hf
+import llguidance.numpy as bitmasks
+import xgrammar
+from vllm.utils.mistral import is_mistral_tokenizer
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+from engines.host.grammar.matchers import FREE_MASK_S, MAX_MASKS_S
+from engines.vllm_plugin.grammar.compiling import guided
+
+_GUIDED: Final = {
+    StructuredOutputOptions.JSON: "json",
+    StructuredOutputOptions.JSON_OBJECT: "json",
+    StructuredOutputOptions.REGEX: "regex",
+}
+
+
+class BoundedGrammar(GuidanceGrammar):
+    """Ends its own answer when its masks take too long, since all answers wait meanwhile."""
+
+    masks_s = 0.0  # beyond what is free
+
+    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+        begin = time.thread_time()
+        bitmasks.fill_next_token_bitmask(self.ll_matcher, bitmask.numpy(), idx)
+        self.masks_s += max(0.0, time.thread_time() - begin - FREE_MASK_S)
+        self.check_error()
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return self.masks_s <= MAX_MASKS_S and bool(super().accept_tokens(request_id, tokens))
+
+
+@dataclass
+class TwoCompilers(StructuredOutputBackend):
+    """vLLM calls ``compile_grammar`` on threads, the rest on the thread of its scheduler."""
+
+    def __post_init__(self) -> None:
+        # Now, since a second of Python would hold everybody later.
+        self._tokenizer = _guidances(self.tokenizer, self.vocab_size)
+
+    @cached_property
+    def _xgrammar(self) -> Any:
+        return XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
+
+    def compile_grammar(
+        self,
+        request_type: StructuredOutputOptions,
+        grammar_spec: str,
+        stop_token_ids: set[int] | None = None,
+    ) -> StructuredOutputGrammar:
+        kind = _GUIDED.get(request_type)
+        if kind is not None and self._tokenizer is not None:
+            # For any JSON object vLLM gives no text.
+            matcher = guided(self._tokenizer, kind, grammar_spec or '{"type": "object"}')
+            if matcher is not None:
+                return BoundedGrammar(matcher, self._tokenizer, self.vocab_size)
+        return self._xgrammar.compile_grammar(request_type, grammar_spec, stop_token_ids)
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> Any:
+        known = self._tokenizer.vocab_size if self._tokenizer is not None else 0
+        return xgrammar.allocate_token_bitmask(max_num_seqs, max(known, self.vocab_size))
+
+    def destroy(self) -> None:
+        """Nothing is held outside the process."""
+
+
+def _guidances(tokenizer: Any, width: int) -> Any:
+    """Make llguidance's tokenizer; None for one that it cannot read."""
+    if not GuidanceBackend.is_tokenizer_supported(tokenizer):
+        return None
+    if is_mistral_tokenizer(tokenizer):
+        return tokenizer.llg_tokenizer
+    return llguidance.hf.from_tokenizer(tokenizer, max(width, len(tokenizer)))
+
+
+def choose_compilers(manager: Any) -> None:
+    """Have vLLM's manager of grammars use both, unless a server's settings name one."""
+    config = manager.vllm_config
+    if config.structured_outputs_config.backend != "auto" or manager.backend is not None:
+        return
+    if not config.model_config.skip_tokenizer_init:
+        width = config.model_config.get_vocab_size()
+        manager.backend = TwoCompilers(config, manager.tokenizer, width)

@@ -1,0 +1,154 @@
+"""Lets requests with grammars through to vLLM, if what vLLM would compile for them is little work.
+
+vLLM compiles grammars in its API server, on the thread that tokenizes every prompt, and once more
+in EngineCore, and nothing ends that. So each grammar is compiled first in a process that can be
+ended: at its bounds, or when the client leaves (``host.grammar.trial``). Tenants take turns. What
+came of a text is remembered for its tenant, as on our own engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final, TypeAlias
+
+from engines.host.grammar.matchers import Verdict
+from engines.host.grammar.trial import GrammarTrials
+from engines.host.tenant_line import Payer, QueueFull, TenantLine
+from engines.openai.errors import InvalidRequest
+from engines.vllm_plugin.grammar.wanted import Wanted, wanted_by
+
+logger = logging.getLogger("thermocline.vllm")
+
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Key: TypeAlias = tuple[str, bytes]  # tenant, digest of the grammar
+
+PROGRAM: Final = "engines.vllm_plugin.grammar.program"
+MAX_WAITING: Final = 64  # requests
+MAX_KNOWN: Final = 256  # grammars
+
+
+class ClientLeft(Exception):
+    """The client of a request left before vLLM saw it."""
+
+
+class GrammarGate:
+    """Has grammars tried. Belongs to the event loop of vLLM's API server."""
+
+    def __init__(self) -> None:
+        self._line = TenantLine(MAX_WAITING)
+        self._known: OrderedDict[_Key, Verdict] = OrderedDict()  # used last is last
+        self._trials: GrammarTrials | None = None
+        self._beginning: asyncio.Task[None] | None = None
+
+    def begin(self, client: Any) -> None:
+        """Begin the process that tries grammars, for the model of vLLM's engine ``client``."""
+        tokenizer = client.renderer.tokenizer
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            logger.warning("grammars are not tried out: this tokenizer has no text of its own")
+            return
+        width = client.model_config.get_vocab_size()
+        self._trials = GrammarTrials(lambda: _vocabularies(tokenizer, width), PROGRAM)
+        self._beginning = asyncio.create_task(self._trials.begin(), name="grammar-trials")
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._trials is not None:
+            await self._trials.close()
+
+    async def passed(self, payer: Payer, receive: Receive) -> Receive:
+        """Read a request, and have its grammars tried; returns what receives it once more.
+
+        Raises:
+            InvalidRequest: a grammar cannot be compiled, or within no bounds. Names the field.
+            ClientLeft: the client left meanwhile.
+            QueueFull: too many wait already, or none can be tried now.
+        """
+        if self._trials is None:
+            return receive
+        body = await _whole(receive)
+        wanted = await asyncio.to_thread(wanted_by, body)
+        if not wanted:
+            return _Again(body, receive)
+        leaving = asyncio.ensure_future(receive())
+        trying = asyncio.create_task(self._all(payer, wanted))
+        try:
+            await asyncio.wait({leaving, trying}, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done() and leaving.result()["type"] == "http.disconnect":
+                raise ClientLeft
+            await trying
+        except BaseException:
+            leaving.cancel()
+            raise
+        finally:
+            trying.cancel()
+            await asyncio.wait({trying})
+        return _Again(body, receive, leaving)
+
+    async def _all(self, payer: Payer, wanted: list[Wanted]) -> None:
+        for one in wanted:
+            verdict = await self._verdict(payer, one)
+            if not verdict.is_final:
+                raise QueueFull(f"{one.param}: {verdict.reason}")
+            if verdict.reason:
+                raise InvalidRequest(f"{one.param}: {verdict.reason}", one.param)
+
+    async def _verdict(self, payer: Payer, wanted: Wanted) -> Verdict:
+        assert self._trials is not None
+        digest = hashlib.blake2b(f"{wanted.kind} {wanted.text}".encode()).digest()
+        key = payer.tenant, digest
+        with self._line.place(payer):
+            async with self._line.turn(payer):
+                verdict = self._known.get(key) or await self._trials.of(wanted)
+        if verdict.is_final:
+            self._known[key] = verdict
+            self._known.move_to_end(key)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return verdict
+
+
+class _Again:
+    """Gives a request's body once more, then what came after it."""
+
+    def __init__(
+        self, body: bytes, receive: Receive, coming: asyncio.Future[Any] | None = None
+    ) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+        self._coming = coming
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        if self._coming is not None:
+            message: MutableMapping[str, Any] = await asyncio.shield(self._coming)
+            self._coming = None
+            return message
+        return await self._receive()
+
+
+async def _whole(receive: Receive) -> bytes:
+    pieces = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces)
+
+
+def _vocabularies(tokenizer: Any, width: int) -> Any:
+    import xgrammar  # not before there is a grammar: the tests of the middleware have none
+
+    from engines.vllm_plugin.grammar.program import Vocabularies
+
+    known = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=width)
+    width = max(width, len(tokenizer))
+    eos = [tokenizer.eos_token_id]
+    return Vocabularies(tokenizer.backend_tokenizer.to_str(), width, eos, known.serialize_json())

@@ -1,0 +1,97 @@
+"""``python -m engines.vllm_plugin.grammar.program``: tries out what vLLM would compile.
+
+It does what vLLM does with a grammar, in its API server and in its EngineCore, with our ``backend``
+there. ``host.grammar.program`` is the frame: this process ends when a grammar takes too much.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import suppress
+
+import llguidance
+import msgspec
+import xgrammar
+
+from engines.host.grammar.matchers import MAX_MASK_S, TOO_MUCH, Verdict, first_steps, reason_of
+from engines.host.grammar.program import Judge, serve
+from engines.vllm_plugin.grammar.compiling import guided
+from engines.vllm_plugin.grammar.wanted import Wanted
+
+
+class Vocabularies(msgspec.Struct, frozen=True):
+    """A model's vocabulary, as both compilers take it."""
+
+    tokenizer: str  # the JSON of a fast tokenizer
+    width: int
+    eos: list[int]
+    xgrammar: str  # the JSON of its ``TokenizerInfo``
+
+
+class _Compilers:
+    def __init__(self, given: Vocabularies) -> None:
+        self._width = given.width
+        self._tokenizer = llguidance.LLTokenizer(
+            given.tokenizer, n_vocab=given.width, eos_token=given.eos
+        )
+        vocabulary = xgrammar.TokenizerInfo.deserialize_json(given.xgrammar)
+        # One thread: it is to leave cores to the model, and what counts is its work.
+        self._xgrammar = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+
+    def judge(self, frame: bytes) -> Verdict:
+        wanted = msgspec.msgpack.decode(frame, type=Wanted)
+        reason = self._reason(wanted)
+        return Verdict(reason and f"cannot be enforced: {reason}", wanted.param)
+
+    def _reason(self, wanted: Wanted) -> str:
+        if wanted.kind in ("json", "regex"):
+            with suppress(Exception):  # vLLM tries another way, then
+                if wanted.kind == "json":
+                    xgrammar.Grammar.from_json_schema(wanted.text)
+                else:
+                    xgrammar.Grammar.from_regex(wanted.text)
+            if matcher := guided(self._tokenizer, wanted.kind, wanted.text):
+                return first_steps(matcher, self._width)
+        try:
+            return self._first_mask(self._compiled(wanted))
+        except Exception as error:  # it has many kinds of them
+            return reason_of(str(error))
+
+    def _compiled(self, wanted: Wanted) -> xgrammar.CompiledGrammar:
+        compiler, text = self._xgrammar, wanted.text
+        if wanted.kind == "json":
+            return compiler.compile_json_schema(text)
+        if wanted.kind == "regex":
+            return compiler.compile_regex(text)
+        if wanted.kind == "grammar":
+            try:
+                return compiler.compile_grammar(text)
+            except RuntimeError:
+                return compiler.compile_lark(text)
+        tag = json.loads(text)
+        if "structures" not in tag:
+            return compiler.compile_structural_tag(text)
+        items = [
+            xgrammar.StructuralTagItem(
+                begin=x["begin"], schema=json.dumps(x["schema"]), end=x["end"]
+            )
+            for x in tag["structures"]
+        ]
+        return compiler.compile_structural_tag(items, tag["triggers"])
+
+    def _first_mask(self, grammar: xgrammar.CompiledGrammar) -> str:
+        matcher = xgrammar.GrammarMatcher(grammar)
+        bits = xgrammar.allocate_token_bitmask(1, self._width)
+        begin = time.thread_time()
+        matcher.fill_next_token_bitmask(bits)
+        return TOO_MUCH if time.thread_time() - begin > MAX_MASK_S else ""
+
+
+def _begin(frame: bytes) -> Judge:
+    return _Compilers(msgspec.msgpack.decode(frame, type=Vocabularies)).judge
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer, _begin)

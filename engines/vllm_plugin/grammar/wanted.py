@@ -1,0 +1,113 @@
+"""Reads from the body of a request which grammars vLLM would compile for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["json", "regex", "grammar", "tag"]
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """One grammar."""
+
+    kind: Kind
+    text: str
+    param: str  # the field that asks for it
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function | None = None
+
+
+class _Asked(msgspec.Struct):
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+
+
+def wanted_by(body: bytes) -> list[Wanted]:
+    """List the grammars of a request; none of one that vLLM will refuse for its form."""
+    try:
+        asked = msgspec.json.decode(body, type=_Asked)
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    wanted = _of_tools(asked)
+    wanted += _of_format(asked.response_format or {})
+    for name, value in (asked.structured_outputs or {}).items():
+        wanted += _of_field(name, value)
+    return wanted
+
+
+def without_lengths(schema: Any) -> Any:
+    """Return a schema that says nothing of how long texts may be.
+
+    xgrammar takes up to two seconds of a core for each ``maxLength``, however small the schema.
+    """
+    if isinstance(schema, list):
+        return [without_lengths(x) for x in schema]
+    if not isinstance(schema, dict):
+        return schema
+    # A property may have the name of a keyword: then its value is a schema, and no number.
+    return {
+        k: without_lengths(x)
+        for k, x in schema.items()
+        if k not in ("minLength", "maxLength") or not isinstance(x, int | float)
+    }
+
+
+def _of_tools(asked: _Asked) -> list[Wanted]:
+    """Calls that are forced, or held to their schema: see ``process.forced_calls``."""
+    functions = [x.function for x in asked.tools or [] if x.function is not None]
+    is_free = asked.tool_choice in (None, "auto")
+    held = [x for x in functions if not is_free or x.strict]
+    if not held or asked.tool_choice == "none":
+        return []
+    # Much as vLLM writes it for most families; what takes long is the schemas.
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'<tool_call>{{"name": "{x.name}", "arguments": ',
+            "content": {
+                "type": "json_schema",
+                "json_schema": True if x.parameters is None else without_lengths(x.parameters),
+            },
+            "end": "}</tool_call>",
+        }
+        for x in held
+    ]
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": "", "at_least_one": True}
+    return [Wanted("tag", json.dumps({"type": "structural_tag", "format": calls}), "tools")]
+
+
+def _of_format(wanted: dict[str, Any]) -> list[Wanted]:
+    if wanted.get("type") == "structural_tag":
+        return [Wanted("tag", json.dumps(wanted), "response_format")]
+    schema = wanted.get("json_schema")
+    if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        return [Wanted("json", json.dumps(schema["schema"]), "response_format")]
+    return []
+
+
+def _of_field(name: str, value: Any) -> list[Wanted]:
+    """Read a field of vLLM's own ``structured_outputs``."""
+    param = f"structured_outputs.{name}"
+    if name == "json" and isinstance(value, dict | str):
+        return [Wanted("json", value if isinstance(value, str) else json.dumps(value), param)]
+    if name == "choice" and isinstance(value, list):
+        choices = " | ".join(json.dumps(str(x)) for x in value)
+        return [Wanted("grammar", f"root ::= {choices}", param)]
+    if isinstance(value, str) and value:
+        kinds: dict[str, Kind] = {"regex": "regex", "grammar": "grammar", "structural_tag": "tag"}
+        if kind := kinds.get(name):
+            return [Wanted(kind, value, param)]
+    return []

@@ -1,0 +1,170 @@
+"""Grammars on vLLM: tried in a process that can be ended, then compiled by the one that is good."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
+
+from transformers import AutoTokenizer
+
+from engines.host.grammar.program import MAX_CPU_S
+from engines.host.tenant_line import Payer
+from engines.openai.errors import InvalidRequest
+from engines.vllm_plugin.grammar.gate import PROGRAM, ClientLeft, GrammarGate
+from tests.vllm.conftest import model_path
+from tests.vllm.rig.served import Served, session
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+
+ONE, OTHER = Payer("one"), Payer("other")
+KINDS = ("email", "uri", "ipv6", "date-time")
+
+
+def wide(number: int) -> dict[str, Any]:
+    """A schema for whose formats xgrammar takes minutes."""
+    properties = {f"f{i}": {"type": "string", "format": KINDS[i % 4]} for i in range(number)}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+SMALL = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+def forced(parameters: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": "write", "parameters": parameters}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+
+def answer_in(schema: dict[str, Any]) -> dict[str, Any]:
+    wanted = {"name": "n", "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": wanted}}
+
+
+class Client:
+    """The receiving side of a connection that sends a body in pieces, and may leave."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        body = json.dumps({"model": "m", **fields}).encode()
+        self._pieces = [body[:50], body[50:]]
+        self.body = body
+        self.leaves = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        if self._pieces:
+            piece = self._pieces.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(self._pieces)}
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+
+@asynccontextmanager
+async def gate() -> AsyncIterator[GrammarGate]:
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    config = SimpleNamespace(get_vocab_size=lambda: len(tokenizer))
+    gate = GrammarGate()
+    gate.begin(SimpleNamespace(renderer=SimpleNamespace(tokenizer=tokenizer), model_config=config))
+    try:
+        yield gate
+    finally:
+        await gate.close()
+
+
+def trials_of(process: psutil.Process) -> Sequence[psutil.Process]:
+    return [x for x in process.children(recursive=True) if PROGRAM in x.cmdline()]
+
+
+async def test_a_request_passes_whole_and_what_takes_too_much_does_not() -> None:
+    async with gate() as the_gate:
+        for fields in ({}, answer_in(SMALL), forced(SMALL)):
+            client = Client(fields)
+            receive = await the_gate.passed(ONE, client.receive)
+            message = await receive()
+            assert (message["body"], message["more_body"]) == (client.body, False)
+            client.leaves.set()
+            assert (await receive())["type"] == "http.disconnect"
+        with pytest.raises(InvalidRequest, match="tools: cannot be enforced: it takes too"):
+            await the_gate.passed(ONE, Client(forced(wide(2000))).receive)
+        (before,) = trials_of(psutil.Process()) or [None]
+        with pytest.raises(InvalidRequest):  # it is remembered
+            await the_gate.passed(ONE, Client(forced(wide(2000))).receive)
+        assert (trials_of(psutil.Process()) or [None]) == [before]
+        assert await the_gate.passed(OTHER, Client(forced(SMALL)).receive)
+
+
+async def test_a_client_that_leaves_ends_the_trial() -> None:
+    async with gate() as the_gate:
+        await the_gate.passed(ONE, Client(answer_in(SMALL)).receive)
+        (trial,) = trials_of(psutil.Process())
+        trial.suspend()  # so that it is under way for as long as it takes
+        client = Client(answer_in(wide(3)))
+        passing = asyncio.create_task(the_gate.passed(ONE, client.receive))
+        await asyncio.sleep(0.1)
+        client.leaves.set()
+        with pytest.raises(ClientLeft):
+            await passing
+        assert not trial.is_running()
+        assert await the_gate.passed(OTHER, Client(answer_in(wide(4))).receive)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("grammars"), "raw", model_path())
+    yield served
+    served.close()
+
+
+def ask(served: Served, fields: dict[str, Any]) -> tuple[int, Any]:
+    asked = {
+        "model": "smol",
+        "messages": [{"role": "user", "content": "Tell me of a person."}],
+        "max_tokens": 200,
+        "temperature": 0,
+        **fields,
+    }
+    status, _, answer = served.run(served.post(asked, session("grammar")))
+    return status, json.loads(answer)
+
+
+def test_a_server_holds_answers_and_calls_to_schemas_at_once(served: Served) -> None:
+    """vLLM by itself compiles all with what the first needed; ``multipleOf`` it would ignore."""
+    limits = {"type": "integer", "minimum": 10, "maximum": 99, "multipleOf": 7}
+    first = {**SMALL, "properties": {**SMALL["properties"], "age": limits}}
+    status, answer = ask(served, answer_in(first))
+    assert status == 200, answer
+    person = json.loads(answer["choices"][0]["message"]["content"])
+    assert person["age"] % 7 == 0 and len(person["name"]) <= 40
+    status, answer = ask(served, forced(SMALL))
+    assert status == 200, answer
+    (call, *_) = answer["choices"][0]["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"name", "age"}
+    status, answer = ask(served, {"structured_outputs": {"choice": ["red", "green"]}})
+    assert answer["choices"][0]["message"]["content"] in ("red", "green")
+    status, answer = ask(served, {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}})
+    assert len(answer["choices"][0]["message"]["content"]) == 6
+    status, answer = ask(served, {"response_format": {"type": "json_object"}, "max_tokens": 20})
+    assert answer["choices"][0]["message"]["content"].lstrip().startswith("{")
+
+
+def test_what_takes_too_much_is_refused_before_vllm_sees_it(served: Served) -> None:
+    ask(served, answer_in(SMALL))
+    engine = psutil.Process()
+    (core,) = [x for x in engine.children(recursive=True) if x.name() == "VLLM::EngineCor"]
+    before = sum(core.cpu_times()[:2])
+    status, answer = ask(served, forced(wide(2000)))
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert "it takes too" in answer["error"]["message"]
+    time.sleep(MAX_CPU_S)
+    assert sum(core.cpu_times()[:2]) - before < MAX_CPU_S
