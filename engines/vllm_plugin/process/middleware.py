@@ -195,7 +195,8 @@ class CacheHeaderMiddleware:
         await send(message)
         if message["type"] == "lifespan.startup.complete" and (hub_path := _hub_path(scope)):
             self._reports.start(hub_path, _client(scope), LISTEN_S)
-            self._gate.begin(_client(scope))
+            if (client := _client(scope)) is not None:
+                self._gate.begin(client)
 
 
 class _HeldAnswer:
