@@ -14,21 +14,22 @@ of their codec says that they were *restored*. Whatever comes out of them still 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs import segments as rows_in_segments
 from kvstore.blobs.chain import CHUNK, DIGEST_BYTES, PART, SNAPSHOT, TAIL
 from kvstore.blobs.codec_set import CodecSet, as_set, distinct
+from kvstore.blobs.known_codecs import KnownCodecs, Rows
 from kvstore.blobs.segments import FRESH, Lineage, Segment
 from kvstore.blobs.snapshot import StateTree, decode_state, encode_state
 from kvstore.blobs.state_packer import StatePacker
 from kvstore.blobs.whole_rows import ThinRows, WholeRows
 from kvstore.codecs.base import Codec
 from kvstore.codecs.states.session_codec import SessionCodec
-from kvstore.errors import Corrupt, ForeignCodec, Mismatch
+from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout, KVRun, tokens_in
 from kvstore.tiers.base import Blob
 
@@ -39,21 +40,6 @@ RUNS: Final = frozenset((CHUNK, TAIL, PART))  # kinds of blobs that hold rows an
 _LENGTH: Final = struct.Struct("<Q")  # behind packed rows of a snapshot: their bytes
 # One that was checked before is not checked again.
 AnyBlob: TypeAlias = Blob | blobs.VerifiedBlob
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The codecs of one moment, by the names that headers have for them."""
-
-    codecs: CodecSet
-    by_name: Mapping[bytes, Codec]
-    # All codecs of states that may be read, by the ids that they have as a whole.
-    sessions: Mapping[str, SessionCodec]
-    states: StatePacker
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(x.id for x in self.by_name.values())
 
 
 class Packer:
@@ -77,7 +63,7 @@ class Packer:
         self._windows = windows
         whole = [WholeRows(layout, x, y) for x in (True, False) for y in (True, False)]
         self._whole_rows = {(x.exact, x.restored): x for x in whole}
-        kinds: list[WholeRows | ThinRows] = [*whole, ThinRows(layout)]
+        kinds: list[Rows] = [*whole, ThinRows(layout)]
         self._rows = {x.codec_id.encode(): x for x in kinds}
         self.fingerprint = fingerprint
         self._fingerprint = blobs.fingerprint_digest(fingerprint)
@@ -116,7 +102,7 @@ class Packer:
 
     def _checked(
         self, codecs: CodecSet, more: Iterable[Codec], states: Iterable[SessionCodec]
-    ) -> _Known:
+    ) -> KnownCodecs:
         for codec in codecs.known:
             codec.check(self.layout)
         known = distinct((*codecs.known, *more))
@@ -124,7 +110,8 @@ class Packer:
         windows = [x.windows for x in sessions.values() if x.windows is not None]
         matrices = [x.matrices.id for x in sessions.values()]
         packer = StatePacker(self._windows, {x.id: x for x in windows}, matrices)
-        return _Known(codecs, {blobs.codec_field(x.id): x for x in known}, sessions, packer)
+        by_name = {blobs.codec_field(x.id): x for x in known}
+        return KnownCodecs(self.layout, self._rows, codecs, by_name, sessions, packer)
 
     def reads_any(self, codec_ids: Iterable[str]) -> bool:
         return not set(self.readable).isdisjoint(codec_ids)
@@ -143,12 +130,7 @@ class Packer:
         if header.key[:1] in RUNS:
             names = self._split(header.codec, blob.payload, header.first_token, header.num_tokens)
             for name in names:
-                self._check_known(name.codec_id)
-
-    def _check_known(self, codec_id: str) -> None:
-        name = codec_id.encode()
-        if name not in self._known.by_name and name not in self._rows:
-            raise ForeignCodec(f"the blob is in codec {codec_id!r}, which is not known here")
+                self._known.find(name.codec_id)
 
     def is_lossy(self, blob: AnyBlob) -> bool:
         """True if rows of this blob have been through a lossy codec, now or before."""
@@ -257,16 +239,15 @@ class Packer:
         return [Segment(first_token, num_tokens, codec.decode("ascii", "replace"), payload)]
 
     def _fill(self, found: Sequence[Segment], first_token: int, out: KVRun) -> None:
-        rows_in_segments.fill(found, self.layout, first_token, out, self._unpack)
+        by, least = self._known.unpack, self._known.least_nbytes
+        rows_in_segments.fill(found, self.layout, first_token, out, by, least)
 
-    def _unpack(self, segment: Segment, out: KVRun) -> None:
-        """Unpack all rows of a segment."""
-        name = segment.codec_id.encode()
-        if name in self._rows:
-            self._rows[name].decode(segment.payload, segment.num_tokens, out)
-            return
-        self._check_known(segment.codec_id)
-        self._known.by_name[name].decode(segment.payload, self.layout, segment.first, out)
+    def check_length(self, blob: blobs.VerifiedBlob) -> None:
+        """Raise ``Unusable`` if a blob says that it has more tokens than can be in its bytes."""
+        header = blob.header
+        name = header.codec.removesuffix(PACKED_STATE)
+        for x in self._split(name, blob.payload, header.first_token, header.num_tokens):
+            rows_in_segments.check_length(x, self._known.least_nbytes)
 
     def lossy_segments(
         self, blob: AnyBlob, key: bytes, first_token: int, num_tokens: int
@@ -283,7 +264,7 @@ class Packer:
             name, _, rows = self._open_snapshot(blob, key, first_token, num_tokens)
             found = self._split(name, rows, first_token, num_tokens)
         for segment in found:
-            self._check_known(segment.codec_id)
+            self._known.find(segment.codec_id)
         return found
 
     def _seal_rows(self, rows: WholeRows, key: bytes, run: KVRun, first_token: int) -> bytes:

@@ -26,8 +26,9 @@ from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, KVRun, slice_tokens
 
 CODEC_ID: Final = "segments.1"  # in the header of a blob whose payload is made of segments
-# Fewer bits for a value are no codec's, so a small blob cannot ask for a lot of memory.
-LEAST_BITS: Final = 1 / 32
+# No entropy coder gets so many times below what its tables expect of a model's rows, so a small
+# blob cannot ask for a lot of memory.
+DENSEST: Final = 4
 WORTH_SQUEEZING: Final = 1024  # values of a token; of fewer, it is not worth a segment
 _COUNT: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<IIQ24s")
@@ -62,6 +63,8 @@ class Segment(NamedTuple):
 
 # Unpacks all tokens of a segment into a run of so many.
 Unpack: TypeAlias = Callable[[Segment, KVRun], None]
+# Counts the fewest bytes that so many tokens of a segment may have.
+Least: TypeAlias = Callable[[Segment], int]
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,25 @@ def _in_order(segments: Sequence[Segment], first: int, num_tokens: int) -> list[
     return [segment.cut(end) for segment, end in zip(segments, ends, strict=True)]
 
 
-def fill(segments: Iterable[Segment], layout: KVLayout, first: int, out: KVRun, by: Unpack) -> None:
+def least_nbytes(codec: Codec, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+    """Count the fewest bytes that a codec may need for so many tokens."""
+    return codec.packed_nbytes(layout, num_tokens, first_token) // DENSEST
+
+
+def check_length(segment: Segment, least: Least) -> None:
+    """Raise ``Corrupt`` if a segment says that it has more tokens than can be in its bytes."""
+    if len(segment.payload) < least(segment):
+        raise Corrupt("a segment is too short for its tokens")
+
+
+def fill(
+    segments: Iterable[Segment],
+    layout: KVLayout,
+    first: int,
+    out: KVRun,
+    by: Unpack,
+    least: Least,
+) -> None:
     """Fill ``out`` with the tokens from ``first`` on, from segments without a hole.
 
     ``by`` raises ``Corrupt`` for a payload that is none of its codec's.
@@ -183,8 +204,7 @@ def fill(segments: Iterable[Segment], layout: KVLayout, first: int, out: KVRun, 
         begin, behind = max(segment.first, first), min(segment.end, end)
         if begin >= behind:
             continue
-        if segment.num_tokens * layout.elements_per_token * LEAST_BITS > 8 * len(segment.payload):
-            raise Corrupt("a segment is too short for its tokens")
+        check_length(segment, least)
         target = slice_tokens(out, begin - first, behind - first)
         if behind - begin == segment.num_tokens:
             by(segment, target)

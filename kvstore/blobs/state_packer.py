@@ -19,7 +19,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvstore.blobs.segments import FRESH, LEAST_BITS, Lineage, Segment, cover, fill
+from kvstore.blobs.segments import (
+    FRESH,
+    Lineage,
+    Segment,
+    check_length,
+    cover,
+    fill,
+    least_nbytes,
+)
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.blobs.whole_rows import WholeRows
 from kvstore.codecs.base import Codec
@@ -129,23 +137,33 @@ class StatePacker:
         segments = self.segments_of(tree)
         self._check(segments, start, position)
         out = self._windows.empty(num_tokens)
-        fill(segments, self._windows, start, out, self._decode)
+        fill(segments, self._windows, start, out, self._decode, self._least)
         return [array for pair in out for array in pair]
 
     def _check(self, segments: Sequence[Segment], start: int, position: int) -> None:
         """Check that segments lie end to end and are not too small for what they hold."""
-        assert self._windows is not None
-        at, nbytes = start, 0
+        at = start
         for number, segment in enumerate(segments):
             begins = segment.first <= start if number == 0 else segment.first == at
             if not begins or segment.end <= at or segment.first < 0:
                 raise Corrupt("the segments of a packed state leave a hole")
-            at, nbytes = segment.end, nbytes + len(segment.payload)
-        num_values = (position - min([x.first for x in segments], default=start)) * (
-            self._windows.elements_per_token
-        )
-        if at < position or num_values * LEAST_BITS > 8 * nbytes:
+            check_length(segment, self._least)
+            at = segment.end
+        if at < position:
             raise Corrupt("the segments of a packed state are too short")
+
+    def _least(self, segment: Segment) -> int:
+        assert self._windows is not None
+        if segment.codec_id == KEPT:
+            return WholeRows(self._windows, exact=False).least_nbytes(segment.num_tokens)
+        codec = self._codec(segment)
+        return least_nbytes(codec, self._windows, segment.num_tokens, segment.first)
+
+    def _codec(self, segment: Segment) -> Codec:
+        codec = self._known.get(segment.codec_id)
+        if codec is None:
+            raise ForeignCodec(f"a window is in codec {segment.codec_id!r}, not known here")
+        return codec
 
     def _decode(self, segment: Segment, out: KVRun) -> None:
         assert self._windows is not None
@@ -153,10 +171,7 @@ class StatePacker:
             rows = WholeRows(self._windows, exact=False)
             rows.decode(segment.payload, segment.num_tokens, out)
             return
-        codec = self._known.get(segment.codec_id)
-        if codec is None:
-            raise ForeignCodec(f"a window is in codec {segment.codec_id!r}, not known here")
-        codec.decode(segment.payload, self._windows, segment.first, out)
+        self._codec(segment).decode(segment.payload, self._windows, segment.first, out)
 
     def _unpacked_matrix(self, node: StateTree) -> StateTree:
         if not isinstance(node, dict) or _MATRIX not in node:

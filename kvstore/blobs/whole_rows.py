@@ -36,6 +36,10 @@ class WholeRows:
         itemsize = self._layout.numpy_dtype.itemsize if self.exact else 2
         return num_tokens * self._layout.elements_per_token * itemsize
 
+    def least_nbytes(self, num_tokens: int) -> int:
+        """Count the fewest bytes that so many tokens may have."""
+        return self.nbytes(num_tokens)
+
     def encode(self, run: KVRun) -> bytes:
         return b"".join(self._stored(x).tobytes() for pair in run for x in pair)
 
@@ -75,6 +79,10 @@ class ThinRows:
 
     def __init__(self, layout: KVLayout) -> None:
         self._rows = WholeRows(layout, exact=False)
+
+    def least_nbytes(self, num_tokens: int) -> int:
+        """Count the fewest bytes: half of them are as they are."""
+        return self._rows.nbytes(num_tokens) // 2
 
     def encode(self, run: KVRun) -> bytes:
         stored = np.frombuffer(self._rows.encode(run), "<u2")

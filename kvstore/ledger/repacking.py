@@ -21,10 +21,9 @@ import msgspec
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, SNAPSHOT
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import LEAST_BITS
 from kvstore.codecs.base import Codec
 from kvstore.cores import lower_priority
-from kvstore.errors import Corrupt, Unusable
+from kvstore.errors import Unusable
 from kvstore.ledger.claims import Claims
 from kvstore.ledger.committer import Committer
 from kvstore.ledger.index import SessionIndex
@@ -56,8 +55,7 @@ def packed_again(packer: Packer, blob: Blob, key: bytes, codec: Codec) -> bytes 
     first, num_tokens = verified.header.first_token, verified.header.num_tokens
     if packer.is_lossy(verified):
         return None
-    if num_tokens * packer.layout.elements_per_token * LEAST_BITS > 8 * len(blob):
-        raise Corrupt("a blob is too short for its tokens")
+    packer.check_length(verified)
     run = packer.layout.empty(num_tokens)
     if key[:1] != SNAPSHOT:
         packer.unpack_run(verified, key, first, num_tokens, run)

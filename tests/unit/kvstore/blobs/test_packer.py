@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 
 from kvstore.blobs.chain import CHUNK, SNAPSHOT, TAIL
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.blobs.format import HEADER_BYTES, pack, verify
+from kvstore.blobs.format import HEADER_BYTES, pack, parse, verify
 from kvstore.blobs.packer import Packer
-from kvstore.blobs.segments import FRESH, Lineage
+from kvstore.blobs.segments import FRESH, Lineage, Segment, join
 from kvstore.blobs.snapshot import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.states.matrices import matrix_codec
@@ -227,3 +228,41 @@ def test_first_tokens_lie_apart_where_they_are_large():
     for damaged in (blob[:-1], blob[: HEADER_BYTES + 50]):
         with pytest.raises(Unusable):
             by.unpack_run(damaged, key(CHUNK), 0, SIZE, layout.empty(SIZE))
+
+
+WIDE = KVLayout("bfloat16", (KVLayer(2, 64, 64), KVLayer(2, 64, 64)))
+
+
+@pytest.mark.parametrize("times", [4.1, 500.0], ids=["a little more", "as few bits as none has"])
+@pytest.mark.parametrize("codec_id", ["raw", "tq3", "tq4", "rows16.1", "thin16.1"])
+def test_a_segment_has_no_more_tokens_than_its_codec_could_pack(codec_id: str, times: float):
+    """Only a few are asked for; to get at these all that it claims would be unpacked."""
+    codecs = CodecSet(codec_by_name("raw"), *(codec_by_name(x) for x in ("tq3", "tq4")))
+    by = Packer(codecs, WIDE, "f")
+    named = {x.split(".")[0]: x for x in by.readable}.get(codec_id, codec_id)
+    payload = memoryview(bytes(1 << 20))
+    claimed = int(times * 8 * len(payload) / WIDE.elements_per_token / 16)
+    if codec_id.startswith("tq"):
+        claimed = int(claimed * 16 / 3)
+    segment = Segment(0, claimed, named, payload)
+    own = key(TAIL)
+    header = parse(by.pack_run(own, kv_of(TOKENS, WIDE), 0))[0]
+    blob = pack(replace(header, codec=b"segments.1"), join([segment], 0))
+    out = WIDE.empty(SIZE)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt, match="too short for its tokens"):
+            by.unpack_run(blob, own, 0, SIZE, out)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["raw", "rows.1"])
+def test_nor_has_a_blob_that_is_to_be_packed_again(name: str):
+    by, own = Packer(codec_by_name("raw"), WIDE, "f"), key(TAIL)
+    header, payload = parse(by.pack_run(own, kv_of(TOKENS, WIDE), 0))
+    codec = name if name == "rows.1" else by.codec.id
+    blob = pack(replace(header, codec=codec.encode(), num_tokens=100 * SIZE), payload)
+    with pytest.raises(Corrupt, match="too short for its tokens"):
+        packed_again(by, blob, own, codec_by_name("tq3"))
