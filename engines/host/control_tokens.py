@@ -72,7 +72,7 @@ class ControlTokens:
 
     def unmarked(self, value: Any) -> Any:
         """Return JSON with the spellings again."""
-        return _replaced(value, self._mark, lambda found: self._texts[int(found[1])])
+        return _replaced(value, self._mark, self._spelled_one)
 
     def encode(self, text: str, encode: Encode) -> list[int]:
         """Encode a prompt; its marks become plain text.
@@ -82,8 +82,7 @@ class ControlTokens:
         """
         if not self.has_marks(text):
             return encode(text)
-        pieces = self._mark.split(text)  # text, number, text, number, ..., text
-        between, numbers = pieces[::2], [int(x) for x in pieces[1::2]]
+        between, numbers = self._split(text)
         if self._clean:
             # A control token that the prompt hardly has stands where a mark was, so that what is
             # beside it is encoded as it would be beside any other.
@@ -94,6 +93,21 @@ class ControlTokens:
                 return self._exchanged(ids, self._ids[stand_in], own, numbers)
         spelled = [_JOINER.join(self._texts[x]) for x in numbers] + [""]
         return encode("".join(x + y for x, y in zip(between, spelled, strict=True)))
+
+    def _split(self, text: str) -> tuple[list[str], list[int]]:
+        """Return the numbers of the marks, and the text before, between and behind them.
+
+        What has another number is no mark of ours: a template has cut one, and digits follow.
+        """
+        first, *rest = self._mark.split(text)  # number, text, number, ..., text
+        between, numbers = [first], list[int]()
+        for digits, behind in zip(rest[::2], rest[1::2], strict=True):
+            if int(digits) < len(self._texts):
+                numbers.append(int(digits))
+                between.append(behind)
+            else:
+                between[-1] += self._word + digits + behind
+        return between, numbers
 
     def _exchanged(
         self, ids: list[int], stand_in: int, own: list[int], numbers: list[int]
@@ -121,6 +135,10 @@ class ControlTokens:
 
     def _marked_one(self, found: re.Match[str]) -> str:
         return f"{self._word}{self._numbers[found[0]]:0{_DIGITS}d}"
+
+    def _spelled_one(self, found: re.Match[str]) -> str:
+        number = int(found[1])
+        return self._texts[number] if number < len(self._texts) else found[0]
 
     def _plain(self, number: int) -> list[int]:
         """Return the tokens of a control token's spelling as plain text."""

@@ -25,7 +25,7 @@ class Older:
     def seal_all(self, tenant: str, kind: Kind) -> Steps[None]:
         """Seal and label all of one kind, so that lists are whole."""
         after = ""
-        while ids := self._shelf.old(tenant, kind, after):
+        while (ids := self._shelf.old(tenant, kind, after)) and ids[-1] > after:
             yield from self.seal_some([(tenant, kind, id) for id in ids])
             after = ids[-1]
 

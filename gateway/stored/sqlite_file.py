@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -147,6 +148,8 @@ class SqliteFile:
         db = sqlite3.connect(
             self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
+        # What is no text becomes one that nothing has, instead of an error of the whole file.
+        db.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
             for pragma in ("synchronous = NORMAL", "secure_delete = ON", "foreign_keys = OFF"):
                 db.execute(f"PRAGMA {pragma}").fetchall()

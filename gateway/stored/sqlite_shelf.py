@@ -279,8 +279,7 @@ class SqliteShelf:
         return self._file.in_one_go()
 
     def chores(self) -> Iterator[list[tuple[str, Kind, str]]]:
-        while (tenant := self._stale_tenant()) is not None:
-            self.tidy(tenant)
+        while (tenant := self._stale_tenant()) is not None and self.tidy(tenant):
             yield []
         beyond = 1 << 62
         while self._has_old and beyond:

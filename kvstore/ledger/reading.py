@@ -34,7 +34,7 @@ class GoodCopy(Generic[T]):
 
 
 class CopyReader:
-    """Falls back from tier to tier, and removes copies that cannot be used. Thread-safe."""
+    """Falls back from tier to tier, and removes copies that nobody can use. Thread-safe."""
 
     def __init__(self, stack: TierStack, counters: Counters) -> None:
         self._stack = stack
@@ -67,9 +67,10 @@ class CopyReader:
                     return GoodCopy(blob, level, use(blob))
             except TierUnavailable:
                 reason = "unavailable" if reason == "evicted" else reason
-            except ForeignCodec as error:  # it would only keep a readable one from being stored
+            except ForeignCodec as error:
                 reason = "fingerprint"
-                self._drop(level, key, error)
+                if level not in self._stack.shared:  # there another engine reads it
+                    self._drop(level, key, error)  # it would keep a readable one from being stored
             except Unusable as error:
                 reason = "corrupt"
                 self._counters.add("corrupt")

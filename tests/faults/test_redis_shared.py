@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import redis
 
+from kvstore.errors import Corrupt, ForeignCodec, Unusable
+from kvstore.ledger.reading import CopyReader
+from kvstore.ledger.stack import TierStack
+from kvstore.stats import Counters
+from kvstore.tiers.base import Blob
+from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.fragments import manifest_name
-from tests.faults.redis_tiers import blobs, entries_for_ever, names, next_life
+from tests.faults.redis_tiers import AMPLE, blobs, entries_for_ever, names, next_life
 from tests.redis_server import RedisServer, find_binary
 
 pytestmark = [
@@ -91,3 +98,28 @@ def test_a_book_does_not_grow_while_two_engines_replace_in_turns(
     assert two.get_many([key]) == [blob]
     one.close()
     two.close()
+
+
+def test_what_only_another_engine_can_read_is_left_to_it(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """In memory of its own it goes: there it would keep a readable one from being stored."""
+    key, near = b"t" + bytes(32), RamTier(AMPLE)
+    tier = next_life(server, tmp_path)
+    stack = TierStack([near, tier], Counters())
+    reader = CopyReader(stack, Counters())
+
+    def refused(by: type[Unusable]) -> Callable[[Blob], bytes]:
+        def use(blob: Blob) -> bytes:
+            raise by("no")
+
+        return use
+
+    for level in (0, 1):
+        stack.put(level, [(key, b"segments")])
+    assert reader.read(key, [0, 1], refused(ForeignCodec)) == "fingerprint"
+    assert near.get_many([key]) == [None]
+    assert tier.get_many([key]) == [b"segments"]
+    assert reader.read(key, [1], refused(Corrupt)) == "corrupt"
+    assert tier.get_many([key]) == [None]
+    tier.close()

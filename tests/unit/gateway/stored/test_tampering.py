@@ -16,7 +16,7 @@ from gateway.stored.forms import Entry, stored_form
 from gateway.stored.objects import Objects
 from gateway.stored.redis_keys import Keys
 from gateway.stored.redis_shelf import RedisShelf
-from gateway.stored.shelf import Limits
+from gateway.stored.shelf import Limits, Steps
 from gateway.stored.stored import Stored
 from tests.redis_server import RedisServer
 from tests.stored_objects import (
@@ -30,6 +30,7 @@ from tests.stored_objects import (
     rows_of,
     shelf_in,
     shown,
+    stored_in,
 )
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
@@ -311,7 +312,9 @@ def half(client: Any, keys: Keys) -> None:
 
 
 @pytest.mark.parametrize("value", ["'text'", "5", "123456789012", "1.5", "x'ff'"])
-@pytest.mark.parametrize("column", ["heads.head", "entries.body", "entries.used", "items.body"])
+@pytest.mark.parametrize(
+    "column", ["heads.head", "entries.body", "entries.used", "entries.session", "items.body"]
+)
 def test_a_value_of_another_type_is_not_there(tmp_path: Path, column: str, value: str) -> None:
     file = InSqlite(tmp_path / "objects.sqlite")
     put(file.objects, entry("1"), items("i"))
@@ -321,13 +324,35 @@ def test_a_value_of_another_type_is_not_there(tmp_path: Path, column: str, value
     table, name = column.split(".")
     rows_of(tmp_path / "objects.sqlite", f"UPDATE {table} SET {name} = {value}")
     there = shown(file.objects, "r", "response")
-    assert (there is not None) == (name == "used")
+    assert (there is not None) == (name in ("used", "session"))
     item = done(file.objects.find_item("a", "i"))
-    assert (item is not None) == (column in ("entries.used", "entries.body"))
+    assert (item is not None) == (column.startswith("entries."))
     page(file.objects, "1")
     put(file.objects, entry("2"))
     assert done(file.objects.delete("a", "conversation", "1"))
     file.close()
+
+
+@pytest.mark.parametrize("column", ["session", "id", "tenant", "kind"])
+async def test_what_is_no_text_is_404_and_the_rest_goes_on(tmp_path: Path, column: str) -> None:
+    path = tmp_path / "objects.sqlite"
+    app = App(stored=stored_in(path))
+    harmed, whole = [(await app.post("/v1/conversations", {})).json["id"] for _ in range(2)]
+    rows_of(path, f"UPDATE entries SET {column} = CAST(x'ff' AS TEXT) WHERE id = ?", harmed)
+    expected = 200 if column == "session" else 404  # the sealed head says whose session it is
+    assert (await app.get(f"/v1/conversations/{harmed}")).status == expected
+    assert (await app.get(f"/v1/conversations/{whole}")).status == 200
+    assert (await app.call("DELETE", "/v1/sessions/x", b"", {})).status == 404
+    rows_of(path, "UPDATE entries SET used = 0")  # too old, all of them
+    async with asyncio.timeout(30):
+        await app.gateway.stored.ask("", everything_looked_after, 0)
+    await app.gateway.stored.close()
+
+
+def everything_looked_after(objects: Objects) -> Steps[int]:
+    for _ in objects.chores():
+        yield 0
+    return 0
 
 
 @pytest.mark.redis
