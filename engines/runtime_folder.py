@@ -2,7 +2,8 @@
 
 A gateway makes it. The gateway and its engine hold a shared lock on a file in it for as long as
 they live: a folder whose lock has no holder was left by processes that were killed, and the next
-start removes it. Standard library only.
+start removes it. Folders of releases that had no such lock are removed a day later, if they hold
+nothing but sockets that nobody listens on. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +24,9 @@ from typing import Final
 log = logging.getLogger("thermocline.engines")
 
 LOCK: Final = "alive"
+OLD_S: Final = 86400.0  # a server that starts has no sockets for some minutes
+# What earlier releases wrote into such a folder besides sockets.
+_OLDER_FILES: Final = frozenset({"plugin.json", "chat_template.jinja"})
 SCRATCH: Final = "tmp"  # TMPDIR of the engine, made anew for each of its lives
 
 
@@ -33,15 +39,27 @@ def runtime_folder(base: Path, prefix: str = "") -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    for lock_file in base.glob(f"{prefix}*/{LOCK}"):
-        with suppress(OSError):  # another user's, or it went meanwhile
-            _remove_abandoned(lock_file.parent)
+    remove_abandoned(base, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     try:
         with _locked(_new_lock(folder)):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned(base: Path, prefix: str) -> None:
+    """Remove the folders with this prefix that killed processes of this user left in ``base``."""
+    for folder in base.glob(f"{prefix}*"):
+        with suppress(OSError):  # it went meanwhile
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            if (folder / LOCK).exists():
+                _remove_without_holder(folder)
+            elif time.time() - found.st_mtime > OLD_S and _is_of_the_dead(folder):
+                shutil.rmtree(folder)
+                log.info("removed %s, which a killed server of an earlier release had left", folder)
 
 
 @contextmanager
@@ -103,10 +121,30 @@ def _locked(lock: int) -> Iterator[None]:
         os.close(lock)
 
 
-def _remove_abandoned(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        return
+def _is_of_the_dead(folder: Path) -> bool:
+    """Tell whether there are only a server's files in a folder, and nobody listens there."""
+    for path in folder.iterdir():
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            if _has_listener(path):
+                return False
+        elif path.name not in _OLDER_FILES:
+            return False
+    return True
+
+
+def _has_listener(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(1.0)
+        try:
+            link.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # such as a line that is full
+            return True
+    return True
+
+
+def _remove_without_holder(folder: Path) -> None:
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         if _remove_unless_held(folder, lock):

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from engines.runtime_folder import runtime_folder
+from engines.runtime_folder import remove_abandoned, runtime_folder
 from launch.errors import LaunchError
 
 # What compilers keep from one start to the next, below "compiled" in the cache folder. A variable
@@ -97,6 +97,8 @@ def server_folder(cache: Path, environ: Mapping[str, str]) -> Iterator[Path]:
     Raises:
         LaunchError: it cannot be made, or another user could write it.
     """
+    for left in {environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), "/tmp"} - {None, ""}:
+        remove_abandoned(Path(str(left)), PREFIX)  # of earlier releases, and of other settings
     base, prefix = _base(private_folder(cache / "run"), environ)
     with ExitStack() as stack:
         try:

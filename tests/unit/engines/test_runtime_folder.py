@@ -6,13 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from engines.runtime_folder import LOCK, fresh_scratch, held, runtime_folder
+from engines.runtime_folder import (
+    LOCK,
+    OLD_S,
+    fresh_scratch,
+    held,
+    remove_abandoned,
+    runtime_folder,
+)
+from launch.machine.private_folders import server_folder
 
 GATEWAY = (
     "import sys, time\n"
@@ -117,3 +127,69 @@ def test_scratch_is_empty_for_each_life(tmp_path):
     (fresh_scratch(tmp_path) / "half-written").touch()
     scratch = fresh_scratch(tmp_path)
     assert list(scratch.iterdir()) == [] and scratch.stat().st_mode & 0o777 == 0o700
+
+
+OLDER = (
+    "import socket, sys, tempfile, time\n"
+    "folder = tempfile.mkdtemp(prefix='thermocline-', dir=sys.argv[1])\n"
+    "for name in ('http.sock', 'control.sock'):\n"
+    "    listener = socket.socket(socket.AF_UNIX)\n"
+    "    listener.bind(folder + '/' + name)\n"
+    "    listener.listen()\n"
+    "    globals()[name] = listener\n"
+    "open(folder + '/plugin.json', 'w').close()\n"
+    "print(folder, flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """Short enough for the paths of sockets."""
+    with tempfile.TemporaryDirectory(prefix="tc-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def aged(folder: Path) -> None:
+    long_ago = time.time() - OLD_S - 60
+    os.utime(folder, (long_ago, long_ago))
+
+
+def test_what_a_killed_server_of_an_earlier_release_left_is_removed(base: Path) -> None:
+    """It had no lock; what counts is that nobody listens on its sockets."""
+    with process(OLDER, base) as living, process(OLDER, base) as dying:
+        kept, left = Path(line_of(living)), Path(line_of(dying))
+        dying.send_signal(signal.SIGKILL)
+        dying.wait()
+        remove_abandoned(base, "thermocline-")
+        assert left.exists(), "it is too young to say"
+        for folder in (kept, left):
+            aged(folder)
+        remove_abandoned(base, "thermocline-")
+        assert kept.exists() and not left.exists()
+    remove_abandoned(base, "thermocline-")
+    assert not kept.exists()
+
+
+def test_an_old_folder_with_anything_else_in_it_stays(base: Path) -> None:
+    (empty, data, link) = (base / f"thermocline-{x}" for x in ("empty", "data", "link"))
+    empty.mkdir()
+    data.mkdir()
+    (data / "data").mkdir()
+    link.symlink_to(data)
+    for folder in (empty, data):
+        aged(folder)
+    remove_abandoned(base, "thermocline-")
+    assert sorted(base.iterdir()) == [data, link]
+
+
+def test_a_server_in_the_cache_folder_removes_what_was_left_elsewhere(base: Path) -> None:
+    elsewhere = base / "elsewhere"
+    elsewhere.mkdir()
+    with process(GATEWAY, elsewhere, "thermocline-") as dying:
+        left = Path(line_of(dying))
+        dying.send_signal(signal.SIGKILL)
+        dying.wait()
+    assert left.exists()
+    with server_folder(base / "cache", {"XDG_RUNTIME_DIR": str(elsewhere)}) as own:
+        assert own.parent == base / "cache" / "run" and not left.exists()
