@@ -23,9 +23,11 @@ from engines.wire import (
     TierName,
     TierReport,
 )
+from kvstore.stats import Repacking
 
 HOT_BYTES_PER_TOKEN = 1000
 COLD_BYTES_PER_TOKEN = 200
+UNPACKED_BYTES = 1 << 20  # of a session that a measurement has found unpacked
 CASES = 5  # of a measurement
 CODEC = CodecReport(name="words", id="words.1", why="words are kept as they are")
 
@@ -66,6 +68,8 @@ class FakeSessions:
         self._sessions: dict[Key, FakeSession] = {}
         self._cases_left = 0
         self._measured_at = 0.0
+        self._num_unpacked = 0
+        self._num_repacked = 0
         self._counters = {"turns": 0, "saves": 0, "restores": 0, "misses": 0, "evictions": 0}
 
     def listen(self, notify: Callable[[Notice], None]) -> None:
@@ -159,6 +163,9 @@ class FakeSessions:
         if self._cases_left:
             self._cases_left -= 1
             self._measured_at = self._clock()
+        elif self._num_unpacked:
+            self._num_unpacked -= 1
+            self._num_repacked += 1
         return EngineReport(
             hot_bytes=self._hot_bytes(),
             idle_hot_bytes=sum(x.hot_bytes for x in self._sessions.values() if not x.num_turns),
@@ -170,14 +177,24 @@ class FakeSessions:
             tiers=[TierReport("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
             counters=dict(self._counters),
             codec=self._with_progress(),
+            repacking=Repacking(
+                self._num_unpacked,
+                self._num_unpacked * UNPACKED_BYTES,
+                self._num_repacked,
+                self._num_repacked * UNPACKED_BYTES // 2,
+            ),
         )
 
     async def adopt(self) -> CodecReport:
         return self.codec
 
     async def measure(self) -> CodecReport:
-        """Pretend to measure: each look at the figures is one case more."""
+        """Pretend to measure: each look at the figures is one case more.
+
+        Then each one is a session more that is packed again.
+        """
         self._cases_left = CASES
+        self._num_unpacked = sum(x.tier is not None for x in self._sessions.values())
         return self._with_progress()
 
     def _with_progress(self) -> CodecReport:

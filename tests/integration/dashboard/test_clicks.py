@@ -154,3 +154,22 @@ def test_a_wrong_key_is_asked_for_again_and_a_right_one_stays_in_its_tab(server,
     page.get_by_label("API key").wait_for()
     assert page.evaluate("Object.keys(sessionStorage)") == []
     page.context.close()
+
+
+def test_an_admin_sees_how_far_packing_again_has_come(server, browser):
+    """The fake engine finds its stored sessions unpacked once it was measured."""
+    for i in range(3):
+        server.chat("erin", f"stored-{i}", "one two three")
+    his = browser.open("memory", key=KEYS["root"][0])
+    hers = browser.open("memory", key=KEYS["erin"][0])
+    his.get_by_role("heading", name="Tiers against their budgets").wait_for()
+    assert his.get_by_label("Packing again").count() == 0
+    server.post("root", "/admin/measure")
+    line = his.get_by_label("Packing again", exact=True)
+    line.get_by_text("left to pack").wait_for()
+    line.get_by_text(re.compile(r"sessions stored unpacked are packed now")).wait_for()
+    line.get_by_text(re.compile(r"MiB freed so far")).wait_for()
+    hers.get_by_role("heading", name="Tiers against their budgets").wait_for()
+    assert hers.get_by_label("Packing again").count() == 0
+    for page in (his, hers):
+        page.context.close()

@@ -18,6 +18,7 @@ export function Memory() {
       <div class="budgets">
         <${Hot} hot=${it.hot} />
         ${it.tiers.map((x) => html`<${Cold} key=${x.name} tier=${x} />`)}
+        ${it.repacking && html`<${Repacking} it=${it.repacking} />`}
       </div>
     </section>
     <${Departures} departures=${it.departures ?? {}} />
@@ -64,6 +65,23 @@ function Cold({ tier }) {
       ${tier.blobs != null && html`<span>${plural(tier.blobs, "blob")}</span>`}
       ${tier.evictions != null && html`<span class=${tier.evictions ? "warn" : ""}>${plural(tier.evictions, "eviction")}${tier.evictions ? ": it ran out of room" : ""}</span>`}
       ${tier.errors ? html`<span class="bad">${plural(tier.errors, "error")}</span>` : ""}</p>
+  </article>`;
+}
+
+// What was stored before its tier had a codec, or by an older release, is packed in idle moments.
+function Repacking({ it }) {
+  const { sessions_left: left, sessions_done: done } = it;
+  if (!left && !done) return "";
+  const freed = done ? `${bytes(it.freed_bytes)} freed so far` : "";
+  const words = left
+    ? `${plural(left, "session")} left to pack: ${bytes(it.bytes_left)}`
+    : `${plural(done, "session")} stored unpacked ${done === 1 ? "is" : "are"} packed now`;
+  return html`<article class="budget" aria-label="Packing again">
+    <h3>Packing again, in idle moments</h3>
+    <p class="amount"><b>${count(done)}</b> of ${plural(done + left, "session")}</p>
+    <${Meter} parts=${[{ name: `packed: ${count(done)}`, value: done, tone: "ram" }]} total=${done + left} tall
+      words=${`Packed again: ${count(done)} of ${plural(done + left, "session")}`} />
+    <p class="facts-line"><span>${words}</span>${freed && html`<span>${freed}</span>`}</p>
   </article>`;
 }
 
