@@ -66,6 +66,10 @@ class FaultyTier:
         self._call("contains_many")
         return self.inner.contains_many(keys)
 
+    def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        self._call("lengths")
+        return self.inner.lengths(keys)
+
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         self.inner.own(owner, keys, idle_s)
 

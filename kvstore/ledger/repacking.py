@@ -36,7 +36,6 @@ from kvstore.tiers.base import Blob
 LOOK_S: Final = 0.25  # while others work, look so often whether they still do
 # After so long what was refused, and sessions that came from another engine, are looked at again.
 AGAIN_S: Final = 600.0
-SIZED_AT_ONCE: Final = 16  # blobs whose sizes are read in one call
 
 OnPacked = Callable[[SessionRef], None]
 
@@ -305,23 +304,19 @@ class Repacker(Generic[R]):
             return resized != now and self._commit(resized)
 
     def _sizes(self, record: R) -> dict[bytes, int] | None:
-        """Read the sizes of all blobs, of each in the fastest tier that has it.
+        """Ask for the sizes of all blobs, of each in the fastest tier that has it.
 
-        None if one is gone, or if there is no time for it.
+        None if one is gone.
         """
         keys = self._index.blob_keys(record)
-        levels = self._stack.locate(keys).levels
-        sizes: dict[bytes, int] = {}
-        for first in range(0, len(keys), SIZED_AT_ONCE):
-            if not self._may_go_on():
-                return None
-            some = slice(first, first + SIZED_AT_ONCE)
-            for key, level in zip(keys[some], levels[some], strict=True):
-                blob = None if level is None else self._stack.find(level, [key])[0]
-                if blob is None:
-                    return None
-                sizes[key] = len(blob)
-        return sizes
+        levels = dict(zip(keys, self._stack.locate(keys).levels, strict=True))
+        sizes: dict[bytes, int | None] = {}
+        for level in range(len(self._stack)):
+            own = [key for key in keys if levels[key] == level]
+            if own:
+                sizes.update(zip(own, self._stack.lengths(level, own), strict=True))
+        known = {key: size for key in keys if (size := sizes.get(key)) is not None}
+        return known if len(known) == len(levels) else None
 
     def _commit(self, record: R) -> bool:
         """Write a changed record of a claimed session over the same blobs, in every tier."""

@@ -9,10 +9,10 @@ has one blob in a tier as a rule, and never two that say different things.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from kvstore.blobs.codec_tags import CodecTags, tag_of, tagged
 from kvstore.errors import TierUnavailable
@@ -21,6 +21,7 @@ from kvstore.stats import Counters
 from kvstore.tiers.base import Blob, Tier, TierStats
 from kvstore.tiers.eviction_causes import EvictionCause
 
+T = TypeVar("T")
 MAX_MET: Final = 64  # tags of codecs that only others have, or that were used long ago
 # What was pinned, tier by tier, under the names that it had.
 PinnedNames: TypeAlias = tuple[list[bytes], ...]
@@ -98,19 +99,33 @@ class TierStack:
 
     def get(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
         """Read blobs from one tier; None for those it lacks. Raises ``TierUnavailable``."""
-        tags = self._tags[i]
         try:
-            found = self._tiers[i].get_many([tags.one(key) for key in keys])
-            for tag in tags.others:
-                rest = {j: tagged(keys[j], tag) for j, x in enumerate(found) if x is None}
-                rest = {j: x for j, x in rest.items() if x != keys[j]}  # records have no tag
-                if rest:
-                    again = self._tiers[i].get_many(list(rest.values()))
-                    found = _filled(found, dict(zip(rest, again, strict=True)))
-            return found
+            return self._asked(i, keys, self._tiers[i].get_many)
         except TierUnavailable:
             self._count_down(i)
             raise
+
+    def lengths(self, i: int, keys: Sequence[bytes]) -> list[int | None]:
+        """Say how long the blobs are, without reading them; None for those that one tier lacks."""
+        try:
+            return self._asked(i, keys, self._tiers[i].lengths)
+        except TierUnavailable:
+            self._count_down(i)
+            return [None] * len(keys)
+
+    def _asked(
+        self, i: int, keys: Sequence[bytes], ask: Callable[[Sequence[bytes]], list[T]]
+    ) -> list[T]:
+        """Ask for blobs under one codec's tag after the other. Raises ``TierUnavailable``."""
+        tags = self._tags[i]
+        found = ask([tags.one(key) for key in keys])
+        for tag in tags.others:
+            rest = {j: tagged(keys[j], tag) for j, x in enumerate(found) if x is None}
+            rest = {j: x for j, x in rest.items() if x != keys[j]}  # records have no tag
+            if rest:
+                for j, x in zip(rest, ask(list(rest.values())), strict=True):
+                    found[j] = x
+        return found
 
     def find(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
         try:
@@ -299,10 +314,6 @@ class TierStack:
 
     def _count_down(self, i: int) -> None:
         self._counters.add(f"unavailable.{self._names[i]}")
-
-
-def _filled(blobs: list[Blob | None], more: dict[int, Blob | None]) -> list[Blob | None]:
-    return [more.get(j) if blob is None else blob for j, blob in enumerate(blobs)]
 
 
 def _name(tier: Tier) -> TierName:

@@ -89,6 +89,13 @@ class Tier(Protocol):
             TierUnavailable: a server did not answer.
         """
 
+    def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Return the length of each key's blob without reading it, ``None`` for a miss.
+
+        Raises:
+            TierUnavailable: a server did not answer, or nothing could be read.
+        """
+
     def own(self, owner: str, keys: Sequence[bytes], idle_s: float = 0.0) -> None:
         """Say whose blobs these are that an earlier run left here; absent ones are left alone.
 

@@ -80,6 +80,11 @@ class RamTier(IndexedTier):
         with self._lock:
             return [key in self._blobs for key in keys]
 
+    def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        with self._lock:
+            found = [self._blobs.get(key) for key in keys]
+        return [None if blob is None else len(blob) for blob in found]
+
     def delete_many(self, keys: Iterable[bytes]) -> int:
         with self._lock:
             present = [key for key in keys if self._index.remove(key) is not None]

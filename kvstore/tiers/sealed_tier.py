@@ -78,6 +78,10 @@ class SealedTier:
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.contains_many(self._names(keys))
 
+    def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        found = self._inner.lengths(self._names(keys))
+        return [None if x is None else max(0, x - SEAL_BYTES) for x in found]
+
     # Writing
 
     def put_many(self, items: Sequence[tuple[bytes, Blob]], owner: str = "") -> int:

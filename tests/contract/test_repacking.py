@@ -32,6 +32,7 @@ from tests.contract.store_rig import (
     history,
     ref,
 )
+from tests.faulty_tier import FaultyTier
 
 
 class SharedRam(RamTier):
@@ -122,6 +123,21 @@ def test_a_session_of_before_gets_the_codec_of_each_tier(
     assert store.demote(ref(), "disk") == "disk" and num_back(rig, store, LONG) == 100
     assert store.forget(ref())
     assert not any(blobs_of(x) for x in tiers)
+
+
+def test_each_blob_is_read_once(rig: Rig) -> None:
+    """What it takes afterwards is asked for without reading it."""
+    tier = FaultyTier(RamTier(64 * MIB))
+    store = rig.open([tier])
+    rig.save(store, ref(), LONG)
+    num_blobs, before = len(blobs_of(tier)) - 1, len(tier.calls)  # all but the record
+    smaller: list[SessionRef] = []
+    store.pack_when(always, smaller.append)
+    store.adopt(PACKED)
+    until(lambda: bool(smaller))
+    assert tier.calls[before:].count("get_many") == num_blobs
+    assert tier.calls[before:].count("lengths") >= 1
+    store.close()
 
 
 def test_what_an_earlier_life_left_is_found_at_the_start(rig: Rig, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_gives_back_what_it_got(tiers: TierRig, length: int) -> None:
     assert tier.put_many(chain(0, 3, length)) == 3
     assert tier.get_many(keys(2, 9, 0)) == [blob_of(2, length), None, blob_of(0, length)]
     assert tier.contains_many(keys(0, 9)) == [True, False]
+    assert tier.lengths(keys(0, 9, 2)) == [length, None, length]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])

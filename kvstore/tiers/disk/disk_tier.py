@@ -150,6 +150,11 @@ class DiskTier(IndexedTier):
         with self._lock:
             return [key in self._index for key in keys]
 
+    def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        with self._guard.call(), self._env.begin(buffers=True) as txn:
+            found = [self._blobs.entry(txn, key) for key in keys]
+        return [None if entry is None else entry.length for entry in found]
+
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         with self._lock:
             found = sorted(key for key in self._index if key.startswith(prefix))

@@ -116,6 +116,10 @@ class RedisTier(IndexedTier):
         self._forget({key: x for key, x in known.items() if key in gone})
         return found
 
+    def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        found = self._server.manifests(keys)
+        return [found[key].length if key in found else None for key in keys]
+
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         keys = self._server.find(prefix)
         for first in range(0, len(keys), BATCH_KEYS):
