@@ -20,5 +20,7 @@ def test_every_test_of_the_catalogue_exists() -> None:
 
 
 def test_the_catalogue_has_every_case() -> None:
-    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
-    assert [int(x) for x in rows] == list(range(1, 59))
+    text = (ROOT / "docs" / "faults.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 59))
+    assert [x for x in rows if not re.match(r"holds(?!, partly)", x[1])] == []
