@@ -1,10 +1,11 @@
 """Brings texts to the owner thread to be embedded: one text at a time, one step at a time.
 
-Tenants take turns, see ``tenant_line``. A step is as long as one of a prefill, and stands between
-two rounds of the batches: so answers go on meanwhile. Its tokens count as those of the tenant's
-prompts do, and while that tenant is ahead of another, the engine is the other's between two steps,
-for as long as its share is. A text of several steps holds KV, which counts in no budget: it begins
-only when no request lacks memory or waits.
+Tenants take turns, see ``tenant_line``. A step stands between two rounds of the batches, so answers
+go on meanwhile, and takes no longer than a chunk of a prefill may beside them: a short answer waits
+for several. Its tokens count as those of the tenant's prompts do, and while that tenant is ahead of
+another, the engine is the other's between two steps, for as long as its share is. A text of several
+steps holds KV, which counts in no budget: one that is longer than the longest step begins only when
+no request lacks memory or waits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Final, TypeVar
 
 from engines.host.fair_shares import PROMPT_TOKEN
 from engines.host.tenant_line import Payer, QueueFull, TenantLine
+from engines.mlx_worker.batch.prefill import ChunkSizer
 from engines.mlx_worker.embeddings.hidden_states import HiddenStates, inner_of, pooling_of
 from engines.mlx_worker.embeddings.vectors import Vector, check_size, cut
 from engines.mlx_worker.owner import Owner
@@ -48,6 +50,7 @@ class Embedder:
     ) -> None:
         self._owner = owner
         self._step = step
+        self._sizes = ChunkSizer(step)
         self._patience_s = patience_s
         self._clock = clock
         self._inner = inner_of(owner.loaded.model)
@@ -94,10 +97,12 @@ class Embedder:
         if len(text) > self._step:
             await self._room_for(len(text))
         states = HiddenStates(self._owner.loaded.model, self._inner, self._pooling)
-        pause_s = 0.0
-        for first in range(0, len(text), self._step):
+        pause_s, first = 0.0, 0
+        while first < len(text):
             await asyncio.sleep(pause_s)
-            part, last = text[first : first + self._step], first + self._step >= len(text)
+            part = text[first : first + self._sizes.chunk(busy=True)]
+            first += len(part)
+            last = first == len(text)
             pause_s = await self._on_owner(partial(self._feed, states, part, last, payer))
         return states.pooled(), pause_s
 
@@ -106,6 +111,7 @@ class Embedder:
         begin = self._clock()
         states.feed(part, last=last)
         took_s = self._clock() - begin
+        self._sizes.took(len(part), took_s)
         shares = self._owner.parts.shares
         shares.serve(payer.tenant, len(part) * PROMPT_TOKEN)
         return min(took_s * shares.owed(payer.tenant), MAX_PAUSE_S)

@@ -214,6 +214,28 @@ async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: P
         await owner.close()
 
 
+@pytest.mark.parametrize(("step_s", "fewest", "most"), [(0.001, 4, 9), (2.0, 16, 16)])
+async def test_steps_are_short_where_the_engine_is_slow(
+    tmp_path: Path, step_s: float, fewest: int, most: int
+) -> None:
+    """A short answer waits for several of them."""
+    readings = [0.0]
+
+    def clock() -> float:
+        readings.append(readings[-1] + step_s)
+        return readings[-1]
+
+    owner = Owner(lambda: tiny_model("llama"), EngineConfig(max_batch=1), "toy")
+    await owner.start()
+    try:
+        embedder = Embedder(owner, 128, clock=clock)
+        async with staged(owner, tiny_tokenizer(tmp_path), embedder=embedder) as stage:
+            await of(stage, [LONG[:128]] * 4)
+        assert fewest <= (len(readings) - 1) // 2 <= most
+    finally:
+        await owner.close()
+
+
 async def test_one_tenants_requests_leave_places_and_turns_to_others(tmp_path: Path) -> None:
     async with embedding(tmp_path, step=1) as stage:
         alices = asking(stage, "alice", MAX_WAITING, [LONG[:50]] * 50)
