@@ -203,6 +203,10 @@ def tokenize(model: str, _: str) -> Sent:
     return "POST", "/tokenize", json.dumps({"model": model, "prompt": text}).encode()
 
 
+def long_prompt(model: str, _: str) -> Sent:
+    return chat_of(model, messages=[{"role": "user", "content": prose("long", 200_000)}])
+
+
 ATTACKS: Final = (
     Attack("schema", "`json_schema`, 10,000 optional properties", wide_schema),
     Attack("tools", "128 tools of 200 properties", many_tools),
@@ -226,6 +230,7 @@ ATTACKS: Final = (
     Attack("embeddings", "embeddings of 2,048 inputs, 200,000 tokens", embeddings_of(100)),
     Attack("embeddings-8MB", "the same of 1,200,000, which is too many", embeddings_of(570)),
     Attack("detokenize", "`/detokenize` of a million ids", detokenize),
+    Attack("prompts", "chats of 200,000 tokens, eight at once", long_prompt, 8),
     Attack("tokenize", "`/tokenize` of the largest body", tokenize),
 )
 
