@@ -30,6 +30,9 @@ class WornCodec:
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         return RawCodec().packed_nbytes(layout, num_tokens, first_token)
 
+    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return self.packed_nbytes(layout, num_tokens, first_token)
+
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         self.packed.append(first_token)
         return RawCodec().encode(run, layout, first_token)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.blobs.segments import Segment, least_nbytes
+from kvstore.blobs.segments import Segment
 from kvstore.blobs.state_packer import StatePacker
 from kvstore.blobs.whole_rows import ThinRows, WholeRows
 from kvstore.codecs.base import Codec
@@ -58,4 +58,4 @@ class KnownCodecs:
         found = self.find(segment.codec_id)
         if isinstance(found, Rows):
             return found.least_nbytes(segment.num_tokens)
-        return least_nbytes(found, self.layout, segment.num_tokens, segment.first)
+        return found.least_nbytes(self.layout, segment.num_tokens, segment.first)

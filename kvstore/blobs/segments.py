@@ -26,9 +26,6 @@ from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, KVRun, slice_tokens
 
 CODEC_ID: Final = "segments.1"  # in the header of a blob whose payload is made of segments
-# No entropy coder gets so many times below what its tables expect of a model's rows, so a small
-# blob cannot ask for a lot of memory.
-DENSEST: Final = 4
 WORTH_SQUEEZING: Final = 1024  # values of a token; of fewer, it is not worth a segment
 _COUNT: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<IIQ24s")
@@ -174,11 +171,6 @@ def _in_order(segments: Sequence[Segment], first: int, num_tokens: int) -> list[
         if not (segment.first == begin < end <= segment.end):
             raise Corrupt("segments leave a hole or are out of order")
     return [segment.cut(end) for segment, end in zip(segments, ends, strict=True)]
-
-
-def least_nbytes(codec: Codec, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-    """Count the fewest bytes that a codec may need for so many tokens."""
-    return codec.packed_nbytes(layout, num_tokens, first_token) // DENSEST
 
 
 def check_length(segment: Segment, least: Least) -> None:

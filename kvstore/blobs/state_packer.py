@@ -26,7 +26,6 @@ from kvstore.blobs.segments import (
     check_length,
     cover,
     fill,
-    least_nbytes,
 )
 from kvstore.blobs.snapshot import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.blobs.whole_rows import WholeRows
@@ -157,7 +156,7 @@ class StatePacker:
         if segment.codec_id == KEPT:
             return WholeRows(self._windows, exact=False).least_nbytes(segment.num_tokens)
         codec = self._codec(segment)
-        return least_nbytes(codec, self._windows, segment.num_tokens, segment.first)
+        return codec.least_nbytes(self._windows, segment.num_tokens, segment.first)
 
     def _codec(self, segment: Segment) -> Codec:
         codec = self._known.get(segment.codec_id)

@@ -46,6 +46,9 @@ class Codec(Protocol):
         A payload is longer only by the rows that have to be kept as they are.
         """
 
+    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        """Returns the length in bytes below which no payload of so many tokens is."""
+
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         """Packs ``run``, whose tokens are ``first_token ..`` of the session.
 

@@ -24,6 +24,9 @@ class RawCodec:
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         return layout.bytes_per_token * num_tokens
 
+    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return self.packed_nbytes(layout, num_tokens, first_token)
+
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         check_run(run, layout)
         return b"".join(np.ascontiguousarray(array).data for pair in run for array in pair)

@@ -81,6 +81,7 @@ def test_length_is_what_was_announced(codec, layout, num_tokens, first_token):
     payload = codec.encode(run_of(layout, num_tokens), layout, first_token)
     assert isinstance(payload, bytes | memoryview)
     assert len(payload) == codec.packed_nbytes(layout, num_tokens, first_token)
+    assert codec.least_nbytes(layout, num_tokens, first_token) <= len(payload)
     restored(codec, payload, layout, num_tokens, first_token)
 
 

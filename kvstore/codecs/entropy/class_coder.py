@@ -23,6 +23,7 @@ from kvstore.errors import Corrupt
 RANS, DEFLATE = 0, 1
 DEAD = 0  # the class of components that are always zero
 LARGEST_CODE = 1 << 24
+ROUNDING = 0.9  # of the bits of symbols: a state of rANS is a whole number
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,8 @@ class ClassCoder:
         self._low_bits = plane_bits(self._classes)[:, None].astype(np.int32)
         self._planes = BitPlanes(self._low_bits.T)
         self._bits = float(tables.bits()[self._classes].sum())
+        symbols = float(tables.least_bits()[self._classes].sum())
+        self._least_bits = ROUNDING * symbols + float(self._low_bits.sum())
 
     def write(self, codes: np.ndarray) -> bytes:
         rows = codes.swapaxes(1, 2).reshape(math.prod(self._shape), codes.shape[1])
@@ -106,6 +109,13 @@ class ClassCoder:
     def nbytes(self, num_tokens: int) -> int:
         """Returns the length that the tables expect."""
         return int(self._bits * num_tokens / 8) + 4 + 1 + rans.HEAD_BYTES + 4
+
+    def least_nbytes(self, num_tokens: int) -> int:
+        """Returns what the most frequent symbols of all components take, and their planes.
+
+        Deflate of codes that are all the same may be shorter. It is only written without numba.
+        """
+        return int(self._least_bits * num_tokens / 8)
 
     def _write_symbols(self, symbols: np.ndarray) -> bytes:
         if rans.compiled_module() is None:

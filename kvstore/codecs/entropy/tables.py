@@ -96,6 +96,11 @@ class SymbolTables:
         means: np.ndarray = (shares * lengths).sum(axis=1) + plane_bits(np.arange(NUM_CLASSES))
         return means
 
+    def least_bits(self) -> np.ndarray:
+        """Returns the length of the most frequent symbol of each class, fp64 (NUM_CLASSES,)."""
+        lengths: np.ndarray = -np.log2(self.frequencies.max(axis=1) / TOTAL)
+        return lengths
+
 
 def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables:
     """Learns tables from codes and the classes of their rows.

@@ -87,6 +87,9 @@ class FusedRate:
     def nbytes(self, num_tokens: int) -> int:
         return self.pipeline.nbytes(num_tokens)
 
+    def least_nbytes(self, num_tokens: int) -> int:
+        return self.pipeline.least_nbytes(num_tokens)
+
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
         addresses = self.addresses(run, first) if dtype != "float16" else None
         if addresses is None:

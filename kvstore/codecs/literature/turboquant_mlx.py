@@ -59,6 +59,9 @@ class Digits:
     def nbytes(self, num_tokens: int) -> int:
         return self._shape.num_units * num_tokens * sum(self._sizes)
 
+    def least_nbytes(self, num_tokens: int) -> int:
+        return self.nbytes(num_tokens)
+
     def _groups(self) -> list[tuple[slice, int]]:
         width, step = self._shape.width, self._per_group
         starts = range(0, width, step)

@@ -89,6 +89,9 @@ class FusedSteps:
     def nbytes(self, num_tokens: int) -> int:
         return self.pipeline.nbytes(num_tokens)
 
+    def least_nbytes(self, num_tokens: int) -> int:
+        return self.pipeline.least_nbytes(num_tokens)
+
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
         return self.pipeline.encode(run, first, first_token, dtype)
 

@@ -44,6 +44,9 @@ class PackedCodec:
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         return self.inner.packed_nbytes(layout, num_tokens, first_token)
 
+    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return self.inner.least_nbytes(layout, num_tokens, first_token)
+
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         arrays = _arrays(run)
         if all(array.is_exact for array in arrays):  # nothing of it is packed: the fast way

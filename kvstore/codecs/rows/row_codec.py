@@ -39,6 +39,9 @@ class RowCodec:
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         return plan_payload(self.rows, layout, num_tokens, first_token).nbytes
 
+    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        return self.packed_nbytes(layout, num_tokens, first_token)
+
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         plan = plan_payload(self.rows, layout, check_run(run, layout), first_token)
         payload = np.empty(plan.nbytes, np.uint8)

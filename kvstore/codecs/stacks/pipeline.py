@@ -35,6 +35,9 @@ class StackPacker(Protocol):
         It is an estimate where codes are entropy-coded.
         """
 
+    def least_nbytes(self, num_tokens: int) -> int:
+        """Returns a length below which no chunk of so many tokens is."""
+
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
         """Returns this stack's part of a payload. ``run`` is read only."""
 
@@ -68,6 +71,9 @@ class Pipeline:
     def nbytes(self, num_tokens: int) -> int:
         notes = sum(t.note_nbytes(num_tokens) for t in (*self.before, *self.after))
         return 4 + notes + self.gain.nbytes(num_tokens) + self.coder.nbytes(num_tokens)
+
+    def least_nbytes(self, num_tokens: int) -> int:
+        return self.coder.least_nbytes(num_tokens)
 
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
         stack = self.shape.gather(run, first, dtype)

@@ -41,6 +41,11 @@ class StackCodec:
         behind = num_tokens - sinks
         return exact + sum(x.nbytes(behind) for x in self.assemble(layout) if behind)
 
+    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        sinks = _num_sinks(num_tokens, first_token)
+        exact = 2 * sinks * layout.elements_per_token
+        return exact + sum(x.least_nbytes(num_tokens - sinks) for x in self.assemble(layout))
+
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         num_tokens = check_run(run, layout)
         sinks = _num_sinks(num_tokens, first_token)

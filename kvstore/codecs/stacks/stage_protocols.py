@@ -102,3 +102,6 @@ class Coder(Protocol):
 
     def nbytes(self, num_tokens: int) -> int:
         """Returns the length of what ``write`` returns, an estimate where it is entropy-coded."""
+
+    def least_nbytes(self, num_tokens: int) -> int:
+        """Returns a length below which nothing that ``write`` returns is."""

@@ -63,6 +63,9 @@ class BitPlanes:
     def nbytes(self, num_tokens: int) -> int:
         return len(self._places) * _padded(num_tokens) // 8
 
+    def least_nbytes(self, num_tokens: int) -> int:
+        return self.nbytes(num_tokens)
+
 
 def _padded(num_tokens: int) -> int:
     return -(-num_tokens // 8) * 8

@@ -227,3 +227,19 @@ def test_restored_values_are_frozen(parts, layout, digest, fused):
     codec = codec_of(parts if fused else pipelines_of(parts))
     out = restored(codec, payload_of(parts, codes, num_tokens), layout, num_tokens, 9)
     assert hashlib.blake2b(b"".join(raw(out)), digest_size=8).hexdigest() == digest
+
+
+@MODELS
+@pytest.mark.parametrize("num_tokens", [1, 5, 128, 600])
+@pytest.mark.parametrize("rows", ["of a model", "all the same", "zeros"])
+def test_no_payload_is_shorter_than_the_least(parts, layout, num_tokens, rows):
+    """So what a blob claims is bounded by it, though rows that repeat take little."""
+    run = run_of(layout, num_tokens)
+    if rows != "of a model":
+        run = [tuple(np.zeros_like(x) + (rows != "zeros") * x[:, :1] for x in pair) for pair in run]
+    codec = codec_of(parts)
+    least = codec.least_nbytes(layout, num_tokens, 4)
+    assert least <= len(codec.encode(run, layout, 4))
+    assert least <= codec.packed_nbytes(layout, num_tokens, 4)
+    if num_tokens > 100:
+        assert codec.packed_nbytes(layout, num_tokens, 4) < 16 * least
