@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -102,40 +102,39 @@ def states_of(instrument: Instrument) -> StateLayout | None:
     return instrument.states if isinstance(instrument, StatefulInstrument) else None
 
 
-class NotDifferentiable(Exception):
-    """A part of the model has no gradient. The message is one sentence."""
+class NotObservable(Exception):
+    """Nothing can be seen of what a layer makes of stored KV. The message is one sentence."""
+
+
+class Notice(NamedTuple):
+    """What one layer notices of errors in the K and V before some tokens.
+
+    Attributes:
+        of_windows: the layer keeps the newest tokens only; it is numbered among such layers.
+        rows: its K and V of a text's first tokens, as the engine holds them.
+        gradients: by the first of them, of random parts of what the layer adds to the residual
+            stream, taken over the size of the stream: fp32 (draws, KV heads, tokens, dim).
+    """
+
+    of_windows: bool
+    layer: int
+    rows: KVPair
+    gradients: KVPair
+
+
+NUM_DRAWS: Final = 3  # random parts of a layer's output, for each text
 
 
 @runtime_checkable
-class Differentiable(Protocol):
-    """An instrument that can also compute gradients of the loss by the cache."""
+class Observing(Protocol):
+    """An instrument that also sees what single layers make of stored KV."""
 
-    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
-        """Gradients of the loss after ``tokens``, which follow ``run``, by each K and V of ``run``.
+    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+        """Do the same as ``prefill``, and note what each layer notices from ``tokens[first]`` on.
 
-        The loss is that of tokens which the model itself draws, so that its output is measured and
-        not the text. fp32, in the shapes of ``run``, which is not changed.
-
-        Raises:
-            NotDifferentiable: this model has no gradients.
-        """
-
-    def gradients_done(self) -> None:
-        """Free what gradients needed; no more of them are wanted for now."""
-
-
-@runtime_checkable
-class DifferentiableSessions(Protocol):
-    """A ``StatefulInstrument`` that can also compute gradients of the loss by rows of a session."""
-
-    def session_gradients(
-        self, prefix: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[list[KVPair], list[KVPair]]:
-        """Gradients of the loss after ``tokens``, by the rows of ``prefix`` before them.
-
-        By rows of every token, and by those of windows; see ``Differentiable.gradients``. States
-        count as given.
+        Of layers with windows only those that still hold the first token are noted. One whose work
+        has to begin again may be noted twice.
 
         Raises:
-            NotDifferentiable: this model has no gradients.
+            NotObservable: nothing can be seen of this model.
         """

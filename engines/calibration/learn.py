@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import (
-    Differentiable,
-    DifferentiableSessions,
     Instrument,
-    NotDifferentiable,
+    Notice,
+    NotObservable,
+    Observing,
     StatefulInstrument,
     states_of,
 )
@@ -24,25 +25,26 @@ from kvstore.blobs.state_packer import rows_of, window_arrays
 from kvstore.codecs.calibrated import calibrated_preset, learn_profile
 from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.sensitivity import head_metrics
+from kvstore.codecs.learning.sensitivity import Sensitivities
 from kvstore.codecs.learning.statistics import element_means
 from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.stack_shape import Scope
-from kvstore.shapes import KVRun, slice_tokens
+from kvstore.shapes import KVRun
 
 logger = logging.getLogger(__name__)
 
 LAYER: Final = Scope("layer")
 PROBED_SHARE: Final = 0.25
 MOST_PIECES: Final = 8  # of a window, where sliding windows are shorter
+OBSERVED: Final = 2  # of so many pieces one is looked back on
 LEAST_WINDOW = 64  # tokens; a text that leaves fewer behind the last window is cut there
 
 
 class Windows(NamedTuple):
     """The texts to learn from: ``num`` windows of them, of ``tokens`` each.
 
-    ``probed_share``: of each; the gradients of its end say which errors before it matter.
+    ``probed_share``: of each; what its end makes of the KV before says which errors matter.
     """
 
     num: int
@@ -50,7 +52,7 @@ class Windows(NamedTuple):
     probed_share: float = PROBED_SHARE
 
     def first_probed(self, window: Sequence[int]) -> int:
-        """Return the number of the first token whose loss gives gradients."""
+        """Return the number of the first token that looks back."""
         return int(len(window) * (1 - self.probed_share))
 
 
@@ -61,7 +63,7 @@ def samples_of(
     scratch: Scratch | None = None,
     tell: Tell = quiet,
 ) -> Samples:
-    """Prefill windows of ``texts``, with gradients where the engine has them.
+    """Prefill windows of ``texts``, and see which errors matter where the engine can.
 
     Args:
         scratch: where the windows' rows are kept; None = in memory.
@@ -81,48 +83,46 @@ def samples_of(
     if states is None or (states.windows is not None and not states.has_matrices):
         check_turning(instrument, ropes)
     runs: list[KVRun] = []
+    look = _Look(instrument, Sensitivities(instrument.layout, ropes))
     dtype = instrument.layout.dtype
     for number, window in enumerate(windows, 1):
         tell(f"{number - 1} of {len(windows)} texts to learn from")
-        run = instrument.prefill(window)
+        run = look.prefill(window, wanted.first_probed(window))
         runs.append(scratch.keep_stored(run, dtype) if scratch is not None else run)
         del run
         logger.info("read %d of %d windows to learn from", number, len(windows))
-    samples = Samples(instrument.layout, ropes, runs)
-    if states is not None:
-        return _with_session_metrics(instrument, samples, windows, wanted, 0, tell)
-    if isinstance(instrument, Differentiable):
-        return _with_metrics(instrument, samples, windows, wanted, tell)
-    return samples
+    return Samples(instrument.layout, ropes, runs, look.metrics())
 
 
-def _with_session_metrics(
-    instrument: Instrument,
-    samples: Samples,
-    windows: Sequence[Sequence[int]],
-    wanted: Windows,
-    part: int,
-    tell: Tell,
-) -> Samples:
-    """Samples with metrics, if the engine can differentiate by parts of a session.
+class _Look:
+    """Prefills texts, and adds up what the engine's layers notice of errors."""
 
-    ``part``: 0 = by rows of every token, 1 = by rows of windows.
-    """
-    if not isinstance(instrument, DifferentiableSessions):
-        logger.warning("all errors in stored KV count alike: no gradients of models with states")
-        return samples
+    def __init__(
+        self, instrument: Instrument, found: Sensitivities, *, of_windows: bool = False
+    ) -> None:
+        self._instrument = instrument
+        self._found = found
+        self._of_windows = of_windows
+        self._observes = isinstance(instrument, Observing)
 
-    def found() -> Iterator[KVRun]:
-        for number, window in enumerate(windows):
-            tell(f"{number} of {len(windows)} texts looked back on")
-            first = wanted.first_probed(window)
-            yield instrument.session_gradients(window[:first], window[first:])[part]
+    def prefill(self, tokens: Sequence[int], first: int) -> KVRun:
+        """Do the same as ``Instrument.prefill``; tokens from ``first`` on look back."""
+        if self._observes:
+            assert isinstance(self._instrument, Observing)
+            try:
+                return self._instrument.observe(tokens, first, self._add)
+            except NotObservable as error:
+                logger.warning("all errors in stored KV count alike: %s", error)
+                self._observes = False
+        return self._instrument.prefill(tokens)
 
-    try:
-        return replace(samples, metrics=head_metrics(samples, found()))
-    except NotDifferentiable as error:
-        logger.warning("all errors in stored KV count alike: %s", error)
-        return samples
+    def _add(self, notice: Notice) -> None:
+        if notice.of_windows == self._of_windows:
+            self._found.add(notice.layer, notice.rows, notice.gradients)
+
+    def metrics(self) -> list[np.ndarray] | None:
+        """What ``Samples`` takes; None if nothing, or not all, was seen."""
+        return self._found.metrics() if self._observes else None
 
 
 def window_samples_of(
@@ -143,9 +143,13 @@ def window_samples_of(
     short = min(states.window_tokens, wanted.tokens)
     num_pieces = wanted.num * min(wanted.tokens // short, MOST_PIECES)
     runs: list[KVRun] = []
+    ropes = instrument.window_ropes()
+    look = _Look(instrument, Sensitivities(states.windows, ropes), of_windows=True)
     pieces = list(deal(texts, instrument, num_pieces, short, min(short, LEAST_WINDOW)))
     for number, piece in enumerate(pieces):
         tell(f"{number} of {len(pieces)} short texts to learn from")
+        if number % OBSERVED == 0:
+            look.prefill(piece, wanted.first_probed(piece))
         session = instrument.prefill_whole(piece)
         run = rows_of([x.array for x in window_arrays(session.state)], states.windows)
         if run is None:
@@ -153,8 +157,7 @@ def window_samples_of(
         layout = states.windows
         kept = [(k.copy(), v.copy()) for k, v in run]
         runs.append(scratch.keep_stored(kept, layout.dtype) if scratch is not None else kept)
-    samples = Samples(states.windows, instrument.window_ropes(), runs)
-    return _with_session_metrics(instrument, samples, pieces, wanted, 1, tell)
+    return Samples(states.windows, ropes, runs, look.metrics())
 
 
 def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile:
@@ -162,39 +165,6 @@ def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile
     profile = learn_profile(samples, fingerprint, presets)
     logger.info("learned %s", ", ".join(f"{name} ({id})" for name, id in profile.ids.items()))
     return profile
-
-
-def _with_metrics(
-    instrument: Differentiable,
-    samples: Samples,
-    windows: Sequence[Sequence[int]],
-    wanted: Windows,
-    tell: Tell,
-) -> Samples:
-    try:
-        metrics = head_metrics(samples, _gradients(instrument, samples, windows, wanted, tell))
-    except NotDifferentiable as error:
-        logger.warning("all errors in stored KV count alike: %s", error)
-        return samples
-    finally:
-        instrument.gradients_done()
-    return replace(samples, metrics=metrics)
-
-
-def _gradients(
-    instrument: Differentiable,
-    samples: Samples,
-    windows: Sequence[Sequence[int]],
-    wanted: Windows,
-    tell: Tell,
-) -> Iterator[KVRun]:
-    """Gradients of the loss at the end of each window by the KV before it."""
-    for number, (text, window) in enumerate(zip(samples.texts, windows, strict=True), 1):
-        tell(f"{number - 1} of {len(windows)} texts looked back on")
-        first = wanted.first_probed(window)
-        run = samples.as_engine_has(slice_tokens(text, 0, first))
-        yield instrument.gradients(run, window[first:])
-        logger.info("looked back from the end of %d of %d windows", number, len(windows))
 
 
 def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, RateDistortionBound]:

@@ -25,7 +25,7 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     eval_texts: tuple[str, ...] = ()  # files to judge by; none = those of ``corpus``
     num_windows: Positive = 48  # to learn from
     window_tokens: Annotated[int, msgspec.Meta(ge=128)] = 1024
-    # Of each window: the gradients of its end say which errors before it matter.
+    # Of each window: what its end makes of the KV before says which errors matter.
     probed_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.25
     num_scored: Positive = 256  # tokens after each prefix that are compared
     depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles
@@ -34,7 +34,6 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     num_threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # of the cold store; 0 = its default
     with_bounds: bool = True  # compute the bounds of theory, too; takes as long as learning
     data_path: str = ""  # where profiles, and digests of large files, are kept; "" = nowhere
-    most_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of memory to take; 0 = what is free
     log_level: str = "info"
 
 

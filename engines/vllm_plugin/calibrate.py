@@ -34,7 +34,7 @@ def calibrate(order: CalibrationOrder) -> CalibrationReport:
 
     engine = open_engine(order)
     remembered = Path(order.data_path) if order.data_path else None
-    instrument = open_instrument(engine, remembered, order.most_bytes)
+    instrument = open_instrument(engine, remembered)
     if isinstance(instrument, StatefulInstrument):
         check_contexts(instrument, order.contexts)
     report = survey_report(instrument, order, f"vllm {version()}")

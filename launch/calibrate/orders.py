@@ -16,7 +16,6 @@ from kvstore.codecs.names import CODECS, FLOOR, OWN
 from kvstore.codecs.presets import check_name
 from kvstore.errors import UnknownCodec
 from launch.errors import UsageError
-from launch.machine.memory import available_memory
 from launch.model import find_model
 from launch.settings.effective_settings import EffectiveSettings
 
@@ -67,7 +66,6 @@ def order_of(effective: EffectiveSettings, options: CalibrateOptions) -> Calibra
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
         num_threads=effective.settings.store.num_threads,
         data_path=str(effective.folders.data),
-        most_bytes=available_memory(),
         log_level=effective.settings.log_level,
     )
     return order if options.needles else replace(order, depths=())

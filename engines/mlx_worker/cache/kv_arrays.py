@@ -114,7 +114,7 @@ def growing_run(caches: Caches, num_tokens: int) -> list[KVPair]:
 def _pair(leaf: Any, num_tokens: int) -> KVPair:
     if isinstance(leaf, PackedKVCache):
         return packed_pair(leaf, num_tokens)
-    return _view(leaf.keys[0, :, :num_tokens]), _view(leaf.values[0, :, :num_tokens])
+    return as_numpy(leaf.keys[0, :, :num_tokens]), as_numpy(leaf.values[0, :, :num_tokens])
 
 
 def state_tree(caches: Caches) -> StateTree:
@@ -147,10 +147,10 @@ def _to_numpy(value: Any) -> Any:
 
 
 def _named(array: mx.array) -> tuple[str, np.ndarray]:
-    return str(array.dtype).removeprefix("mlx.core."), _view(array[...])
+    return str(array.dtype).removeprefix("mlx.core."), as_numpy(array[...])
 
 
-def _view(array: mx.array) -> np.ndarray:
+def as_numpy(array: mx.array) -> np.ndarray:
     """View an array without a copy; numpy has no bf16, so that becomes its bit pattern."""
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 

@@ -12,11 +12,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engines.calibration.instrument import HeldSession
+from engines.calibration.instrument import HeldSession, Notice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.model.instrument import caches_of, session_of
-from engines.mlx_worker.model.scoring import gradients, log_probs
+from engines.mlx_worker.model.layer_calls import NotedRows, noted_calls, noted_rows
+from engines.mlx_worker.model.scoring import log_probs
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
 
@@ -31,8 +32,7 @@ class HeldPrefix:
         self._model = model
         self._layout = layout
         self._caches: Caches | None = None
-        # By K and V of each layer, fp32 (1, num_kv_heads, tokens, dim), of the first tokens.
-        self._gradients: list[list[mx.array]] = []
+        self._noted: list[NotedRows] = []  # of the tokens that were fed last
         self._nbytes = 0
 
     @property
@@ -89,40 +89,32 @@ class HeldPrefix:
         self.drop()
         return session
 
-    def look_back(self, tokens: Sequence[int], first: int) -> None:
-        """Add to the gradients those of the loss after ``tokens``, fed before from ``first`` on.
+    def feed_noted(self, tokens: Sequence[int]) -> int:
+        """Prefill ``tokens``, and keep each layer's call; returns the number of calls that count.
 
-        Begin with the last tokens: what their loss says of ``tokens``' own KV is handed on to all
-        before. So the gradients are those of the whole loss, however it is cut into pieces.
-
-        Raises ``Dropped``, and RuntimeError or ValueError if the model has no gradients.
+        Raises ``Dropped``, and ``NotObservable``.
         """
-        known = [(x.keys[..., :first, :], x.values[..., :first, :]) for x in self._held()]
-        found = gradients(self._model, known, tokens, self._gradients)
-        before = [tuple(x[..., :first, :] for x in pair) for pair in self._gradients]
-        for pair, others in zip(found, before, strict=False):  # at first there are none
-            pair[:] = [a + b for a, b in zip(pair, others, strict=True)]
-        mx.eval(found)
-        self._gradients = found
-        mx.clear_cache()
-        self._count()
+        held = self._held()
+        before = kv_arrays.copy_of(held)
+        with noted_calls(self._model, held) as layers:
+            self.feed(tokens)
+        self._noted = noted_rows(held, before, layers)
+        return len(self._noted)
 
-    def take_gradients(self) -> list[KVPair]:
-        """The gradients by the KV before all that was looked back on, fp32; drops everything.
-
-        Raises ``Dropped``.
-        """
+    def notice(self, number: int, first: int, seed: int) -> Notice:
+        """What one of the calls noticed of the first tokens' K and V. Raises ``Dropped``."""
         self._held()
-        self._caches = None
-        found = [(np.array(keys[0]), np.array(values[0])) for keys, values in self._gradients]
-        self.drop()
+        found = self._noted[number].notice(first, seed)
+        if number == len(self._noted) - 1:
+            self._noted = []
+        mx.clear_cache()
         return found
 
     def drop(self) -> None:
         """Free it."""
         if self._nbytes:
             self._caches = None
-            self._gradients = []
+            self._noted = []
             mx.clear_cache()
         self._nbytes = 0
 
@@ -132,5 +124,4 @@ class HeldPrefix:
         return self._caches
 
     def _count(self) -> None:
-        looked_back = sum(x.nbytes for pair in self._gradients for x in pair)
-        self._nbytes = kv_arrays.nbytes_of(self._caches or []) + looked_back
+        self._nbytes = kv_arrays.nbytes_of(self._caches or [])

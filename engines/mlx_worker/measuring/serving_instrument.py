@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
-from engines.calibration.instrument import HeldSession, Interrupted, NotDifferentiable
+from engines.calibration.instrument import HeldSession, Interrupted, Notice, NotObservable
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.measuring.held_prefix import Dropped, HeldPrefix
 from engines.mlx_worker.measuring.idle_steps import IdleSteps
-from engines.mlx_worker.measuring.step_size import SMALLEST, StepSize
+from engines.mlx_worker.measuring.step_size import StepSize
 from engines.mlx_worker.model.instrument import kept_layout, rope_readers
 from engines.mlx_worker.model.loading import LoadedModel
 from kvstore.codecs.rope import Rope
@@ -25,12 +25,14 @@ from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout
 
 T = TypeVar("T")
 
+MOST_NOTED: Final = 128  # tokens at a time whose calls are differentiated
+
 
 class ServingInstrument:
-    """A ``Differentiable`` ``Instrument`` whose methods wait for idle moments of the owner thread.
+    """An ``Observing`` ``Instrument`` whose methods wait for idle moments of the owner thread.
 
-    Of a model with windows or states it is a ``StatefulInstrument``, too; there are no gradients
-    then. All of them raise ``Interrupted`` once the engine ends.
+    Of a model with windows or states it is a ``StatefulInstrument``, too. All of them raise
+    ``Interrupted`` once the engine ends.
     """
 
     def __init__(
@@ -54,7 +56,6 @@ class ServingInstrument:
         self._steps = steps
         self._held = held
         self._size = StepSize()
-        self._back_size = StepSize(first=SMALLEST)  # of gradients, which take several times as long
         self._clock = clock
 
     @property
@@ -99,14 +100,11 @@ class ServingInstrument:
     def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
         return self._until_done(lambda: self._whole(tokens, past or HeldSession((), 0)))
 
-    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
+    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
         try:
-            return self._until_done(lambda: self._looked_back(run, tokens))
+            return self._until_done(lambda: self._observed(tokens, first, note))
         except (RuntimeError, ValueError) as error:  # mlx says so in either way
-            raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
-
-    def gradients_done(self) -> None:
-        """Do nothing: ``gradients`` leaves nothing to release here."""
+            raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
 
     def _until_done(self, work: Callable[[], T]) -> T:
         """Do work of several steps, again from its start whenever the KV was needed by others."""
@@ -140,15 +138,19 @@ class ServingInstrument:
             self._timed(self._size, len(part), partial(self._held.feed, part))
             at += len(part)
 
-    def _looked_back(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
-        self._feed(HeldSession(run, run[0][0].shape[1]), tokens)
-        first, end = run[0][0].shape[1], len(tokens)
-        while end:
-            part = tokens[max(0, end - self._back_size.tokens) : end]
-            end -= len(part)
-            step = partial(self._held.look_back, part, first + end)
-            self._timed(self._back_size, len(part), step)
-        return self._steps.run(self._held.take_gradients)
+    def _observed(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+        self._feed(HeldSession((), 0), tokens[:first])
+        at = first
+        while at < len(tokens):
+            part = tokens[at : at + min(self._step_tokens, MOST_NOTED)]
+            feed = partial(self._held.feed_noted, part)
+            for number in range(self._timed(self._size, len(part), feed)):
+                look = partial(self._held.notice, number, first, at + number)
+                note(self._steps.run(look))
+            at += len(part)
+        out = self._layout.empty(len(tokens))
+        self._steps.run(lambda: self._held.take(out))
+        return out
 
     def _scored(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         self._steps.run(lambda: self._held.begin_whole(session))
@@ -172,7 +174,7 @@ class ServingInstrument:
 
     @property
     def _step_tokens(self) -> int:
-        """Tokens of the next step forward. Those back keep short: they take much memory."""
+        """Tokens of the next step."""
         self._size.expect(self._steps.alone_s)
         return self._size.tokens
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.calibration.instrument import HeldSession, NotDifferentiable
+from engines.calibration.instrument import HeldSession, Notice, NotObservable
 from engines.calibration.rope_probe import read_rope
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import (
@@ -22,11 +22,12 @@ from engines.mlx_worker.cache.layout import (
     packable_window,
 )
 from engines.mlx_worker.model.fingerprint import fingerprint
+from engines.mlx_worker.model.layer_calls import noted_calls, noted_rows
 from engines.mlx_worker.model.loading import LoadedModel
-from engines.mlx_worker.model.scoring import gradients, log_probs, session_gradients
+from engines.mlx_worker.model.scoring import log_probs
 from kvstore.blobs.snapshot import copied_state
 from kvstore.codecs.rope import Rope
-from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, StateLayout
+from kvstore.shapes import KVLayer, KVLayout, KVRun, StateLayout
 
 CHUNK_TOKENS = 512  # of a prefill at a time
 
@@ -34,8 +35,7 @@ CHUNK_TOKENS = 512  # of a prefill at a time
 class MlxInstrument:
     """An ``Instrument``, and a ``StatefulInstrument`` for models with windows or states.
 
-    ``gradients`` are those of models whose cache grows with every token and holds nothing else,
-    ``session_gradients`` those of all others.
+    It is an ``Observing`` one as well.
     """
 
     def __init__(self, loaded: LoadedModel, plan: CachePlan, folder: Path | None = None) -> None:
@@ -98,33 +98,18 @@ class MlxInstrument:
     def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         return np.array(log_probs(self._loaded.model, self._caches(session), tokens))
 
-    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
-        caches = self._caches(HeldSession(run, run[0][0].shape[1]))
+    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+        caches = self._prefilled(self._caches(HeldSession((), 0)), tokens[:first], 0)
         try:
-            found = gradients(self._loaded.model, [(x.keys, x.values) for x in caches], tokens)
-            mx.eval(found)
+            for at in range(first, len(tokens), CHUNK_TOKENS):
+                before = kv_arrays.copy_of(caches)
+                with noted_calls(self._loaded.model, caches) as layers:
+                    self._prefilled(caches, tokens[: at + CHUNK_TOKENS], at)
+                for number, rows in enumerate(noted_rows(caches, before, layers)):
+                    note(rows.notice(first, at + number))
         except (RuntimeError, ValueError) as error:  # mlx says so in either way
-            raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
-        return [(np.array(keys[0]), np.array(values[0])) for keys, values in found]
-
-    def session_gradients(
-        self, prefix: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[list[KVPair], list[KVPair]]:
-        # As it would be restored: windows in temporal order, as ``session_gradients`` expects them.
-        caches = self._caches(self.prefill_whole(prefix))
-        try:
-            by_kind = session_gradients(self._loaded.model, caches, tokens)
-            mx.eval(by_kind)
-        except (RuntimeError, ValueError) as error:  # mlx says so in either way
-            raise NotDifferentiable(f"mlx cannot differentiate this model: {error}") from error
-        growing, windows = (
-            [(np.array(keys[0]), np.array(values[0])) for keys, values in found]
-            for found in by_kind
-        )
-        return growing, windows
-
-    def gradients_done(self) -> None:
-        """Do nothing: ``gradients`` leaves nothing to release here."""
+            raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
+        return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]
 
     def _caches(self, session: HeldSession) -> Caches:
         return caches_of(self._loaded.model, self._layout, session)

@@ -2,6 +2,5 @@
 
 ``instrument`` is ``engines.calibration``'s view of the model (``session_instrument``: of one with
 windows or recurrent states), run by ``calibration_engine`` with ``calibration_connector``;
-``ropes`` finds how it turns keys; ``reference_model`` is the same model in transformers, which has
-gradients (``reference_size``: if it fits; ``reference_check``: if it computes the same).
+``ropes`` finds how it turns keys.
 """

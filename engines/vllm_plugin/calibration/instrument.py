@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,14 @@ from torch import nn
 from vllm import LLMEngine, RequestOutput, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from engines.calibration.instrument import Notice, NotObservable
 from engines.vllm_plugin.calibration.calibration_connector import (
     BLOCKS,
     RESTORED,
     CalibrationConnector,
 )
-from engines.vllm_plugin.calibration.reference_check import as_fp32, check_reference
-from engines.vllm_plugin.calibration.reference_model import (
-    ReferenceModel,
-    open_reference_model,
-    release_memory,
-)
 from engines.vllm_plugin.calibration.ropes import ropes_of
+from engines.vllm_plugin.measuring.layer_views import LayerViews
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
@@ -32,20 +28,18 @@ from kvstore.shapes import KVLayout, KVPair, KVRun, slice_tokens
 
 
 class VllmInstrument:
-    """Implements ``Instrument`` and ``Differentiable`` for one rank of vLLM.
+    """Implements ``Observing`` for one rank of vLLM.
 
     All layers of the model keep all tokens; for other models see ``session_instrument``.
     """
 
-    def __init__(self, engine: LLMEngine, remembered: Path | None, most_bytes: int = 0) -> None:
-        """``remembered``: see ``fingerprint``. ``most_bytes``: see ``Order``."""
+    def __init__(self, engine: LLMEngine, remembered: Path | None) -> None:
+        """``remembered``: see ``fingerprint``."""
         self._engine = engine
         self._connector = connector = connector_here()
         self._fingerprint = fingerprint(engine.vllm_config, 0, remembered, connector.groups)
         self._numbers = itertools.count()
         self._hidden: list[torch.Tensor] = []  # the model's output, per step of the request
-        self.most_bytes = most_bytes  # may be changed between calls
-        self._reference: ReferenceModel | None = None  # while gradients are asked for
         (self._model,) = engine.apply_model(lambda model: model)
         self._model.register_forward_hook(self._seen)
 
@@ -99,26 +93,23 @@ class VllmInstrument:
             scores = torch.log_softmax(logits.float(), -1).cpu().numpy()
         return np.asarray(scores)
 
-    def gradients(self, run: KVRun, tokens: Sequence[int]) -> list[KVPair]:
-        """See ``Differentiable``. Raises ``NotDifferentiable``."""
-        if self._reference is None:
-            self._reference = self._checked_reference(run, tokens)
-        return self._reference.gradients(as_fp32(run, self.layout), tokens)
-
-    def gradients_done(self) -> None:
-        self._reference = None
-        release_memory()
+    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+        connector = self._connector
+        if connector.pages.has_latents:
+            raise NotObservable("this model keeps latents in the place of keys and values")
+        views = LayerViews(self._model, connector.groups.layers, len(tokens) - first)
+        before = self.prefill(tokens[:first])
+        views.arm()
+        try:
+            run = self.prefill(tokens, before)
+        finally:
+            views.disarm()
+        for notice in views.notices(run, self.layout, first):
+            note(notice)
+        return run
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
-
-    def _checked_reference(self, run: KVRun, tokens: Sequence[int]) -> ReferenceModel:
-        device = next(self._model.parameters()).device
-        reference = open_reference_model(
-            self._engine.vllm_config, device, len(tokens), self.most_bytes
-        )
-        check_reference(reference, self, run, tokens)
-        return reference
 
     def _forward(
         self, tokens: Sequence[int], past: KVRun, state: StateTree = None

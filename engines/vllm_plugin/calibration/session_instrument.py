@@ -16,23 +16,18 @@ from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVRun, StateLayout
 
 
-def open_instrument(
-    engine: LLMEngine, remembered: Path | None, most_bytes: int = 0
-) -> VllmInstrument:
+def open_instrument(engine: LLMEngine, remembered: Path | None) -> VllmInstrument:
     """The instrument that suits the model; for arguments see ``VllmInstrument``."""
     states = connector_here().states
     kind = VllmInstrument if states is None else VllmSessionInstrument
-    return kind(engine, remembered, most_bytes)
+    return kind(engine, remembered)
 
 
 class VllmSessionInstrument(VllmInstrument):
-    """Implements ``StatefulInstrument`` for one rank of vLLM.
+    """Implements ``StatefulInstrument`` for one rank of vLLM."""
 
-    Not ``DifferentiableSessions``: the reference model takes no states.
-    """
-
-    def __init__(self, engine: LLMEngine, remembered: Path | None, most_bytes: int = 0) -> None:
-        super().__init__(engine, remembered, most_bytes)
+    def __init__(self, engine: LLMEngine, remembered: Path | None) -> None:
+        super().__init__(engine, remembered)
         states = self._connector.states
         assert states is not None
         self._states = states

@@ -20,6 +20,7 @@ from kvstore.shapes import KVPair, KVRun
 if TYPE_CHECKING:
     from torch import nn
 
+    from engines.vllm_plugin.measuring.layer_views import LayerViews
     from engines.vllm_plugin.worker.paging import PagedCache
     from engines.vllm_plugin.worker.state_layers import StateBlocks
 
@@ -47,6 +48,8 @@ class Exchange:
         self._scores: list[np.ndarray] = []
         self._num_rows = 0  # of the prompt's logits that are still to come
         self._expects_rows = False  # the next logits are the prompt's
+        self._views: LayerViews | None = None  # of the steps that are to be seen
+        self._armed: LayerViews | None = None
         self.model: nn.Module | None = None
         self.sees_rows = False  # the logits of prompts are noted
 
@@ -98,10 +101,16 @@ class Exchange:
         if self._given and not self._was_given:
             raise RuntimeError("vLLM did not take the KV that it was given")
 
+    def watch(self, views: LayerViews | None) -> None:
+        """Have the layers seen in the steps that follow; None ends that."""
+        with self._lock:
+            self._views = views
+
     # ---- on vLLM's thread
 
     def fill(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> None:
-        """Fill the blocks of this step that get what is given."""
+        """Fill the blocks of this step that get what is given, and have its layers seen."""
+        self._see(self._views)
         for x in step.given:
             try:
                 self._fill(x, cache, states)
@@ -120,12 +129,21 @@ class Exchange:
 
     def read(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> list[int]:
         """Read what is wanted of this step's blocks; returns the jobs that are done."""
+        self._see(None)
         for x in step.wanted:
             try:
                 self._read(x, cache, states)
             except Exception:  # as in ``fill``; nobody gets the rows, who then gives up
                 logger.exception("a measurement could not read its blocks")
         return [x.job for x in step.wanted]
+
+    def _see(self, views: LayerViews | None) -> None:
+        """Have layers seen until it is called again; None = none."""
+        if self._armed is not None:
+            self._armed.disarm()
+        if views is not None:
+            views.arm()
+        self._armed = views
 
     def _read(self, wanted: Wanted, cache: PagedCache, states: StateBlocks | None) -> None:
         with self._lock:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from torch import nn
 
-from engines.calibration.instrument import HeldSession
+from engines.calibration.instrument import HeldSession, Notice, NotObservable
 from engines.vllm_plugin.calibration.ropes import ropes_if_found, ropes_of
 from engines.vllm_plugin.measuring.exchange import Exchange, Found
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
+from engines.vllm_plugin.measuring.layer_views import LayerViews
 from kvstore.blobs.snapshot import StateTree
 from kvstore.codecs.rope import Rope
 from kvstore.shapes import KVLayout, KVPair, KVRun, StateLayout, slice_tokens
@@ -46,7 +47,7 @@ class EngineKV:
 
 
 class ServingInstrument:
-    """Implements ``Instrument`` by requests to vLLM, and ``StatefulInstrument`` too.
+    """Implements ``Observing`` by requests to vLLM, and ``StatefulInstrument`` too.
 
     Belongs to the measuring thread.
     """
@@ -72,6 +73,7 @@ class ServingInstrument:
         self._salt = salt
         self._tokens: tuple[int, ...] = ()  # of the last prefill
         self._num_misses = 0
+        self._num_unseen = 0  # texts
         self.prefill([0])
 
     @property
@@ -123,6 +125,34 @@ class ServingInstrument:
             _copy(self._computed(tokens[:end], done), run, done)
             done = end
         self._tokens = tuple(tokens)
+        return run
+
+    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+        """Do the same as ``prefill``; the last whole blocks, or more, are computed in a step apart.
+
+        A text beside which others' requests ran is not noted.
+        """
+        if self._kv.has_latents:
+            raise NotObservable("this model keeps latents in the place of keys and values")
+        first = first // self._kv.block_tokens * self._kv.block_tokens
+        first = max(first, len(tokens) - STEP_TOKENS)
+        views = LayerViews(self._model, self._kv.layer_names, len(tokens) - first)
+        run = self.prefill(tokens[:first]) if first else self._kv.layout.empty(0)
+        self._exchange.watch(views)
+        try:
+            run = self.prefill(tokens, run)
+        finally:
+            self._exchange.watch(None)
+        if not first:
+            return run
+        try:
+            for notice in views.notices(run, self.layout, first):
+                note(notice)
+        except NotObservable as error:
+            self._num_unseen += 1
+            if self._num_unseen >= MOST_MISSES:
+                raise
+            logger.info("a text is not looked back on: %s", error)
         return run
 
     def _computed(self, tokens: Sequence[int], first: int) -> KVRun:

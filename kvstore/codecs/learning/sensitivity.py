@@ -1,87 +1,88 @@
-"""How much errors in stored KV matter, from gradients of what the model says later.
+"""How much errors in stored KV matter, from derivatives of what later tokens make of it.
 
 Only later tokens count: in cold storage the prefix is computed already, and what its own tokens
-would have said is of no interest. Backpropagation through a whole prefill puts weight on the first
-layers' values that no later token gives them.
+would have said is of no interest.
+
+One layer counts at a time. What its attention adds to the residual stream at the last tokens of a
+text, taken over the size of the stream, is differentiated in random directions by the K and V of
+the tokens before (``attention``). The mean outer product of these gradients says which errors the
+layer notices.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import numpy as np
 
 from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.learning.samples import PIECE_TOKENS, Samples
 from kvstore.codecs.learning.statistics import SMALLEST_GAIN, element_means
+from kvstore.codecs.rope import Rope
 from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
 from kvstore.codecs.stages.gain import root_mean_squares
 from kvstore.codecs.stages.mean import ModelMean
 from kvstore.codecs.stages.un_rope import UnRope
-from kvstore.shapes import KVRun, slice_tokens
+from kvstore.shapes import KVLayout, KVPair, slice_tokens
 
 SIDE = Scope("side")  # errors are relative to the size of its rows
 
 
-def head_metrics(samples: Samples, gradients: Iterable[KVRun]) -> list[np.ndarray]:
-    """Returns the metrics of ``Samples.metrics``, one fp32 (dim, dim) for each head.
+class Sensitivities:
+    """The sums of gradients' outer products, layer by layer and text by text."""
 
-    ``gradients``: for each of the texts, in their order, fp32 arrays like its KV, or shorter ones
-    for its first tokens: of the loss of tokens behind, which the model itself has drawn, by K and V
-    as they are stored.
-    """
-    layout, means = samples.layout, element_means(samples)
-    shapes = stack_shapes(SIDE, layout)
-    totals = [
-        [np.zeros((shape.num_units, s.dim, s.dim)) for s in shape.units[0]] for shape in shapes
-    ]
-    num_tokens = 0
-    for text, gradient in zip(samples.texts, gradients, strict=True):
-        seen = gradient[0][0].shape[1]
-        for shape, total in zip(shapes, totals, strict=True):
+    def __init__(self, layout: KVLayout, ropes: tuple[Rope | None, ...]) -> None:
+        self._layout = layout
+        self._ropes = ropes
+        self._sums = [
+            [np.zeros((x.num_kv_heads, dim, dim)) for dim in (x.head_dim, x.value_dim)]
+            for x in layout.layers
+        ]
+        self._num_rows = [0] * len(layout.layers)
+
+    def add(self, layer: int, rows: KVPair, gradients: KVPair) -> None:
+        """Adds what a layer notices of errors in the first rows of a text.
+
+        ``rows``: K and V of a whole text, as an engine holds them. ``gradients``: fp32 (draws, KV
+        heads, tokens, dim) by the K and V of its first tokens, as they are stored.
+        """
+        layout = KVLayout(self._layout.dtype, (self._layout.layers[layer],))
+        samples = Samples(layout, (self._ropes[layer],), [[rows]])
+        means = element_means(samples)
+        num_draws, seen = gradients[0].shape[0], gradients[0].shape[2]
+        for shape in stack_shapes(SIDE, layout):
             for first in range(NUM_SINKS, seen, PIECE_TOKENS):
-                span = (first, min(first + PIECE_TOKENS, seen))
-                _add(total, shape, _relative(samples, shape, means, (text, gradient), span))
-        num_tokens += max(0, seen - NUM_SINKS)
-    return _by_head(samples, shapes, totals, max(num_tokens, 1))
+                last = min(first + PIECE_TOKENS, seen)
+                sizes = _sizes(samples, shape, means, first, last)
+                for draw in range(num_draws):
+                    pair = (gradients[0][draw], gradients[1][draw])
+                    stack = shape.gather(slice_tokens([pair], 0, last), first, "float32")
+                    turned, _ = UnRope(shape, samples.ropes).forward(stack, first)
+                    self._add(layer, shape, turned * sizes)
+        self._num_rows[layer] += num_draws * max(0, seen - NUM_SINKS)
 
-
-def _add(total: list[np.ndarray], shape: StackShape, relative: np.ndarray) -> None:
-    for start, products in zip(shape.starts, total, strict=True):
-        columns = relative[:, :, start : start + products.shape[1]]
-        products += np.matmul(columns.swapaxes(1, 2), columns)
-
-
-def _relative(
-    samples: Samples,
-    shape: StackShape,
-    means: np.ndarray,
-    pair: tuple[KVRun, KVRun],
-    span: tuple[int, int],
-) -> np.ndarray:
-    """Returns gradients by errors in rows of unit size, keys without RoPE.
-
-    They are fp32 (units, tokens, width). ``pair``: a text and its gradient. ``span``: the first
-    token and the one behind the last.
-    """
-    text, gradient = pair
-    stack = shape.gather(slice_tokens(gradient, 0, span[1]), span[0], "float32")
-    turned, _ = UnRope(shape, samples.ropes).forward(stack, span[0])
-    rows, _ = ModelMean(shape, means).forward(samples.stack(shape, text, *span), 0)
-    relative: np.ndarray = turned * np.maximum(root_mean_squares(rows, shape), SMALLEST_GAIN)
-    return relative
-
-
-def _by_head(
-    samples: Samples,
-    shapes: tuple[StackShape, ...],
-    totals: list[list[np.ndarray]],
-    num_tokens: int,
-) -> list[np.ndarray]:
-    found = {}
-    for shape, total in zip(shapes, totals, strict=True):
+    def _add(self, layer: int, shape: StackShape, relative: np.ndarray) -> None:
+        """Adds gradients by errors in rows of unit size, fp32 (units, tokens, width)."""
         for number, unit in enumerate(shape.units):
-            for vector, products in zip(unit, total, strict=True):
-                metric = (products[number] / num_tokens).astype(np.float32)
-                found[vector.array, vector.head] = metric
-    return [found[key] for key in sorted(found)]
+            for start, vector in zip(shape.starts, unit, strict=True):
+                columns = relative[number, :, start : start + vector.dim]
+                self._sums[layer][vector.side][vector.head] += columns.T @ columns
+
+    def metrics(self) -> list[np.ndarray] | None:
+        """Returns the metrics of ``Samples.metrics``; None if nothing is known of some layer."""
+        if not all(self._num_rows):
+            return None
+        return [
+            (head / count).astype(np.float32)
+            for sides, count in zip(self._sums, self._num_rows, strict=True)
+            for side in sides
+            for head in side
+        ]
+
+
+def _sizes(
+    samples: Samples, shape: StackShape, means: np.ndarray, first: int, last: int
+) -> np.ndarray:
+    """Returns the sizes that errors are relative to, fp32 (units, tokens, 1)."""
+    (text,) = samples.texts
+    rows, _ = ModelMean(shape, means).forward(samples.stack(shape, text, first, last), 0)
+    sizes: np.ndarray = np.maximum(root_mean_squares(rows, shape), SMALLEST_GAIN)
+    return sizes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -13,10 +12,8 @@ from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
-from engines.mlx_worker.model.scoring import DRAW
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.states.session_codec import open_session_codec
-from kvstore.shapes import KVRun
 from tests.integration.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.mlx
@@ -102,44 +99,6 @@ def test_restores_are_held_against_prefills(instrument: MlxInstrument) -> None:
     for row in measure(instrument, codecs, [case(250)], 128):
         assert row.prefill_s is not None and row.restore_s is not None
         assert 0 < row.restore_s < 60 and 0 < row.prefill_s < 60
-
-
-def test_gradients_foretell_what_an_error_does(instrument: MlxInstrument) -> None:
-    """By small changes of one stored number, of the loss of the tokens that were drawn."""
-    run = instrument.prefill(TOKENS[:64])
-    gradients = instrument.gradients(run, TOKENS[64:100])
-    assert [x.shape for pair in gradients for x in pair] == [x.shape for pair in run for x in pair]
-    drawn = _drawn(instrument, run)
-    for layer, side in ((0, 0), (1, 1), (2, 0)):
-        place = np.unravel_index(np.abs(gradients[layer][side]).argmax(), run[layer][side].shape)
-        before, after = (
-            _loss(instrument, run, layer, side, place, x, drawn) for x in (-STEP, STEP)
-        )
-        found = gradients[layer][side][place]
-        assert (after - before) / (2 * STEP) == pytest.approx(found, rel=0.05)
-
-
-STEP = 0.02
-
-
-def _drawn(instrument: MlxInstrument, run: KVRun) -> np.ndarray:
-    scores = mx.array(instrument.log_probs(run, TOKENS[64:100]))
-    return np.array(mx.random.categorical(scores, key=mx.random.key(DRAW)))
-
-
-def _loss(
-    instrument: MlxInstrument,
-    run: KVRun,
-    layer: int,
-    side: int,
-    place: tuple[np.intp, ...],
-    change: float,
-    drawn: np.ndarray,
-) -> float:
-    moved = [(k.copy(), v.copy()) for k, v in run]
-    moved[layer][side][place] += change
-    scores = instrument.log_probs(moved, TOKENS[64:100])
-    return -float(np.take_along_axis(scores, drawn[:, None], 1).sum(dtype=np.float64))
 
 
 # Of each kind of model: presets of whole sessions, the least lossy first.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.messages import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.calibrate import calibrate
-from engines.mlx_worker.model.instrument import MlxInstrument
 from kvstore.codecs.names import STATES
 from kvstore.codecs.profile import OF_WINDOWS, load_profile
 from kvstore.config import StoreConfig
@@ -72,15 +70,3 @@ def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> 
     assert by_bits == sorted(by_bits, reverse=True)
     codecs = served("qwen3_next", report, tmp_path, max_kl=1e9)
     assert codecs.report.id == rows["dense3+state8"].codec_id  # what "dense3" alone stands for
-
-
-def test_gradients_foretell_what_an_error_in_a_window_does() -> None:
-    loaded = tiny_model("gemma3_text")
-    instrument = MlxInstrument(loaded, probe(loaded.model))
-    tokens = [(7 * i + 3) % 400 for i in range(60)]
-    growing, windows = instrument.session_gradients(tokens[:40], tokens[40:])
-    assert len(growing) == 2 and len(windows) == 4
-    assert [x.shape for x in windows[0]] == [(2, 32, 64)] * 2  # no more than the window
-    assert growing[0][0].shape == (2, 40, 64)
-    for gradient in (*growing, *windows):
-        assert all(np.isfinite(x).all() and np.abs(x).max() > 0 for x in gradient)

@@ -9,7 +9,7 @@ from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.calibrated import calibrated_codec, learn_profile
 from kvstore.codecs.floats import widen
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.sensitivity import head_metrics
+from kvstore.codecs.learning.sensitivity import Sensitivities
 from kvstore.codecs.learning.statistics import element_means
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.metric import HeadMetric
@@ -54,7 +54,16 @@ def test_the_square_of_a_root_is_the_metric_and_its_ridge():
 
 def test_gradients_become_metrics_of_relative_errors():
     """A loss that sees one channel of one head of V, and one of K before it is turned."""
-    found = head_metrics(samples(), [_gradient(text) for text in TEXTS])
+    sums = Sensitivities(LAYOUT, ropes_of(LAYOUT))
+    assert sums.metrics() is None
+    for text in TEXTS:
+        for layer, (rows, (by_keys, by_values)) in enumerate(
+            zip(text, _gradient(text), strict=True)
+        ):
+            twice = np.stack([by_keys, by_keys]), np.stack([by_values, by_values])
+            sums.add(layer, rows, twice)
+    found = sums.metrics()
+    assert found is not None
     assert [number for number, metric in enumerate(found) if metric.any()] == [7, 8]
     value, key = found[7], found[8]
     assert np.count_nonzero(value) == 1
@@ -74,9 +83,10 @@ def _gradient(text):
 def _mean_size(layer, side):
     """Square of the gain that errors are relative to."""
     shape = next(x for x in stack_shapes(Scope("side"), LAYOUT))
-    means, squares = element_means(samples()), []
+    squares = []
     number = 2 * layer + side
     for text in TEXTS:
+        means = element_means(samples(texts=[text]))
         rows = samples().stack(shape, text)[number, : SEEN - NUM_SINKS]
         squares.append(np.square(rows - means[shape.elements[number]]).mean())
     return np.mean(squares)

@@ -1,0 +1,189 @@
+"""The calls of a model's attention modules, which can be repeated and differentiated one by one.
+
+A module that is given a layer's cache is that layer's attention, whatever the model names it. While
+calls are noted, ``NotedModule``s stand in the places of such modules; that is how mlx exchanges
+layers (``Module.update_modules``), and afterwards the model is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import KVCache
+
+from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.layout import Caches, is_growing, leaves, packable_window
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a module that was given ``cache``. ``stream``: what its output is added to."""
+
+    module: Module
+    given: tuple[Any, ...]
+    named: Mapping[str, Any]
+    cache: Any
+    stream: mx.array | None
+
+    @property
+    def given_shape(self) -> tuple[int, ...]:
+        """Shape of what the module is given, and so of its output."""
+        first = next(x for x in [*self.given, *self.named.values()] if isinstance(x, mx.array))
+        return tuple(first.shape)
+
+    def again(self, cache: Any) -> mx.array:
+        """Call it with another cache; fp32 (1, num_tokens, hidden)."""
+        given = [cache if x is self.cache else x for x in self.given]
+        named = {name: cache if x is self.cache else x for name, x in self.named.items()}
+        output: mx.array = self.module(*given, **named)
+        return output.astype(mx.float32)
+
+    def sizes(self) -> mx.array:
+        """The size of each token's residual stream, (num_tokens, 1); 1 if it is not known."""
+        if self.stream is None:
+            return mx.array(1.0)
+        return mx.sqrt(mx.mean(mx.square(self.stream[0].astype(mx.float32)), -1, keepdims=True))
+
+
+class NotedModule(Module):
+    """Stands in the place of a module and notes its calls."""
+
+    def __init__(self, module: Module, layer: NotedLayer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self["module"] = module
+        self._layer = layer
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self._layer.note(self["module"], given, named)
+        return self["module"](*given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self:
+                raise
+            return getattr(self["module"], name)
+
+
+class NotedLayer:
+    """The calls within one layer of a model."""
+
+    def __init__(self, caches: Sequence[Any]) -> None:
+        """``caches``: the leaves of the layer's cache."""
+        self._caches = caches
+        self._stream: mx.array | None = None  # what the layer's first module was given
+        self.calls: list[LayerCall] = []
+
+    def note(self, module: Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Note a call."""
+        arguments = [*given, *named.values()]
+        for cache in self._caches:
+            if any(x is cache for x in arguments):
+                self.calls.append(LayerCall(module, given, named, cache, self._stream))
+                return
+        if self._stream is None and given and isinstance(given[0], mx.array):
+            self._stream = given[0]
+
+
+@contextmanager
+def noted_calls(model: Any, caches: Caches) -> Iterator[list[NotedLayer]]:
+    """Note the calls of a forward pass with these caches, by layer; there are none if unknown."""
+    layers = list(model.layers)
+    if len(layers) != len(caches):
+        yield []
+        return
+    noted, before = [], []
+    for layer, cache in zip(layers, caches, strict=True):
+        found = NotedLayer([cache, *leaves([cache])])
+        children = {k: x for k, x in layer.children().items() if isinstance(x, Module)}
+        before.append((layer, children))
+        layer.update_modules({k: NotedModule(x, found) for k, x in children.items()})
+        noted.append(found)
+    try:
+        yield noted
+    finally:
+        for layer, children in before:
+            layer.update_modules(children)
+
+
+class NotedRows:
+    """One layer's call behind rows of K and V: what it makes of them can be differentiated."""
+
+    def __init__(self, call: LayerCall, before: Any, number: int) -> None:
+        """``before``: the cache as it was before the call. ``number``: of the layer in its kind."""
+        self._call = call
+        self._before = before
+        self._number = number
+
+    def notice(self, first: int, seed: int) -> Notice:
+        """Differentiate random parts of the call's output by the rows of the first tokens."""
+        known = _rows_of(self._before)
+        keys, values = _gradients(self._call, self._before, known, seed)
+        mx.eval(keys, values)
+        num_known = min(first, known[0].shape[2])
+        rows = [kv_arrays.as_numpy(x[0]).copy() for x in known]
+        return Notice(
+            not is_growing(self._before),
+            self._number,
+            (rows[0], rows[1]),
+            (np.array(keys[:, :, :num_known]), np.array(values[:, :, :num_known])),
+        )
+
+
+def noted_rows(caches: Caches, before: Caches, layers: Sequence[NotedLayer]) -> list[NotedRows]:
+    """The calls of one forward pass whose caches hold rows from a session's first token on.
+
+    Raises ``NotObservable``: a layer that keeps all tokens was not seen to be called, once.
+    """
+    calls: dict[int, list[LayerCall]] = {}
+    for call in (x for layer in layers for x in layer.calls):
+        calls.setdefault(id(call.cache), []).append(call)
+    found, numbers = [], {True: 0, False: 0}
+    for leaf, earlier in zip(leaves(caches), leaves(before), strict=True):
+        growing = is_growing(leaf)
+        if not (growing or packable_window(leaf)):
+            continue
+        own = calls.get(id(leaf), [])
+        if growing and (len(own) != 1 or not isinstance(earlier, KVCache)):
+            raise NotObservable("where this model reads its cache is not to be found")
+        if len(own) == 1 and (growing or earlier.offset <= earlier.max_size):
+            found.append(NotedRows(own[0], earlier, numbers[growing]))
+        numbers[growing] += 1
+    return found
+
+
+def _rows_of(leaf: Any) -> tuple[mx.array, mx.array]:
+    """K and V that a cache holds, (1, KV heads, tokens, dim)."""
+    keys, values = leaf.state[:2]
+    used = min(leaf.offset, keys.shape[2])
+    return keys[..., :used, :], values[..., :used, :]
+
+
+def _gradients(
+    call: LayerCall, before: Any, known: tuple[mx.array, mx.array], seed: int
+) -> tuple[mx.array, mx.array]:
+    """Gradients of random parts of a call's output, over the size of the residual stream.
+
+    fp32 (``NUM_DRAWS``, KV heads, tokens, dim), by K and by V; not evaluated.
+    """
+
+    def output(keys: mx.array, values: mx.array) -> mx.array:
+        (cache,) = kv_arrays.copy_of([before])
+        cache.state = (keys, values, *before.state[2:])
+        return call.again(cache) / call.sizes()
+
+    found = []
+    for draw in range(NUM_DRAWS):
+        key = mx.random.key(seed * NUM_DRAWS + draw)
+        cotangent = mx.random.normal(call.given_shape, key=key)
+        found.append(mx.vjp(output, list(known), [cotangent])[1])
+    keys, values = (mx.concatenate(list(x)).astype(mx.float32) for x in zip(*found, strict=True))
+    return keys, values

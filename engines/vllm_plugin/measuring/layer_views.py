@@ -1,0 +1,232 @@
+"""What each attention layer of a vLLM sees in a step: its queries, and the residual stream.
+
+By forward hooks, which vLLM calls where the model runs eagerly; a compiled model calls none, and
+then nothing is seen. They are set before a step that is to be seen and removed after it, both on
+the thread that runs the model: other steps have nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable
+from engines.calibration.measuring.metrics import widened
+from kvstore.codecs.learning import attention
+from kvstore.shapes import KVLayout, KVPair, KVRun
+
+SMALLEST_OUTPUT: Final = 1e-20  # of a smaller one it cannot be told what it was multiplied by
+MOST_ERROR: Final = 1e-2  # of keys in blocks beside those that were seen; another prompt's are >> 1
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """The modules of one layer: the input of ``block`` is the residual stream."""
+
+    block: nn.Module
+    attention: Attention
+    projection: RowParallelLinear
+
+
+@dataclass
+class SeenLayer:
+    """What was seen of one layer in one step; on the model's device.
+
+    Attributes:
+        sizes: fp32 (tokens,), of the residual stream.
+        queries: (tokens, query heads * dim), after norms and RoPE; ``keys`` alike.
+        output: of the attention, (tokens, query heads * value dim).
+        projected: what the projection is given; in most models the same.
+    """
+
+    sizes: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    projected: torch.Tensor | None = None
+
+    def see_block(
+        self, num_tokens: int, block: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> None:
+        """Note the size of the stream; some models hand on what is to be added yet."""
+        parts = [x for x in (*given, *named.values()) if isinstance(x, torch.Tensor)]
+        parts = [x for x in parts if x.is_floating_point() and x.ndim == 2]
+        if parts and len(parts[0]) == num_tokens:
+            stream = sum(x.float() for x in parts if x.shape == parts[0].shape)
+            assert isinstance(stream, torch.Tensor)
+            self.sizes = stream.square().mean(-1).sqrt()
+
+    def see_attention(
+        self,
+        num_tokens: int,
+        layer: nn.Module,
+        given: tuple[Any, ...],
+        named: Mapping[str, Any],
+        output: torch.Tensor,
+    ) -> None:
+        """Note queries, keys and outputs."""
+        queries, keys = (*given, *(named[x] for x in ("query", "key") if x in named))[:2]
+        if keys is not None and len(queries) == num_tokens:
+            self.queries, self.keys = queries.clone(), keys.clone()
+            self.output = output.clone()
+
+    def see_projection(
+        self, num_tokens: int, module: nn.Module, given: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Note what is projected."""
+        if len(given[0]) == num_tokens:
+            self.projected = given[0].clone()
+
+
+class LayerViews:
+    """Sees steps of a certain number of tokens. ``arm`` and ``disarm`` are for vLLM's thread."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], num_tokens: int) -> None:
+        """``names``: vLLM's, of attention layers. ``num_tokens``: of the steps to be seen.
+
+        Raises ``NotObservable``: a layer is not like those that are known.
+        """
+        self._places = [_place(model, name) for name in names]
+        self._seen = [SeenLayer() for _ in names]
+        self._num_tokens = num_tokens
+        self._handles: list[RemovableHandle] = []
+
+    def arm(self) -> None:
+        """Set the hooks, unless they are set."""
+        if self._handles:
+            return
+        for place, seen in zip(self._places, self._seen, strict=True):
+            block = partial(seen.see_block, self._num_tokens)
+            attended = partial(seen.see_attention, self._num_tokens)
+            projected = partial(seen.see_projection, self._num_tokens)
+            self._handles += [
+                place.block.register_forward_pre_hook(block, with_kwargs=True),
+                place.attention.register_forward_hook(attended, with_kwargs=True),
+                place.projection.register_forward_pre_hook(projected),
+            ]
+
+    def disarm(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def notices(self, run: KVRun, layout: KVLayout, first: int) -> Iterator[Notice]:
+        """Yield what each layer noticed of the first tokens of ``run``, which ends with those seen.
+
+        Raises ``NotObservable``: no such step was seen.
+        """
+        for number, (place, seen) in enumerate(zip(self._places, self._seen, strict=True)):
+            pair = (widened(run[number][0], layout), widened(run[number][1], layout))
+            with torch.inference_mode():
+                how, queries, cotangents = _differentiated(place, seen, pair, number)
+            found = attention.gradients(how, queries, *pair, cotangents, first)
+            yield Notice(False, number, run[number], found)
+
+
+def _place(model: nn.Module, name: str) -> LayerPlace:
+    layer = model.get_submodule(name)
+    path = name.split(".")
+    parents = [".".join(path[:end]) for end in range(len(path) - 1, 0, -1)]
+    around = model.get_submodule(parents[0])
+    if not isinstance(layer, Attention):
+        raise NotObservable(f"{name} is no attention of queries, keys and values")
+    width = layer.num_heads * layer.head_size_v
+    projections = [
+        x
+        for x in around.children()
+        if isinstance(x, RowParallelLinear) and x.input_size_per_partition == width
+    ]
+    blocks = [
+        x
+        for x, above in zip(parents, parents[1:], strict=False)
+        if isinstance(model.get_submodule(above), nn.ModuleList)
+    ]
+    if len(projections) != 1 or not blocks:
+        raise NotObservable(f"the output projection of {name} is not to be found")
+    return LayerPlace(model.get_submodule(blocks[0]), layer, projections[0])
+
+
+def _differentiated(
+    place: LayerPlace, seen: SeenLayer, pair: KVPair, number: int
+) -> tuple[attention.Attention, np.ndarray, np.ndarray]:
+    """How a layer attended, its queries, and random cotangents of its outputs.
+
+    Raises ``NotObservable``: another step was seen, or none.
+    """
+    layer, (sizes, queries, keys) = place.attention, (seen.sizes, seen.queries, seen.keys)
+    if sizes is None or queries is None or keys is None:
+        raise NotObservable(
+            "vLLM runs the model compiled, or other requests beside, and shows no queries"
+        )
+    own = _by_head(keys, layer.num_kv_heads)
+    stored = pair[0][:, -own.shape[1] :]
+    if np.abs(own - stored).max() > MOST_ERROR * np.abs(stored).max():
+        raise NotObservable("another request was seen than the one that was measured")
+    impl: Any = layer.impl
+    how = attention.Attention(
+        float(impl.scale),
+        int(layer.sliding_window or 0),
+        float(getattr(impl, "logits_soft_cap", None) or 0.0),
+        _array(getattr(impl, "sinks", None)),
+        _array(getattr(impl, "alibi_slopes", None)),
+    )
+    generator = torch.Generator(device="cpu").manual_seed(number)
+    weights = projection_weights(place.projection)
+    drawn = torch.randn(
+        (NUM_DRAWS, len(sizes), weights.shape[1]), generator=generator, dtype=torch.float32
+    )
+    drawn = drawn.to(weights.device) / sizes[:, None].clamp_min(SMALLEST_OUTPUT)
+    outer = drawn @ weights.T
+    if (gates := _gates(seen)) is not None:
+        outer *= gates
+    by_head = outer.reshape(NUM_DRAWS, len(sizes), layer.num_heads, layer.head_size_v)
+    cotangents = np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
+    return how, _by_head(queries, layer.num_heads), cotangents
+
+
+def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
+    """What a projection makes of each of its inputs, fp32 (inputs, outputs), of this rank's own.
+
+    Multiplied through the layer, whatever form its weights are kept in.
+    """
+    assert projection.quant_method is not None
+    device = next(iter(projection.parameters())).device
+    inputs = torch.eye(
+        projection.input_size_per_partition, dtype=projection.params_dtype, device=device
+    )
+    return projection.quant_method.apply(projection, inputs, bias=None).float()
+
+
+def _gates(seen: SeenLayer) -> torch.Tensor | None:
+    """What outputs are multiplied by before they are projected; None if by nothing."""
+    output, projected = seen.output, seen.projected
+    if output is None or projected is None or projected.shape != output.shape:
+        return None
+    if torch.equal(output, projected):
+        return None
+    large = output.abs() > SMALLEST_OUTPUT
+    ones = torch.ones_like(output)
+    return torch.where(large, projected / torch.where(large, output, ones), ones).float()
+
+
+def _by_head(rows: torch.Tensor, num_heads: int) -> np.ndarray:
+    """Rows of all heads as fp32 (heads, tokens, dim)."""
+    heads = rows.reshape(len(rows), num_heads, -1).transpose(0, 1)
+    return np.ascontiguousarray(heads.float().cpu().numpy())
+
+
+def _array(values: Any) -> np.ndarray | None:
+    if values is None:
+        return None
+    found: np.ndarray = torch.as_tensor(values).float().cpu().numpy()
+    return found

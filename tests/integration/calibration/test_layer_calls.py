@@ -1,0 +1,91 @@
+"""What a layer makes of the K and V before it, differentiated by mlx and by hand."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable
+from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.model.layer_calls import noted_calls, noted_rows
+from kvstore.codecs.learning.attention import Attention, gradients
+from tests.integration.tiny_models import tiny_model
+
+pytestmark = pytest.mark.mlx
+
+TOKENS = [(7 * i + 3) % 400 for i in range(90)]
+FIRST, SEED = 60, 4
+
+
+def test_mlx_finds_the_derivative_that_was_made_by_hand() -> None:
+    model = tiny_model("llama").model
+    caches = make_prompt_cache(model)
+    model(mx.array([TOKENS[:FIRST]]), cache=caches)
+    mx.eval([x.state for x in caches])
+    before = kv_arrays.copy_of(caches)
+    with noted_calls(model, caches) as layers:
+        model(mx.array([TOKENS[FIRST:]]), cache=caches)
+    for number, rows in enumerate(noted_rows(caches, before, layers)):
+        (call,) = layers[number].calls
+        attention, given = call.module, call.given[0]
+        count, heads = len(TOKENS) - FIRST, attention.n_heads
+        queries = attention.q_proj(given).reshape(1, count, heads, -1).transpose(0, 2, 1, 3)
+        queries = np.array(attention.rope(queries, offset=FIRST)[0])
+        keys, values = kv_arrays.growing_run(caches, len(TOKENS))[number]
+        drawn = [
+            np.array(mx.random.normal(given.shape, key=mx.random.key(SEED * NUM_DRAWS + x))[0])
+            for x in range(NUM_DRAWS)
+        ]
+        outer = np.stack(drawn) / np.array(call.sizes()) @ np.array(attention.o_proj.weight)
+        cotangents = outer.reshape(NUM_DRAWS, count, heads, -1).swapaxes(1, 2)
+        how = Attention(attention.scale)
+        expected = gradients(how, queries, keys, values, cotangents, FIRST)
+        notice = rows.notice(FIRST, SEED)
+        assert (notice.layer, notice.of_windows) == (number, False)
+        for found, exact in zip(notice.gradients, expected, strict=True):
+            np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_model_that_was_seen_is_as_it_was(kind: str) -> None:
+    loaded = tiny_model(kind)
+    instrument = MlxInstrument(loaded, probe(loaded.model))
+    before = [dict(x.children()) for x in loaded.model.layers]
+    run = instrument.prefill(TOKENS)
+    found: list[Notice] = []
+    seen = instrument.observe(TOKENS, FIRST, found.append)
+    assert [dict(x.children()) for x in loaded.model.layers] == before
+    for pair, other in zip(run, seen, strict=True):
+        for array, exact in zip(pair, other, strict=True):
+            np.testing.assert_allclose(array, exact, atol=1e-4)
+    growing = [x.layer for x in found if not x.of_windows]
+    assert growing == list(range(len(instrument.layout.layers)))
+    for notice in found:
+        for gradient in notice.gradients:
+            assert gradient.shape[0] == NUM_DRAWS and gradient.shape[2] <= FIRST
+            assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
+
+
+def test_windows_are_seen_while_they_hold_the_first_token() -> None:
+    loaded = tiny_model("gemma3_text")
+    instrument = MlxInstrument(loaded, probe(loaded.model))
+    states = instrument.states
+    assert states is not None and states.windows is not None
+    for tokens, num_seen in (
+        (TOKENS[: states.window_tokens], len(states.windows.layers)),
+        (TOKENS, 0),
+    ):
+        found: list[Notice] = []
+        instrument.observe(tokens, len(tokens) - 8, found.append)
+        assert sum(x.of_windows for x in found) == num_seen
+
+
+def test_a_model_whose_layers_are_not_found_shows_nothing() -> None:
+    model = tiny_model("llama").model
+    caches = make_prompt_cache(model)
+    with pytest.raises(NotObservable, match="is not to be found"):
+        noted_rows(caches, kv_arrays.copy_of(caches), [])
