@@ -36,32 +36,49 @@ def preferred(
     by_bits = sorted(rows, key=lambda name: rows[name].bits_per_element)
     timed = [name for name in by_bits if rows[name].restore_share is not None]
     if not timed:
-        return _untimed(by_bits)
+        return _untimed(rows, by_bits)
     if not fastest:
         return Preferred(by_bits[0], "the densest within the bound, for a tier that is read seldom")
     for name in timed:
         if _share(rows[name]) <= most_share:
-            denser = by_bits[0] if by_bits[0] != name else ""
-            return Preferred(name, _quick_enough(rows, name, denser, most_share))
-    quickest = min(timed, key=lambda name: _share(rows[name]))
-    return Preferred(
-        quickest, f"{_times(rows[quickest])}; none takes {most_share:.0%}, this is the quickest"
-    )
+            how = f"the densest within the bound that unpacks in {most_share:.0%} of a prefill: "
+            return Preferred(name, how + _times(rows[name]) + _passed_over(rows, by_bits, name))
+    name = min(timed, key=lambda name: _share(rows[name]))
+    how = f"; none takes {most_share:.0%}, this is the quickest"
+    return Preferred(name, _times(rows[name]) + how + _passed_over(rows, by_bits, name))
 
 
-def _untimed(by_bits: Sequence[str]) -> Preferred:
-    """The rule of profiles without times: three bits for every tier, else the densest."""
+def _untimed(rows: Mapping[str, Quality], by_bits: Sequence[str]) -> Preferred:
+    """The rule of profiles without times: three bits for every tier, else the densest.
+
+    One that is denser and closer than three bits goes before them.
+    """
     untold = "its restore was not timed, so all tiers have it; to choose for each, run:"
-    name, how = (UNTIMED, "") if UNTIMED in by_bits else (by_bits[0], "the densest of these; ")
-    return Preferred(name, f"{how}{untold} thermocline calibrate")
+    if UNTIMED in by_bits and not any(_beats(rows[x], rows[UNTIMED]) for x in by_bits):
+        return Preferred(UNTIMED, f"{untold} thermocline calibrate")
+    return Preferred(by_bits[0], f"the densest of these; {untold} thermocline calibrate")
 
 
-def _quick_enough(rows: Mapping[str, Quality], name: str, denser: str, most_share: float) -> str:
-    words = f"the densest within the bound that unpacks in {most_share:.0%} of a prefill: "
-    words += _times(rows[name])
-    if denser and rows[denser].restore_share is not None:
-        words += f"; {denser} would take {_share(rows[denser]):.1%}"
+def _passed_over(rows: Mapping[str, Quality], by_bits: Sequence[str], name: str) -> str:
+    """The presets that would be denser but for the time that they take, with their figures."""
+    denser = by_bits[: by_bits.index(name)]
+    words = [_beside(x, rows[x], rows[name]) for x in denser if rows[x].restore_share is not None]
+    return "".join(words)
+
+
+def _beside(name: str, row: Quality, chosen: Quality) -> str:
+    words = f"; {name} would take {_share(row):.1%}"
+    if _beats(row, chosen):
+        words += (
+            f", though it has {row.bits_per_element:.2f} bits and a KL of {row.kl:.4f}, and this"
+            f" {chosen.bits_per_element:.2f} and {chosen.kl:.4f}"
+        )
     return words
+
+
+def _beats(row: Quality, other: Quality) -> bool:
+    """True if a preset is denser and loses less."""
+    return row.bits_per_element < other.bits_per_element and row.kl < other.kl
 
 
 def _times(row: Quality) -> str:

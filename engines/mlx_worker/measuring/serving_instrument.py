@@ -145,7 +145,7 @@ class ServingInstrument:
             part = tokens[at : at + min(self._step_tokens, MOST_NOTED)]
             feed = partial(self._held.feed_noted, part)
             for number in range(self._timed(self._size, len(part), feed)):
-                look = partial(self._held.notice, number, first, at + number)
+                look = partial(self._held.notice, number, first, sum(tokens) + at + number)
                 note(self._steps.run(look))
             at += len(part)
         out = self._layout.empty(len(tokens))

@@ -106,7 +106,7 @@ class MlxInstrument:
                 with noted_calls(self._loaded.model, caches) as layers:
                     self._prefilled(caches, tokens[: at + CHUNK_TOKENS], at)
                 for number, rows in enumerate(noted_rows(caches, before, layers)):
-                    note(rows.notice(first, at + number))
+                    note(rows.notice(first, sum(tokens) + at + number))
         except (RuntimeError, ValueError) as error:  # mlx says so in either way
             raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
         return [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, len(tokens))]

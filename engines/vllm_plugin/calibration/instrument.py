@@ -104,7 +104,7 @@ class VllmInstrument:
             run = self.prefill(tokens, before)
         finally:
             views.disarm()
-        for notice in views.notices(run, self.layout, first):
+        for notice in views.notices(run, self.layout, first, sum(tokens)):
             note(notice)
         return run
 

@@ -120,16 +120,27 @@ class LayerViews:
             handle.remove()
         self._handles.clear()
 
-    def notices(self, run: KVRun, layout: KVLayout, first: int) -> Iterator[Notice]:
+    def outputs(self, number: int) -> np.ndarray:
+        """What a layer's attention gave, fp32 (query heads, tokens, value dim)."""
+        output = self._seen[number].output
+        assert output is not None
+        return _by_head(output, self._places[number].attention.num_heads)
+
+    def cotangents(self, number: int, seed: int) -> np.ndarray:
+        """The random parts of its outputs that are differentiated, a leading axis of draws."""
+        with torch.inference_mode():
+            return _cotangents(self._places[number], self._seen[number], seed + number)
+
+    def notices(self, run: KVRun, layout: KVLayout, first: int, seed: int) -> Iterator[Notice]:
         """Yield what each layer noticed of the first tokens of ``run``, which ends with those seen.
 
         Raises ``NotObservable``: no such step was seen.
         """
         for number, (place, seen) in enumerate(zip(self._places, self._seen, strict=True)):
             pair = (widened(run[number][0], layout), widened(run[number][1], layout))
-            with torch.inference_mode():
-                how, queries, cotangents = _differentiated(place, seen, pair, number)
-            found = attention.gradients(how, queries, *pair, cotangents, first)
+            queries = _queries(place, seen, pair)
+            given = queries, *pair, self.cotangents(number, seed)
+            found = attention.gradients(_how(place), *given, first)
             yield Notice(False, number, run[number], found)
 
 
@@ -156,42 +167,49 @@ def _place(model: nn.Module, name: str) -> LayerPlace:
     return LayerPlace(model.get_submodule(blocks[0]), layer, projections[0])
 
 
-def _differentiated(
-    place: LayerPlace, seen: SeenLayer, pair: KVPair, number: int
-) -> tuple[attention.Attention, np.ndarray, np.ndarray]:
-    """How a layer attended, its queries, and random cotangents of its outputs.
+def _queries(place: LayerPlace, seen: SeenLayer, pair: KVPair) -> np.ndarray:
+    """The queries of a layer, fp32 (query heads, tokens, dim).
 
     Raises ``NotObservable``: another step was seen, or none.
     """
-    layer, (sizes, queries, keys) = place.attention, (seen.sizes, seen.queries, seen.keys)
-    if sizes is None or queries is None or keys is None:
+    if seen.sizes is None or seen.queries is None or seen.keys is None:
         raise NotObservable(
             "vLLM runs the model compiled, or other requests beside, and shows no queries"
         )
-    own = _by_head(keys, layer.num_kv_heads)
+    own = _by_head(seen.keys, place.attention.num_kv_heads)
     stored = pair[0][:, -own.shape[1] :]
     if np.abs(own - stored).max() > MOST_ERROR * np.abs(stored).max():
         raise NotObservable("another request was seen than the one that was measured")
-    impl: Any = layer.impl
-    how = attention.Attention(
+    return _by_head(seen.queries, place.attention.num_heads)
+
+
+def _how(place: LayerPlace) -> attention.Attention:
+    impl: Any = place.attention.impl
+    return attention.Attention(
         float(impl.scale),
-        int(layer.sliding_window or 0),
+        int(place.attention.sliding_window or 0),
         float(getattr(impl, "logits_soft_cap", None) or 0.0),
         _array(getattr(impl, "sinks", None)),
         _array(getattr(impl, "alibi_slopes", None)),
     )
-    generator = torch.Generator(device="cpu").manual_seed(number)
+
+
+def _cotangents(place: LayerPlace, seen: SeenLayer, seed: int) -> np.ndarray:
+    """Random parts of what a layer adds to the stream, over its size, by the attention's outputs.
+
+    fp32 (draws, query heads, tokens, value dim).
+    """
+    layer, sizes = place.attention, seen.sizes
+    assert sizes is not None
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     weights = projection_weights(place.projection)
-    drawn = torch.randn(
-        (NUM_DRAWS, len(sizes), weights.shape[1]), generator=generator, dtype=torch.float32
-    )
-    drawn = drawn.to(weights.device) / sizes[:, None].clamp_min(SMALLEST_OUTPUT)
-    outer = drawn @ weights.T
+    shape = (NUM_DRAWS, len(sizes), weights.shape[1])
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32).to(weights.device)
+    outer = (drawn / sizes[:, None].clamp_min(SMALLEST_OUTPUT)) @ weights.T
     if (gates := _gates(seen)) is not None:
         outer *= gates
     by_head = outer.reshape(NUM_DRAWS, len(sizes), layer.num_heads, layer.head_size_v)
-    cotangents = np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
-    return how, _by_head(queries, layer.num_heads), cotangents
+    return np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
 
 
 def projection_weights(projection: RowParallelLinear) -> torch.Tensor:

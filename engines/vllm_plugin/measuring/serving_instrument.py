@@ -146,7 +146,7 @@ class ServingInstrument:
         if not first:
             return run
         try:
-            for notice in views.notices(run, self.layout, first):
+            for notice in views.notices(run, self.layout, first, sum(tokens)):
                 note(notice)
         except NotObservable as error:
             self._num_unseen += 1

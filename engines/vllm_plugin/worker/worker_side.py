@@ -209,7 +209,8 @@ def open_worker_side(
     least = least_context(layout, cache.block_tokens)
     longest = longest_prompt(vllm_config)
     if not why:
-        order = partial(first_order, settings.store, longest, str(data), least)
+        # A load's own thread unpacks what the store's threads have not begun (``host_blocks``).
+        order = partial(first_order, settings.store, longest, str(data), least, num_helpers=1)
         measuring.prepare(order, groups, identity, link.adopt)
     if config.calibrate and codecs.report.unmeasured:
         measuring.begin(lambda: codecs.report.unmeasured)

@@ -54,6 +54,28 @@ def test_the_reason_has_the_times() -> None:
     assert "in 0.080 s and prefilled in 2.00 s" in slow and "none takes 1%" in slow
 
 
+def test_one_that_is_denser_and_closer_but_slow_is_told_with_its_figures() -> None:
+    closer = msgspec.structs.replace(timed(1.6, 0.127), kl=0.0041)
+    worse = msgspec.structs.replace(timed(4.3, 0.005), kl=0.0098)
+    name, reason = preferred({"tq4": [worse], "balanced": [closer]}, 0.1, fastest=True)
+    assert name == "tq4"
+    assert reason.endswith(
+        "balanced would take 12.7%, though it has 1.60 bits and a KL of 0.0041, and this 4.30 and"
+        " 0.0098"
+    )
+    assert preferred({"tq4": [worse], "balanced": [closer]}, 0.13, fastest=True).name == "balanced"
+    quickest = preferred({"tq4": [worse], "balanced": [closer]}, 0.001, fastest=True)
+    assert quickest.name == "tq4" and "1.60 bits" in quickest.reason
+
+
+def test_without_times_three_bits_give_way_to_what_is_denser_and_closer() -> None:
+    dense3 = msgspec.structs.replace(timed(3.25, None), kl=0.005)
+    for kl, wanted in ((0.004, "balanced"), (0.006, "dense3")):
+        balanced = msgspec.structs.replace(timed(1.6, None), kl=kl)
+        rows = {"dense3": [dense3], "balanced": [balanced]}
+        assert preferred(rows, 0.1, fastest=True).name == wanted
+
+
 def test_a_slower_prefill_makes_a_denser_preset_quick_enough() -> None:
     slow = {
         name: [msgspec.structs.replace(row, prefill_s=3.0) for row in rows]

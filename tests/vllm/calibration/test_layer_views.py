@@ -1,0 +1,39 @@
+"""What the layers of a vLLM make of stored KV, seen in its own steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
+
+from tests.vllm.calibration.test_calibration import facts_of
+from tests.vllm.rig.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, write_tiny_model
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    return facts_of("layer_facts", str(model))
+
+
+def test_gradients_foretell_what_an_error_does_to_a_layer(facts: dict[str, Any]) -> None:
+    assert len(facts["slopes"]) == 2 * LAYERS
+    for measured, foretold in facts["slopes"]:
+        assert measured == pytest.approx(foretold, rel=0.05)
+
+
+def test_every_layer_is_seen_and_nothing_is_left_behind(facts: dict[str, Any]) -> None:
+    assert facts["layers"] == [*range(LAYERS)]
+    assert facts["shapes"] == [[3, KV_HEADS, 150, HEAD_DIM]] * LAYERS
+    assert facts["same run"]
+    assert facts["hooks"] == 1, "the instrument's own, on the whole model"
+    assert facts["metrics"] == facts["heads"]
+
+
+def test_a_step_that_was_not_seen_or_is_anothers_tells_nothing(facts: dict[str, Any]) -> None:
+    assert "shows no queries" in facts["unseen"]
+    assert "another request" in facts["another prompt"]
