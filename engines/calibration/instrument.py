@@ -107,7 +107,7 @@ class NotObservable(Exception):
 
 
 class Notice(NamedTuple):
-    """What one layer notices of errors in the K and V before some tokens.
+    """Tells what one layer notices of errors in the K and V before some tokens.
 
     Attributes:
         of_windows: the layer keeps the newest tokens only; it is numbered among such layers.

@@ -121,7 +121,7 @@ class _Look:
             self._found.add(notice.layer, notice.rows, notice.gradients)
 
     def metrics(self) -> list[np.ndarray] | None:
-        """What ``Samples`` takes; None if nothing, or not all, was seen."""
+        """Return what ``Samples`` takes; None if nothing, or not all, was seen."""
         return self._found.metrics() if self._observes else None
 
 

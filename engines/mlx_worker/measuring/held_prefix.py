@@ -102,7 +102,7 @@ class HeldPrefix:
         return len(self._noted)
 
     def notice(self, number: int, first: int, seed: int) -> Notice:
-        """What one of the calls noticed of the first tokens' K and V. Raises ``Dropped``."""
+        """Return what one of the calls noticed of the first tokens' K and V. Raises ``Dropped``."""
         self._held()
         found = self._noted[number].notice(first, seed)
         if number == len(self._noted) - 1:

@@ -39,7 +39,7 @@ class LayerPlace:
 
 @dataclass
 class SeenLayer:
-    """What was seen of one layer in one step; on the model's device.
+    """Holds what was seen of one layer in one step; on the model's device.
 
     Attributes:
         sizes: fp32 (tokens,), of the residual stream.
@@ -121,7 +121,7 @@ class LayerViews:
         self._handles.clear()
 
     def outputs(self, number: int) -> np.ndarray:
-        """What a layer's attention gave, fp32 (query heads, tokens, value dim)."""
+        """Return what a layer's attention gave, fp32 (query heads, tokens, value dim)."""
         output = self._seen[number].output
         assert output is not None
         return _by_head(output, self._places[number].attention.num_heads)
@@ -213,9 +213,9 @@ def _cotangents(place: LayerPlace, seen: SeenLayer, seed: int) -> np.ndarray:
 
 
 def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
-    """What a projection makes of each of its inputs, fp32 (inputs, outputs), of this rank's own.
+    """Return what a projection makes of each input of this rank, fp32 (inputs, outputs).
 
-    Multiplied through the layer, whatever form its weights are kept in.
+    A unit matrix is multiplied through the layer, whatever form its weights are kept in.
     """
     assert projection.quant_method is not None
     device = next(iter(projection.parameters())).device
@@ -226,7 +226,7 @@ def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
 
 
 def _gates(seen: SeenLayer) -> torch.Tensor | None:
-    """What outputs are multiplied by before they are projected; None if by nothing."""
+    """Return what outputs are multiplied by before they are projected; None if by nothing."""
     output, projected = seen.output, seen.projected
     if output is None or projected is None or projected.shape != output.shape:
         return None

@@ -27,7 +27,7 @@ HIDDEN: Final = np.float32(-1e30)  # a score of what a query does not see
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """How a layer attends, besides its queries, K and V.
+    """Says how a layer attends, besides its queries, K and V.
 
     Attributes:
         scale: of scores.

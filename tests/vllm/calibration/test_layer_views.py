@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 from tests.vllm.calibration.test_calibration import facts_of
 from tests.vllm.rig.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, write_tiny_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
