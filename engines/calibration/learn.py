@@ -122,7 +122,10 @@ class _Look:
 
     def metrics(self) -> list[np.ndarray] | None:
         """Return what ``Samples`` takes; None if nothing, or not all, was seen."""
-        return self._found.metrics() if self._observes else None
+        metrics = self._found.metrics() if self._observes else None
+        if metrics is not None:
+            logger.info("errors count by what %d heads of K and V notice of them", len(metrics))
+        return metrics
 
 
 def window_samples_of(
