@@ -24,7 +24,7 @@ from engines.calibration.measuring.metrics import widened
 from kvstore.codecs.learning import attention
 from kvstore.shapes import KVLayout, KVPair, KVRun
 
-SMALLEST_OUTPUT: Final = 1e-20  # of a smaller one it cannot be told what it was multiplied by
+SMALLEST_OUTPUT: Final = 1e-20  # a factor cannot be read off a smaller one
 MOST_ERROR: Final = 1e-2  # of keys in blocks beside those that were seen; another prompt's are >> 1
 
 

@@ -34,6 +34,6 @@ def test_every_layer_is_seen_and_nothing_is_left_behind(facts: dict[str, Any]) -
     assert facts["metrics"] == facts["heads"]
 
 
-def test_a_step_that_was_not_seen_or_is_anothers_tells_nothing(facts: dict[str, Any]) -> None:
+def test_a_step_that_was_not_seen_or_is_anothers_is_refused(facts: dict[str, Any]) -> None:
     assert "shows no queries" in facts["unseen"]
     assert "another request" in facts["another prompt"]

@@ -54,7 +54,7 @@ def test_the_reason_has_the_times() -> None:
     assert "in 0.080 s and prefilled in 2.00 s" in slow and "none takes 1%" in slow
 
 
-def test_one_that_is_denser_and_closer_but_slow_is_told_with_its_figures() -> None:
+def test_one_that_is_denser_and_closer_but_slow_is_named_with_its_figures() -> None:
     closer = msgspec.structs.replace(timed(1.6, 0.127), kl=0.0041)
     worse = msgspec.structs.replace(timed(4.3, 0.005), kl=0.0098)
     name, reason = preferred({"tq4": [worse], "balanced": [closer]}, 0.1, fastest=True)

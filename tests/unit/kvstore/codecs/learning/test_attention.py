@@ -58,7 +58,7 @@ def test_gradients_are_those_of_finite_differences(how: Attention) -> None:
             np.testing.assert_allclose(found[side][(slice(None), *place)], slope, atol=4e-3)
 
 
-def test_a_token_outside_of_every_window_matters_to_nobody() -> None:
+def test_a_token_outside_of_every_window_has_no_gradient() -> None:
     queries, keys, values, cotangents = _arrays()
     by_keys, by_values = gradients(KINDS["a window"], queries, keys, values, cotangents, KNOWN)
     first = TOKENS - QUERIES - 6 + 1  # seen by the first query
@@ -67,7 +67,7 @@ def test_a_token_outside_of_every_window_matters_to_nobody() -> None:
 
 
 def test_bias_of_queries_and_keys_is_in_what_is_stored() -> None:
-    """A bias moves stored keys, and nothing else: errors are told from there on."""
+    """A bias is a part of the queries and keys that are seen, so it changes the gradients."""
     queries, keys, values, cotangents = _arrays()
     bias = np.float32(0.3)
     with_bias = gradients(PLAIN, queries + bias, keys + bias, values, cotangents, KNOWN)
