@@ -134,17 +134,18 @@ class ServingInstrument:
         """
         if self._kv.has_latents:
             raise NotObservable("this model keeps latents in the place of keys and values")
-        first = first // self._kv.block_tokens * self._kv.block_tokens
-        first = max(first, len(tokens) - STEP_TOKENS)
+        # From a whole block on: vLLM computes a block again of which it has a part.
+        block = self._kv.block_tokens
+        first = max(first // block, -(-(len(tokens) - STEP_TOKENS) // block)) * block
+        if not 0 < first < len(tokens):
+            return self.prefill(tokens)
         views = LayerViews(self._model, self._kv.layer_names, len(tokens) - first)
-        run = self.prefill(tokens[:first]) if first else self._kv.layout.empty(0)
+        run = self.prefill(tokens[:first])
         self._exchange.watch(views)
         try:
             run = self.prefill(tokens, run)
         finally:
             self._exchange.watch(None)
-        if not first:
-            return run
         try:
             for notice in views.notices(run, self.layout, first, sum(tokens)):
                 note(notice)
