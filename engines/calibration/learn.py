@@ -123,8 +123,8 @@ class _Look:
     def metrics(self) -> list[np.ndarray] | None:
         """Return what ``Samples`` takes; None if nothing, or not all, was seen."""
         metrics = self._found.metrics() if self._observes else None
-        if metrics is not None:
-            logger.info("errors count by what %d heads of K and V notice of them", len(metrics))
+        if self._observes and metrics is None:
+            logger.warning("all errors in stored KV count alike: not every layer was seen")
         return metrics
 
 

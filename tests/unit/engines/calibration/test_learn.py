@@ -85,7 +85,10 @@ def test_what_matters_is_asked_at_the_end_of_every_window() -> None:
 
 
 @pytest.mark.parametrize("make", [Blind, Failing, Partial])
-def test_where_nothing_is_seen_all_errors_count_alike(make: type[Blind]) -> None:
+def test_where_nothing_is_seen_all_errors_count_alike(
+    make: type[Blind], caplog: pytest.LogCaptureFixture
+) -> None:
     profile = learned(make())
+    assert ("count alike" in caplog.text) == (make is not Blind), "who could see says that not"
     alike = learned(Blind())
     assert profile.ids == alike.ids != learned(Seeing()).ids
