@@ -196,6 +196,12 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         """Choose who moves the blocks. No setting leads elsewhere: tests have a class of theirs."""
         return blocks_for(cache, store, spare_bytes)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Before the model runs, which ``start_load_kv`` is only where loads are waited for.
+        if self._worker is not None:
+            self._worker.begin_step()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._step)

@@ -108,9 +108,12 @@ class Exchange:
 
     # ---- on vLLM's thread
 
-    def fill(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> None:
-        """Fill the blocks of this step that get what is given, and have its layers seen."""
+    def begin_step(self) -> None:
+        """Have the layers seen that are to be seen."""
         self._see(self._views)
+
+    def fill(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> None:
+        """Fill the blocks of this step that get what is given."""
         for x in step.given:
             try:
                 self._fill(x, cache, states)

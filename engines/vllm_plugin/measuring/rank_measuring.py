@@ -33,7 +33,7 @@ def longest_prompt(vllm_config: Any) -> int:
 
 
 class RankMeasuring:
-    """The rank's share in measuring requests. ``fill`` and ``read`` are for vLLM's own thread."""
+    """The rank's share in measuring requests. Steps are for vLLM's thread."""
 
     def __init__(
         self,
@@ -101,6 +101,10 @@ class RankMeasuring:
         if self._open is None or self.is_running:
             return
         self._measurement = self._open(is_needed)
+
+    def begin_step(self) -> None:
+        """Have the layers seen that are to be seen in the step."""
+        EXCHANGE.begin_step()
 
     def fill(self, step: StepWork) -> None:
         """Fill the blocks of the step that get the KV which is ready."""

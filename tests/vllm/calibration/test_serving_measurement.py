@@ -57,7 +57,7 @@ def profiles(engine: RealEngine) -> list[Profile]:
     return [load_profile(x) for x in folder.glob("*.tcpf")]
 
 
-def test_it_ends_measured_without_a_restart(engine, sessions, capfd):
+def test_it_ends_measured_without_a_restart(engine, sessions):
     num_ranks = engine.engine.vllm_config.parallel_config.world_size
     assert codec_of(engine).unmeasured
     front = MeasuringFront(engine)
@@ -69,9 +69,6 @@ def test_it_ends_measured_without_a_restart(engine, sessions, capfd):
     kls = {x.preset: x.kl for x in measured[0].rows}
     assert kls["raw"] < 1e-6, "restored KV is the KV that was computed"
     assert kls["tq4"] > 1e-5, "and a codec's loss is seen"
-    # Ranks warn on standard error if what layers notice of errors was not to be seen.
-    printed = capfd.readouterr()
-    assert "count alike" not in printed.err + printed.out
     front.close()
     # It serves as before.
     first = engine.ask(sessions[0][:300], "after", tokens=8)
