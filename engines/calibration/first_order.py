@@ -18,7 +18,7 @@ FIRST_PRESETS: Final = ("dense3", "balanced", "tq4", "safe")
 FIRST_CONTEXT: Final = 1024
 FIRST_SCORED: Final = 64
 FIRST_WINDOWS: Final = 8
-FIRST_PROBED: Final = 0.125  # of each window: gradients take half of what prefilling them all takes
+FIRST_PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
 FIRST_CHAINS: Final = 3
 LEAST_CONTEXT: Final = 128  # fewer tokens are never packed
 
@@ -70,7 +70,7 @@ def first_order(
 def tokens_to_compute(order: CalibrationOrder, states: StateLayout | None = None) -> int:
     """Reckon how many tokens a measurement has the model compute, to learn from and to judge by.
 
-    Gradients, where the engine has them, take about as long as the texts to learn from.
+    What the ends of texts look back on is part of reading them.
 
     Args:
         states: what the model keeps besides rows of every token, which it is taken to keep, too.

@@ -62,7 +62,7 @@ def test_both_engines_measure_the_same(tmp_path: Path) -> None:
     assert len({report["fingerprint"] for report in reports}) == 2
     for mlx, vllm in zip(*(report["rows"] for report in reports), strict=True):
         assert vllm["bits_per_element"] == pytest.approx(mlx["bits_per_element"], abs=1e-3)
-        # What was learned hangs on the tokens that were drawn for gradients, by either in its way,
+        # What was learned hangs on the directions that were drawn, by either in its way,
         # and a model of random numbers has few directions that matter.
         factor, perplexity = (2.5, 0.5) if vllm["preset"] == LEARNED else (1.05, 0.1)
         assert mlx["kl"] / factor <= vllm["kl"] <= mlx["kl"] * factor
