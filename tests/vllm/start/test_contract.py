@@ -7,6 +7,7 @@ to look at; the real scheduler runs, with made-up model outputs instead of a mod
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import tomllib
@@ -32,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.reasoning import ReasoningParserManager
@@ -43,13 +45,18 @@ from vllm.v1 import attention
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputBackend
 
 from engines.about_vllm.environment import SUPPORTED, supported_releases
 from engines.about_vllm.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.vllm_plugin.connector import BlockAcks, StepPlan, ThermoclineConnector
+from engines.vllm_plugin.grammar.backend import BoundedGrammar, TwoCompilers
 from engines.vllm_plugin.process.command import command
 from engines.vllm_plugin.stats import ColdMetrics, ColdStats
 from engines.vllm_plugin.support import Unsupported, check_version
@@ -90,6 +97,8 @@ OURS = [
     (BlockAcks, KVConnectorWorkerMetadata),
     (ColdStats, KVConnectorStats),
     (ColdMetrics, KVConnectorPromMetrics),
+    (TwoCompilers, StructuredOutputBackend),
+    (BoundedGrammar, GuidanceGrammar),
 ]
 OVERRIDES = [
     pytest.param(ours, theirs, name, id=f"{ours.__name__}.{name}")
@@ -136,6 +145,28 @@ def test_the_properties_we_override_are_there():
 
 def test_nothing_abstract_is_left_out():
     assert not ThermoclineConnector.__abstractmethods__
+    assert not TwoCompilers.__abstractmethods__
+
+
+def test_our_backend_of_grammars_can_be_put_where_vllms_would_be():
+    """vLLM's scheduler is given the manager, whose backend is chosen by the first grammar."""
+    assert "structured_output_manager" in inspect.signature(Scheduler).parameters
+    used = inspect.getsource(StructuredOutputManager.grammar_init)
+    assert "if self.backend is None" in used and "self.executor.submit" in used
+    fields = [x.name for x in dataclasses.fields(GuidanceGrammar)]
+    assert fields[:3] == ["ll_matcher", "ll_tokenizer", "vocab_size"]
+    assert [x.name for x in dataclasses.fields(StructuredOutputBackend)] == [
+        "vllm_config",
+        "tokenizer",
+        "vocab_size",
+    ]
+
+
+def test_vllms_client_has_what_grammars_are_tried_with():
+    assert {"renderer", "model_config"} <= {
+        *inspect.get_annotations(EngineClient),
+        *dir(EngineClient),
+    }
 
 
 def test_the_block_pool_has_what_we_use():
