@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
 from engines.about_vllm.fields import PARAMS_FIELD
+from engines.host.tenant_line import Payer
 from kvstore.session import SessionRef
 
+# Who asks, in vLLM's server: each request is served by a task of its own.
+NOBODY: Final = Payer()
+PAYER: Final = ContextVar("PAYER", default=NOBODY)
 # The answer id within a request's id tells the HTTP server which answer a report belongs to.
 ANSWER_ID_PREFIX: Final = "tcm"
 TICKET_FIELD: Final = "ticket"

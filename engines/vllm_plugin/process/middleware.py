@@ -30,7 +30,7 @@ from engines.host.tenant_line import Payer, QueueFull
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.grammar.gate import ClientLeft, GrammarGate
-from engines.vllm_plugin.identity import ANSWER_ID_PREFIX, marked_id
+from engines.vllm_plugin.identity import ANSWER_ID_PREFIX, PAYER, marked_id
 from engines.vllm_plugin.measuring.request_runner import RequestRunner
 from engines.vllm_plugin.messages import (
     FrontHello,
@@ -142,17 +142,18 @@ class CacheHeaderMiddleware:
         if self._hub_path is None and scope["type"] == "http":
             self._hub_path = _hub_path(scope)
         hub_path = self._hub_path
+        said = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope.get("headers", ())}
+        PAYER.set(Payer(said.get(TENANT_HEADER, "")))
         if scope["type"] != "http" or scope["path"] not in PATHS or not hub_path:
             await self._app(scope, receive, send)
             return
         self._reports.start(hub_path, _client(scope))
         answer_id = ANSWER_ID_PREFIX + secrets.token_hex(12)
-        said = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         try:
             weight, patience_s = weight_from(said), patience_from(said)
             request_id = marked_id(answer_id, weight)
-            payer = Payer(said.get(TENANT_HEADER, ""), weight)
-            receive = await self._gate.passed(payer, receive)
+            PAYER.set(Payer(said.get(TENANT_HEADER, ""), weight))
+            receive = await self._gate.passed(PAYER.get(), receive)
         except InvalidRequest as error:
             await refuse(send, error)
             return

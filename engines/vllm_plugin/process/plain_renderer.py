@@ -4,10 +4,14 @@ vLLM's registry of renderers names the class that writes the prompts of a kind o
 extend those that write a text, in which a tokenizer would find control tokens whoever wrote them.
 The others (Mistral's, Kimi K3's, Inkling's, and harmony for gpt-oss) make tokens of each piece by
 itself, and what users write is plain text to them.
+
+One thread of vLLM's tokenizes everything, in the order in which it comes. So long texts are brought
+to it one at a time, tenants in turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +26,11 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
+from engines.host.tenant_line import TenantLine, to_its_end
+from engines.vllm_plugin.identity import PAYER
+
+LONG_CHARS: Final = 1 << 16  # takes some 20 ms
+MAX_WAITING: Final = 4096  # requests; vLLM itself has no bound
 
 
 class _Plain(BaseRenderer):
@@ -30,6 +39,7 @@ class _Plain(BaseRenderer):
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self._controls = ControlTokens(tokenizer, template=self._template(tokenizer))
+        self._line = TenantLine(MAX_WAITING)
 
     def _template(self, tokenizer: Any) -> str:
         """The text whose tokens with bars are control tokens; "": the tokenizer's own template."""
@@ -49,6 +59,15 @@ class _Plain(BaseRenderer):
         given = [_opened(x) for x in messages]
         kwargs = self._controls.marked_value(params.chat_template_kwargs)
         return self._controls.marked(given), replace(params, chat_template_kwargs=kwargs)
+
+    async def _tokenize_singleton_prompt_async(self, prompt: Any, params: Any) -> Any:
+        text, tokenized = prompt.get("prompt"), super()._tokenize_singleton_prompt_async
+        if not isinstance(text, str) or len(text) < LONG_CHARS or "prompt_token_ids" in prompt:
+            return await tokenized(prompt, params)
+        payer = PAYER.get()
+        with self._line.place(payer):
+            async with self._line.turn(payer, len(text)):
+                return await to_its_end(asyncio.ensure_future(tokenized(prompt, params)))
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         text = prompt["prompt"]
