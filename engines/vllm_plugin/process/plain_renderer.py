@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.cohere import CohereRenderer
 from vllm.renderers.deepseek_v4 import DeepseekV4Renderer
@@ -27,6 +28,7 @@ from vllm.renderers.registry import RENDERER_REGISTRY
 
 from engines.host.control_tokens import ControlTokens
 from engines.host.tenant_line import TenantLine, to_its_end
+from engines.openai.tokenizing import MAX_CONTEXTS
 from engines.vllm_plugin.identity import PAYER
 
 LONG_CHARS: Final = 1 << 16  # takes some 20 ms
@@ -64,10 +66,23 @@ class _Plain(BaseRenderer):
         text, tokenized = prompt.get("prompt"), super()._tokenize_singleton_prompt_async
         if not isinstance(text, str) or len(text) < LONG_CHARS or "prompt_token_ids" in prompt:
             return await tokenized(prompt, params)
+        self._check_size(len(text) // self.get_tokenizer().max_chars_per_token)
         payer = PAYER.get()
         with self._line.place(payer):
             async with self._line.turn(payer, len(text)):
-                return await to_its_end(asyncio.ensure_future(tokenized(prompt, params)))
+                written = await to_its_end(asyncio.ensure_future(tokenized(prompt, params)))
+        self._check_size(len(written["prompt_token_ids"]))
+        return written
+
+    def _check_size(self, num_tokens: int) -> None:
+        """Refuse what ``/tokenize`` would answer, however long; prompts vLLM bounds itself."""
+        most = self.model_config.max_model_len
+        if num_tokens > MAX_CONTEXTS * most:
+            raise VLLMValidationError(
+                f"This model's maximum context length is {most} tokens, and the text has"
+                f" {num_tokens} tokens or more: send less of it.",
+                parameter="prompt",
+            )
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         text = prompt["prompt"]
