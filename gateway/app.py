@@ -1,16 +1,15 @@
-"""The ASGI app: its routes, its error handlers, and the start and stop of the engine behind it."""
+"""The ASGI app: its routes, its error handlers, and the start and stop of its engines."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from engines.base import Engine
 from engines.headers import CACHE_HEADER, SESSION_HEADER
 from gateway import health, sessions
 from gateway.access.key_list import KeyList
@@ -24,12 +23,12 @@ from gateway.edge.body_budget import BodyBudget
 from gateway.errors import FORESEEN, respond
 from gateway.events import routes as events
 from gateway.front import FrontMiddleware
-from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenants
 from gateway.limits.key_limits import KeyLimits, usual_limits
-from gateway.live.live import Live
 from gateway.live.places import StreamPlaces
 from gateway.metrics import Metrics
+from gateway.models.models import Models
+from gateway.models.served_model import ServedModel
 from gateway.openai import (
     chat,
     compaction,
@@ -58,27 +57,23 @@ ROUTES = (
 
 def create_app(
     config: GatewayConfig,
-    engine: Engine,
-    session_manager: SessionManager,
+    models: Sequence[ServedModel],
     tenants: Tenants,
     metrics: Metrics,
     stored: Stored | None = None,
 ) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
-    Its lifespan starts and stops the engine. Without ``stored`` nothing is stored.
+    Its lifespan starts and stops the engines. Without ``stored`` nothing is stored.
     """
     gateway = Gateway(
         config=config,
-        engine=engine,
-        sessions=session_manager,
+        models=Models(models),
         tenants=tenants,
         metrics=metrics,
-        chats=KnownChats(config.max_known_chats),
         stored=stored or Stored(),
         bodies=BodyBudget(config.max_bodies_bytes),
         limits=KeyLimits(usual_limits(config)),
-        live=Live(engine, session_manager, on_saved=metrics.saved),
         keys=KeyList(tenants, config),
         event_places=StreamPlaces(config.max_event_streams),
     )
@@ -119,18 +114,21 @@ def create_app(
 def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await gateway.engine.start()
+        housekeeping = []
+        for model in gateway.models:
+            await model.engine.start()
+            keeping = _keep_house(model.sessions)
+            housekeeping.append(asyncio.create_task(keeping, name="sessions"))
         gateway.stored.start()
-        housekeeping = asyncio.create_task(_keep_house(gateway.sessions), name="sessions")
         try:
             yield
         finally:
-            gateway.sessions.stop_admitting()
-            housekeeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await housekeeping
-            await gateway.engine.stop(0)
-            await gateway.live.close()
+            for model, task in zip(gateway.models, housekeeping, strict=True):
+                model.sessions.stop_admitting()
+                task.cancel()
+            await asyncio.gather(*housekeeping, return_exceptions=True)
+            await asyncio.gather(*(x.engine.stop(0) for x in gateway.models))
+            await asyncio.gather(*(x.live.close() for x in gateway.models))
             await gateway.stored.close()
             await asyncio.to_thread(gateway.tracing.close)
 

@@ -20,6 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.context import Gateway, gateway_of
 from gateway.edge.body_budget import LARGE_BODY_BYTES, body_share_of, check_weight
 from gateway.limits.accounts import account_of
+from gateway.models.served_model import ServedModel
 
 T = TypeVar("T")
 
@@ -27,8 +28,20 @@ T = TypeVar("T")
 class ParsedBody:
     """A body's JSON, and the bytes that it came in, with those that it recalls."""
 
-    def __init__(self, request: Request, json: Json, nbytes: int, alone: AsyncExitStack) -> None:
-        """``alone``: what is entered there lasts as long as the body is used."""
+    def __init__(
+        self,
+        request: Request,
+        json: Json,
+        nbytes: int,
+        alone: AsyncExitStack,
+        model: ServedModel,
+    ) -> None:
+        """
+        Args:
+            alone: what is entered there lasts as long as the body is used.
+            model: the one that the body means.
+        """
+        self.model = model
         self._request = request
         self._alone = alone
         self._is_alone = nbytes > LARGE_BODY_BYTES
@@ -66,11 +79,14 @@ async def body_for_engine(request: Request, *, empty: bytes = b"") -> AsyncItera
     """Read and parse the body of a request that asks the engine for something; see ``parsed``.
 
     Raises (on entering), besides:
-        EngineUnavailable: there is no engine, or none again in time.
+        EngineUnavailable: there is no engine for its model, or none again in time.
+        InvalidRequest: 404, there are several models, and it names none of them.
     """
     gateway = gateway_of(request)
-    await gateway.served_soon()  # before the body is read: a request that waits holds no memory
+    if len(gateway.models) == 1:  # before the body is read: a request that waits holds no memory
+        await gateway.served_soon(gateway.models.default)
     async with parsed(gateway, request, empty=empty) as body:
+        await gateway.served_soon(body.model)
         yield body
 
 
@@ -91,7 +107,8 @@ async def parsed(
     async with AsyncExitStack() as alone:
         await alone.enter_async_context(gateway.bodies.parsing(len(body)))
         json = await _beside(len(body), partial(_parsed, body))
-        yield ParsedBody(request, json, len(body), alone)
+        model = gateway.models.meant(json.get("model"), gateway.config)
+        yield ParsedBody(request, json, len(body), alone, model)
 
 
 async def _beside(nbytes: int, work: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 
 import msgspec
@@ -24,26 +25,26 @@ async def livez(request: Request) -> Response:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
-    """Answer 200 while turns are taken, else 503 with the reason."""
+    """Answer 200 while turns of some model are taken, else 503 with the reason."""
     gateway = gateway_of(request)
     if gateway.draining:
         return Failure(503, "This server is shutting down.", None, "draining").response()
-    if not gateway.engine.ready:
-        return Failure(503, gateway.engine.trouble, None, "engine_unavailable").response()
-    if not gateway.sessions.settled:
-        message = "The engine has just started and is being asked for its sessions."
-        return Failure(503, message, None, "engine_unavailable").response()
-    gateway.sessions.headroom.admit()
-    served = gateway.served
-    return _json(
-        {
-            "status": "ready",
-            "engine": served.engine,
-            "model": served.model,
-            "hibernation": served.hibernation,
-            "reason": served.hibernation_reason,
-        }
-    )
+    troubles = [model.trouble for model in gateway.models]
+    if all(troubles):
+        return Failure(503, troubles[0], None, "engine_unavailable").response()
+    model = next(x for x in gateway.models if not x.trouble)
+    model.sessions.headroom.admit()
+    served = model.served
+    about: dict[str, object] = {
+        "status": "ready",
+        "engine": served.engine,
+        "model": served.model,
+        "hibernation": served.hibernation,
+        "reason": served.hibernation_reason,
+    }
+    if len(gateway.models) > 1:
+        about["models"] = {x.label: x.trouble or "ready" for x in gateway.models}
+    return _json(about)
 
 
 @router.get("/health")
@@ -65,7 +66,8 @@ async def metrics(request: Request) -> Response:
     gateway = gateway_of(request)
     if _metrics_need_key(gateway):
         caller_of(request)
-    text = gateway.metrics.render(await gateway.gauges())
+    gauges = await asyncio.gather(*(x.gauges() for x in gateway.models))
+    text = gateway.metrics.render(*gauges)
     return Response(text, media_type=PROMETHEUS_TEXT)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from engines.base import SessionRef
 from engines.headers import MAX_WEIGHT
 from engines.openai.requests import InvalidRequest
 
@@ -46,6 +47,10 @@ class Tenant(NamedTuple):
     limits: Limits | None = None  # None: the usual ones
     admin: bool = False  # may see and manage all tenants' sessions
     weight: int = 1  # of its share of the engine; the largest that one of its keys has
+
+    def session(self, id: str) -> SessionRef:
+        """Name a session of this tenant, known or new."""
+        return SessionRef(tenant=self.name, id=id, salt=self.salt)
 
 
 class _Key(NamedTuple):

@@ -283,10 +283,10 @@ class Metrics:
         self._tokens("prefilled").inc(max(0, usage.prompt_tokens - usage.cached))
         self._tokens("answered").inc(usage.completion_tokens)
 
-    def render(self, gauges: Gauges) -> bytes:
-        """Write all metrics in Prometheus' text format."""
+    def render(self, *gauges: Gauges) -> bytes:
+        """Write all metrics in Prometheus' text format; ``gauges`` are those of each model."""
         now = CollectorRegistry()
-        now.register(GaugeCollector(gauges))
+        now.register(GaugeCollector(*gauges))
         return generate_latest(self._registry) + generate_latest(now)
 
     def _histogram(

@@ -108,7 +108,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def _drain_and_exit(self) -> None:
-        log.info("draining: no new turns, %d running", self._gateway.sessions.num_running)
+        log.info("draining: no new turns, %d running", self._gateway.num_running)
         try:
             await self._gateway.drain()
         finally:

@@ -1,7 +1,9 @@
 """The sessions API: lists a caller's sessions, hot and cold, and moves, pins or forgets them.
 
 Every route looks at the caller's own sessions only, so another tenant's session and one that never
-existed get the same 404. An admin names another tenant by ``?tenant=NAME``.
+existed get the same 404. An admin names another tenant by ``?tenant=NAME``. Where several models
+are served, ``?model=NAME`` narrows a request to the sessions of one; without it a list has those of
+all, a verb means the session that was used last of those with its id, and a deletion means all.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from starlette.responses import Response
 from engines.base import SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
-from gateway.context import Gateway, admin_of, caller_of, gateway_of
+from gateway.context import admin_of, caller_of, gateway_of, model_asked
 from gateway.identity.names import checked_name
 from gateway.keys import Tenant
+from gateway.models.served_model import ServedModel
 from gateway.prefixes.beside import SUFFIX
 from scheduler.view import SessionView
 
@@ -35,55 +38,56 @@ class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @router.get("/v1/sessions")
 async def list_sessions(request: Request) -> Response:
     """List the caller's sessions, the codec in use and its measured cost on this model."""
-    tenant, gateway = _owner(request), gateway_of(request)
-    sessions = gateway.sessions.list(tenant.name)
-    return _json({"object": "list", "data": sessions, "codec": gateway.engine.codec})
+    tenant, models = _owner(request), _models(request)
+    sessions = [_row(x, view) for x in models for view in x.sessions.list(tenant.name)]
+    return _json({"object": "list", "data": sessions, "codec": models[0].engine.codec})
 
 
 @router.post(_ONE + "/demote")
 async def demote(request: Request) -> Response:
     """Put a session to sleep now; a tier in the body also moves its cold copy down."""
-    gateway, session = _addressed(request)
-    body = await read_json_body(request, gateway.config)
+    model, session = _addressed(request)
+    body = await read_json_body(request, gateway_of(request).config)
     try:
         to = msgspec.json.decode(body or b"{}", type=DemoteTo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is {{}} or {{'tier': NAME}}: {error}.", "tier") from error
-    return _one(await gateway.sessions.demote(session, to.tier))
+    return _one(model, await model.sessions.demote(session, to.tier))
 
 
 @router.post(_ONE + "/prefetch")
 async def prefetch(request: Request) -> Response:
     """Wake a session before its next turn comes."""
-    gateway, session = await _addressed_by_post(request)
-    return _one(await gateway.sessions.prefetch(session))
+    model, session = await _addressed_by_post(request)
+    await gateway_of(request).served_soon(model)
+    return _one(model, await model.sessions.prefetch(session))
 
 
 @router.post(_ONE + "/pin")
 async def pin(request: Request) -> Response:
     """Protect a session from sleep and eviction until it is unpinned."""
-    gateway, session = await _addressed_by_post(request)
-    return _one(await gateway.sessions.pin(session, True))
+    model, session = await _addressed_by_post(request)
+    return _one(model, await model.sessions.pin(session, True))
 
 
 @router.post(_ONE + "/unpin")
 async def unpin(request: Request) -> Response:
-    gateway, session = await _addressed_by_post(request)
-    return _one(await gateway.sessions.pin(session, False))
+    model, session = await _addressed_by_post(request)
+    return _one(model, await model.sessions.pin(session, False))
 
 
 @router.get(_ONE)
 async def show_session(request: Request) -> Response:
     """Show one session, its past, and how its latest prompt compares with the one before."""
-    gateway, session = _addressed(request)
-    view = gateway.sessions.get(session)
+    model, session = _addressed(request)
+    view = model.sessions.get(session)
     if view is None:
         raise _unknown_session()
-    prefix = gateway.prefixes.report(session.tenant, session.id)
-    past = gateway.live.detail(session, admin=False)
+    prefix = model.prefixes.report(session.tenant, session.id)
+    past = model.live.detail(session, admin=False)
     return _json(
         {
-            **msgspec.to_builtins(view),
+            **_row(model, view),
             **(msgspec.to_builtins(past.row) if past else {}),  # knows what is being answered
             "prefix": prefix,
             "timeline": past.timeline if past else [],
@@ -95,16 +99,18 @@ async def show_session(request: Request) -> Response:
 @router.delete(_ONE)
 async def forget(request: Request) -> Response:
     """Remove a session from every tier, for good."""
-    gateway, session = _addressed(request)
+    session, gateway = _session(request), gateway_of(request)
     num_stored = await gateway.stored.ask(
         session.tenant, lambda objects: objects.forget(session.tenant, session.id), 0
     )
     beside = msgspec.structs.replace(session, id=session.id + SUFFIX)
-    known = [await gateway.sessions.forget(x) for x in (session, beside)]
+    models = _models(request)
+    known = [await model.sessions.forget(x) for model in models for x in (session, beside)]
     if not any(known) and not num_stored:
         raise _unknown_session()
-    for x in (session, beside):
-        gateway.prefixes.forget(x.tenant, x.id)
+    for model in models:
+        for x in (session, beside):
+            model.prefixes.forget(x.tenant, x.id)
     return _json({"id": session.id, "object": "session.deleted", "deleted": True})
 
 
@@ -125,23 +131,38 @@ def _owner(request: Request) -> Tenant:
     return Tenant(name, gateway_of(request).tenants.salt_of(name))
 
 
-def _addressed(request: Request) -> tuple[Gateway, SessionRef]:
+def _models(request: Request) -> list[ServedModel]:
+    """List the models whose sessions are meant."""
+    asked = model_asked(request)
+    return list(gateway_of(request).models) if asked is None else [asked]
+
+
+def _session(request: Request) -> SessionRef:
     tenant = _owner(request)
-    gateway = gateway_of(request)
-    session_id = checked_name(request.path_params["session_id"], "the session's id")
-    return gateway, gateway.session(tenant, session_id)
+    return tenant.session(checked_name(request.path_params["session_id"], "the session's id"))
 
 
-async def _addressed_by_post(request: Request) -> tuple[Gateway, SessionRef]:
+def _addressed(request: Request) -> tuple[ServedModel, SessionRef]:
+    """Return the session that is meant, and its model: of several the one that had it last."""
+    session, models = _session(request), _models(request)
+    known = [(view.idle_s, x) for x in models if (view := x.sessions.get(session))]
+    return min(known, key=lambda x: x[0])[1] if known else models[0], session
+
+
+async def _addressed_by_post(request: Request) -> tuple[ServedModel, SessionRef]:
     addressed = _addressed(request)
-    await read_json_body(request, addressed[0].config)
+    await read_json_body(request, gateway_of(request).config)
     return addressed
 
 
-def _one(view: SessionView | None) -> Response:
+def _row(model: ServedModel, view: SessionView) -> dict[str, Any]:
+    return {**msgspec.to_builtins(view), "model": model.label}
+
+
+def _one(model: ServedModel, view: SessionView | None) -> Response:
     if view is None:
         raise _unknown_session()
-    return _json(view)
+    return _json(_row(model, view))
 
 
 def _unknown_session() -> InvalidRequest:

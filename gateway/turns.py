@@ -26,6 +26,7 @@ from engines.openai.messages import with_known_parts
 from engines.openai.requests import ChatRequest, CompletionRequest, Json
 from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine
+from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
@@ -35,6 +36,7 @@ from gateway.identity.names import MAX_ID_BYTES, checked_id, group_of, named_in_
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.live.history import title_of
+from gateway.models.served_model import ServedModel
 from gateway.prefixes.beside import SUFFIX, row_of
 from gateway.prefixes.inline_system import fitted
 from gateway.prefixes.kept_reasoning import keep_reasoning
@@ -91,7 +93,7 @@ class Operation(msgspec.Struct, frozen=True):
     # the body: what names a session there is read afterwards. Raises ``InvalidRequest``.
     recall: Callable[[Gateway, Tenant, ParsedBody], Awaitable[Translate]] | None = None
     # Hears how the request's prompt compares with the one before it, ahead of the answer.
-    compared: Callable[[Gateway, Tenant, AnswerFormat, Compared], None] = lambda *_: None
+    compared: Callable[[ServedModel, Tenant, AnswerFormat, Compared], None] = lambda *_: None
 
 
 class CheckedRequest(NamedTuple):
@@ -118,33 +120,34 @@ async def accept(request: Request, operation: Operation) -> Response:
         translate = operation.translate
         if operation.recall is not None:
             translate = await operation.recall(gateway, tenant, body)
-        rules = gateway.served.template
-        served = rules, gateway.sight, gateway.served.engine
+        model = body.model
+        rules = model.served.template
+        served = rules, model.sight, model.served.engine
         check = partial(_check, operation, translate, tenant, request.headers, served, body.json)
         asked = await body.beside(check)
         raw, answer = asked.translated.raw, asked.translated.answer
-        raw["model"] = served_name(gateway, asked.model)
+        raw["model"] = served_name(model, gateway.config, asked.model)
         if gateway.config.keep_reasoning and "messages" in raw:
             keep_reasoning(raw, rules)
-        _even_out(raw, gateway.served.max_context, gateway.config.default_max_tokens)
+        _even_out(raw, model.served.max_context, gateway.config.default_max_tokens)
         if asks_for_usage(raw):
             answer = HiddenUsage(answer)
-        if gateway.served.engine == "vllm" and asks_for_nothing(raw):
+        if model.served.engine == "vllm" and asks_for_nothing(raw):
             answer = NothingSaid(answer)
         gateway.metrics.left_out(asked.translated.left_out)
-        named = asked.session or _found(gateway, tenant, asked.chain)
+        named = asked.session or _found(model, tenant, asked.chain)
         if asked.outline is not None and named_by_agent(request.headers):
-            named = _row_of(gateway, tenant, named, asked.outline)
-        gateway.check_new_session(tenant, named.id)
+            named = _row_of(gateway, model, tenant, named, asked.outline)
+        gateway.check_new_session(tenant, model, named.id)
         gateway.limits.comes(tenant, named.id, request.scope)
-        session = gateway.session(tenant, named.id)
+        session = tenant.session(named.id)
         request.scope["state"]["session"] = named.id
         compared = None
         if asked.outline is not None:
-            compared = gateway.prefixes.compare(tenant.name, named.id, asked.outline)
-            operation.compared(gateway, tenant, answer, compared)
+            compared = model.prefixes.compare(tenant.name, named.id, asked.outline)
+            operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
-        for_engine, digest = await body.beside(partial(_encode, gateway.engine, raw, session))
+        for_engine, digest = await body.beside(partial(_encode, model.engine, raw, session))
     hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
     turn = TurnRequest(
         operation.name,
@@ -160,7 +163,7 @@ async def accept(request: Request, operation: Operation) -> Response:
         title,
     )
     request_id = request_id_of(request.scope)
-    return TurnResponse(gateway, turn, request_id, answer, asked.translated.keep)
+    return TurnResponse(gateway, model, turn, request_id, answer, asked.translated.keep)
 
 
 def _check(
@@ -250,33 +253,33 @@ def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
             del raw[name]
 
 
-def served_name(gateway: Gateway, asked: str) -> str:
-    """Return the name of the served model, which may be asked for by its aliases.
+def served_name(model: ServedModel, config: GatewayConfig, asked: str) -> str:
+    """Return the name of a served model, which may be asked for by its aliases.
 
     Raises:
         InvalidRequest: 404, it does not go by that name.
     """
-    served = gateway.served.model
-    if not gateway.config.means_served(asked, served):
+    served = model.served.model
+    if not (model.goes_by(asked) or config.means_served(asked, served)):
         raise unknown_model(asked[:100], served)
     return served
 
 
 def _row_of(
-    gateway: Gateway, tenant: Tenant, named: NamedSession, outline: Outline
+    gateway: Gateway, model: ServedModel, tenant: Tenant, named: NamedSession, outline: Outline
 ) -> NamedSession:
     """Find the row of an agent's request; one that there is no room for is not opened."""
-    latest = partial(gateway.prefixes.latest, tenant.name)
-    row = row_of(named.id, outline, latest, partial(gateway.is_quiet, tenant))
-    if not gateway.has_room_for(tenant, row.id) or len(row.id.encode()) > MAX_ID_BYTES:
+    latest = partial(model.prefixes.latest, tenant.name)
+    row = row_of(named.id, outline, latest, partial(model.is_quiet, tenant))
+    if not gateway.has_room_for(tenant, model, row.id) or len(row.id.encode()) > MAX_ID_BYTES:
         return named
     parent = named.parent or (named.id if row.is_lesser and row.id.endswith(SUFFIX) else None)
     return NamedSession(row.id, parent, named.is_child or row.is_lesser)
 
 
-def _found(gateway: Gateway, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:
+def _found(model: ServedModel, tenant: Tenant, chain: Sequence[bytes]) -> NamedSession:
     """Find the chat that a request goes on with, or begin a new one."""
-    found = gateway.chats.identify(
-        tenant, chain, partial(gateway.knows, tenant), partial(gateway.is_quiet, tenant)
+    found = model.chats.identify(
+        tenant, chain, partial(model.knows, tenant), partial(model.is_quiet, tenant)
     )
     return NamedSession(found)

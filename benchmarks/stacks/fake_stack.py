@@ -31,6 +31,7 @@ from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
+from gateway.models.served_model import ServedModel
 from gateway.server import serve
 from kvstore.config import StoreConfig
 from launch.serve.stored import stored_objects
@@ -152,7 +153,8 @@ def main(settings_file: str) -> None:
         observer=metrics,
     )
     stored = stored_objects(config, StoreConfig(), Path(settings_file).parent, tenants.key_of)
-    serve(create_app(config, engine, sessions, tenants, metrics, stored), config)
+    model = ServedModel.of(engine, sessions, config, metrics.saved)
+    serve(create_app(config, [model], tenants, metrics, stored), config)
     logging.info("ended in good order")
 
 

@@ -77,9 +77,11 @@ def context_too_long(
     )
 
 
-def unknown_model(model: str, served: str) -> InvalidRequest:
+def unknown_model(model: str, *served: str) -> InvalidRequest:
+    """Make the error for a model that is not among those served."""
+    there = ", ".join(map(repr, served))
     return InvalidRequest(
-        f"The model {model!r} does not exist here; this server has {served!r}.",
+        f"The model {model!r} does not exist here; this server has {there}.",
         "model",
         "model_not_found",
         404,

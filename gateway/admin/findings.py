@@ -9,12 +9,14 @@ from typing import Literal
 
 import msgspec
 from fastapi import APIRouter
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.answers import answer, for_admin
 from gateway.context import Gateway
 from gateway.edge.open_files import most_connections, open_files_limit
+from gateway.models.served_model import ServedModel
 
 router = APIRouter()
 COMFORTABLE_CONNECTIONS = 512
@@ -34,14 +36,18 @@ async def show_findings(request: Request) -> Response:
     """Show what the server finds of itself, failures first."""
     gateway = for_admin(request)
     found = [x for check in CHECKS for x in check(gateway)]
+    for model in gateway.models:
+        name = f" of {model.label}" if len(gateway.models) > 1 else ""
+        for check_model in MODEL_CHECKS:
+            found += [structs.replace(x, about=x.about + name) for x in check_model(model)]
     found.sort(key=lambda x: ("failure", "warning", "ok").index(x.verdict))
     return answer({"object": "list", "data": found})
 
 
-def _engine(gateway: Gateway) -> Iterator[Finding]:
-    welcome = gateway.engine.welcome
+def _engine(model: ServedModel) -> Iterator[Finding]:
+    welcome = model.engine.welcome
     if welcome is None:
-        yield Finding("engine", "failure", gateway.engine.trouble, "Its lines in the log say more.")
+        yield Finding("engine", "failure", model.engine.trouble, "Its lines in the log say more.")
         return
     named = welcome.engine_version.startswith(welcome.engine)  # some say their own name with it
     engine = "" if named else f"{welcome.engine} "
@@ -55,8 +61,8 @@ def _engine(gateway: Gateway) -> Iterator[Finding]:
         )
 
 
-def _codec(gateway: Gateway) -> Iterator[Finding]:
-    codec = gateway.engine.codec
+def _codec(model: ServedModel) -> Iterator[Finding]:
+    codec = model.engine.codec
     if codec is None:
         return
     if codec.progress:
@@ -68,8 +74,8 @@ def _codec(gateway: Gateway) -> Iterator[Finding]:
         yield Finding("codec", "ok", f"{codec.name}: {codec.why}")
 
 
-def _tiers(gateway: Gateway) -> Iterator[Finding]:
-    report = gateway.live.report
+def _tiers(model: ServedModel) -> Iterator[Finding]:
+    report = model.live.report
     for tier in report.tiers if report else ():
         if not tier.available:
             text = f"the tier does not answer; {tier.errors} operations failed"
@@ -114,8 +120,8 @@ def _open_files(gateway: Gateway) -> Iterator[Finding]:
         yield Finding("open files", "warning", text, "Raise it: ulimit -n 65536")
 
 
-def _memory(gateway: Gateway) -> Iterator[Finding]:
-    headroom = gateway.sessions.headroom
+def _memory(model: ServedModel) -> Iterator[Finding]:
+    headroom = model.sessions.headroom
     if headroom.scarce:
         text = "the machine's memory is nearly used up, and no turn is taken"
         yield Finding("memory", "failure", text, "Lower engine.hot_bytes or store.ram_bytes.")
@@ -131,6 +137,7 @@ def _mode(path: str) -> int | None:
         return None
 
 
-CHECKS: tuple[Callable[[Gateway], Iterator[Finding]], ...] = (
-    *(_engine, _codec, _tiers, _reach, _keys, _open_files, _memory),
+CHECKS: tuple[Callable[[Gateway], Iterator[Finding]], ...] = (*(_reach, _keys, _open_files),)
+MODEL_CHECKS: tuple[Callable[[ServedModel], Iterator[Finding]], ...] = (
+    *(_engine, _codec, _tiers, _memory),
 )

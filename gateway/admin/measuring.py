@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from gateway.admin.answers import answer, for_admin
 from gateway.body import read_json_body
+from gateway.context import model_asked
 from gateway.errors import Failure, Refused
 
 router = APIRouter()
@@ -18,8 +19,9 @@ async def measure(request: Request) -> Response:
     """Begin to measure what each codec costs this model; the events tell how far it is."""
     gateway = for_admin(request)
     await read_json_body(request, gateway.config)
-    if not gateway.served.can_measure:
+    model = model_asked(request) or gateway.models.default
+    if not model.served.can_measure:
         message = "This engine cannot be told to measure. Run `thermocline calibrate` instead."
         raise Refused(Failure(409, message, None, "cannot_measure"))
-    codec = await gateway.engine.measure()
+    codec = await model.engine.measure()
     return answer({"object": "measurement", "progress": codec.progress, "codec": codec.name}, 202)

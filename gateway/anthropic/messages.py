@@ -16,6 +16,7 @@ from gateway.context import Gateway, gateway_of
 from gateway.errors import ANTHROPIC_PATH
 from gateway.front import request_id_of
 from gateway.keys import Tenant
+from gateway.models.served_model import ServedModel
 from gateway.prefixes.prefix_watch import Compared
 from gateway.relay.answer_format import AnswerFormat
 from gateway.turns import Operation, Translate, accept
@@ -49,16 +50,16 @@ def operation(request_id: str) -> Operation:
 
 
 async def _recall(request_id: str, gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
-    strip, sight = gateway.config.strip_attribution, gateway.sight
+    strip, sight = gateway.config.strip_attribution, body.model.sight
     return partial(translated, strip_attribution=strip, sight=sight, request_id=request_id)
 
 
-def _compared(gateway: Gateway, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:
+def _compared(model: ServedModel, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:
     """Let the request be found by its answer's id, and compare it with the one it names."""
     assert isinstance(answer, MessageFormat)
-    gateway.prefixes.name(tenant.name, answer.asked.message_id, now)
+    model.prefixes.name(tenant.name, answer.asked.message_id, now)
     if answer.asked.previous_id is not None:
-        earlier = gateway.prefixes.answered_as(tenant.name, answer.asked.previous_id)
+        earlier = model.prefixes.answered_as(tenant.name, answer.asked.previous_id)
         answer.diagnose = partial(diagnosis, earlier, now)
 
 

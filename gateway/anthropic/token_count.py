@@ -14,8 +14,10 @@ from engines.openai.requests import Json, checked, validate_chat
 from gateway.anthropic.request import CountRequest
 from gateway.anthropic.translation import prompt_fields
 from gateway.body import body_for_engine
-from gateway.context import Gateway, caller_of, gateway_of
+from gateway.config import GatewayConfig
+from gateway.context import caller_of, gateway_of
 from gateway.errors import ANTHROPIC_PATH
+from gateway.models.served_model import ServedModel
 from gateway.relay.prompt_count import count_question, prompt_tokens
 from gateway.turns import served_name
 
@@ -37,22 +39,23 @@ def chat_of(asked: Json, strip_attribution: bool, sight: Sight = BLIND) -> Json:
 
 async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens; nothing is computed or kept."""
-    question = await _question(request)  # what was parsed is gone while the engine works
-    counted = {"input_tokens": await prompt_tokens(request, question)}
+    model, question = await _question(request)  # what was parsed is gone while the engine works
+    counted = {"input_tokens": await prompt_tokens(request, model.engine, question)}
     return Response(msgspec.json.encode(counted), media_type="application/json")
 
 
-async def _question(request: Request) -> bytes:
+async def _question(request: Request) -> tuple[ServedModel, bytes]:
     gateway = gateway_of(request)
     caller_of(request)
     async with body_for_engine(request) as body:
-        return await body.beside(partial(_for_engine, gateway, body.json))
+        made = await body.beside(partial(_for_engine, body.model, gateway.config, body.json))
+        return body.model, made
 
 
-def _for_engine(gateway: Gateway, asked: Json) -> bytes:
-    chat = chat_of(asked, gateway.config.strip_attribution, gateway.sight)
-    chat["model"] = served_name(gateway, chat["model"])
-    return count_question(gateway.served.template, gateway.config.keep_reasoning, chat)
+def _for_engine(model: ServedModel, config: GatewayConfig, asked: Json) -> bytes:
+    chat = chat_of(asked, config.strip_attribution, model.sight)
+    chat["model"] = served_name(model, config, chat["model"])
+    return count_question(model.served.template, config.keep_reasoning, chat)
 
 
 router.add_route(f"{ANTHROPIC_PATH}/count_tokens", count_tokens, methods=["POST"])

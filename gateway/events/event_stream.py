@@ -20,6 +20,7 @@ from engines.asgi import ClientGone, while_client_stays
 from gateway.context import Gateway
 from gateway.keys import Tenant
 from gateway.live.scope import Scope as LiveScope
+from gateway.models.served_model import ServedModel
 from gateway.relay.passthrough import body_part, send_end, send_head
 
 LIFE_EVERY_S = 15.0
@@ -40,6 +41,7 @@ class LiveEvents(Response):
     def __init__(
         self,
         gateway: Gateway,
+        model: ServedModel,
         caller: Tenant,
         tenant: str | None,
         last_event_id: str,
@@ -53,6 +55,7 @@ class LiveEvents(Response):
         """
         super().__init__()
         self._gateway = gateway
+        self._live = model.live
         self._caller = caller
         self._tenant = tenant
         self._last_event_id = last_event_id
@@ -61,7 +64,7 @@ class LiveEvents(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with (
             self._gateway.event_places.place(self._caller.name),
-            self._gateway.live.reading(self._tenant) as live_scope,
+            self._live.reading(self._tenant) as live_scope,
         ):
             tell = partial(self._tell, live_scope, send)
             await while_client_stays(receive, tell)
@@ -108,7 +111,7 @@ class LiveEvents(Response):
         tenants = self._gateway.tenants
         if self._tenant is None and not self._caller.admin and tenants.num_admin_keys:
             return False
-        return not self._gateway.live.ended and tenants.holds(self._caller)
+        return not self._live.ended and tenants.holds(self._caller)
 
 
 async def _send_event(take: Take, name: str, event_id: str, pieces: Iterable[bytes]) -> None:

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import caller_of, gateway_of, sees_all
+from gateway.context import caller_of, gateway_of, model_asked, sees_all
 from gateway.events.event_stream import HEADERS, LiveEvents
 from gateway.front import wants_head_only
 
@@ -18,7 +18,7 @@ MOST_ROWS = 1000  # nobody else is served while one is made
 
 @router.get("/v1/events")
 async def events(request: Request) -> Response:
-    """Stream what happens, as server-sent events: a snapshot first, then changes."""
+    """Stream what happens to one model, as server-sent events: a snapshot first, then changes."""
     caller, gateway = caller_of(request), gateway_of(request)
     if wants_head_only(request.scope):  # takes no place of a stream, and ends at once
         head = Response()
@@ -26,9 +26,9 @@ async def events(request: Request) -> Response:
         return head
     tenant = None if sees_all(request, caller) else caller.name
     last = request.headers.get("last-event-id", "") or request.query_params.get("last_event_id", "")
-    return LiveEvents(
-        gateway, caller, tenant, last[:100], page_rows(request.query_params.get("rows", ""))
-    )
+    rows = page_rows(request.query_params.get("rows", ""))
+    model = model_asked(request) or gateway.models.default
+    return LiveEvents(gateway, model, caller, tenant, last[:100], rows)
 
 
 def page_rows(asked: str) -> int:

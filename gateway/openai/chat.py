@@ -66,7 +66,7 @@ CHAT = Operation(
 
 
 async def _recall_text(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
-    return partial(_filled_in, gateway.served.fill_in)
+    return partial(_filled_in, body.model.served.fill_in)
 
 
 def _filled_in(marks: FillIn | None, asked: Json) -> Translated:

@@ -26,6 +26,7 @@ from gateway.context import Gateway
 from gateway.errors import Failure
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
+from gateway.models.served_model import ServedModel
 from gateway.openai.responses.answer import renamed
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.responses.history import Context, full_items, recalled
@@ -98,18 +99,23 @@ def _summary(choice: Choice) -> str:
 
 async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
     fields, context = await recalled(gateway, tenant, body)
-    return partial(_translate, gateway, tenant, fields, context)
+    return partial(_translate, gateway, body.model, tenant, fields, context)
 
 
 def _translate(
-    gateway: Gateway, tenant: Tenant, fields: ResponseFields, context: Context, asked: Json
+    gateway: Gateway,
+    model: ServedModel,
+    tenant: Tenant,
+    fields: ResponseFields,
+    context: Context,
+    asked: Json,
 ) -> Translated:
     items = [*context.past.items, *context.own]
     kept = [x for x in items if _is_kept(x)]
     rest = [x for x in items if not _is_kept(x)]
-    max_tokens = max(1, min(MAX_SUMMARY_TOKENS, gateway.served.max_context // _CONTEXT_SHARE))
+    max_tokens = max(1, min(MAX_SUMMARY_TOKENS, model.served.max_context // _CONTEXT_SHARE))
     sealed = gateway.sealed_texts(tenant)
-    known = Known(sealed.open, gateway.sight)
+    known = Known(sealed.open, model.sight)
     asking: Json = {"type": "message", "role": "user", "content": _ASKED}
     made = translation(
         _plain(fields, max_tokens if rest else 1),

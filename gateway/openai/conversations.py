@@ -129,7 +129,8 @@ async def _read(
 ) -> tuple[Json, list[Item]]:
     """Read metadata and items; only as many large bodies are parsed at once as have room."""
     gateway, tenant = gateway_of(request), caller_of(request)
-    sight = gateway.sight if gateway.engine.ready else BLIND
+    seeing = [x.sight for x in gateway.models if x.engine.ready]
+    sight = next((x for x in seeing if x.sees), BLIND)
     writer = MessageWriter(gateway.sealed_texts(tenant).open, sight)
     async with parsed(gateway, request, empty=b"{}") as body:
         return await body.beside(partial(_checked, body.json, form, writer))

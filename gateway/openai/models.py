@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.openai.errors import unknown_model
 from gateway.config import ANY_MODEL
 from gateway.context import Gateway, caller_of, gateway_of
+from gateway.models.served_model import ServedModel
 
 router = APIRouter()
 
@@ -22,7 +22,9 @@ async def list_models(request: Request) -> Response:
     caller_of(request)
     gateway = gateway_of(request)
     aliases = [x for x in gateway.config.model_aliases if x != ANY_MODEL]
-    models = [_model(gateway, name) for name in (gateway.served.model, *aliases)]
+    named = [(x, name) for x in gateway.models for name in (x.name, *x.aliases)]
+    named += [(gateway.models.default, name) for name in aliases]
+    models = [_model(gateway, *x) for x in named]
     # Codex wants a catalogue of its own as well; from an empty one it learns nothing wrong.
     return _json({"object": "list", "data": models, "models": []})
 
@@ -32,25 +34,23 @@ async def show_model(request: Request) -> Response:
     caller_of(request)
     gateway = gateway_of(request)
     name = request.path_params["name"]
-    if not gateway.config.means_served(name, gateway.served.model):
-        raise unknown_model(name[:100], gateway.served.model)
-    return _json(_model(gateway, name))
+    return _json(_model(gateway, gateway.models.named(name, gateway.config), name))
 
 
-def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+def _model(gateway: Gateway, model: ServedModel, name: str) -> dict[str, Any]:
     created = datetime.fromtimestamp(gateway.started_at, UTC)
     return {
         "id": name,
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "thermocline",
-        "max_model_len": gateway.served.max_context,
+        "max_model_len": model.served.max_context,
         # Anthropic's names for the same, for its clients.
         "type": "model",
         "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-        "max_input_tokens": gateway.served.max_context,
+        "max_input_tokens": model.served.max_context,
     }
 
 

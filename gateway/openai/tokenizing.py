@@ -24,7 +24,9 @@ from engines.openai.tokenizing import (
     validate_tokenize,
 )
 from gateway.body import body_for_engine
-from gateway.context import Gateway, caller_of, gateway_of
+from gateway.config import GatewayConfig
+from gateway.context import caller_of, gateway_of
+from gateway.models.served_model import ServedModel
 from gateway.relay.question import answer_to
 from gateway.turns import served_name
 
@@ -46,28 +48,35 @@ async def detokenize(request: Request) -> Response:
 
 
 async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], Any]) -> Response:
-    question = await _question(request, validate)  # what was parsed is gone while the engine works
-    answer = await answer_to(request, path, question)
+    # What was parsed is gone while the engine works.
+    model, question = await _question(request, validate)
+    answer = await answer_to(request, model.engine, path, question)
     return Response(answer, media_type="application/json")
 
 
-async def _question(request: Request, validate: Callable[[Json, Sight], Any]) -> bytes:
+async def _question(
+    request: Request, validate: Callable[[Json, Sight], Any]
+) -> tuple[ServedModel, bytes]:
     caller_of(request)
+    config = gateway_of(request).config
     async with body_for_engine(request) as body:
-        return await body.beside(partial(_for_engine, gateway_of(request), validate, body.json))
+        made = await body.beside(partial(_for_engine, body.model, config, validate, body.json))
+        return body.model, made
 
 
-def _for_engine(gateway: Gateway, validate: Callable[[Json, Sight], Any], raw: Json) -> bytes:
-    raw.setdefault("model", gateway.served.model)  # optional, as in vLLM
-    asked = validate(raw, gateway.sight)
+def _for_engine(
+    model: ServedModel, config: GatewayConfig, validate: Callable[[Json, Sight], Any], raw: Json
+) -> bytes:
+    raw.setdefault("model", model.served.model)  # optional, as in vLLM
+    asked = validate(raw, model.sight)
     if isinstance(asked, Detokenize) and len(asked.tokens) > (
-        MAX_CONTEXTS * gateway.served.max_context
+        MAX_CONTEXTS * model.served.max_context
     ):
-        raise context_too_long(gateway.served.max_context, len(asked.tokens), "tokens")
+        raise context_too_long(model.served.max_context, len(asked.tokens), "tokens")
     question = {name: raw[name] for name in _TAKEN & raw.keys()}
     if isinstance(asked, ChatRequest):
         question["messages"] = with_known_parts(raw["messages"], asked.messages)
-    return msgspec.json.encode({**question, "model": served_name(gateway, asked.model)})
+    return msgspec.json.encode({**question, "model": served_name(model, config, asked.model)})
 
 
 router.add_route(TOKENIZE_PATH, tokenize, methods=["POST"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
-from engines.base import EngineUnavailable
+from engines.base import Engine, EngineUnavailable
 from engines.openai.requests import Json
 from engines.openai.tokenizing import PROMPT_FIELDS, TOKENIZE_PATH
 from engines.wire import TemplateRules
@@ -37,14 +37,14 @@ def count_question(rules: TemplateRules, keeps_reasoning: bool, chat: Json) -> b
     return msgspec.json.encode(question)
 
 
-async def prompt_tokens(request: Request, question: bytes) -> int:
-    """Ask the engine a ``count_question``, for the caller of a request.
+async def prompt_tokens(request: Request, engine: Engine, question: bytes) -> int:
+    """Ask an engine a ``count_question``, for the caller of a request.
 
     Raises:
         InvalidRequest: the engine refused it, or does not count.
         EngineUnavailable: there is no engine, or its count cannot be read.
     """
-    answer = await answer_to(request, TOKENIZE_PATH, question)
+    answer = await answer_to(request, engine, TOKENIZE_PATH, question)
     try:
         return msgspec.json.decode(answer, type=_Counted).count
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

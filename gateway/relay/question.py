@@ -12,16 +12,16 @@ from engines.asgi import while_client_stays
 from engines.base import Engine
 from engines.headers import payer_headers
 from engines.openai.errors import InvalidRequest
-from gateway.context import caller_of, gateway_of
+from gateway.context import caller_of
 from gateway.relay.passthrough import engine_failure
 
 QUESTION_S: Final = 60.0
 
 
 async def answer_to(
-    request: Request, path: str, question: bytes, limit_s: float = QUESTION_S
+    request: Request, engine: Engine, path: str, question: bytes, limit_s: float = QUESTION_S
 ) -> bytes:
-    """POST ``question``, a body of JSON, to the engine; returns the body of its answer.
+    """POST ``question``, a body of JSON, to an engine; returns the body of its answer.
 
     The engine hears who asks, since its tenants take turns, and of a client that leaves.
 
@@ -33,7 +33,7 @@ async def answer_to(
     """
     caller = caller_of(request)
     headers = {**payer_headers(caller.name, caller.weight), "content-type": "application/json"}
-    ask = partial(_ask, gateway_of(request).engine, path, question, limit_s, headers)
+    ask = partial(_ask, engine, path, question, limit_s, headers)
     return await while_client_stays(request.receive, ask)
 
 

@@ -30,6 +30,7 @@ from gateway.identity.names import id_to_header
 from gateway.limits.key_limits import key_share_of
 from gateway.live.requests import LiveRequest
 from gateway.metrics import Usage
+from gateway.models.served_model import ServedModel
 from gateway.prefixes.outline import Change
 from gateway.prefixes.prefix_watch import Compared
 from gateway.prefixes.twins import FirstLeft, Key, SharedTurn
@@ -82,6 +83,7 @@ class TurnResponse(Response):
     def __init__(
         self,
         gateway: Gateway,
+        model: ServedModel,
         turn: TurnRequest,
         request_id: str,
         answer: AnswerFormat,
@@ -89,6 +91,7 @@ class TurnResponse(Response):
     ) -> None:
         super().__init__()
         self._gateway = gateway
+        self._model = model
         self._metrics = gateway.metrics
         self._operation, self._path, self._session = turn.operation, turn.path, turn.session
         self._body, self._hints, self._compared = turn.body, turn.hints, turn.compared
@@ -98,7 +101,7 @@ class TurnResponse(Response):
         self._told: SharedTurn[LiveRequest] | None = None  # set while twins may join this turn
         self._left = False  # its client; the turn may go on for twins
         self._weight = turn.weight
-        welcome = gateway.engine.welcome
+        welcome = model.engine.welcome
         self._named = self._operation, welcome.model if welcome else ""  # for metrics
         self._request_id = request_id
         self._answer = answer
@@ -108,7 +111,7 @@ class TurnResponse(Response):
         self._cache: CacheOutcome | None = None  # what the engine's head said, if it did
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        live, asked = self._gateway.live, (self._request_id, self._operation, self._client)
+        live, asked = self._model.live, (self._request_id, self._operation, self._client)
         name = " ".join(self._named).strip()
         self._trace = self._gateway.tracing.begin(name, context_of(scope["headers"]))
         with live.request(self._session, *asked, self._title) as self._live:
@@ -164,7 +167,7 @@ class TurnResponse(Response):
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[tuple[Turn | None, Upstream]]:
         """Take a turn, or join the one that serves the same request: then there is no ``Turn``."""
-        twins = self._gateway.twins
+        twins = self._model.twins
         while self._may_join and (running := twins.find(self._key)):
             with running.joined(self._deadline.at) as twin, suppress(FirstLeft):
                 self._live.shares = running.first
@@ -181,13 +184,13 @@ class TurnResponse(Response):
 
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
-        engine = self._gateway.engine
+        engine = self._model.engine
         headers = {
             **engine.session_headers(self._session),
             "content-type": "application/json",
             "x-request-id": self._request_id,
         }
-        sessions = self._gateway.sessions
+        sessions = self._model.sessions
         async with sessions.turn(self._session, self._hints, self._weight) as turn:
             self._live.admitted()
             headers |= patience_header(turn.patience_s) | weight_header(self._weight)

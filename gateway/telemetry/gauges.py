@@ -6,45 +6,67 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.samples import Sample
 
 from engines.wire import CodecReport, EngineReport
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one moment, gathered when they are asked for."""
+    """Figures of one model at one moment, gathered when they are asked for.
+
+    ``model`` becomes a label; "" where it is the only one.
+    """
 
     ready: bool
     num_running: int
     num_waiting: int
     engine: EngineReport | None
+    model: str = ""
     memory_available_bytes: int | None = None  # of the machine or container; None: not watched
     sessions: Mapping[tuple[str, str], int] = {}  # how many, by state and fastest tier
 
 
 class GaugeCollector:
-    """Shows ``Gauges`` to prometheus_client as a collector."""
+    """Shows the ``Gauges`` of all models to prometheus_client as a collector."""
 
-    def __init__(self, gauges: Gauges) -> None:
+    def __init__(self, *gauges: Gauges) -> None:
         self._gauges = gauges
 
     def collect(self) -> Iterator[Metric]:
-        gauges = self._gauges
-        yield _gauge("engine_ready", "1 while the engine serves.", gauges.ready)
-        yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
-        yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
-        sessions = GaugeMetricFamily(
-            "thermocline_sessions",
-            "Sessions, by their state and the fastest tier that holds a cold copy.",
-            labels=["state", "tier"],
-        )
-        for (state, tier), number in gauges.sessions.items():
-            sessions.add_metric([state, tier], number)
-        yield sessions
-        if gauges.memory_available_bytes is not None:
+        families: dict[str, Metric] = {}
+        for gauges in self._gauges:
+            for family in _of_model(gauges):
+                if gauges.model:
+                    family.samples = [_labelled(x, gauges.model) for x in family.samples]
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+        available = [x.memory_available_bytes for x in self._gauges]
+        if available and available[0] is not None:
             words = "Memory that the machine, or a container's limit, has left."
-            yield _gauge("memory_available_bytes", words, gauges.memory_available_bytes)
-        if gauges.engine is not None:
-            yield from _engine_metrics(gauges.engine)
+            yield _gauge("memory_available_bytes", words, available[0])
+
+
+def _labelled(sample: Sample, model: str) -> Sample:
+    return sample._replace(labels={**sample.labels, "model": model})
+
+
+def _of_model(gauges: Gauges) -> Iterator[Metric]:
+    yield _gauge("engine_ready", "1 while the engine serves.", gauges.ready)
+    yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
+    yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
+    sessions = GaugeMetricFamily(
+        "thermocline_sessions",
+        "Sessions, by their state and the fastest tier that holds a cold copy.",
+        labels=["state", "tier"],
+    )
+    for (state, tier), number in gauges.sessions.items():
+        sessions.add_metric([state, tier], number)
+    yield sessions
+    if gauges.engine is not None:
+        yield from _engine_metrics(gauges.engine)
 
 
 def _engine_metrics(report: EngineReport) -> Iterator[Metric]:

@@ -20,6 +20,7 @@ from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.keys import BadKeyLine, Tenants
 from gateway.metrics import Metrics
+from gateway.models.served_model import ServedModel
 from gateway.telemetry.tracing import PassOn, Tracing
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import check_name, is_exact
@@ -107,7 +108,8 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         stored = stored_objects(
             settings.gateway, settings.store, effective.folders.data, tenants.key_of
         )
-        app = create_app(settings.gateway, engine, sessions, tenants, metrics, stored)
+        served = ServedModel.of(engine, sessions, settings.gateway, metrics.saved)
+        app = create_app(settings.gateway, [served], tenants, metrics, stored)
         app.state.gateway.tracing = _tracing(settings.gateway)
         yield BuiltServer(app, engine, model.name, tenants, blas)
 

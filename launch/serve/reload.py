@@ -51,7 +51,8 @@ class Reload:
             return
         gateway.config = _with(gateway.config, settings.gateway)
         gateway.limits.usual = usual_limits(settings.gateway)
-        gateway.sessions.reconfigure(settings.scheduler)
+        for model in gateway.models:
+            model.sessions.reconfigure(settings.scheduler)
         self._say(flat(settings))
 
     def _say(self, now: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ async def recalled(
     """
     asked = body.json
     if asked.get("model") is None:
-        asked["model"] = gateway.served.model
+        asked["model"] = body.model.served.model
     fields = await body.beside(partial(checked, asked, ResponseFields))
     context = await context_of(gateway.stored, tenant, fields, body)
     for name in ("previous_response_id", "conversation"):

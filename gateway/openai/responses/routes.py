@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
+from engines.openai.images import Sight
 from engines.openai.messages import Json
 from gateway.body import ParsedBody, read_json_body
 from gateway.context import Gateway, gateway_of
@@ -45,14 +46,19 @@ RESPONSES = StoredKind("response", "Response with id", "response")
 
 async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
     fields, context = await recalled(gateway, tenant, body)
-    return partial(_translate, gateway, tenant, fields, context)
+    return partial(_translate, gateway, body.model.sight, tenant, fields, context)
 
 
 def _translate(
-    gateway: Gateway, tenant: Tenant, fields: ResponseFields, context: Context, asked: Json
+    gateway: Gateway,
+    sight: Sight,
+    tenant: Tenant,
+    fields: ResponseFields,
+    context: Context,
+    asked: Json,
 ) -> Translated:
     stores = fields.stores and gateway.stored.enabled
-    known = Known(gateway.sealed_texts(tenant).open, gateway.sight)
+    known = Known(gateway.sealed_texts(tenant).open, sight)
     made = translation(fields, asked, context, known, stores)
     keep = None
     if stores or fields.conversation_id:

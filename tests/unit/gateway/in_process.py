@@ -19,6 +19,7 @@ from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.keys import Tenants
 from gateway.metrics import Metrics
+from gateway.models.served_model import ServedModel
 from gateway.stored.stored import Stored
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
@@ -162,7 +163,8 @@ class App:
             observer=metrics,
             memory=lambda: self.memory,
         )
-        made = create_app(config, self.engine, self.sessions, tenants, metrics, stored)
+        self.model = ServedModel.of(self.engine, self.sessions, config, metrics.saved)
+        made = create_app(config, [self.model], tenants, metrics, stored)
         self.gateway: Gateway = made.state.gateway
         self.app: ASGIApp = made
 

@@ -50,9 +50,11 @@ async def test_a_reader_that_takes_nothing_is_cut_and_its_place_is_free(takes: i
     for _ in range(2):  # the second finds the place of the first
         reader = Reader(takes)
         with pytest.raises(ClientGone):
-            await LiveEvents(app.gateway, CALLER, None, "")({}, reader.receive, reader.send)
+            await LiveEvents(app.gateway, app.model, CALLER, None, "")(
+                {}, reader.receive, reader.send
+            )
         assert len(reader.body) < 500_000, "what it did not take was not even made"
-    await app.gateway.live.close()
+    await app.model.live.close()
 
 
 async def test_a_question_for_the_head_ends_at_once_and_holds_no_place():
@@ -86,7 +88,7 @@ def has_snapshot(reader: Reader) -> bool:
 async def followed(app: App, caller: Tenant, tenant: str | None, keys: Any) -> bytes:
     """What a reader is told from its snapshot on, if the keys change before a session does."""
     reader = Reader(-1)
-    events = LiveEvents(app.gateway, caller, tenant, "")
+    events = LiveEvents(app.gateway, app.model, caller, tenant, "")
     reading = asyncio.create_task(events({}, reader.receive, reader.send))
     async with asyncio.timeout(20):
         while not has_snapshot(reader):
@@ -94,9 +96,9 @@ async def followed(app: App, caller: Tenant, tenant: str | None, keys: Any) -> b
         had = len(reader.body)
         app.gateway.tenants.replace(*keys)
         app.sessions.table.begin(SessionRef(tenant or "local", "s", b""))
-        app.gateway.live.look()
+        app.model.live.look()
         await reading
-    await app.gateway.live.close()
+    await app.model.live.close()
     return reader.body[had:]
 
 
@@ -164,7 +166,7 @@ async def test_titles_are_shown_only_where_they_are_asked_for_and_go_with_their_
     await app.chat("a very secret plan", session_id="s")
     assert (await app.get("/v1/sessions/s")).json["title"] == "a very secret plan"
     assert (await app.call("DELETE", "/v1/sessions/s", b"", {})).status == 200
-    assert app.gateway.live.histories.of(("local", "s")) is None
+    assert app.model.live.histories.of(("local", "s")) is None
     await app.post("/v1/completions", {"model": MODEL, "prompt": "x", "session_id": "s"})
     assert "title" not in (await app.get("/v1/sessions/s")).json
 

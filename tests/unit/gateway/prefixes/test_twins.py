@@ -143,10 +143,10 @@ async def test_a_twin_is_shown_as_its_turn_and_counted_once(streams: bool) -> No
     tasks = [asking.ask(stream=streams) for _ in range(2)]
     await until(lambda: engine.asked)
     await asking.joined(1)
-    with app.gateway.live.reading(None) as scope:
+    with app.model.live.reading(None) as scope:
 
         def now() -> Any:
-            app.gateway.live.look()
+            app.model.live.look()
             return json.loads(b"".join(scope.snapshot()))["now"]
 
         assert [x["phase"] for x in now()["requests"]] == ["prefill", "prefill"]
@@ -156,4 +156,4 @@ async def test_a_twin_is_shown_as_its_turn_and_counted_once(streams: bool) -> No
         engine.slow.say(*([*SAID, b"data: %b\n\n" % usage, DONE] if streams else [usage]), b"")
         await asyncio.gather(*tasks)
         assert now()["turns_today"] == 1
-    await app.gateway.live.close()
+    await app.model.live.close()

@@ -74,12 +74,12 @@ class Asking:
     @property
     def running(self) -> SharedTurn[LiveRequest]:
         """The only turn that runs."""
-        (running,) = self._app.gateway.twins.running.values()
+        (running,) = self._app.model.twins.running.values()
         return running
 
     async def joined(self, num: int) -> None:
         """Wait until a turn has so many twins."""
-        running = self._app.gateway.twins.running
+        running = self._app.model.twins.running
         await until(lambda: [x.num_twins for x in running.values()] == [num])
 
     def ask(

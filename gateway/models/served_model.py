@@ -1,0 +1,157 @@
+"""One model that is served: its engine, its sessions, and what is known of their prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engines.base import Engine, EngineError, EngineUnavailable
+from engines.openai.images import Sight
+from engines.wire import Welcome
+from gateway.config import GatewayConfig
+from gateway.identity.known_chats import KnownChats
+from gateway.keys import Tenant
+from gateway.live.live import Live
+from gateway.live.requests import LiveRequest
+from gateway.prefixes.prefix_watch import PrefixWatch
+from gateway.prefixes.twins import Twins
+from gateway.telemetry.gauges import Gauges
+from scheduler.sessions import SessionManager
+
+ENGINE_POLL_S = 0.05
+FIGURES_S = 0.5  # an engine that does not answer must not make /metrics wait
+MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """One model, its engine and its sessions. Only the last two fields ever change."""
+
+    engine: Engine
+    sessions: SessionManager
+    live: Live
+    chats: KnownChats
+    remote_images: bool  # gateway.remote_images
+    given_name: str = ""  # in the settings; "" = as its engine says
+    aliases: Sequence[str] = ()  # further names, of this model only
+    prefixes: PrefixWatch = field(default_factory=PrefixWatch)
+    twins: Twins[LiveRequest] = field(default_factory=Twins)
+    has_served: bool = False  # the engine was ready for some request
+    num_awaiting: int = 0  # requests that wait for the engine to come back
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        sessions: SessionManager,
+        config: GatewayConfig,
+        on_saved: Callable[[str, float], None] = lambda source, seconds: None,
+        *,
+        name: str = "",
+        aliases: Sequence[str] = (),
+    ) -> ServedModel:
+        """Make a model of its engine and its sessions; nothing is started.
+
+        Args:
+            on_saved: called with each prefill that a turn was spared; see ``Live``.
+            name: "" = as its engine says, once it is ready.
+        """
+        live, chats = Live(engine, sessions, on_saved=on_saved), KnownChats(config.max_known_chats)
+        return cls(engine, sessions, live, chats, config.remote_images, name, aliases)
+
+    @property
+    def served(self) -> Welcome:
+        """The engine's account of itself. Raises ``EngineUnavailable`` while it is not ready."""
+        welcome = self.engine.welcome
+        if welcome is None:
+            raise EngineUnavailable(self.engine.trouble)
+        return welcome
+
+    @property
+    def name(self) -> str:
+        """The name that clients use for it.
+
+        Raises:
+            EngineUnavailable: the settings do not name it, and its engine is not ready.
+        """
+        return self.given_name or self.served.model
+
+    @property
+    def label(self) -> str:
+        """Its name, for lists and logs; "" while nothing has said it yet."""
+        welcome = self.engine.welcome
+        return self.given_name or (welcome.model if welcome else "")
+
+    def goes_by(self, asked: str) -> bool:
+        """Tell whether that is its name or one of its aliases. Raises as ``name`` does."""
+        return asked == self.name or asked in self.aliases
+
+    @property
+    def sight(self) -> Sight:
+        """The images that the engine takes. Raises ``EngineUnavailable`` as ``served`` does."""
+        return Sight(self.served.sees_images, self.remote_images)
+
+    @property
+    def trouble(self) -> str:
+        """The reason why it takes no turns now, as a sentence; "" if it does."""
+        if not self.engine.ready:
+            return self.engine.trouble
+        if not self.sessions.settled:
+            return "The engine has just started and is being asked for its sessions."
+        return ""
+
+    def knows(self, tenant: Tenant, session_id: str) -> bool:
+        """Tell whether the tenant has a session of that id here."""
+        return self.sessions.get(tenant.session(session_id)) is not None
+
+    def is_quiet(self, tenant: Tenant, session_id: str) -> bool:
+        """Tell whether the tenant has a session of that id, and nothing of it is being served."""
+        seen = self.sessions.get(tenant.session(session_id))
+        return seen is not None and seen.state not in ("active", "waking")
+
+    async def served_soon(self, wait_s: float, ending: Callable[[], bool]) -> Welcome:
+        """Return ``served``; an engine that died first gets ``wait_s`` to come back.
+
+        An engine that has never been ready is still reading its weights: a request that comes too
+        early is refused at once.
+
+        Args:
+            ending: returns True once the server is shutting down.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or not again in time.
+        """
+        if self.has_served and self.num_awaiting < MAX_AWAITING:
+            self.num_awaiting += 1
+            try:
+                await self._wait_for_engine(wait_s, ending)
+            finally:
+                self.num_awaiting -= 1
+        served = self.served
+        self.has_served = True
+        return served
+
+    async def _wait_for_engine(self, wait_s: float, ending: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_s
+        while not self.engine.ready and not ending() and loop.time() < until:
+            await asyncio.sleep(ENGINE_POLL_S)
+
+    async def gauges(self) -> Gauges:
+        """Gather the figures of this moment; without the engine's if it does not answer."""
+        try:
+            async with asyncio.timeout(FIGURES_S):
+                report = await self.engine.stats() if self.engine.ready else None
+        except (EngineError, TimeoutError):
+            report = None
+        return Gauges(
+            model=self.given_name,
+            ready=self.engine.ready,
+            num_running=self.sessions.num_running,
+            num_waiting=self.sessions.num_waiting,
+            engine=report,
+            memory_available_bytes=self.sessions.headroom.available_bytes,
+            sessions=Counter((x.state.value, x.tier or "") for x in self.sessions.table),
+        )
