@@ -107,7 +107,10 @@ class Engine(Protocol):
         """True once it is known that it cannot serve as things are; the log says why."""
 
     async def start(self) -> None:
-        """Start or attach; returns at once, ``ready`` turns true later."""
+        """Start or attach; returns at once, ``ready`` turns true later.
+
+        After ``stop`` it may be called again: a model is loaded again so.
+        """
 
     async def stop(self, drain_s: float) -> None:
         """End it; running requests get ``drain_s`` seconds. Safe to call twice."""

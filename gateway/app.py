@@ -27,6 +27,7 @@ from gateway.keys import Tenants
 from gateway.limits.key_limits import KeyLimits, usual_limits
 from gateway.live.places import StreamPlaces
 from gateway.metrics import Metrics
+from gateway.models.loading import Loading
 from gateway.models.models import Models
 from gateway.models.served_model import ServedModel
 from gateway.openai import (
@@ -61,10 +62,12 @@ def create_app(
     tenants: Tenants,
     metrics: Metrics,
     stored: Stored | None = None,
+    loading: Loading | None = None,
 ) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
-    Its lifespan starts and stops the engines. Without ``stored`` nothing is stored.
+    Its lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
+    without ``loading`` all models are loaded from the start.
     """
     gateway = Gateway(
         config=config,
@@ -72,6 +75,7 @@ def create_app(
         tenants=tenants,
         metrics=metrics,
         stored=stored or Stored(),
+        loading=loading,
         bodies=BodyBudget(config.max_bodies_bytes),
         limits=KeyLimits(usual_limits(config)),
         keys=KeyList(tenants, config),
@@ -116,15 +120,19 @@ def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManag
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         housekeeping = []
         for model in gateway.models:
-            await model.engine.start()
+            if model.on_demand is None:
+                await model.engine.start()
             keeping = _keep_house(model.sessions)
             housekeeping.append(asyncio.create_task(keeping, name="sessions"))
+        if gateway.loading is not None:
+            housekeeping.append(asyncio.create_task(gateway.loading.run(), name="model-loading"))
         gateway.stored.start()
         try:
             yield
         finally:
-            for model, task in zip(gateway.models, housekeeping, strict=True):
+            for model in gateway.models:
                 model.sessions.stop_admitting()
+            for task in housekeeping:
                 task.cancel()
             await asyncio.gather(*housekeeping, return_exceptions=True)
             await asyncio.gather(*(x.engine.stop(0) for x in gateway.models))

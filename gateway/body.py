@@ -83,10 +83,12 @@ async def body_for_engine(request: Request, *, empty: bytes = b"") -> AsyncItera
         InvalidRequest: 404, there are several models, and it names none of them.
     """
     gateway = gateway_of(request)
-    if len(gateway.models) == 1:  # before the body is read: a request that waits holds no memory
-        await gateway.served_soon(gateway.models.default)
+    only = gateway.models.only
+    if only is not None:  # before the body is read: a request that waits holds no memory
+        await gateway.enter(only, request)
     async with parsed(gateway, request, empty=empty) as body:
-        await gateway.served_soon(body.model)
+        if only is None:
+            await gateway.enter(body.model, request)
         yield body
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.requests import Request
 
+from engines.asgi import while_client_stays
 from engines.openai.requests import InvalidRequest
 from engines.wire import Welcome
 from gateway.access.key_list import KeyList
@@ -17,9 +19,10 @@ from gateway.edge.body_budget import BodyBudget, body_share_of
 from gateway.errors import Failure, Refused
 from gateway.keys import Tenant, Tenants
 from gateway.limits.accounts import account_of
-from gateway.limits.key_limits import KeyLimits
+from gateway.limits.key_limits import KeyLimits, key_share_of
 from gateway.live.places import StreamPlaces
 from gateway.metrics import Metrics
+from gateway.models.loading import Loading
 from gateway.models.models import Models
 from gateway.models.served_model import ENGINE_POLL_S, ServedModel
 from gateway.stored.seal import SealedText
@@ -43,6 +46,7 @@ class Gateway:
     event_places: StreamPlaces
     keys: KeyList
     stored: Stored = field(default_factory=Stored)
+    loading: Loading | None = None  # None: every model is loaded for as long as the server runs
     tracing: Tracing = field(default_factory=PassOn)
     log_ring: LogRing = field(default_factory=LogRing)
     started_at: int = field(default_factory=lambda: int(time.time()))
@@ -71,12 +75,20 @@ class Gateway:
         """Return what seals texts for the tenant to keep, and opens them again."""
         return SealedText(self.tenants.key_of(tenant.name, b"compaction"))
 
-    async def served_soon(self, model: ServedModel) -> Welcome:
-        """Return a model's ``served``; an engine that died first gets ``engine_wait_s``.
+    async def enter(self, model: ServedModel, request: Request) -> Welcome:
+        """Have a model loaded until the request ends, and return its engine's account of itself.
+
+        An engine that died first gets ``engine_wait_s`` to come back.
 
         Raises:
+            ClientGone: the client left while the model was being loaded.
             EngineUnavailable: the engine is not ready, or not again in time.
         """
+        if (on_demand := model.on_demand) is not None and self.loading is not None:
+            share = key_share_of(request.scope)
+            assert share is not None, "a request is charged before it asks for a model"
+            await while_client_stays(request.receive, partial(self.loading.enter, on_demand))
+            share.on_leaving(partial(self.loading.leave, on_demand))
         return await model.served_soon(self.config.engine_wait_s, lambda: self.draining)
 
     @property
@@ -99,6 +111,8 @@ class Gateway:
         Streams that are cut off then end with an error event, as they do when an engine dies.
         """
         self.draining = True
+        if self.loading is not None:
+            self.loading.end()
         for model in self.models:
             model.live.end()
             model.sessions.stop_admitting()

@@ -32,18 +32,19 @@ async def readyz(request: Request) -> Response:
     troubles = [model.trouble for model in gateway.models]
     if all(troubles):
         return Failure(503, troubles[0], None, "engine_unavailable").response()
-    model = next(x for x in gateway.models if not x.trouble)
+    taking = [x for x in gateway.models if not x.trouble]
+    model = next((x for x in taking if x.engine.ready), taking[0])
     model.sessions.headroom.admit()
-    served = model.served
+    served = model.engine.welcome
     about: dict[str, object] = {
         "status": "ready",
-        "engine": served.engine,
-        "model": served.model,
-        "hibernation": served.hibernation,
-        "reason": served.hibernation_reason,
+        "engine": served.engine if served else None,
+        "model": model.name,
+        "hibernation": served.hibernation if served else None,
+        "reason": served.hibernation_reason if served else "",
     }
     if len(gateway.models) > 1:
-        about["models"] = {x.label: x.trouble or "ready" for x in gateway.models}
+        about["models"] = {x.label: x.trouble or x.state for x in gateway.models}
     return _json(about)
 
 

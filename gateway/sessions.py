@@ -59,7 +59,7 @@ async def demote(request: Request) -> Response:
 async def prefetch(request: Request) -> Response:
     """Wake a session before its next turn comes."""
     model, session = await _addressed_by_post(request)
-    await gateway_of(request).served_soon(model)
+    await gateway_of(request).enter(model, request)
     return _one(model, await model.sessions.prefetch(session))
 
 
@@ -105,6 +105,9 @@ async def forget(request: Request) -> Response:
     )
     beside = msgspec.structs.replace(session, id=session.id + SUFFIX)
     models = _models(request)
+    for model in models:
+        if any(model.sessions.get(x) for x in (session, beside)):
+            await gateway.enter(model, request)  # nobody else could remove it from the disk
     known = [await model.sessions.forget(x) for model in models for x in (session, beside)]
     if not any(known) and not num_stored:
         raise _unknown_session()

@@ -158,6 +158,19 @@ class SessionManager:
             self._observers.decision("refused-memory" if scarce else "refused-full")
             raise
 
+    def engine_unloaded(self, rests_in: TierName) -> None:
+        """Note that the engine has ended on purpose, after it saved all sessions.
+
+        Args:
+            rests_in: the tier that outlives an engine. What is really there, the next one says.
+        """
+        for session in list(self.table):
+            if session.state is State.IDLE:
+                session.apply(Event.EVICTED, "unloaded")
+            if session.state is State.COLD and session.tier in (None, "ram"):
+                session.tier = rests_in
+                self._observers.row_changed(session.ref)
+
     def stop_admitting(self) -> None:
         """Refuse new turns from now on; running ones go on."""
         self._admission.close()

@@ -102,6 +102,12 @@ class ControlLink:
             await asyncio.sleep(retry_s)
             retry_s = min(RETRY_CAP_S, retry_s * 2)
 
+    def forget(self) -> None:
+        """Know nothing of the engine any more; to be called when ``run`` has been cancelled."""
+        self.welcome = self.codec = None
+        self.was_welcomed = False
+        self.trouble = self._why_absent
+
     async def ask(self, verb: Verb, deadline_s: float) -> VerbAnswer:
         """Send one verb and wait for its answer.
 

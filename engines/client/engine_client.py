@@ -95,6 +95,7 @@ class EngineClient:
         return False
 
     async def start(self) -> None:
+        self._stopping = False
         self._running_link = asyncio.create_task(self._link.run(), name="engine-control")
 
     def restart(self, why: str) -> None:
@@ -110,6 +111,7 @@ class EngineClient:
             with suppress(asyncio.CancelledError):
                 await self._running_link
             self._running_link = None
+            self._link.forget()
 
     async def _drain(self, drain_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -146,11 +146,11 @@ class KeyShare:
         self._counts = counts
         self._num_places = num_places
         self._inside = True
-        self._on_leaving: Callable[[], None] = lambda: None
+        self._on_leaving: list[Callable[[], None]] = []
 
     def on_leaving(self, then: Callable[[], None]) -> None:
         """Have ``then`` called when the request has ended."""
-        self._on_leaving = then
+        self._on_leaving.append(then)
 
     def headers(self) -> Headers:
         """Return ``x-ratelimit-*``, in OpenAI's words."""
@@ -165,7 +165,8 @@ class KeyShare:
         if self._inside:
             self._inside = False
             self._counts.running -= self._num_places
-            self._on_leaving()
+            for then in self._on_leaving:
+                then()
 
 
 def key_share_of(scope: Scope) -> KeyShare | None:

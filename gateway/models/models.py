@@ -27,6 +27,11 @@ class Models:
         """The model of requests that name none."""
         return self._models[0]
 
+    @property
+    def only(self) -> ServedModel | None:
+        """The one model, if there is one, and it is loaded for as long as the server runs."""
+        return self.default if len(self) == 1 and self.default.on_demand is None else None
+
     def meant(self, asked: object, config: GatewayConfig) -> ServedModel:
         """Return the model that a body's ``model`` means.
 

@@ -15,6 +15,7 @@ from gateway.identity.known_chats import KnownChats
 from gateway.keys import Tenant
 from gateway.live.live import Live
 from gateway.live.requests import LiveRequest
+from gateway.models.loading import OnDemand, State
 from gateway.prefixes.prefix_watch import PrefixWatch
 from gateway.prefixes.twins import Twins
 from gateway.telemetry.gauges import Gauges
@@ -38,7 +39,8 @@ class ServedModel:
     aliases: Sequence[str] = ()  # further names, of this model only
     prefixes: PrefixWatch = field(default_factory=PrefixWatch)
     twins: Twins[LiveRequest] = field(default_factory=Twins)
-    has_served: bool = False  # the engine was ready for some request
+    on_demand: OnDemand | None = None  # None: it is loaded for as long as the server runs
+    seen: Welcome | None = None  # what its engine said when a request last found it ready
     num_awaiting: int = 0  # requests that wait for the engine to come back
 
     @classmethod
@@ -51,6 +53,7 @@ class ServedModel:
         *,
         name: str = "",
         aliases: Sequence[str] = (),
+        on_demand: OnDemand | None = None,
     ) -> ServedModel:
         """Make a model of its engine and its sessions; nothing is started.
 
@@ -59,7 +62,9 @@ class ServedModel:
             name: "" = as its engine says, once it is ready.
         """
         live, chats = Live(engine, sessions, on_saved=on_saved), KnownChats(config.max_known_chats)
-        return cls(engine, sessions, live, chats, config.remote_images, name, aliases)
+        return cls(
+            engine, sessions, live, chats, config.remote_images, name, aliases, on_demand=on_demand
+        )
 
     @property
     def served(self) -> Welcome:
@@ -94,8 +99,17 @@ class ServedModel:
         return Sight(self.served.sees_images, self.remote_images)
 
     @property
+    def state(self) -> str:
+        """Whether it is loaded, in a word."""
+        if self.on_demand is not None and self.on_demand.state is not State.LOADED:
+            return str(self.on_demand.state.value)
+        return "loaded" if self.engine.ready else "loading"
+
+    @property
     def trouble(self) -> str:
-        """The reason why it takes no turns now, as a sentence; "" if it does."""
+        """The reason why it takes no turns now, as a sentence; "" if it does, or loads for them."""
+        if self.on_demand is not None and self.on_demand.state is not State.LOADED:
+            return ""
         if not self.engine.ready:
             return self.engine.trouble
         if not self.sessions.settled:
@@ -123,14 +137,14 @@ class ServedModel:
         Raises:
             EngineUnavailable: the engine is not ready, or not again in time.
         """
-        if self.has_served and self.num_awaiting < MAX_AWAITING:
+        if self.seen is not None and self.num_awaiting < MAX_AWAITING:
             self.num_awaiting += 1
             try:
                 await self._wait_for_engine(wait_s, ending)
             finally:
                 self.num_awaiting -= 1
         served = self.served
-        self.has_served = True
+        self.seen = served
         return served
 
     async def _wait_for_engine(self, wait_s: float, ending: Callable[[], bool]) -> None:

@@ -38,19 +38,22 @@ async def show_model(request: Request) -> Response:
 
 
 def _model(gateway: Gateway, model: ServedModel, name: str) -> dict[str, Any]:
+    welcome = model.engine.welcome or model.seen
+    max_context = welcome.max_context if welcome else None  # until it was loaded once
     created = datetime.fromtimestamp(gateway.started_at, UTC)
     return {
         "id": name,
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "thermocline",
-        "max_model_len": model.served.max_context,
+        "max_model_len": max_context,
+        "state": model.state,
         # Anthropic's names for the same, for its clients.
         "type": "model",
         "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-        "max_input_tokens": model.served.max_context,
+        "max_input_tokens": max_context,
     }
 
 

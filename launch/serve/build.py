@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 from fastapi import FastAPI
 
-from engines.base import Engine, EngineError
+from engines.base import Engine, EngineError, TierName
 from engines.config import WorkerConfig
 from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.keys import BadKeyLine, Tenants
 from gateway.metrics import Metrics
+from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ServedModel
 from gateway.telemetry.tracing import PassOn, Tracing
 from kvstore.codecs.names import EXACT
@@ -41,11 +42,27 @@ from launch.serve.preflight import check_memory, check_tiers
 from launch.serve.secret import secret_path, server_secret
 from launch.serve.stored import stored_objects
 from launch.settings.default_budgets import weights_bytes
-from launch.settings.effective_settings import EffectiveSettings, require_installed
+from launch.settings.effective_settings import (
+    EffectiveSettings,
+    EngineSettings,
+    require_installed,
+)
+from launch.settings.engine_entry import EngineEntry
 from launch.settings.schema import Settings
+from launch.settings.several_engines import at_once
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.launch")
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine, the settings that it was made by, and its model; nothing runs yet."""
+
+    effective: EffectiveSettings
+    engine: Engine
+    model_name: str
+    blas: Blas | None  # None: the engine is not one that needs it
 
 
 @dataclass(frozen=True)
@@ -53,65 +70,114 @@ class BuiltServer:
     """An app with everything behind it, ready to start; nothing runs yet."""
 
     app: FastAPI
-    engine: Engine
-    model_name: str
+    engines: Sequence[BuiltEngine]
     tenants: Tenants
-    blas: Blas | None  # None: the engine is not one that needs it
+
+    @property
+    def gave_up(self) -> bool:
+        """True once it is known that no engine can serve as things are."""
+        return all(x.engine.gave_up for x in self.engines)
 
 
 @contextmanager
 def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[BuiltServer]:
-    """Wire everything together; the folder of the sockets exists inside the block only.
+    """Wire everything together; the folders of the sockets exist inside the block only.
 
     Raises:
         UsageError, LaunchError: a setting cannot be followed; says what to do.
     """
-    settings, kind = effective.settings, effective.engine_kind
+    settings = effective.settings
     tenants = _tenants(settings, effective.folders.data)
     _check_reach(settings, tenants)
     _check_admins(settings.gateway, tenants)
-    _check_codecs(settings.store)
+    entries = effective.engines or (EngineSettings(EngineEntry(name=""), effective),)
+    models = [_checked_model(x.effective) for x in entries]
+    _check_memory(entries, models, settings)
+    with ExitStack() as stack:
+        metrics, served, engines, on_demand = Metrics(), [], [], []
+        for (entry, own), model in zip(entries, models, strict=True):
+            built = _built_engine(own, model, environ, stack)
+            sessions = SessionManager(
+                built.engine,
+                settings.scheduler,
+                salt_of=tenants.salt_of,
+                observer=metrics,
+                memory=machine_memory,
+            )
+            if entry.load == "on-demand":
+                on_demand.append(_on_demand(entry, own.settings, built.engine, sessions))
+            served.append(
+                ServedModel.of(
+                    built.engine,
+                    sessions,
+                    settings.gateway,
+                    metrics.saved,
+                    name=entry.name,
+                    aliases=entry.aliases,
+                    on_demand=on_demand[-1] if entry.load == "on-demand" else None,
+                )
+            )
+            engines.append(built)
+        stored = stored_objects(
+            settings.gateway, settings.store, effective.folders.data, tenants.key_of
+        )
+        loading = Loading(on_demand, settings.capacity.on_demand) if on_demand else None
+        app = create_app(settings.gateway, served, tenants, metrics, stored, loading)
+        app.state.gateway.tracing = _tracing(settings.gateway)
+        yield BuiltServer(app, engines, tenants)
+
+
+def _checked_model(effective: EffectiveSettings) -> Model:
+    """Find the model of an engine, and check that it can be served by its settings."""
+    _check_codecs(effective.settings.store)
     require_installed(effective)
+    model = _model(effective)
+    check_family(effective, model)
+    check_hot_codec(effective, model)
+    check_hot_budget(effective, model)
+    return model
+
+
+def _built_engine(
+    effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
+) -> BuiltEngine:
+    settings, kind = effective.settings, effective.engine_kind
     attached = kind == "attached"  # it has folders of its own
     cache = effective.folders.cache
     compiled = {} if attached else compile_environment(cache, environ)
     blas = find_blas(environ, cache) if kind == "mlx" else None
-    model = _model(effective)
-    check_family(effective, model)
-    check_hot_codec(effective, model)
-    _check_memory(effective, model)
-    check_hot_budget(effective, model)
     store = _store(effective, model)
     if kind in ("mlx", "vllm"):
         ranks = settings.engine.vllm.tensor_parallel if kind == "vllm" else 0
         check_tiers(store, vllm_ranks=ranks)
-    with nullcontext("") if attached else server_folder(cache, environ) as runtime_dir:
-        worker = WorkerConfig(
-            engine=settings.engine,
-            store=store,
-            model_path=model.path,
-            served_model_name=model.name,
-            runtime_dir=str(runtime_dir),
-            token=settings.engine.token or secrets.token_urlsafe(32),
-            data_path=str(effective.folders.data),
-            log_level=settings.log_level,
+    runtime_dir = "" if attached else stack.enter_context(server_folder(cache, environ))
+    worker = WorkerConfig(
+        engine=settings.engine,
+        store=store,
+        model_path=model.path,
+        served_model_name=model.name,
+        runtime_dir=str(runtime_dir),
+        token=settings.engine.token or secrets.token_urlsafe(32),
+        data_path=str(effective.folders.data),
+        log_level=settings.log_level,
+    )
+    engine = _engine(kind, worker, {**compiled, **CHILD_ENV, **(blas.env if blas else {})})
+    return BuiltEngine(effective, engine, model.name, blas)
+
+
+def _on_demand(
+    entry: EngineEntry, settings: Settings, engine: Engine, sessions: SessionManager
+) -> OnDemand:
+    """Make what loads and unloads a model. Raises ``UsageError``: its sessions would be lost."""
+    store = settings.store
+    rests_in: TierName | None = "disk" if store.disk_bytes else "redis" if store.redis_url else None
+    if rests_in is None:
+        raise UsageError(
+            f"engines, {entry.name}: load = on-demand needs a disk tier (--disk) or Redis"
+            " (--redis): its sessions rest there while it is not loaded"
         )
-        engine = _engine(kind, worker, {**compiled, **CHILD_ENV, **(blas.env if blas else {})})
-        metrics = Metrics()
-        sessions = SessionManager(
-            engine,
-            settings.scheduler,
-            salt_of=tenants.salt_of,
-            observer=metrics,
-            memory=machine_memory,
-        )
-        stored = stored_objects(
-            settings.gateway, settings.store, effective.folders.data, tenants.key_of
-        )
-        served = ServedModel.of(engine, sessions, settings.gateway, metrics.saved)
-        app = create_app(settings.gateway, [served], tenants, metrics, stored)
-        app.state.gateway.tracing = _tracing(settings.gateway)
-        yield BuiltServer(app, engine, model.name, tenants, blas)
+    timeout_s = settings.engine.start_timeout_s
+    return OnDemand(entry.name, engine, sessions, entry.unload_after_s, timeout_s, rests_in)
 
 
 def _tracing(config: GatewayConfig) -> Tracing:
@@ -148,14 +214,27 @@ def _model(effective: EffectiveSettings) -> Model:
     return replace(model, name=engine.served_model_name or model.name)
 
 
-def _check_memory(effective: EffectiveSettings, model: Model) -> None:
-    if effective.engine_kind in ("attached", "fake"):  # its memory is taken already, or not ours
+def _check_memory(
+    entries: Sequence[EngineSettings], models: Sequence[Model], settings: Settings
+) -> None:
+    """Check that all models that may be loaded at once fit into the machine's memory."""
+    # The memory of the others is taken already, or not ours.
+    ours = [x.effective.engine_kind not in ("attached", "fake") for x in entries]
+    if not any(ours):
         return
-    settings, elsewhere = effective.settings, effective.hot_on_gpu
+    here = [x and not y.effective.hot_on_gpu for x, y in zip(ours, entries, strict=True)]
+    weights = [
+        weights_bytes(model.folder, False) if own and model.folder is not None else 0
+        for model, own in zip(models, here, strict=True)
+    ]
+    hot = [y.effective.settings.engine.hot_bytes * x for x, y in zip(here, entries, strict=True)]
+    ram = [y.effective.settings.store.ram_bytes * x for x, y in zip(ours, entries, strict=True)]
+    rows, places = [x.entry for x in entries], settings.capacity.on_demand
+    known = None if None in weights else at_once(rows, places, [x or 0 for x in weights])
     check_memory(
-        weights=None if elsewhere or model.folder is None else weights_bytes(model.folder, False),
-        hot_bytes=0 if elsewhere else settings.engine.hot_bytes,
-        ram_bytes=settings.store.ram_bytes,
+        weights=known,
+        hot_bytes=at_once(rows, places, hot),
+        ram_bytes=at_once(rows, places, ram),
         free_bytes=settings.scheduler.memory_low_bytes,
         available=machine_memory(),
     )

@@ -9,14 +9,16 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
+from engines.base import Engine
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
+from gateway.context import Gateway
 from gateway.server import DrainingServer, server_of
 from launch.calibrate.profile_watch import ProfileWatch
 from launch.machine.installation import require_own_packages
@@ -52,26 +54,29 @@ def serve(
     configure_logging(effective.settings.log_level, effective.settings.log_format)
     require_own_packages()
     config = effective.settings.gateway
-    raise_open_files(effective.engine_kind)
+    engines = [x.effective for x in effective.engines] or [effective]
+    kinds = [x.engine_kind for x in engines]
+    raise_open_files("mlx" if "mlx" in kinds else kinds[0])
     with ExitStack() as stack:
         sock = stack.enter_context(take_port(config))
         sockets = [sock, *_admin_sockets(stack, config)]
-        if effective.engine_kind in ("mlx", "vllm") and effective.settings.store.disk_bytes:
-            disk = effective.settings.store.disk_path or effective.folders.data
-            stack.enter_context(sole_server(Path(disk).expanduser()))
+        for each in engines:
+            if each.engine_kind in ("mlx", "vllm") and each.settings.store.disk_bytes:
+                disk = each.settings.store.disk_path or each.folders.data
+                stack.enter_context(sole_server(Path(disk).expanduser()))
         built = stack.enter_context(build(effective, environ))
         keep_lines(built.app.state.gateway.log_ring)
-        for each in sockets:
-            listen(each, config)
+        for each_socket in sockets:
+            listen(each_socket, config)
         server = server_of(built.app, config)
         url = url_of(sock)
         _say_settings(effective, built, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            watch = ProfileWatch(effective, built.engine)
+            watches = [ProfileWatch(x.effective, x.engine) for x in built.engines]
             reload = Reload(built.app.state.gateway, effective, reread or (lambda: effective))
-            runner.run(_run(server, sockets, built, url, watch, reload))
+            runner.run(_run(server, sockets, built, url, watches, reload))
     log.info("stopped")
-    return 0 if server.started and not built.engine.gave_up else 1
+    return 0 if server.started and not built.gave_up else 1
 
 
 def _admin_sockets(stack: ExitStack, config: GatewayConfig) -> list[socket.socket]:
@@ -92,13 +97,13 @@ async def _run(
     sockets: list[socket.socket],
     built: BuiltServer,
     url: str,
-    watch: ProfileWatch,
+    watches: Sequence[ProfileWatch],
     reload: Callable[[], None],
 ) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     tasks = [
         asyncio.create_task(_wait_for(built, server, url), name="wait-for-engine"),
-        asyncio.create_task(watch.run(), name="profile-watch"),
+        *(asyncio.create_task(x.run(), name="profile-watch") for x in watches),
     ]
     try:
         await server.serve(sockets=sockets)
@@ -109,20 +114,31 @@ async def _run(
 
 
 async def _wait_for(built: BuiltServer, server: DrainingServer, url: str) -> None:
-    """Wait until the first turn can be taken; stop the server if it is certain that none can."""
-    engine = built.engine
+    """Wait until each model is loaded; stop the server if it is certain that none can be."""
+    gateway: Gateway = built.app.state.gateway
+    always = [x for x in gateway.models if x.on_demand is None]
+    await asyncio.gather(*(_wait_for_one(x.engine, built, server) for x in always))
+    if server.should_exit:
+        return
+    model = gateway.models.default
+    for other in gateway.models:
+        if other.on_demand is not None:
+            log.info("model %s is loaded when it is asked for", other.name)
+    log.info("try: %s", example(model.label, url, needs_key=not built.tenants.open_to_all))
+    log.info("look: %s/ui", url)
+
+
+async def _wait_for_one(engine: Engine, built: BuiltServer, server: DrainingServer) -> None:
     began, said = time.monotonic(), ""
     while (welcome := engine.welcome) is None:
         if engine.gave_up:
-            server.should_exit = True
+            server.should_exit = server.should_exit or built.gave_up
             return
         if (trouble := engine.trouble) != said:
             said = trouble
             log.info("waiting: %s", trouble)
         await asyncio.sleep(LOOK_EVERY_S)
     _announce(welcome, time.monotonic() - began)
-    log.info("try: %s", example(welcome.model, url, needs_key=not built.tenants.open_to_all))
-    log.info("look: %s/ui", url)
 
 
 def _announce(welcome: Welcome, took_s: float) -> None:
@@ -151,7 +167,9 @@ def example(model: str, url: str, *, needs_key: bool) -> str:
 
 def _say_settings(effective: EffectiveSettings, built: BuiltServer, url: str) -> None:
     settings = effective.settings
-    log.info("listening on %s; model %s is being loaded", url, built.model_name)
+    names = [x.model_name for x in built.engines]
+    what = f"model {names[0]} is being loaded" if len(names) == 1 else f"models {', '.join(names)}"
+    log.info("listening on %s; %s", url, what)
     log.info(
         "budgets: hot %s, ram %s, disk %s%s; codec %s",
         show_bytes(settings.engine.hot_bytes),
@@ -162,5 +180,5 @@ def _say_settings(effective: EffectiveSettings, built: BuiltServer, url: str) ->
     )
     for line in effective.capacity:
         log.info("capacity: %s", line)
-    if built.blas is not None:
-        log.log(logging.INFO if built.blas.fast else logging.WARNING, "%s", built.blas.message)
+    if (blas := next((x.blas for x in built.engines if x.blas is not None), None)) is not None:
+        log.log(logging.INFO if blas.fast else logging.WARNING, "%s", blas.message)

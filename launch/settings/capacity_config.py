@@ -14,6 +14,7 @@ class CapacityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     sessions: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0  # 0 = no wish
     context: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0  # tokens of each
+    on_demand: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # such models that are loaded at once
 
     def __post_init__(self) -> None:
         if bool(self.sessions) != bool(self.context):

@@ -6,25 +6,35 @@ import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from engines.config import EngineConfig
-from launch.errors import LaunchError
+from launch.errors import LaunchError, UsageError
 from launch.machine.folders import Folders, folders
 from launch.machine.gpus import Gpu, find_gpus
 from launch.machine.interpreters import find_python, require_vllm
 from launch.machine.memory import available_memory, free_disk
 from launch.sample.sample_model import WEIGHTS_BYTES
 from launch.settings.default_budgets import default_budgets, weights_bytes
+from launch.settings.engine_entry import EngineEntry, check_entries
 from launch.settings.fields import Value
-from launch.settings.schema import Resolved, Settings, resolve
+from launch.settings.schema import Resolved, Settings, laid_over, resolve
+from launch.settings.several_engines import at_once, budget_layers, entry_layer
 from launch.settings.sources import Layer
 
 ATTACHABLE = ("auto", "mlx", "vllm", "attached")
 # It often does not know how to end, and its context takes minutes to fill.
 SAMPLE_ANSWER = Value(1024, "the sample model")
 INSTALL_MLX = "pip install 'thermocline[mlx]' (or bash launch/install.sh in a checkout)"
+
+
+class EngineSettings(NamedTuple):
+    """One of several engines: its entry, and the settings that it would have as the only one."""
+
+    entry: EngineEntry
+    effective: EffectiveSettings
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,8 @@ class EffectiveSettings:
     widens: bool = False  # dtype "auto" means float32, which CPUs multiply fastest
     capacity: tuple[str, ...] = ()  # what was chosen for capacity.sessions, in words
     assumes_gpu: bool = False  # counted as on a GPU, though there is none here
+    # The settings of each engine, if there are several; () = these here are of the only one.
+    engines: tuple[EngineSettings, ...] = ()
 
     @property
     def settings(self) -> Settings:
@@ -66,25 +78,78 @@ def effective_settings(
         "data_dir": Value(str(where.data), "this system"),
         "cache_dir": Value(str(where.cache), "this system"),
     }
-    if not chosen.engine.model and kind in ("mlx", "vllm"):
+    if not chosen.engine.model and not chosen.engines and kind in ("mlx", "vllm"):
         fitted["gateway.default_max_tokens"] = SAMPLE_ANSWER
     if kind == "vllm":
         given = chosen.engine.vllm.python
         origin = resolve(layers).origin("engine.vllm.python") if given else "found here"
         layers = [*layers, {"engine.vllm.python": Value(find_python(given), origin)}]
+    alone = _each_alone(layers, chosen, environ, assume_gpu)
+    places = chosen.capacity.on_demand
     fitted |= default_budgets(
         available_memory(),
-        _weights(chosen.engine, kind, widens),
+        _weights_at_once(alone, places) if alone else _weights(chosen.engine, kind, widens),
         free_disk(where.data),
         gpu_bytes=_own_memory(gpus),
     )
-    return EffectiveSettings(
+    effective = EffectiveSettings(
         resolve([fitted, *layers]),
         where,
         kind,
         hot_on_gpu=_own_memory(gpus) > 0,
         widens=widens,
         assumes_gpu=assumes_gpu,
+    )
+    return replace(effective, engines=_divided(effective, alone)) if alone else effective
+
+
+def _each_alone(
+    layers: Sequence[Layer], chosen: Settings, environ: Mapping[str, str], assume_gpu: bool
+) -> list[EngineSettings]:
+    """Find the settings of each of several engines, with budgets as if it were alone."""
+    if not chosen.engines:
+        return []
+    given = next(x["engines"].value for x in reversed(layers) if "engines" in x)
+    check_entries(chosen.engines, given)
+    if chosen.capacity.sessions:
+        raise UsageError(
+            "capacity.sessions is for one model; give several their budgets in bytes (--hot, --ram,"
+            " --disk), and each its share"
+        )
+    data = chosen.store.disk_path or folders(chosen.data_dir, chosen.cache_dir, environ).data
+    return [
+        EngineSettings(
+            entry,
+            effective_settings(
+                [*layers, entry_layer(fields, entry, str(data))], environ, assume_gpu=assume_gpu
+            ),
+        )
+        for entry, fields in zip(chosen.engines, given, strict=True)
+    ]
+
+
+def _weights_at_once(alone: Sequence[EngineSettings], places: int) -> int | None:
+    sizes = [_weights(x.settings.engine, x.engine_kind, x.widens) for _, x in alone]
+    known = [x for x in sizes if x is not None]
+    if len(known) < len(sizes):
+        return None
+    return at_once([entry for entry, _ in alone], places, known)
+
+
+def _divided(
+    effective: EffectiveSettings, alone: Sequence[EngineSettings]
+) -> tuple[EngineSettings, ...]:
+    """Give each engine its part of the machine's budgets."""
+    settings = effective.settings
+    totals = {
+        "engine.hot_bytes": settings.engine.hot_bytes,
+        "store.ram_bytes": settings.store.ram_bytes,
+        "store.disk_bytes": settings.store.disk_bytes,
+    }
+    budgets = budget_layers([x.entry for x in alone], settings.capacity.on_demand, totals)
+    return tuple(
+        EngineSettings(x.entry, replace(x.effective, resolved=laid_over(x.effective.resolved, own)))
+        for x, own in zip(alone, budgets, strict=True)
     )
 
 

@@ -43,6 +43,7 @@ class Fields:
         info = msgspec.inspect.type_info(settings)
         assert isinstance(info, StructType)
         self.types: dict[str, Type] = {}
+        self.tables: dict[str, type[msgspec.Struct]] = {}  # settings that are lists of tables
         self.rooms: list[str] = []
         self._add(info, "")
 
@@ -54,6 +55,10 @@ class Fields:
                 self._add(field.type, f"{name}.")
             else:
                 self.types[name] = field.type
+                if isinstance(field.type, VarTupleType):
+                    item = field.type.item_type
+                    if isinstance(item, StructType):
+                        self.tables[name] = item.cls
 
     def value(self, name: str, given: Any, origin: str, *, is_text: bool) -> Value:
         """Read ``given`` as the value of a known name; sizes and durations may have a unit.

@@ -25,6 +25,7 @@ from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from launch.errors import UsageError
 from launch.settings.capacity_config import CapacityConfig
+from launch.settings.engine_entry import EngineEntry
 from launch.settings.sources import Layer, nested
 from scheduler.config import SchedulerConfig
 
@@ -36,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     store: StoreConfig = StoreConfig()
+    # Several models, each with an engine of its own; () = the one that ``engine`` describes.
+    engines: tuple[EngineEntry, ...] = ()
     capacity: CapacityConfig = CapacityConfig()
     data_dir: str = ""  # holds the server's secret and the cold sessions on disk
     cache_dir: str = ""  # holds what can be made again: the sample model, a BLAS
@@ -73,6 +76,19 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
         raise UsageError(_explain(str(error), origins)) from error
 
 
+def laid_over(resolved: Resolved, layer: Layer) -> Resolved:
+    """Return settings with those of ``layer`` in their place."""
+    tree = msgspec.to_builtins(resolved.settings)
+    for name, value in layer.items():
+        *rooms, field = name.split(".")
+        inner = tree
+        for room in rooms:
+            inner = inner[room]
+        inner[field] = value.value
+    origins = {name: value.origin for name, value in layer.items()}
+    return Resolved(msgspec.convert(tree, Settings), {**resolved.origins, **origins})
+
+
 def _explain(message: str, origins: Mapping[str, str]) -> str:
     """Put the path to the front of "Expected `int` >= 1 - at `$.engine.max_batch`" (msgspec's)."""
     reason, _, path = message.partition(" - at `$.")
@@ -100,9 +116,15 @@ def masked(name: str, value: Any) -> Any:
         return [f"{line.partition(':')[0]}:***" for line in value]
     if name == "engine.token" and value:
         return "***"
+    if name == "engines":
+        return [_masked_entry(x) for x in value]
     if isinstance(value, str) and "://" in value:
         return _without_password(value)
     return value
+
+
+def _masked_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: masked(f"engine.{name}", value) for name, value in entry.items()}
 
 
 def _without_password(url: str) -> str:

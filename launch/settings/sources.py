@@ -63,8 +63,27 @@ def from_toml(fields: Fields, text: str, origin: str) -> Layer:
     for name, given in _flat(fields, tree):
         if name not in fields.types:
             raise unknown(name, origin, fields.types)
-        layer[name] = fields.value(name, given, origin, is_text=False)
+        if name in fields.tables:
+            layer[name] = _tables(fields, name, given, origin)
+        else:
+            layer[name] = fields.value(name, given, origin, is_text=False)
     return layer
+
+
+def _tables(fields: Fields, name: str, given: Any, origin: str) -> Value:
+    """Read a list of tables, each by the fields of its own struct."""
+    if not isinstance(given, list) or not all(isinstance(x, dict) for x in given):
+        raise UsageError(f"{name} in {origin}: write a table [[{name}]] for each")
+    of_entry = Fields(fields.tables[name])
+    tables = []
+    for tree in given:
+        entry: Layer = {}
+        for key, value in _flat(of_entry, tree):
+            if key not in of_entry.types:
+                raise unknown(f"{name}.{key}", origin, {f"{name}.{x}": 0 for x in of_entry.types})
+            entry[key] = of_entry.value(key, value, origin, is_text=False)
+        tables.append(nested(entry))
+    return Value(tables, origin)
 
 
 def _flat(fields: Fields, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -60,6 +60,7 @@ class Supervisor:
         self._folder = folder
         self._env = {**os.environ, **env, "TMPDIR": str(folder / SCRATCH)}
         self._log = logging.getLogger(f"thermocline.engine.{name}")
+        self._rules = rules
         self._policy = RestartPolicy(rules)
         self._served = served
         self._process: Process | None = None
@@ -91,7 +92,9 @@ class Supervisor:
         return "" if self._process else self._last_end and f"the engine {self._last_end}"
 
     async def start(self) -> None:
-        """Start the child; returns at once."""
+        """Start the child; returns at once. After ``stop`` it may be called again."""
+        self._stopping = self._gave_up = False
+        self._policy, self._last_end = RestartPolicy(self._rules), ""
         self._keeping = asyncio.create_task(self._keep_running(), name="engine-supervisor")
 
     async def stop(self, grace_s: float) -> None:
