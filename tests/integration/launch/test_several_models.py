@@ -1,0 +1,215 @@
+"""Several models behind one server, each in an engine process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.launch.test_serve import PROGRAM, Server
+from tests.integration.tiny_models import write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FAKES = """
+[[engines]]
+name = "one"
+kind = "fake"
+[[engines]]
+name = "two"
+kind = "fake"
+aliases = ["deux"]
+load = "on-demand"
+unload_after_s = "1h"
+[[engines]]
+name = "broken"
+kind = "mlx"
+model = "{broken}"
+load = "on-demand"
+"""
+
+
+def ask(
+    server: Server, path: str, body: Any = None, method: str | None = None, **headers: str
+) -> tuple[int, dict[str, str], Any]:
+    request = urllib.request.Request(
+        server.url + path,
+        None if body is None else json.dumps(body).encode(),
+        {
+            "content-type": "application/json",
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        },
+        method=method,
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, dict(answer.headers), json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), json.load(error)
+
+
+def chat(server: Server, model: str, session: str, *said: str) -> tuple[int, str, Any]:
+    """Take a turn; returns status, the cache header and the body."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
+    status, headers, answer = ask(server, "/v1/chat/completions", body, **{"x-session-id": session})
+    return status, headers.get("x-thermocline-cache", ""), answer
+
+
+def states(server: Server) -> dict[str, str]:
+    return {x["id"]: x["state"] for x in ask(server, "/v1/models")[2]["data"]}
+
+
+def start(folder: Path, toml: str) -> Server:
+    (folder / "t.toml").write_text(toml)
+    return Server(folder, "--config", str(folder / "t.toml"))
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("several")
+    (folder / "broken").mkdir()
+    write_model("llama", folder / "broken")
+    for weights in (folder / "broken").glob("*.safetensors"):
+        weights.write_bytes(b"no weights")
+    server = start(folder, FAKES.format(broken=folder / "broken"))
+    yield server
+    server.stop()
+
+
+def test_each_model_answers_under_its_names(fakes):
+    for name, model in [("one", "one"), ("two", "two"), ("deux", "two")]:
+        status, _, answer = chat(fakes, name, "names", "hello")
+        assert (status, answer["model"]) == (200, model)
+    status, _, answer = chat(fakes, "three", "names", "hello")
+    assert status == 404
+    assert answer["error"]["code"] == "model_not_found"
+    assert "'one', 'two', 'broken'" in answer["error"]["message"]
+    assert states(fakes)["two"] == states(fakes)["deux"] == "loaded"
+
+
+def test_a_session_belongs_to_its_model(fakes):
+    chat(fakes, "one", "shared", "hello")
+    chat(fakes, "two", "shared", "hello")
+    rows = [x for x in ask(fakes, "/v1/sessions")[2]["data"] if x["id"] == "shared"]
+    assert sorted(x["model"] for x in rows) == ["one", "two"]
+    (row,) = [x for x in ask(fakes, "/v1/sessions?model=two")[2]["data"] if x["id"] == "shared"]
+    assert row["model"] == "two"
+    assert ask(fakes, "/v1/sessions/shared/demote?model=one", {})[2]["model"] == "one"
+    assert ask(fakes, "/v1/sessions/shared")[2]["model"] == "two"  # used last
+    assert ask(fakes, "/v1/sessions/shared", method="DELETE")[0] == 200
+    assert ask(fakes, "/v1/sessions/shared")[0] == 404
+
+
+def test_a_model_that_cannot_be_loaded_is_503_and_the_others_go_on(fakes):
+    assert states(fakes)["broken"] == "unloaded"
+    status, _, answer = chat(fakes, "broken", "b", "hello")
+    assert status == 503
+    assert "the model broken cannot be loaded" in answer["error"]["message"]
+    assert chat(fakes, "one", "b", "hello")[0] == 200
+    assert ask(fakes, "/readyz")[0] == 200
+    assert states(fakes)["broken"] == "unloaded"
+
+
+def test_metrics_name_the_model(fakes):
+    with urllib.request.urlopen(fakes.url + "/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    assert 'thermocline_engine_ready{model="one"} 1.0' in text
+    assert text.count("# TYPE thermocline_engine_ready ") == 1
+
+
+def test_events_are_of_the_model_that_is_named(fakes):
+    for query, model in [("", "one"), ("?model=two", "two")]:
+        chat(fakes, model, "events", "hello")
+        with urllib.request.urlopen(f"{fakes.url}/v1/events{query}", timeout=30) as stream:
+            while not (line := stream.readline()).startswith(b"data:"):
+                pass
+        assert json.loads(line[5:])["server"]["model"] == model
+
+
+TAKING_TURNS = """
+[engine]
+hot_bytes = "64MiB"
+[store]
+ram_bytes = "64MiB"
+disk_bytes = "256MiB"
+[[engines]]
+name = "one"
+kind = "mlx"
+model = "{model}"
+load = "on-demand"
+[[engines]]
+name = "two"
+kind = "mlx"
+model = "{model}"
+load = "on-demand"
+unload_after_s = 1
+[[engines]]
+name = "always"
+kind = "fake"
+"""
+WORDS = "the ship sailed over the cold sea towards the far coast " * 8
+
+
+@pytest.mark.mlx
+def test_models_that_take_turns_come_back_with_their_conversations(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    write_model("llama", tmp_path / "tiny")
+    server = start(tmp_path, TAKING_TURNS.format(model=tmp_path / "tiny"))
+    try:
+        said: dict[tuple[str, str], list[str]] = {}
+        for turn in range(3):
+            for model in ("one", "two"):
+                for session in ("a", "b"):
+                    history = said.setdefault((model, session), [])
+                    history.append(f"{model} {session} {turn} {WORDS}")
+                    status, cache, answer = chat(server, model, session, *history)
+                    assert status == 200
+                    assert cache.split(";")[0] == ("cold-disk" if turn else "miss")
+                    history.append(answer["choices"][0]["message"]["content"])
+                assert _engines(server) <= 2  # one place, and the fake one
+        tokens = [x["tokens"] for x in ask(server, "/v1/sessions")[2]["data"]]
+        assert len(tokens) == 4 and min(tokens) > 100
+
+        # Sessions of a model that is not loaded are listed, cold, and can be deleted.
+        end = time.monotonic() + 60
+        while states(server)["two"] != "unloaded":
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        rows = ask(server, "/v1/sessions?model=two")[2]["data"]
+        assert [(x["state"], x["tier"]) for x in rows] == [("cold", "disk")] * 2
+        assert ask(server, "/v1/sessions/a?model=two", method="DELETE")[0] == 200
+        _, cache, _ = chat(server, "two", "a", *said["two", "a"], "again")
+        assert cache.startswith("miss")
+    finally:
+        server.stop()
+
+
+def _engines(server: Server) -> int:
+    children = psutil.Process(server.process.pid).children()
+    return sum("engines." in " ".join(x.cmdline()) for x in children)
+
+
+def test_what_does_not_fit_is_refused_with_the_sum(tmp_path):
+    available = psutil.virtual_memory().available
+    (tmp_path / "t.toml").write_text(
+        f"[engine]\nhot_bytes = {available}\n[scheduler]\nmemory_low_bytes = '1GiB'\n"
+        + "".join(f"[[engines]]\nname = '{x}'\nkind = 'mlx'\n" for x in "ab")
+    )
+    run = subprocess.run(
+        [*PROGRAM, "serve", "--port", "0", "--config", str(tmp_path / "t.toml")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 1
+    assert "are needed" in run.stderr and "of weights" in run.stderr

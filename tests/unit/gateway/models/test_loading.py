@@ -1,0 +1,183 @@
+"""Models on demand: which one is loaded, who waits, and what becomes of their sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from engines.base import EngineUnavailable, SessionRef
+from engines.wire import Notice
+from gateway.models.loading import RETRY_AFTER_S, Loading, OnDemand, State
+from scheduler.config import SchedulerConfig
+from scheduler.session import Event
+from scheduler.sessions import SessionManager
+from tests.unit.gateway.in_process import WELCOME, RecordingEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Engine(RecordingEngine):
+    """Is ready once it has been started, unless it is to fail."""
+
+    def __init__(self) -> None:
+        super().__init__(welcome=None)
+        self.gave_up = self.fails = False
+        self.num_starts = 0
+        self._connected: asyncio.Queue[None] = asyncio.Queue()
+
+    async def start(self) -> None:
+        self.num_starts += 1
+        self.gave_up = self.fails
+        if not self.fails:
+            self.welcome = msgspec.structs.replace(WELCOME)  # another one for each connection
+            self._connected.put_nowait(None)
+
+    async def stop(self, drain_s: float) -> None:
+        self.gave_up = False
+        await super().stop(drain_s)
+
+    async def notices(self) -> AsyncIterator[Notice | None]:
+        while True:
+            yield await self._connected.get()
+
+
+class Rig:
+    """Some models on demand, a clock that stands still, and what loads them."""
+
+    def __init__(self, num_models: int = 2, places: int = 1) -> None:
+        self.now = 1000.0
+        self.models = [self._model(f"m{i}") for i in range(num_models)]
+        self.loading = Loading(self.models, places, clock=lambda: self.now)
+
+    def _model(self, name: str) -> OnDemand:
+        engine = Engine()
+        sessions = SessionManager(
+            engine, SchedulerConfig(), salt_of=lambda _: b"", clock=lambda: self.now
+        )
+        return OnDemand(name, engine, sessions, 60.0, 5.0, "disk")
+
+    async def __aenter__(self) -> Rig:
+        keep = [x.sessions.run() for x in self.models]
+        self._tasks = [asyncio.create_task(x) for x in [self.loading.run(), *keep]]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def begin(self, number: int) -> asyncio.Task[None]:
+        return asyncio.create_task(self.loading.enter(self.models[number]))
+
+    async def until(self, number: int, state: State) -> None:
+        async with asyncio.timeout(20):
+            while self.models[number].state is not state:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_model_is_loaded_when_it_is_asked_for_and_stays_while_it_is_used():
+    async with Rig(places=2) as rig:
+        assert rig.models[0].state is State.UNLOADED
+        await asyncio.gather(rig.begin(0), rig.begin(0))
+        assert (rig.models[0].state, rig.models[0].num_uses) == (State.LOADED, 2)
+        await rig.begin(1)
+        assert [x.engine.num_starts for x in rig.models] == [1, 1]
+        rig.now += 1000
+        rig.loading.leave(rig.models[1])
+        rig.now += 61
+        await rig.until(1, State.UNLOADED)
+        assert rig.models[0].state is State.LOADED
+
+
+async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
+    async with Rig(num_models=3) as rig:
+        await rig.begin(0)
+        second, third = rig.begin(1), rig.begin(2)
+        later = asyncio.create_task(_after(rig, 0))  # does not keep the others out for ever
+        await asyncio.sleep(0.05)
+        assert rig.models[0].state is State.LOADED and not second.done()
+        rig.loading.leave(rig.models[0])
+        await second
+        assert [x.state for x in rig.models] == [State.UNLOADED, State.LOADED, State.UNLOADED]
+        rig.loading.leave(rig.models[1])
+        await third
+        assert not later.done()
+        rig.loading.leave(rig.models[2])
+        await later
+        assert rig.models[0].num_uses == 1
+
+
+async def _after(rig: Rig, number: int) -> None:
+    await asyncio.sleep(0.02)
+    await rig.loading.enter(rig.models[number])
+
+
+async def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason_and_tried_again_later():
+    async with Rig() as rig:
+        broken = rig.models[0].engine
+        broken.fails = True
+        first, second = await asyncio.gather(rig.begin(0), rig.begin(0), return_exceptions=True)
+        assert isinstance(first, EngineUnavailable) and isinstance(second, EngineUnavailable)
+        assert str(first) == "the model m0 cannot be loaded: it is having a rest"
+        await rig.begin(1)  # others go on
+        with pytest.raises(EngineUnavailable, match="m0 cannot be loaded"):
+            await rig.begin(0)
+        assert broken.num_starts == 1
+        broken.fails = False
+        rig.loading.leave(rig.models[1])
+        rig.now += RETRY_AFTER_S
+        await rig.begin(0)
+        assert rig.models[0].state is State.LOADED
+
+
+async def test_a_client_that_leaves_holds_no_place():
+    async with Rig() as rig:
+        await rig.begin(0)
+        waiting = rig.begin(1)
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await rig.begin(0)
+        assert rig.models[1].engine.num_starts == 0
+        assert rig.models[0].num_uses == 2
+
+
+async def test_a_client_that_leaves_in_the_moment_of_loading_is_not_counted():
+    async with Rig() as rig:
+        waiting = rig.begin(0)
+        while not waiting.done() and rig.models[0].num_uses == 0:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        entered = not waiting.cancelled()
+        assert rig.models[0].num_uses == entered
+
+
+async def test_the_end_refuses_all_that_wait():
+    async with Rig() as rig:
+        await rig.begin(0)
+        waiting = rig.begin(1)
+        await asyncio.sleep(0.02)
+        rig.loading.end()
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await waiting
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await rig.begin(0)
+
+
+async def test_sessions_of_an_unloaded_model_are_cold_on_the_tier_that_outlives_it():
+    async with Rig() as rig:
+        model = rig.models[0]
+        await rig.begin(0)
+        session = model.sessions.table.begin(SessionRef("t", "s", b""))
+        session.known = True
+        model.sessions.table.end(session)
+        rig.loading.leave(model)
+        rig.now += 61
+        await rig.until(0, State.UNLOADED)
+        (view,) = model.sessions.list("t")
+        assert (view.state, view.tier) == ("cold", "disk")
+        assert session.can(Event.TURN)

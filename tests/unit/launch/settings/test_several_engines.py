@@ -1,0 +1,114 @@
+"""Several engines: what their tables say, and how one machine's budgets are divided among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.cli.options import layers
+from launch.errors import UsageError
+from launch.settings.effective_settings import EngineSettings, effective_settings
+from launch.settings.engine_entry import EngineEntry
+from launch.settings.schema import masked
+from launch.settings.several_engines import at_once, budget_layers
+
+TWO = """
+[engine]
+max_batch = 3
+hot_bytes = "3GiB"
+[store]
+ram_bytes = "1GiB"
+disk_bytes = "4GiB"
+[[engines]]
+name = "big/one"
+kind = "fake"
+aliases = ["gpt-4"]
+share = 2
+[[engines]]
+name = "two"
+kind = "fake"
+load = "on-demand"
+unload_after_s = "20m"
+max_batch = 5
+vllm.block_tokens = 64
+"""
+
+
+def engines_of(toml: str, folder: Path, **options) -> tuple[EngineSettings, ...]:
+    (folder / "t.toml").write_text(toml)
+    sources = layers({}, config=folder / "t.toml", **options)
+    return effective_settings(sources, {"HOME": str(folder)}).engines
+
+
+def test_each_engine_has_its_entry_over_the_common_settings(tmp_path):
+    one, two = engines_of(TWO, tmp_path)
+    assert (one.entry.load, two.entry.load, two.entry.unload_after_s) == (
+        "always",
+        "on-demand",
+        1200,
+    )
+    assert [x.effective.settings.engine.max_batch for x in (one, two)] == [3, 5]
+    assert two.effective.settings.engine.vllm.block_tokens == 64
+    assert one.effective.settings.engine.served_model_name == "big/one"
+    folders = [x.effective.settings.store.disk_path for x in (one, two)]
+    assert [Path(x).name for x in folders] == ["big%2Fone", "two"]
+
+
+def test_the_budgets_are_the_machines_and_divided_by_shares(tmp_path):
+    one, two = (x.effective.settings for x in engines_of(TWO, tmp_path))
+    gib = 1 << 30
+    assert (one.engine.hot_bytes, two.engine.hot_bytes) == (2 * gib, gib)
+    assert one.store.ram_bytes + two.store.ram_bytes == gib - 1  # cut down to whole bytes
+    assert one.store.disk_bytes + two.store.disk_bytes == 4 * gib - 1
+
+
+def test_without_tables_there_is_one_engine(tmp_path):
+    assert engines_of("[engine]\nkind = 'fake'\n", tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[[engines]]\nkind = 'fake'", "missing required field `name`"),
+        ("[[engines]]\nname = 'a b'", "'a b' is no name"),
+        ("[[engines]]\nname = ''", "need at least one character"),
+        ("[[engines]]\nname = 'a'\n[[engines]]\nname = 'b'\naliases = ['a']", "go by the name 'a'"),
+        ("[[engines]]\nname = 'a'\nhot_bytes = '1GiB'", "say by share"),
+        ("[[engines]]\nname = 'a'\nmodell = 'x'", "did you mean engines.model"),
+        ("[[engines]]\nname = 'a'\nunload_after_s = 'soon'", "unload_after_s"),
+        ("[engines]\nname = 'a'", "write a table [[engines]]"),
+        ("[[engines]]\nname = 'a'\n[capacity]\nsessions = 3\ncontext = 100", "is for one model"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, toml, words):
+    with pytest.raises(UsageError) as error:
+        engines_of(toml, tmp_path)
+    assert words in str(error.value)
+
+
+def test_tokens_of_entries_are_masked():
+    (shown,) = masked("engines", [{"name": "a", "token": "secret", "url": "http://u:pw@h"}])
+    assert "secret" not in str(shown) and "pw" not in str(shown)
+
+
+ENTRIES = st.lists(
+    st.builds(
+        lambda load, share: EngineEntry(name="x", load=load, share=share),
+        st.sampled_from(["always", "on-demand"]),
+        st.integers(1, 9),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(ENTRIES, st.integers(1, 4), st.integers(0, 1 << 40))
+def test_what_may_be_loaded_at_once_never_takes_more_than_the_budget(entries, places, total):
+    names = ("engine.hot_bytes", "store.ram_bytes", "store.disk_bytes")
+    parts = budget_layers(entries, places, dict.fromkeys(names, total))
+    for name in names[:2]:
+        assert at_once(entries, places, [x[name].value for x in parts]) <= total
+    assert sum(x["store.disk_bytes"].value for x in parts) <= total
