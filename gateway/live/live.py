@@ -58,14 +58,20 @@ class Live:
         sessions: SessionManager,
         *,
         on_saved: Callable[[str, float], None] = lambda source, seconds: None,
+        name: str = "",
+        loading: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
             on_saved: hears of the seconds that a turn was spared, and by which source.
+            name: of the model; "" = as the engine says.
+            loading: returns the state of a model on demand, such as "unloaded"; "" of others.
             clock: the scheduler's.
         """
+        self._name = name
+        self._loading = loading
         self._on_saved = on_saved
         self._engine = engine
         self._sessions = sessions
@@ -327,12 +333,13 @@ class Live:
     def _server(self, tenant: str | None) -> ServerShown:
         welcome = self._engine.welcome
         return ServerShown(
-            model=welcome.model if welcome else None,
+            model=self._name or (welcome.model if welcome else None),
             engine=welcome.engine if welcome else None,
             engine_version=welcome.engine_version if welcome else None,
             version=self._version,
             started_at=self._started_at,
             ready=self._engine.ready,
+            loading=self._loading(),
             trouble=self._engine.trouble,
             draining=self._ended,
             max_context=welcome.max_context if welcome else None,

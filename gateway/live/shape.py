@@ -28,6 +28,7 @@ class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
     version: str  # of this server
     started_at: float
     ready: bool
+    loading: str  # of a model on demand: unloaded, loading, loaded, unloading; "" of others
     trouble: str  # why it is not ready; "" while it is
     draining: bool
     max_context: int | None

@@ -33,7 +33,7 @@ MAX_WAITING: Final = 256  # requests for models that are not loaded
 
 
 class State(Enum):
-    """Whether a model can be asked."""
+    """Says whether a model can be asked."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"

@@ -61,7 +61,14 @@ class ServedModel:
             on_saved: called with each prefill that a turn was spared; see ``Live``.
             name: "" = as its engine says, once it is ready.
         """
-        live, chats = Live(engine, sessions, on_saved=on_saved), KnownChats(config.max_known_chats)
+        live = Live(
+            engine,
+            sessions,
+            on_saved=on_saved,
+            name=name,
+            loading=lambda: str(on_demand.state.value) if on_demand else "",
+        )
+        chats = KnownChats(config.max_known_chats)
         return cls(
             engine, sessions, live, chats, config.remote_images, name, aliases, on_demand=on_demand
         )
@@ -100,7 +107,7 @@ class ServedModel:
 
     @property
     def state(self) -> str:
-        """Whether it is loaded, in a word."""
+        """Its state of loading, in a word."""
         if self.on_demand is not None and self.on_demand.state is not State.LOADED:
             return str(self.on_demand.state.value)
         return "loaded" if self.engine.ready else "loading"

@@ -47,6 +47,7 @@ def _model(gateway: Gateway, model: ServedModel, name: str) -> dict[str, Any]:
         "created": gateway.started_at,
         "owned_by": "thermocline",
         "max_model_len": max_context,
+        "root": model.name,
         "state": model.state,
         # Anthropic's names for the same, for its clients.
         "type": "model",

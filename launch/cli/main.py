@@ -60,7 +60,7 @@ def thermocline(
 @app.command()
 def serve(
     context: typer.Context,
-    model: options.Model = None,
+    model: options.Models = None,
     engine: Annotated[
         str | None,
         typer.Option(help="mlx, vllm, fake, attached or module:Attr; default: by hardware."),

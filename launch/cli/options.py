@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
-from launch.settings.fields import Fields
+from launch.settings.fields import Fields, Value
 from launch.settings.schema import Settings
 from launch.settings.sources import (
     Layer,
@@ -28,6 +28,13 @@ Assignments = Annotated[
 ]
 Model = Annotated[
     str | None, typer.Option("--model", help="Local folder or hub id; default: the sample model.")
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="Local folder or hub id; default: the sample model. Several: each gets an engine.",
+    ),
 ]
 Codec = Annotated[str | None, typer.Option("--codec", help="auto, raw, dense3, max, tq4 ...")]
 Hot = Annotated[str | None, typer.Option("--hot", metavar="SIZE", help="Live KV, e.g. 4GiB.")]
@@ -80,6 +87,11 @@ def chosen(
     """
     given = context.params
     flags = {x: given[name] for x in FLAGS if (name := _parameter(x)) in given}
+    if isinstance(flags.get("--model"), list | tuple):
+        models = flags["--model"] or [None]
+        flags["--model"] = models[0] if len(models) == 1 else None
+        if len(models) > 1:
+            flags["--models"] = [{"name": Path(x).name, "model": x} for x in models]
     sources = layers(
         environ,
         profile=given["profile"],
@@ -125,11 +137,12 @@ def layers(
     fields = Fields(Settings)
     profile = profile or environ.get("THERMOCLINE_PROFILE")
     file = config or environ.get("THERMOCLINE_CONFIG")
-    given = {FLAGS[flag]: (flag, value) for flag, value in (flags or {}).items()}
+    given = {FLAGS[flag]: (flag, value) for flag, value in (flags or {}).items() if flag in FLAGS}
+    tables = (flags or {}).get("--models")
     return [
         from_profile(fields, profile) if profile else {},
         from_file(fields, Path(file)) if file else {},
         from_environment(fields, environ),
         from_assignments(fields, assignments or []),
-        from_flags(fields, given),
+        from_flags(fields, given) | ({"engines": Value(tables, "--model")} if tables else {}),
     ]

@@ -53,6 +53,8 @@ def shown(name: str, value: object) -> str:
             return show_bytes(value)
         if name.endswith("_s"):
             return show_duration(value)
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        return ", ".join(f"{x['name']} ({x['load']})" for x in value)
     if isinstance(value, list | tuple):
         return ", ".join(str(x) for x in value)
     return str(value)

@@ -1,12 +1,12 @@
 // The page: its head, its tabs, and the view that the address names.
 
-import { html, render, signal, useEffect, useRef } from "./parts/html.js";
+import { html, render, signal, useEffect, useRef, useState } from "./parts/html.js";
 import { Said } from "./parts/said.js";
 import { Strip } from "./parts/strip.js";
 import { Tabs } from "./parts/tabs.js";
 import { ThemeSwitch } from "./parts/theme.js";
-import { keyOf, setKey } from "./live/api.js";
-import { connection, findKey, now, rowKey, server } from "./live/store.js";
+import { call, keyOf, modelOf, setKey, setModel } from "./live/api.js";
+import { connection, findKey, now, reset, rowKey, server } from "./live/store.js";
 import { start } from "./live/stream.js";
 import { Memory } from "./views/memory.js";
 import { Now } from "./views/now.js";
@@ -97,11 +97,33 @@ function Head() {
   const icon = new URL("icon.svg", import.meta.url).href;
   return html`<header class="head">
     <h1><img src=${icon} alt="" width="26" height="26" /> Thermocline</h1>
-    <p class="served">${it?.model && html`<b>${it.model}</b>`} ${it?.engine && html`<span class="faint">on ${it.engine}</span>`}</p>
+    <p class="served"><${ModelPicker} /> ${it?.engine && html`<span class="faint">on ${it.engine}</span>`}</p>
     <p class="state ${phase}" title=${why} role="status"><i aria-hidden="true"></i>${PHASES[phase]}</p>
     ${keyOf() && html`<button type="button" class="quiet" onClick=${leave}>Forget my key</button>`}
     <${ThemeSwitch} />
   </header>`;
+}
+
+// The name of the model; a choice where the server has several.
+function ModelPicker() {
+  const it = server.value;
+  const [models, setModels] = useState([]);
+  const state = it?.loading || it?.ready;
+  useEffect(() => {
+    call("GET", "v1/models").then(
+      (said) => setModels(said.data.filter((x) => x.id === x.root)),
+      () => setModels([]), // a page that cannot ask shows the one that it looks at
+    );
+  }, [it?.model, state]);
+  if (models.length < 2) return it?.model ? html`<b>${it.model}</b>` : "";
+  const choose = (event) => {
+    setModel(event.target.value);
+    reset();
+    start();
+  };
+  return html`<select aria-label="Model" value=${modelOf() || models[0].id} onChange=${choose}>
+    ${models.map((x) => html`<option key=${x.id} value=${x.id}>${x.id}${x.state === "loaded" ? "" : ` (${x.state})`}</option>`)}
+  </select>`;
 }
 
 function leave() {
@@ -114,6 +136,8 @@ function Trouble() {
   const { phase, why } = connection.value;
   if (phase === "lost") return html`<p class="trouble" role="alert">${why} Trying again; what is shown may be old.</p>`;
   if (it?.draining) return html`<p class="trouble" role="alert">This server is shutting down: it takes no new turns.</p>`;
+  if (it?.loading === "unloaded") return html`<p class="trouble calm">This model is not loaded. A request for it loads it; its sessions come back with it.</p>`;
+  if (it && it.loading && it.loading !== "loaded") return html`<p class="trouble calm">This model is ${it.loading}.</p>`;
   if (it && it.ready === false) return html`<p class="trouble" role="alert">The engine is not ready: ${it.trouble || "it is starting"}.</p>`;
   if (it?.hibernation === false) return html`<p class="trouble calm">Sessions do not sleep here: ${it.hibernation_reason}.</p>`;
   return "";

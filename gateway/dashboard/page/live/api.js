@@ -21,6 +21,17 @@ export function headers(more = {}) {
   return key ? { authorization: `Bearer ${key}`, ...more } : more;
 }
 
+// Of several models that the server has, the one that is looked at; "" = the first.
+const MODEL = "thermocline-model";
+
+export const modelOf = () => sessionStorage.getItem(MODEL) ?? "";
+export const setModel = (name) => sessionStorage.setItem(MODEL, name);
+
+export function ofModel(path) {
+  const name = modelOf();
+  return name ? `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(name)}` : path;
+}
+
 // Returns the answer's JSON; throws ApiError with the server's own words.
 export async function call(method, path, body, more = {}) {
   const answer = await send(method, path, body, more);
@@ -52,7 +63,7 @@ export async function send(method, path, body, more = {}, signal = undefined) {
 }
 
 export const sessionPath = (row, verb = "") =>
-  `v1/sessions/${encodeURIComponent(row.id)}${verb && `/${verb}`}${tenantOf(row)}`;
+  ofModel(`v1/sessions/${encodeURIComponent(row.id)}${verb && `/${verb}`}${tenantOf(row)}`);
 
 // Admins name whose session they mean; everybody else can mean their own only.
 const tenantOf = (row) => (row.tenant ? `?tenant=${encodeURIComponent(row.tenant)}` : "");

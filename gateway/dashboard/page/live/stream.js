@@ -4,7 +4,7 @@
 // while and comes back where it was: nobody pays for a page that nobody sees.
 
 import * as store from "./store.js";
-import { ApiError, call, send } from "./api.js";
+import { ApiError, call, ofModel, send } from "./api.js";
 
 const PAGE = 250; // sessions in the first event of a stream, and in each that has more of them
 const SILENT_MS = 45_000; // the server gives a sign of life more often
@@ -66,7 +66,7 @@ async function follow(mine, heard) {
   if (lastId) store.interrupted();
   const watch = new AbortController();
   mine.signal.addEventListener("abort", () => watch.abort(), { once: true });
-  const answer = await send("GET", `v1/events?rows=${PAGE}`, null, resume, watch.signal);
+  const answer = await send("GET", ofModel(`v1/events?rows=${PAGE}`), null, resume, watch.signal);
   store.takeClock(answer.headers.get("date"));
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let timer = 0;
@@ -114,7 +114,7 @@ async function ask(mine) {
   const about = { model: models.data[0]?.id ?? null, admin: false };
   while (!mine.signal.aborted) {
     try {
-      const said = await call("GET", "v1/sessions");
+      const said = await call("GET", ofModel("v1/sessions"));
       const at = store.serverTime();
       const sessions = said.data.map((x) => ({ ...x, idle_since: x.idle_s ? at - x.idle_s : null }));
       store.snapshot({ server: about, sessions, num_sessions: sessions.length });

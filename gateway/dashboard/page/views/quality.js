@@ -3,7 +3,7 @@
 import { html, useState } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
 import { say } from "../parts/said.js";
-import { call } from "../live/api.js";
+import { call, ofModel } from "../live/api.js";
 import { quality, server, TIER_NAMES } from "../live/store.js";
 import { count, fixed, percent } from "../live/format.js";
 import { Picture, Verdicts } from "./verdicts.js";
@@ -35,7 +35,7 @@ function Measuring({ it }) {
   const measure = async () => {
     setBusy(true);
     try {
-      await call("POST", "admin/measure");
+      await call("POST", ofModel("admin/measure"));
       say("The engine measures in its idle moments; codecs change without a restart.");
     } catch (error) {
       say(error.message, true);
