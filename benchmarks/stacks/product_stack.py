@@ -6,6 +6,7 @@ Everything is measured from outside, over HTTP and from the process table.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import random
@@ -72,11 +73,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def toml_of(tables: dict[str, dict[str, Any]]) -> str:
+def toml_of(tables: dict[str, Any]) -> str:
     lines = []
-    for table, rows in tables.items():
-        lines.append(f"[{table}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in rows.items()]
+    for table, content in tables.items():
+        several = isinstance(content, list)
+        for rows in content if several else [content]:
+            lines.append(f"[[{table}]]" if several else f"[{table}]")
+            lines += [f"{key} = {json.dumps(value)}" for key, value in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -84,7 +87,7 @@ def toml_of(tables: dict[str, dict[str, Any]]) -> str:
 class Stack:
     """The server; ``settings``: tables as in the configuration file, on top of the defaults."""
 
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None  # data survives if given
     port: int = field(default_factory=free_port)
     start_timeout_s: float = 300.0
@@ -104,7 +107,7 @@ class Stack:
 
     def start(self) -> Stack:
         config = self.root / "bench.toml"
-        tables = {key: dict(rows) for key, rows in self.settings.items()}
+        tables = {key: copy.copy(rows) for key, rows in self.settings.items()}
         tables.setdefault("gateway", {}).update(host="127.0.0.1", port=self.port)
         tables["store"] = {**UNMEASURED, **tables.get("store", {})}
         config.write_text(toml_of(tables))
