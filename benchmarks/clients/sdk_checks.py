@@ -136,10 +136,10 @@ def litellm_of(model: str, base: str) -> Reuse:
 def instructor_chat() -> Reuse:
     import instructor
     from openai import OpenAI
-    from pydantic import BaseModel
+    from pydantic import BaseModel, Field
 
     class City(BaseModel):
-        name: str
+        name: str = Field(max_length=40)  # the sample model often knows no end
 
     raw = OpenAI(base_url=BASE, api_key="none", max_retries=0)
     client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
