@@ -173,9 +173,9 @@ def test_vllms_own_sockets_are_private_where_their_names_are_short_enough(tmp_pa
 )
 def test_the_model_gets_the_cores_that_it_has_without_a_connector(tmp_path, cores, ranks, reserved):
     settings = worker(tmp_path, vllm=VllmConfig(tensor_parallel=ranks))
-    assert default_environment(settings, cpu=True, cores=cores, memory_nodes=ranks) == {
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved)
-    }
+    env = default_environment(settings, cpu=True, cores=cores, memory_nodes=ranks)
+    assert env == {**env, "VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved)}
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in env
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (8, "2")])
@@ -184,7 +184,7 @@ def test_ranks_share_the_cores_where_memory_nodes_are_fewer(tmp_path, cores, thr
     env = default_environment(settings, cpu=True, cores=cores, memory_nodes=2)
     assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == ("nobind", threads)
     on_gpus = default_environment(settings, cpu=False, cores=cores, memory_nodes=2)
-    assert set(on_gpus) == {"VLLM_CPU_NUM_OF_RESERVED_CPU"}
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in on_gpus
 
 
 def test_settings_travel_in_a_private_file(tmp_path):
