@@ -97,14 +97,14 @@ class VllmInstrument:
         connector = self._connector
         if connector.pages.has_latents:
             raise NotObservable("this model keeps latents in the place of keys and values")
-        views = LayerViews(self._model, connector.groups.layers, len(tokens) - first)
+        views = LayerViews(self._model, connector.groups.layers, len(tokens) - first, sum(tokens))
         before = self.prefill(tokens[:first])
         views.arm()
         try:
             run = self.prefill(tokens, before)
         finally:
             views.disarm()
-        for notice in views.notices(run, self.layout, first, sum(tokens)):
+        for notice in views.notices(run, self.layout, first):
             note(notice)
         return run
 

@@ -2,7 +2,9 @@
 
 By forward hooks, which vLLM calls where the model runs eagerly; a compiled model calls none, and
 then nothing is seen. They are set before a step that is to be seen and removed after it, both on
-the thread that runs the model: other steps have nothing of them.
+the thread that runs the model: other steps have nothing of them. On that thread projections are
+multiplied, too: a layer's kernel on CPUs keeps what it computes with in itself and in memory that
+all layers share, and two threads in it end the process.
 """
 
 from __future__ import annotations
@@ -45,14 +47,15 @@ class SeenLayer:
         sizes: fp32 (tokens,), of the residual stream.
         queries: (tokens, query heads * dim), after norms and RoPE; ``keys`` alike.
         output: of the attention, (tokens, query heads * value dim).
-        projected: what the projection is given; in most models the same.
+        cotangents: random parts of what the layer adds to the stream, over its size, by the output;
+            fp32 (draws, tokens, query heads * value dim).
     """
 
     sizes: torch.Tensor | None = None
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     output: torch.Tensor | None = None
-    projected: torch.Tensor | None = None
+    cotangents: torch.Tensor | None = None
 
     def see_block(
         self, num_tokens: int, block: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]
@@ -80,34 +83,50 @@ class SeenLayer:
             self.output = output.clone()
 
     def see_projection(
-        self, num_tokens: int, module: nn.Module, given: tuple[torch.Tensor, ...]
+        self, num_tokens: int, seed: int, module: RowParallelLinear, given: tuple[torch.Tensor, ...]
     ) -> None:
-        """Note what is projected."""
-        if len(given[0]) == num_tokens:
-            self.projected = given[0].clone()
+        """Draw parts of what the projection will add to the stream."""
+        if len(given[0]) != num_tokens or self.sizes is None:
+            return
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        weights = projection_weights(module)
+        shape = (NUM_DRAWS, num_tokens, weights.shape[1])
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32).to(weights.device)
+        found = (drawn / self.sizes[:, None].clamp_min(SMALLEST_OUTPUT)) @ weights.T
+        if (gates := _gates(self.output, given[0])) is not None:
+            found *= gates
+        self.cotangents = found
 
 
 class LayerViews:
     """Sees steps of a certain number of tokens. ``arm`` and ``disarm`` are for vLLM's thread."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], num_tokens: int) -> None:
-        """``names``: vLLM's, of attention layers. ``num_tokens``: of the steps to be seen.
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], num_tokens: int, seed: int = 0
+    ) -> None:
+        """Find the layers' modules.
+
+        Args:
+            names: vLLM's, of attention layers.
+            num_tokens: of the steps to be seen.
+            seed: of what is drawn.
 
         Raises ``NotObservable``: a layer is not like those that are known.
         """
         self._places = [_place(model, name) for name in names]
         self._seen = [SeenLayer() for _ in names]
         self._num_tokens = num_tokens
+        self._seed = seed
         self._handles: list[RemovableHandle] = []
 
     def arm(self) -> None:
         """Set the hooks, unless they are set."""
         if self._handles:
             return
-        for place, seen in zip(self._places, self._seen, strict=True):
+        for number, (place, seen) in enumerate(zip(self._places, self._seen, strict=True)):
             block = partial(seen.see_block, self._num_tokens)
             attended = partial(seen.see_attention, self._num_tokens)
-            projected = partial(seen.see_projection, self._num_tokens)
+            projected = partial(seen.see_projection, self._num_tokens, self._seed + number)
             self._handles += [
                 place.block.register_forward_pre_hook(block, with_kwargs=True),
                 place.attention.register_forward_hook(attended, with_kwargs=True),
@@ -126,12 +145,18 @@ class LayerViews:
         assert output is not None
         return _by_head(output, self._places[number].attention.num_heads)
 
-    def cotangents(self, number: int, seed: int) -> np.ndarray:
-        """The random parts of its outputs that are differentiated, a leading axis of draws."""
-        with torch.inference_mode():
-            return _cotangents(self._places[number], self._seen[number], seed + number)
+    def cotangents(self, number: int) -> np.ndarray:
+        """The random parts of its outputs that are differentiated.
 
-    def notices(self, run: KVRun, layout: KVLayout, first: int, seed: int) -> Iterator[Notice]:
+        fp32 (draws, query heads, tokens, value dim). Raises ``NotObservable``: none were drawn.
+        """
+        found, layer = self._seen[number].cotangents, self._places[number].attention
+        if found is None:
+            raise NotObservable("the output projection of a layer was not seen")
+        by_head = found.reshape(*found.shape[:2], layer.num_heads, layer.head_size_v)
+        return np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
+
+    def notices(self, run: KVRun, layout: KVLayout, first: int) -> Iterator[Notice]:
         """Yield what each layer noticed of the first tokens of ``run``, which ends with those seen.
 
         Raises ``NotObservable``: no such step was seen.
@@ -139,7 +164,7 @@ class LayerViews:
         for number, (place, seen) in enumerate(zip(self._places, self._seen, strict=True)):
             pair = (widened(run[number][0], layout), widened(run[number][1], layout))
             queries = _queries(place, seen, pair)
-            given = queries, *pair, self.cotangents(number, seed)
+            given = queries, *pair, self.cotangents(number)
             found = attention.gradients(_how(place), *given, first)
             yield Notice(False, number, run[number], found)
 
@@ -194,24 +219,6 @@ def _how(place: LayerPlace) -> attention.Attention:
     )
 
 
-def _cotangents(place: LayerPlace, seen: SeenLayer, seed: int) -> np.ndarray:
-    """Random parts of what a layer adds to the stream, over its size, by the attention's outputs.
-
-    fp32 (draws, query heads, tokens, value dim).
-    """
-    layer, sizes = place.attention, seen.sizes
-    assert sizes is not None
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    weights = projection_weights(place.projection)
-    shape = (NUM_DRAWS, len(sizes), weights.shape[1])
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float32).to(weights.device)
-    outer = (drawn / sizes[:, None].clamp_min(SMALLEST_OUTPUT)) @ weights.T
-    if (gates := _gates(seen)) is not None:
-        outer *= gates
-    by_head = outer.reshape(NUM_DRAWS, len(sizes), layer.num_heads, layer.head_size_v)
-    return np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
-
-
 def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
     """Return what a projection makes of each input of this rank, fp32 (inputs, outputs).
 
@@ -225,10 +232,9 @@ def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
     return projection.quant_method.apply(projection, inputs, bias=None).float()
 
 
-def _gates(seen: SeenLayer) -> torch.Tensor | None:
+def _gates(output: torch.Tensor | None, projected: torch.Tensor) -> torch.Tensor | None:
     """Return what outputs are multiplied by before they are projected; None if by nothing."""
-    output, projected = seen.output, seen.projected
-    if output is None or projected is None or projected.shape != output.shape:
+    if output is None or projected.shape != output.shape:
         return None
     if torch.equal(output, projected):
         return None

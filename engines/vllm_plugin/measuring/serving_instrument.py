@@ -139,7 +139,7 @@ class ServingInstrument:
         first = max(first // block, -(-(len(tokens) - STEP_TOKENS) // block)) * block
         if not 0 < first < len(tokens):
             return self.prefill(tokens)
-        views = LayerViews(self._model, self._kv.layer_names, len(tokens) - first)
+        views = LayerViews(self._model, self._kv.layer_names, len(tokens) - first, sum(tokens))
         run = self.prefill(tokens[:first])
         self._exchange.watch(views)
         try:
@@ -147,7 +147,7 @@ class ServingInstrument:
         finally:
             self._exchange.watch(None)
         try:
-            for notice in views.notices(run, self.layout, first, sum(tokens)):
+            for notice in views.notices(run, self.layout, first):
                 note(notice)
         except NotObservable as error:
             self._num_unseen += 1

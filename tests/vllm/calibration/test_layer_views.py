@@ -37,3 +37,8 @@ def test_every_layer_is_seen_and_nothing_is_left_behind(facts: dict[str, Any]) -
 def test_a_step_that_was_not_seen_or_is_anothers_is_refused(facts: dict[str, Any]) -> None:
     assert "shows no queries" in facts["unseen"]
     assert "another request" in facts["another prompt"]
+
+
+def test_a_layers_kernels_run_on_the_thread_of_the_model_alone(facts: dict[str, Any]) -> None:
+    """Those of CPUs are not safe for two threads: the engine ended by a signal while it served."""
+    assert facts["products later"] == []

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def main(folder: Path) -> dict[str, object]:
     hooks = sum(len(x._forward_hooks) + len(x._forward_pre_hooks) for x in model.modules())
 
     def seen(past: KVRun) -> LayerViews:
-        views = LayerViews(model, names, WINDOW - PAST)
+        views = LayerViews(model, names, WINDOW - PAST, sum(TOKENS[:WINDOW]))
         views.arm()
         instrument.prefill(TOKENS[:WINDOW], past)
         views.disarm()
@@ -53,7 +54,7 @@ def main(folder: Path) -> dict[str, object]:
     past = slice_tokens(run, 0, PAST)
     before, slopes = seen(past), []
     for notice in found:
-        cotangents = before.cotangents(notice.layer, sum(TOKENS[:WINDOW]))[0]
+        cotangents = before.cotangents(notice.layer)[0]
         for side in (0, 1):
             gradient = notice.gradients[side][0]
             moved = [(k.copy(), v.copy()) for k, v in past]
@@ -80,6 +81,7 @@ def main(folder: Path) -> dict[str, object]:
         "slopes": slopes,
         "metrics": len(samples.metrics or ()),
         "heads": sum(2 * x.num_kv_heads for x in instrument.layout.layers),
+        "products later": _products_later(before, run, instrument),
         "unseen": _refusal(unseen, run, instrument),
         "another prompt": _refusal(seen(past), [(k + 1, v) for k, v in run], instrument),
     }
@@ -87,9 +89,28 @@ def main(folder: Path) -> dict[str, object]:
     return facts
 
 
+def _products_later(views: Any, run: KVRun, instrument: Any) -> list[str]:
+    """What is multiplied by torch where a seen step is looked back on."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    called: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        list(views.notices(run, instrument.layout, PAST))
+    assert called, "something is copied at least"
+    return [x for x in called if "mm" in x or "linear" in x]
+
+
 def _refusal(views: object, run: KVRun, instrument: object) -> str:
     try:
-        list(views.notices(run, instrument.layout, PAST, 0))  # type: ignore[attr-defined]
+        list(views.notices(run, instrument.layout, PAST))  # type: ignore[attr-defined]
     except NotObservable as error:
         return str(error)
     return ""
