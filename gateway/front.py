@@ -31,6 +31,7 @@ MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 _OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics", "dashboard_file")
 _HEAD_ONLY = "head_only"  # where the scope's state says that it was HEAD before it became GET
+_HEALTH = ("/livez", "/readyz", "/health", "/ping")
 _NAMING = ("/v1/sessions/", "/v1/models/")  # a name that follows may hold slashes
 
 
@@ -108,6 +109,8 @@ class FrontMiddleware:
     def _refusal(self, scope: Scope, headers: Headers) -> Failure | None:
         method, host = scope["method"], headers.get("host", "")
         if not host:
+            if scope["path"] in _HEALTH:  # load balancers check by HTTP/1.0, without a name
+                return None
             return Failure(400, "A Host header is needed.", None, "host_missing")
         # A page of another name cannot reach a socket in the file system.
         on_socket = self._config.is_admin_socket(scope.get("server"))

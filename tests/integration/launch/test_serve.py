@@ -88,7 +88,15 @@ class Server:
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     def stop(self) -> int:
+        """End it as a user would; one that has ended keeps its code."""
         self.process.send_signal(signal.SIGTERM)
+        return self._ended()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self._ended()
+
+    def _ended(self) -> int:
         code = self.process.wait(timeout=60)
         self._reading.join()
         assert self.process.stderr is not None

@@ -33,6 +33,14 @@ async def test_a_clients_request_id_is_kept_where_it_is_sane() -> None:
     assert app.engine.asked[0].headers["x-request-id"] == "trace-7"
 
 
+async def test_health_checks_need_no_host() -> None:
+    app = App()
+    for path in ("/livez", "/readyz", "/health", "/ping"):
+        assert (await app.get(path, host="")).status in (200, 503)
+    for path in ("/v1/models", "/metrics", "/ui"):
+        assert (await app.get(path, host="")).error["code"] == "host_missing"
+
+
 async def test_paths_and_methods_that_do_not_exist() -> None:
     app = App()
     assert (await app.get("/v1/nope")).error["code"] == "not_found"

@@ -1,0 +1,100 @@
+"""The configurations of load balancers that ship with us, with the real programs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch.test_serve import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+FOLDER = Path(__file__).parents[3] / "launch" / "balancers"
+PROGRAMS = {"haproxy": "haproxy.cfg", "nginx": "nginx.conf"}
+
+
+@pytest.fixture(params=sorted(PROGRAMS))
+def balanced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, list[Server]]]:
+    """The address of a balancer, and the two servers that it sends requests to."""
+    program = shutil.which(request.param) or shutil.which(request.param, path="/usr/sbin")
+    if program is None:
+        pytest.skip(f"no {request.param} here; on Debian: apt-get install {request.param}")
+    servers = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        servers.append(Server(tmp_path / name))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ports = [x.url.rpartition(":")[2] for x in servers]
+    text = (FOLDER / PROGRAMS[request.param]).read_text()
+    for old, new in [("8081", ports[0]), ("8082", ports[1]), ("8000", str(port))]:
+        assert f"127.0.0.1:{old}" in text
+        text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
+    config = tmp_path / "balancer.conf"
+    config.write_text(text.replace("/tmp/thermocline-nginx.pid", str(tmp_path / "nginx.pid")))
+    options = ["-f", str(config)]
+    if request.param == "nginx":
+        options = ["-c", str(config), "-p", str(tmp_path), "-g", "daemon off;"]
+    process = subprocess.Popen([program, *options], stderr=subprocess.PIPE)
+    try:
+        yield f"http://127.0.0.1:{port}", servers
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+        assert process.stderr is not None
+        process.stderr.close()
+        for server in servers:
+            server.stop()
+
+
+def chat(url: str, session: str) -> int:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "x-session-id": session},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def sessions(server: Server) -> set[str]:
+    with urllib.request.urlopen(f"{server.url}/v1/sessions", timeout=30) as answer:
+        return {x["id"] for x in json.load(answer)["data"]}
+
+
+def test_sessions_stay_on_their_server_and_move_when_it_is_gone(balanced):
+    url, servers = balanced
+    end = time.monotonic() + 60
+    while chat(url, "first") != 200:  # until its checks have found the servers
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    names = [f"s{i}" for i in range(20)]
+    for _ in range(2):
+        assert {chat(url, name) for name in names} == {200}
+    had = [sessions(x) - {"first"} for x in servers]
+    assert all(had) and had[0] | had[1] == set(names)
+    assert not had[0] & had[1]  # nobody was sent elsewhere for the second turn
+
+    servers[0].kill()
+    end = time.monotonic() + 60
+    while any(chat(url, name) != 200 for name in sorted(had[0])[:3]):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert {chat(url, name) for name in names} == {200}
+    assert sessions(servers[1]) >= set(names)
