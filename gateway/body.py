@@ -65,6 +65,15 @@ class ParsedBody:
             bodies = gateway_of(self._request).bodies
             await self._alone.enter_async_context(bodies.parsing(self.nbytes))
 
+    @asynccontextmanager
+    async def letting_others_parse(self) -> AsyncIterator[None]:
+        """Let other large bodies be parsed inside the context, while this one waits."""
+        was_alone, self._is_alone = self._is_alone, False
+        if was_alone:
+            await self._alone.aclose()
+        yield
+        await self.recalled()
+
     async def while_client_stays(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work``, but end it when the client leaves. Raises ``ClientGone``."""
         return await while_client_stays(self._request.receive, work)
@@ -88,7 +97,8 @@ async def body_for_engine(request: Request, *, empty: bytes = b"") -> AsyncItera
         await gateway.enter(only, request)
     async with parsed(gateway, request, empty=empty) as body:
         if only is None:
-            await gateway.enter(body.model, request)
+            async with body.letting_others_parse():
+                await gateway.enter(body.model, request)
         yield body
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -87,9 +89,19 @@ class Gateway:
         if (on_demand := model.on_demand) is not None and self.loading is not None:
             share = key_share_of(request.scope)
             assert share is not None, "a request is charged before it asks for a model"
-            await while_client_stays(request.receive, partial(self.loading.enter, on_demand))
+            enter = partial(self.loading.enter, on_demand, caller_of(request).name)
+            await while_client_stays(request.receive, enter)
             share.on_leaving(partial(self.loading.leave, on_demand))
         return await model.served_soon(self.config.engine_wait_s, lambda: self.draining)
+
+    @asynccontextmanager
+    async def using(self, model: ServedModel, request: Request) -> AsyncIterator[None]:
+        """Have a model loaded inside the context, for a verb. Raises as ``enter`` does."""
+        if model.on_demand is None or self.loading is None:
+            yield
+            return
+        async with self.loading.using(model.on_demand, caller_of(request).name):
+            yield
 
     @property
     def num_running(self) -> int:

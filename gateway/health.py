@@ -25,11 +25,12 @@ async def livez(request: Request) -> Response:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
-    """Answer 200 while turns of some model are taken, else 503 with the reason."""
+    """Answer 200 while turns of some model that is always loaded are taken, else 503."""
     gateway = gateway_of(request)
     if gateway.draining:
         return Failure(503, "This server is shutting down.", None, "draining").response()
-    troubles = [model.trouble for model in gateway.models]
+    always = [x for x in gateway.models if x.on_demand is None]
+    troubles = [model.trouble for model in always or gateway.models]
     if all(troubles):
         return Failure(503, troubles[0], None, "engine_unavailable").response()
     taking = [x for x in gateway.models if not x.trouble]

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.base import SessionRef, TierName
+from engines.base import EngineUnavailable, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
 from gateway.context import admin_of, caller_of, gateway_of, model_asked
@@ -23,6 +23,7 @@ from gateway.identity.names import checked_name
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
 from gateway.prefixes.beside import SUFFIX
+from scheduler.sessions import Overloaded
 from scheduler.view import SessionView
 
 router = APIRouter()
@@ -40,7 +41,10 @@ async def list_sessions(request: Request) -> Response:
     """List the caller's sessions, the codec in use and its measured cost on this model."""
     tenant, models = _owner(request), _models(request)
     sessions = [_row(x, view) for x in models for view in x.sessions.list(tenant.name)]
-    return _json({"object": "list", "data": sessions, "codec": models[0].engine.codec})
+    listed: dict[str, Any] = {"object": "list", "data": sessions, "codec": models[0].engine.codec}
+    if unlisted := [x.label for x in models if not x.is_listed]:
+        listed["unlisted_models"] = unlisted  # not loaded since the server's start
+    return _json(listed)
 
 
 @router.post(_ONE + "/demote")
@@ -52,28 +56,33 @@ async def demote(request: Request) -> Response:
         to = msgspec.json.decode(body or b"{}", type=DemoteTo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is {{}} or {{'tier': NAME}}: {error}.", "tier") from error
-    return _one(model, await model.sessions.demote(session, to.tier))
+    if model.state == "unloaded":  # then it sleeps already, as deep as it can
+        return _one(model, model.sessions.get(session))
+    async with gateway_of(request).using(model, request):
+        return _one(model, await model.sessions.demote(session, to.tier))
 
 
 @router.post(_ONE + "/prefetch")
 async def prefetch(request: Request) -> Response:
     """Wake a session before its next turn comes."""
     model, session = await _addressed_by_post(request)
-    await gateway_of(request).enter(model, request)
-    return _one(model, await model.sessions.prefetch(session))
+    async with gateway_of(request).using(model, request):
+        return _one(model, await model.sessions.prefetch(session))
 
 
 @router.post(_ONE + "/pin")
 async def pin(request: Request) -> Response:
     """Protect a session from sleep and eviction until it is unpinned."""
     model, session = await _addressed_by_post(request)
-    return _one(model, await model.sessions.pin(session, True))
+    async with gateway_of(request).using(model, request):
+        return _one(model, await model.sessions.pin(session, True))
 
 
 @router.post(_ONE + "/unpin")
 async def unpin(request: Request) -> Response:
     model, session = await _addressed_by_post(request)
-    return _one(model, await model.sessions.pin(session, False))
+    async with gateway_of(request).using(model, request):
+        return _one(model, await model.sessions.pin(session, False))
 
 
 @router.get(_ONE)
@@ -104,17 +113,25 @@ async def forget(request: Request) -> Response:
         session.tenant, lambda objects: objects.forget(session.tenant, session.id), 0
     )
     beside = msgspec.structs.replace(session, id=session.id + SUFFIX)
-    models = _models(request)
-    for model in models:
-        if any(model.sessions.get(x) for x in (session, beside)):
-            await gateway.enter(model, request)  # nobody else could remove it from the disk
-    known = [await model.sessions.forget(x) for model in models for x in (session, beside)]
+    models, known = _models(request), []
+    unseen: dict[str, Exception] = {}  # models that could not be loaded to look for it
+    for model in models:  # one after the other: to use two at once would be to wait for oneself
+        if not model.may_have(session) and not model.may_have(beside):
+            continue
+        try:
+            async with gateway.using(model, request):
+                known += [await model.sessions.forget(x) for x in (session, beside)]
+        except (EngineUnavailable, Overloaded) as error:
+            if model.is_listed:  # it is there, and stays
+                raise
+            unseen[model.label] = error
     if not any(known) and not num_stored:
-        raise _unknown_session()
+        raise next(iter(unseen.values()), _unknown_session())
     for model in models:
         for x in (session, beside):
             model.prefixes.forget(x.tenant, x.id)
-    return _json({"id": session.id, "object": "session.deleted", "deleted": True})
+    deleted = {"id": session.id, "object": "session.deleted", "deleted": True}
+    return _json(deleted | ({"unlisted_models": sorted(unseen)} if unseen else {}))
 
 
 def _owner(request: Request) -> Tenant:

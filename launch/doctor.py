@@ -66,8 +66,18 @@ Check: TypeAlias = Callable[[EffectiveSettings, Mapping[str, str]], Result]
 
 
 def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[Finding]:
-    """Run all checks."""
-    return [_finding(name, check, effective, environ) for name, check in CHECKS.items()]
+    """Run all checks; of several engines those that differ for each, with its name."""
+    names = [x.entry.name for x in effective.engines]
+    engines = [x.effective for x in effective.engines] or [effective]
+    findings: list[Finding] = []
+    for about, check in CHECKS.items():
+        found = [_finding(about, check, x, environ) for x in engines]
+        if len({(x.verdict, x.text) for x in found}) == 1:
+            findings.append(found[0])
+        else:
+            for name, finding in zip(names, found, strict=True):
+                findings.append(msgspec.structs.replace(finding, about=f"{about} of {name}"))
+    return findings
 
 
 def _finding(

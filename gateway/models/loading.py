@@ -8,7 +8,9 @@ conversations.
     unloaded --start--> loading --ready--> loaded --stop--> unloading --ended--> unloaded
                            '------failed----------------------^
 
-Belongs to the event loop. ``run`` alone changes which models are loaded.
+Belongs to the event loop. ``Loading`` alone changes which models are loaded, in tasks that ``run``
+starts. A request must not wait for one model while it uses another: with one place it would wait
+for itself.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from engines.base import Engine, EngineUnavailable, TierName
-from scheduler.sessions import SessionManager
+from scheduler.sessions import Overloaded, SessionManager
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -30,6 +33,9 @@ LOOK_EVERY_S: Final = 0.5
 READY_POLL_S: Final = 0.05
 RETRY_AFTER_S: Final = 10.0  # a model that could not be loaded is refused for so long
 MAX_WAITING: Final = 256  # requests for models that are not loaded
+MAX_OF_TENANT: Final = 64  # of these
+PATIENCE_S: Final = 10.0  # in line; so long a loaded model still takes new requests
+SHUTTING_DOWN: Final = "the server is shutting down"
 
 
 class State(Enum):
@@ -49,6 +55,14 @@ _NEXT: Final = {
 }
 
 
+class Waiting(NamedTuple):
+    """A request that waits for a model to be loaded."""
+
+    tenant: str
+    future: asyncio.Future[None]
+    since: float
+
+
 @dataclass(eq=False)
 class OnDemand:
     """One model that is loaded when it is asked for. ``Loading`` is its only writer."""
@@ -62,7 +76,8 @@ class OnDemand:
     state: State = State.UNLOADED
     num_uses: int = 0  # requests that need it loaded
     last_used: float = 0.0
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
+    was_listed: bool = False  # its engine has listed its sessions since this server began
     failed: str = ""  # why it could not be loaded
     failed_at: float = float("-inf")
 
@@ -74,43 +89,56 @@ class OnDemand:
 
 
 class Loading:
-    """Decides which models on demand are loaded, and loads and unloads them one after another."""
+    """Decides which models on demand are loaded; a task of its own loads or unloads each."""
 
     def __init__(
         self,
         models: Sequence[OnDemand],
         places: int,
+        max_wait_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             places: the most models that may be loaded at once.
+            max_wait_s: how long a request waits for a place, before its model is being loaded.
             clock: in seconds; only differences count.
         """
         self._models = list(models)
         self._places = places
+        self._max_wait_s = max_wait_s
         self._clock = clock
         self._wanted: list[OnDemand] = []  # in the order in which they were asked for
+        self._wanted_since: dict[OnDemand, float] = {}
         self._changed = asyncio.Event()
+        self._jobs: set[asyncio.Task[None]] = set()
         self._ended = False
 
-    async def enter(self, model: OnDemand) -> None:
+    @asynccontextmanager
+    async def using(self, model: OnDemand, tenant: str) -> AsyncIterator[None]:
+        """Have a model loaded inside the context. Raises as ``enter`` does."""
+        await self.enter(model, tenant)
+        try:
+            yield
+        finally:
+            self.leave(model)
+
+    async def enter(self, model: OnDemand, tenant: str) -> None:
         """Wait until a model is loaded; it stays so until ``leave`` has been called as often.
 
         Raises:
-            EngineUnavailable: it cannot be loaded, or too many requests wait already.
+            EngineUnavailable: it cannot be loaded, or no place for it was free in time.
+            Overloaded: too many requests wait for models already, or too many of the tenant's.
         """
         if self._ended:
-            raise EngineUnavailable("the server is shutting down")
+            raise EngineUnavailable(SHUTTING_DOWN)
         if self._clock() - model.failed_at < RETRY_AFTER_S:
             raise EngineUnavailable(model.failed)
-        if not self._takes(model):
-            if sum(len(x.waiting) for x in self._models) >= MAX_WAITING:
-                raise EngineUnavailable(f"too many requests wait for models; {model.name} is one")
-            await self._wait(model)
-        else:
+        if self._takes(model):
             model.num_uses += 1
+        else:
+            await self._wait(model, tenant)
         model.last_used = self._clock()
 
     def leave(self, model: OnDemand) -> None:
@@ -120,21 +148,34 @@ class Loading:
         self._changed.set()
 
     def _takes(self, model: OnDemand) -> bool:
-        """Tell whether requests may have the model now: others in line may have its place next."""
-        return model.state is State.LOADED and model is not self._leaving()
+        """Tell whether requests may have the model now.
 
-    async def _wait(self, model: OnDemand) -> None:
-        loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        Not while its place is about to be given to a model that was asked for ``PATIENCE_S`` ago:
+        a model that is always in use would else never be unloaded.
+        """
+        if model.state is not State.LOADED:
+            return False
+        if model is not self._leaving():
+            return True
+        return self._clock() - self._wanted_since[self._wanted[0]] < PATIENCE_S
+
+    async def _wait(self, model: OnDemand, tenant: str) -> None:
+        waiting = [x for y in self._models for x in y.waiting]
+        of_tenant = sum(x.tenant == tenant for x in waiting)
+        if len(waiting) >= MAX_WAITING or of_tenant >= MAX_OF_TENANT:
+            raise Overloaded("too many requests wait for models to be loaded", RETRY_AFTER_S)
+        loaded = Waiting(tenant, asyncio.get_running_loop().create_future(), self._clock())
         model.waiting.append(loaded)
-        if model not in self._wanted:
+        if model not in self._wanted and model.state is not State.LOADING:
             self._wanted.append(model)
+            self._wanted_since[model] = self._clock()
         self._changed.set()
         try:
-            await loaded  # the use is counted then
+            await loaded.future  # the use is counted then
         except asyncio.CancelledError:  # its client has left
             if loaded in model.waiting:
                 model.waiting.remove(loaded)
-            elif loaded.done() and not loaded.cancelled() and loaded.exception() is None:
+            elif _is_granted(loaded.future):
                 self.leave(model)
             raise
 
@@ -142,82 +183,137 @@ class Loading:
         """Refuse all that wait, and load nothing more: the server is shutting down."""
         self._ended = True
         for model in self._models:
-            for waiting in model.waiting:
-                if not waiting.done():
-                    waiting.set_exception(EngineUnavailable("the server is shutting down"))
-            model.waiting.clear()
+            _answer(model, EngineUnavailable(SHUTTING_DOWN))
 
     async def run(self) -> None:
         """Load and unload until cancelled."""
-        while True:
-            await self._step()
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(LOOK_EVERY_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+        try:
+            while True:
+                try:
+                    self._look()
+                except Exception:  # the edge of this task: other requests must not wait for ever
+                    log.exception("models on demand were not looked after; looking again")
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self._changed.wait()
+        finally:
+            for job in self._jobs:
+                job.cancel()
+            await asyncio.gather(*self._jobs, return_exceptions=True)
 
-    async def _step(self) -> None:
+    def _look(self) -> None:
+        """Refuse what has waited too long, give places to those in line, unload what is idle."""
+        for model in self._wanted:
+            self._refuse_late(model)
         self._wanted = [x for x in self._wanted if x.waiting]
-        if self._wanted:
-            await self._serve(self._wanted[0])
+        while not self._ended and self._wanted and self._give_place(self._wanted[0]):
+            self._wanted.pop(0)
         for model in self._models:
             idle_s = self._clock() - model.last_used
             is_idle = model.state is State.LOADED and not model.num_uses
             if is_idle and (idle_s > model.unload_after_s or model.sessions.headroom.scarce):
-                await self._unload(model)
+                model.to(State.UNLOADING)
+                self._start(self._unload(model))
 
-    async def _serve(self, model: OnDemand) -> None:
-        """Make room for the first in line, and load it; does nothing while its place is in use."""
-        if model.state is not State.LOADED:
-            leaving = self._leaving()
-            if leaving is not None:
-                if leaving.num_uses:
-                    return
-                await self._unload(leaving)
-            await self._load(model)
-        self._wanted.remove(model)
-        for waiting in model.waiting:
-            if waiting.done():
-                continue
-            if model.state is State.LOADED:
-                model.num_uses += 1
-                waiting.set_result(None)
-            else:
-                waiting.set_exception(EngineUnavailable(model.failed))
-        model.waiting.clear()
+    def _refuse_late(self, model: OnDemand) -> None:
+        late = [x for x in model.waiting if self._clock() - x.since > self._max_wait_s]
+        for waiting in late:
+            model.waiting.remove(waiting)
+            if not waiting.future.done():
+                words = f"no place for the model {model.name} became free in time"
+                waiting.future.set_exception(Overloaded(words, RETRY_AFTER_S))
+
+    def _give_place(self, model: OnDemand) -> bool:
+        """Begin to load the first in line; False while its place is in use."""
+        if model.state is State.LOADED:  # it was leaving, and stays
+            self._grant(model)
+            return True
+        if model.state is not State.UNLOADED:
+            return False
+        taken = sum(x.state is not State.UNLOADED for x in self._models)
+        if taken < self._places:
+            model.to(State.LOADING)
+            self._start(self._load(model))
+            return True
+        leaving = self._leaving()
+        if leaving is not None and not leaving.num_uses:
+            leaving.to(State.UNLOADING)
+            self._start(self._unload(leaving))
+        return False
 
     def _leaving(self) -> OnDemand | None:
-        """Return the model whose place the first in line is to have; None if one is free."""
-        loaded = [x for x in self._models if x.state is State.LOADED]
-        if not self._wanted or self._wanted[0] in loaded or len(loaded) < self._places:
+        """Return the model whose place the first in line is to have; None if it needs none."""
+        if not self._wanted or self._wanted[0].state is not State.UNLOADED:
             return None
-        return min(loaded, key=lambda x: (x.num_uses > 0, x.last_used))
+        if sum(x.state is not State.UNLOADED for x in self._models) < self._places:
+            return None
+        if any(x.state is State.UNLOADING for x in self._models):  # a place is becoming free
+            return None
+        loaded = [x for x in self._models if x.state is State.LOADED]
+        return min(loaded, key=lambda x: (x.num_uses > 0, x.last_used), default=None)
+
+    def _grant(self, model: OnDemand) -> None:
+        model.last_used = self._clock()
+        for waiting in model.waiting:
+            if not waiting.future.done():
+                model.num_uses += 1
+                waiting.future.set_result(None)
+        model.waiting.clear()
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        job = asyncio.create_task(work, name="model-load")
+        self._jobs.add(job)
+        job.add_done_callback(self._done)
+
+    def _done(self, job: asyncio.Task[None]) -> None:
+        self._jobs.discard(job)
+        self._changed.set()
+        if not job.cancelled() and (error := job.exception()) is not None:
+            log.error("a model was not loaded or unloaded as it should be", exc_info=error)
 
     async def _load(self, model: OnDemand) -> None:
-        began = self._clock()
-        model.to(State.LOADING)
-        await model.engine.start()
-        while not (model.engine.ready and model.sessions.settled):
-            late = self._clock() - began > model.load_timeout_s
-            if late or model.engine.gave_up:
-                why = model.engine.trouble or "it takes too long"
-                model.failed = f"the model {model.name} cannot be loaded: {why}"
-                model.failed_at = self._clock()
-                log.error("%s", model.failed)
-                await self._end(model)
-                return
-            await asyncio.sleep(READY_POLL_S)
-        model.last_used = self._clock()
-        model.to(State.LOADED)
-        log.info("model %s was loaded in %.1f s", model.name, self._clock() - began)
+        began, why = self._clock(), ""
+        try:
+            await model.engine.start()
+            while not (model.engine.ready and model.sessions.settled):
+                if self._clock() - began > model.load_timeout_s or model.engine.gave_up:
+                    why = model.engine.trouble or "it takes too long"
+                    break
+                await asyncio.sleep(READY_POLL_S)
+        except Exception as error:
+            log.exception("the model %s cannot be loaded", model.name)
+            why = str(error) or type(error).__name__
+        if not why:
+            model.to(State.LOADED)
+            model.was_listed = True
+            log.info("model %s was loaded in %.1f s", model.name, self._clock() - began)
+            self._grant(model)
+            return
+        model.failed = f"the model {model.name} cannot be loaded: {why}"
+        model.failed_at = self._clock()
+        log.error("%s", model.failed)
+        _answer(model, EngineUnavailable(model.failed))
+        model.to(State.UNLOADING)
+        await self._end_engine(model)
 
     async def _unload(self, model: OnDemand) -> None:
-        await self._end(model)
+        await self._end_engine(model)
         model.sessions.engine_unloaded(model.rests_in)
 
-    async def _end(self, model: OnDemand) -> None:
-        model.to(State.UNLOADING)
-        await model.engine.stop(0)
-        model.to(State.UNLOADED)
+    async def _end_engine(self, model: OnDemand) -> None:
+        try:
+            await model.engine.stop(0)
+        finally:
+            model.to(State.UNLOADED)
+
+
+def _is_granted(future: asyncio.Future[None]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _answer(model: OnDemand, error: Exception) -> None:
+    for waiting in model.waiting:
+        if not waiting.future.done():
+            waiting.future.set_exception(error)
+    model.waiting.clear()

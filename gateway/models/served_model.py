@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engines.base import Engine, EngineError, EngineUnavailable
+from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
 from engines.openai.images import Sight
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
@@ -122,6 +122,15 @@ class ServedModel:
         if not self.sessions.settled:
             return "The engine has just started and is being asked for its sessions."
         return ""
+
+    @property
+    def is_listed(self) -> bool:
+        """True once its engine has listed its sessions: on demand, when it was first loaded."""
+        return self.on_demand is None or self.on_demand.was_listed
+
+    def may_have(self, session: SessionRef) -> bool:
+        """Tell whether the session is known here, or could lie where only its engine looks."""
+        return not self.is_listed or self.sessions.get(session) is not None
 
     def knows(self, tenant: Tenant, session_id: str) -> bool:
         """Tell whether the tenant has a session of that id here."""

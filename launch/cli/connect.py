@@ -28,7 +28,13 @@ def connect(
     from launch.remote.address import server_url
 
     base = server_url(url)  # as agents need it, so no unix socket
-    model = Remote(base, api_key).models()[0]
+    models = Remote(base, api_key).models()
+    # One that is loaded, since the context of the others may not be known yet.
+    model = next((x for x in models if x["max_model_len"]), None)
+    if model is None:
+        raise UsageError(
+            f"{models[0]['id']} is not loaded, and its context not known: send it a chat first"
+        )
     server = Server(base, str(model["id"]), int(model["max_model_len"]), api_key or NO_KEY)
     needs = connection(client, server, Path.home())
     if not write:

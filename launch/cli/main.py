@@ -26,6 +26,11 @@ from launch.errors import LaunchError, UsageError
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
 
+# What ``config`` shows of each of several engines.
+OF_EACH_ENGINE = (
+    *("engine.model", "engine.hot_bytes", "store.ram_bytes", "store.disk_bytes", "store.disk_path"),
+)
+
 app = typer.Typer(
     name="thermocline",
     help="Serves a language model to many chats; the quiet ones sleep, packed, and wake up fast.",
@@ -116,14 +121,21 @@ def show_config(
     as_json: options.Json = False,
 ) -> None:
     """Show the settings that would be used here, and where each comes from."""
-    resolved = options.fitted(context, os.environ).resolved
+    effective = options.fitted(context, os.environ)
+    resolved = effective.resolved
     rows = {name: masked(name, value) for name, value in flat(resolved.settings).items()}
     if as_json:
         print_json({k: {"value": v, "from": resolved.origin(k)} for k, v in rows.items()})
         return
     print_table(
         ("setting", "value", "from"),
-        [(name, shown(name, value), resolved.origin(name)) for name, value in rows.items()],
+        [(name, shown(name, value), resolved.origin(name)) for name, value in rows.items()]
+        + [
+            (f"of {x.entry.name}: {name}", shown(name, value), x.effective.resolved.origin(name))
+            for x in effective.engines
+            for name, value in flat(x.effective.settings).items()
+            if name in OF_EACH_ENGINE
+        ],
     )
 
 

@@ -63,6 +63,13 @@ def _one_length(lengths: str | None) -> int:
 
 
 def _print_plan(effective: EffectiveSettings, wanted: Wanted) -> None:
+    if effective.engines and (wanted.as_json or wanted.plot):
+        raise UsageError("--json and --plot are for one model; name it with --model")
+    for x in effective.engines:
+        typer.echo(f"{x.entry.name} ({x.entry.load}), with its part of this machine:")
+        _print_plan(x.effective, wanted)
+    if effective.engines:
+        return
     found = plan_of(effective, wanted.lengths)
     if wanted.as_json:
         print_json(found)

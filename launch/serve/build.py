@@ -63,6 +63,7 @@ class BuiltEngine:
     engine: Engine
     model_name: str
     blas: Blas | None  # None: the engine is not one that needs it
+    on_demand: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class BuiltServer:
     @property
     def gave_up(self) -> bool:
         """True once it is known that no engine can serve as things are."""
-        return all(x.engine.gave_up for x in self.engines)
+        always = [x for x in self.engines if not x.on_demand] or self.engines
+        return all(x.engine.gave_up for x in always)
 
 
 @contextmanager
@@ -91,7 +93,8 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     _check_reach(settings, tenants)
     _check_admins(settings.gateway, tenants)
     entries = effective.engines or (EngineSettings(EngineEntry(name=""), effective),)
-    models = [_checked_model(x.effective) for x in entries]
+    models = [_checked_model(x) for x in entries]
+    _check_aliases(settings)
     _check_memory(entries, models, settings)
     with ExitStack() as stack:
         metrics, served, engines, on_demand = Metrics(), [], [], []
@@ -117,18 +120,37 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
                     on_demand=on_demand[-1] if entry.load == "on-demand" else None,
                 )
             )
-            engines.append(built)
+            engines.append(replace(built, on_demand=entry.load == "on-demand"))
         stored = stored_objects(
             settings.gateway, settings.store, effective.folders.data, tenants.key_of
         )
-        loading = Loading(on_demand, settings.capacity.on_demand) if on_demand else None
+        places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
+        loading = Loading(on_demand, places, wait_s) if on_demand else None
         app = create_app(settings.gateway, served, tenants, metrics, stored, loading)
         app.state.gateway.tracing = _tracing(settings.gateway)
         yield BuiltServer(app, engines, tenants)
 
 
-def _checked_model(effective: EffectiveSettings) -> Model:
+def _checked_model(engine: EngineSettings) -> Model:
     """Find the model of an engine, and check that it can be served by its settings."""
+    try:
+        return _checked(engine.effective)
+    except UsageError as error:
+        if not engine.entry.name:
+            raise
+        raise UsageError(f"engines, {engine.entry.name}: {error}") from error
+
+
+def _check_aliases(settings: Settings) -> None:
+    names = {name for x in settings.engines for name in (x.name, *x.aliases)}
+    for alias in settings.gateway.model_aliases:
+        if alias in names:
+            raise UsageError(f"gateway.model_aliases: a model is called {alias!r}; leave it out")
+    if settings.engines and settings.engine.served_model_name:
+        raise UsageError("engine.served_model_name: each of several engines has a name of its own")
+
+
+def _checked(effective: EffectiveSettings) -> Model:
     _check_codecs(effective.settings.store)
     require_installed(effective)
     model = _model(effective)
@@ -169,6 +191,11 @@ def _on_demand(
     entry: EngineEntry, settings: Settings, engine: Engine, sessions: SessionManager
 ) -> OnDemand:
     """Make what loads and unloads a model. Raises ``UsageError``: its sessions would be lost."""
+    if settings.engine.url:
+        raise UsageError(
+            f"engines, {entry.name}: an engine that runs elsewhere is not ours to unload; leave out"
+            " load = on-demand"
+        )
     store = settings.store
     rests_in: TierName | None = "disk" if store.disk_bytes else "redis" if store.redis_url else None
     if rests_in is None:

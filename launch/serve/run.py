@@ -60,6 +60,8 @@ def serve(
     with ExitStack() as stack:
         sock = stack.enter_context(take_port(config))
         sockets = [sock, *_admin_sockets(stack, config)]
+        if effective.engines:  # what all share lies there, and an only engine's disk tier
+            stack.enter_context(sole_server(effective.folders.data))
         for each in engines:
             if each.engine_kind in ("mlx", "vllm") and each.settings.store.disk_bytes:
                 disk = each.settings.store.disk_path or each.folders.data

@@ -25,7 +25,7 @@ class EngineEntry(EngineConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
     def __post_init__(self) -> None:
         for name in filter(None, (self.name, *self.aliases)):
-            if not _NAME.fullmatch(name):
+            if not _NAME.fullmatch(name) or not name.strip("."):
                 raise ValueError(f"{name!r} is no name: letters, digits and ._:/- are taken")
         if self.served_model_name:
             raise ValueError("name is what clients call it; leave served_model_name out")
@@ -51,4 +51,10 @@ def check_entries(entries: Sequence[EngineEntry], given: Sequence[Mapping[str, A
     names = [name for entry in entries for name in (entry.name, *entry.aliases)]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"engines: two models go by the name {name!r}")
+            raise UsageError(
+                f"engines: two models go by the name {name!r}; give each [[engines]] its own name"
+            )
+    folded = [entry.name.casefold() for entry in entries]
+    for entry in entries:  # their folders would be one, where the disk does not know the case
+        if folded.count(entry.name.casefold()) > 1:
+            raise UsageError(f"engines: another model is called as {entry.name!r} is, but for case")

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ kind = "fake"
 aliases = ["deux"]
 load = "on-demand"
 unload_after_s = "1h"
+[[engines]]
+name = "three"
+kind = "fake"
+load = "on-demand"
 [[engines]]
 name = "broken"
 kind = "mlx"
@@ -90,10 +95,10 @@ def test_each_model_answers_under_its_names(fakes):
     for name, model in [("one", "one"), ("two", "two"), ("deux", "two")]:
         status, _, answer = chat(fakes, name, "names", "hello")
         assert (status, answer["model"]) == (200, model)
-    status, _, answer = chat(fakes, "three", "names", "hello")
+    status, _, answer = chat(fakes, "four", "names", "hello")
     assert status == 404
     assert answer["error"]["code"] == "model_not_found"
-    assert "'one', 'two', 'broken'" in answer["error"]["message"]
+    assert "'one', 'two', 'three', 'broken'" in answer["error"]["message"]
     assert states(fakes)["two"] == states(fakes)["deux"] == "loaded"
 
 
@@ -118,6 +123,34 @@ def test_a_model_that_cannot_be_loaded_is_503_and_the_others_go_on(fakes):
     assert chat(fakes, "one", "b", "hello")[0] == 200
     assert ask(fakes, "/readyz")[0] == 200
     assert states(fakes)["broken"] == "unloaded"
+
+
+def test_a_large_body_that_waits_for_a_model_keeps_no_other_out(fakes):
+    slowly = {"fake": "delay_s=1"}  # a second for each word
+    stream = {"model": "two", "metadata": slowly, "messages": [{"role": "user", "content": "hi"}]}
+    large = "word " * 100_000
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(ask, fakes, "/v1/chat/completions", stream)
+        time.sleep(0.5)
+        waits = pool.submit(chat, fakes, "three", "large", large)
+        time.sleep(0.5)
+        began = time.monotonic()
+        chat(fakes, "one", "large", large)
+        took_s = time.monotonic() - began
+        assert slow.result()[0] == 200
+        assert waits.result()[0] in (200, 400)
+    assert took_s < 30  # and not for as long as others wait
+
+
+def test_verbs_load_a_model_where_they_need_it(fakes):
+    chat(fakes, "two", "verbs", "hello")
+    chat(fakes, "three", "verbs-3", "hello")
+    assert states(fakes)["two"] == "unloaded"
+    assert ask(fakes, "/v1/sessions/verbs/demote", {"tier": "disk"})[2]["state"] == "cold"
+    assert states(fakes)["two"] == "unloaded"
+    status, _, answer = ask(fakes, "/v1/sessions/verbs/pin", {})
+    assert status in (200, 404)  # the fake engine forgets when it ends
+    assert states(fakes)["two"] == "loaded"
 
 
 def test_metrics_name_the_model(fakes):
@@ -190,6 +223,15 @@ def test_models_that_take_turns_come_back_with_their_conversations(tmp_path):
         assert ask(server, "/v1/sessions/a?model=two", method="DELETE")[0] == 200
         _, cache, _ = chat(server, "two", "a", *said["two", "a"], "again")
         assert cache.startswith("miss")
+
+        # After a start a model's sessions are not known before it is loaded; they can be deleted.
+        server.stop()
+        server = start(tmp_path, TAKING_TURNS.format(model=tmp_path / "tiny"))
+        listed = ask(server, "/v1/sessions")[2]
+        assert (listed["data"], listed["unlisted_models"]) == ([], ["one", "two"])
+        assert ask(server, "/v1/sessions/b", method="DELETE")[0] == 200
+        assert ask(server, "/v1/sessions/b", method="DELETE")[0] == 404
+        assert [x["id"] for x in ask(server, "/v1/sessions?model=one")[2]["data"]] == ["a"]
     finally:
         server.stop()
 

@@ -10,10 +10,17 @@ import pytest
 
 from engines.base import EngineUnavailable, SessionRef
 from engines.wire import Notice
-from gateway.models.loading import RETRY_AFTER_S, Loading, OnDemand, State
+from gateway.models.loading import (
+    MAX_OF_TENANT,
+    PATIENCE_S,
+    RETRY_AFTER_S,
+    Loading,
+    OnDemand,
+    State,
+)
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
-from scheduler.sessions import SessionManager
+from scheduler.sessions import Overloaded, SessionManager
 from tests.unit.gateway.in_process import WELCOME, RecordingEngine
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,14 +31,14 @@ class Engine(RecordingEngine):
 
     def __init__(self) -> None:
         super().__init__(welcome=None)
-        self.gave_up = self.fails = False
+        self.gave_up = self.fails = self.hangs = False
         self.num_starts = 0
         self._connected: asyncio.Queue[None] = asyncio.Queue()
 
     async def start(self) -> None:
         self.num_starts += 1
         self.gave_up = self.fails
-        if not self.fails:
+        if not (self.fails or self.hangs):
             self.welcome = msgspec.structs.replace(WELCOME)  # another one for each connection
             self._connected.put_nowait(None)
 
@@ -50,7 +57,7 @@ class Rig:
     def __init__(self, num_models: int = 2, places: int = 1) -> None:
         self.now = 1000.0
         self.models = [self._model(f"m{i}") for i in range(num_models)]
-        self.loading = Loading(self.models, places, clock=lambda: self.now)
+        self.loading = Loading(self.models, places, 120.0, clock=lambda: self.now)
 
     def _model(self, name: str) -> OnDemand:
         engine = Engine()
@@ -69,8 +76,8 @@ class Rig:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def begin(self, number: int) -> asyncio.Task[None]:
-        return asyncio.create_task(self.loading.enter(self.models[number]))
+    def begin(self, number: int, tenant: str = "t") -> asyncio.Task[None]:
+        return asyncio.create_task(self.loading.enter(self.models[number], tenant))
 
     async def until(self, number: int, state: State) -> None:
         async with asyncio.timeout(20):
@@ -96,9 +103,13 @@ async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
     async with Rig(num_models=3) as rig:
         await rig.begin(0)
         second, third = rig.begin(1), rig.begin(2)
-        later = asyncio.create_task(_after(rig, 0))  # does not keep the others out for ever
         await asyncio.sleep(0.05)
-        assert rig.models[0].state is State.LOADED and not second.done()
+        await rig.begin(0)  # the place cannot be given yet
+        rig.now += PATIENCE_S
+        later = rig.begin(0)  # does not keep the others out for ever
+        await asyncio.sleep(0.05)
+        assert rig.models[0].state is State.LOADED and not (second.done() or later.done())
+        rig.loading.leave(rig.models[0])
         rig.loading.leave(rig.models[0])
         await second
         assert [x.state for x in rig.models] == [State.UNLOADED, State.LOADED, State.UNLOADED]
@@ -110,9 +121,57 @@ async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
         assert rig.models[0].num_uses == 1
 
 
-async def _after(rig: Rig, number: int) -> None:
-    await asyncio.sleep(0.02)
-    await rig.loading.enter(rig.models[number])
+async def test_a_request_waits_for_a_place_only_so_long():
+    async with Rig() as rig:
+        await rig.begin(0)
+        waiting = rig.begin(1)
+        await asyncio.sleep(0.02)
+        rig.now += PATIENCE_S
+        closed_out = rig.begin(0)
+        await asyncio.sleep(0.02)
+        rig.now += 111
+        with pytest.raises(Overloaded, match="no place for the model m1"):
+            await waiting
+        await closed_out  # nobody else wants the place any more
+
+
+async def test_one_tenant_does_not_fill_the_line():
+    async with Rig() as rig:
+        await rig.begin(0)
+        many = [rig.begin(1) for _ in range(MAX_OF_TENANT)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded, match="too many requests wait"):
+            await rig.begin(1)
+        other = rig.begin(1, "another")
+        await asyncio.sleep(0.02)
+        assert not other.done()
+        rig.loading.leave(rig.models[0])
+        await asyncio.gather(other, *many)
+
+
+async def test_a_model_that_loads_for_long_keeps_no_other_from_a_free_place():
+    async with Rig(num_models=3, places=2) as rig:
+        rig.models[0].engine.hangs = True
+        slow = rig.begin(0)
+        await rig.until(0, State.LOADING)
+        await rig.begin(1)
+        assert not slow.done()
+        rig.now += 6  # its time to load is over
+        with pytest.raises(EngineUnavailable, match="m0 cannot be loaded: it is having a rest"):
+            await slow
+        await rig.begin(2)
+
+
+async def test_nothing_is_loaded_once_the_server_ends():
+    async with Rig() as rig:
+        await rig.begin(0)
+        waiting = rig.begin(1)
+        await asyncio.sleep(0.02)
+        rig.loading.leave(rig.models[0])  # its place would be given away now
+        rig.loading.end()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        assert rig.models[1].engine.num_starts == 0
 
 
 async def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason_and_tried_again_later():
