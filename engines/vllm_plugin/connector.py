@@ -11,12 +11,14 @@ vLLM makes one instance in EngineCore, for its scheduler, and one in every worke
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.device.device_check import blocks_for
+from engines.vllm_plugin.events.vllm_events import KVEvents
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.process.parent_death import die_with_parent
 from engines.vllm_plugin.process.refusal import record_refusal, runtime_folder
@@ -88,6 +91,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
             die_with_parent()
         self._scheduler_side: SchedulerSide | None = None
         self._stats: StatsFeed | None = None
+        self._events: KVEvents | None = None  # where vLLM reports KV events
+        self._pool: Any = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             with record_refusal(self._folder, OSError, ValueError):  # sockets that cannot be opened
@@ -95,6 +100,10 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
                     self._settings, vllm_config, self._groups, vllm.__version__
                 )
             self._stats = StatsFeed(self._scheduler_side.report, self._scheduler_side.spawn)
+            inventory = self._scheduler_side.inventory
+            if inventory is not None:
+                block_tokens = int(vllm_config.cache_config.block_size)
+                self._events = KVEvents(inventory, block_tokens, self._groups, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -108,6 +117,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
         self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
@@ -129,6 +139,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return {source_of(self._scheduler.tracker.tier_of(request)): num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._events is not None:
+            self._events.look_for_clear(self._pool)
         new = scheduler_output.scheduled_new_reqs
         admitted = [(x.req_id, x.num_computed_tokens) for x in new]
         return StepPlan(self._scheduler.tracker.take_step(admitted))
@@ -149,7 +161,10 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._scheduler.tracker.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.tracker.has_work
+        return self._scheduler.has_work
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._events.take() if self._events is not None else ()
 
     def reset_cache(self) -> bool:
         """Refuse to drop what is stored; vLLM asks when weights were replaced."""

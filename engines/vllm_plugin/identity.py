@@ -55,6 +55,11 @@ def session_of(request: IncomingRequest) -> SessionRef | None:
     return SessionRef("", request.session_id, salt) if request.session_id else None
 
 
+def has_own_salt(request: IncomingRequest) -> bool:
+    """True if the client itself, and not the gateway, has put a salt into the request."""
+    return bool(request.cache_salt) and PARAMS_FIELD not in (request.kv_transfer_params or {})
+
+
 def ticket_of(request: IncomingRequest) -> str:
     """The ticket of a request that measures; "" for all others."""
     ours = (request.kv_transfer_params or {}).get(PARAMS_FIELD)

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, KVSize, Verb, WireError
+from kvstore.by_blocks.resting import BlockRuns
 from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
@@ -198,6 +199,21 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
     is_gone: bool = True
 
 
+class RankRests(msgspec.Struct, frozen=True, tag="rests"):
+    """News where the blocks of a session rest packed on this rank, for readers of KV events.
+
+    ``hashes``: of its blocks, joined; none: it is gone. ``ids``: of their tokens, as far as the
+    record has them. ``ram``, ``storage``: see ``kvstore.by_blocks.resting``.
+    """
+
+    rank: int
+    session: SessionRef
+    hashes: bytes = b""
+    ids: bytes = b""
+    ram: BlockRuns = ()
+    storage: BlockRuns = ()
+
+
 # ---- front <-> hub
 
 
@@ -213,9 +229,13 @@ class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
     prompt_tokens: int = 0
 
 
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Order to make an idle engine run a step: it has news for readers of KV events."""
+
+
 ToRank: TypeAlias = Stage | Probe | Release | Ask | ForwardDone | JointFindings
-ToFront: TypeAlias = RequestAdmitted | RunForward
-RankNews: TypeAlias = RankSaved | RankPacked | RankLost
+ToFront: TypeAlias = RequestAdmitted | RunForward | Wake
+RankNews: TypeAlias = RankSaved | RankPacked | RankLost | RankRests
 PeerNews: TypeAlias = RankNews | Forward | ForwardDone | RankFindings
 FromPeer: TypeAlias = RankHello | Staged | RankAnswer | PeerNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | ToFront

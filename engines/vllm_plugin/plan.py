@@ -25,6 +25,7 @@ class Save:
             of which only these rows are the session's.
         waits: it is not skipped, however much waits already.
         restored_part: the part of a block that the turn went on from, if its rows were loaded.
+        ids: of the full blocks' tokens, where KV events are reported (``BlockRecord.ids``).
     """
 
     job: int
@@ -35,6 +36,7 @@ class Save:
     part: tuple[int, ...] = ()
     waits: bool = False
     restored_part: RestoredPart | None = None
+    ids: bytes = b""
 
     @property
     def held_ids(self) -> list[int]:

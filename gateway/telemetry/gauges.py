@@ -73,6 +73,10 @@ def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
     yield _gauge("engine_hot_bytes", "Live KV.", report.hot_bytes)
     yield _gauge("engine_hot_capacity_bytes", "Budget of live KV.", report.hot_capacity_bytes)
     yield _gauge("engine_idle_hot_bytes", "Live KV of idle sessions.", report.idle_hot_bytes)
+    if report.hot_capacity_bytes:
+        used = (report.hot_bytes - report.idle_hot_bytes) / report.hot_capacity_bytes
+        words = "Live KV that requests use, as a share of its budget: 0 to 1."
+        yield _gauge("kv_usage_ratio", words, min(1.0, max(0.0, used)))
     if report.active_bytes:  # vLLM's is in processes that are not asked
         yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
     yield _gauge("engine_running", "Requests being served.", report.num_running)

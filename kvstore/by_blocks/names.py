@@ -196,7 +196,7 @@ class BlockRecords:
         )
 
     def nbytes(self, record: BlockRecord) -> int:
-        ids = 36 * len(record.part)
+        ids = 36 * len(record.part) + len(record.ids)
         return len(record.hashes) + 33 * len(record.left_behind) + ids
 
     def is_usable(self, record: BlockRecord) -> bool:

@@ -11,6 +11,7 @@ from kvstore.ledger.record import MAX_CODECS, StoredSession
 
 HASH_BYTES = 32
 MAX_TOKEN = (1 << 32) - 1
+ID_BYTES = 4  # of a token's id, little-endian
 
 
 class BlockRecord(StoredSession, frozen=True, kw_only=True):
@@ -29,6 +30,8 @@ class BlockRecord(StoredSession, frozen=True, kw_only=True):
     state_bytes: int = 0
     # Ids of the tokens behind the last full block, if their KV is stored, too.
     part: tuple[int, ...] = ()
+    # Ids of the tokens of the first full blocks, if an engine that reports KV events saved them.
+    ids: bytes = b""
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -37,7 +40,7 @@ class BlockRecord(StoredSession, frozen=True, kw_only=True):
     @property
     def pinned_bytes(self) -> int:
         """Bytes that the session takes of the pins' share while it is pinned."""
-        return self.packed_bytes + len(self.hashes)
+        return self.packed_bytes + len(self.hashes) + len(self.ids)
 
     @property
     def num_tokens(self) -> int:
@@ -76,10 +79,12 @@ def decode_block_record(payload: memoryview) -> BlockRecord:
     places = all(0 < x <= num_blocks for x in record.states)
     ids = all(0 <= x <= MAX_TOKEN for x in record.part)
     behind = not record.part or 0 < len(record.part) < record.block_tokens and num_blocks > 0
+    block_ids, odd = divmod(len(record.ids), ID_BYTES * max(record.block_tokens, 1))
     if (
         len(record.hashes) % HASH_BYTES
         or record.block_tokens <= 0
         or not (places and ids and behind)
+        or (odd or block_ids > num_blocks)
         or len(record.codecs) > MAX_CODECS
     ):
         raise Corrupt("a record of blocks contradicts itself")

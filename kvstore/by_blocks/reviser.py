@@ -9,7 +9,7 @@ import msgspec
 
 from kvstore.blobs.packer import Packer
 from kvstore.by_blocks.names import BlobSpan, BlockKeys
-from kvstore.by_blocks.records import BlockRecord, common_blocks
+from kvstore.by_blocks.records import ID_BYTES, BlockRecord, common_blocks
 from kvstore.kept_states import kept_states
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.record import bytes_of_leading, codecs_of
@@ -44,6 +44,7 @@ class BlockReviser:
         fresh: Mapping[bytes, Blob],
         states: Sequence[int],
         part: Sequence[int],
+        ids: bytes = b"",
     ) -> tuple[BlockRecord, list[bytes]]:
         """Give the new record, and keys of blobs that nobody needs once it is written."""
         chain = self._keys.covering(hashes, part)
@@ -65,6 +66,7 @@ class BlockReviser:
             states=states,
             state_bytes=state_bytes,
             part=tuple(part),
+            ids=ids or _known_ids(old, hashes),
         )
         if old is None:
             return record, []
@@ -114,3 +116,10 @@ def _still_good(old: BlockRecord | None, hashes: Sequence[bytes]) -> Sequence[in
         return ()
     common = common_blocks(old.block_hashes, hashes)
     return [x for x in old.states if x <= common]
+
+
+def _known_ids(old: BlockRecord | None, hashes: Sequence[bytes]) -> bytes:
+    """The ids that the older record has of the blocks that are still the session's."""
+    if old is None or not old.ids:
+        return b""
+    return old.ids[: common_blocks(old.block_hashes, hashes) * old.block_tokens * ID_BYTES]

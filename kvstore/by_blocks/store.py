@@ -24,6 +24,7 @@ from kvstore.by_blocks.names import BlobSpan, BlockKeys, BlockRecords
 from kvstore.by_blocks.reader import BlockReader
 from kvstore.by_blocks.reader import Fetched as Fetched
 from kvstore.by_blocks.records import BlockRecord, common_blocks
+from kvstore.by_blocks.resting import Resting, RestingBlocks
 from kvstore.by_blocks.reviser import BlockReviser
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig
@@ -82,6 +83,7 @@ class BlockStore:
         )
         self._reviser = BlockReviser(keys, ledger.index, packer, clock, config.max_snapshots)
         self._reader = BlockReader(ledger, keys, packer, has_state=has_state)
+        self._resting = RestingBlocks(keys, ledger.stack, has_state=has_state)
 
     @property
     def workers(self) -> Workers:
@@ -189,6 +191,7 @@ class BlockStore:
         states: Sequence[int] = (),
         part: Sequence[int] = (),
         again: Again | None = None,
+        ids: bytes = b"",
     ) -> BlockRecord | None:
         """The session is now this chain. Fast tier at once, slower ones behind.
 
@@ -202,10 +205,12 @@ class BlockStore:
             again: ``fresh`` in another codec, packed from the same rows. Called for each other one
                 of ``save_codecs``, once the fastest tier has the session; without it slower tiers
                 get copies of what that has.
+            ids: of the blocks' tokens, if the record is to have them.
         """
         with self.ledger.claims.claim(self.ledger.record_key(session)):
             old = self.ledger.find(session)
-            record, obsolete = self._reviser.revise(session, hashes, old, fresh, states, part)
+            revised = self._reviser.revise(session, hashes, old, fresh, states, part, ids)
+            record, obsolete = revised
             kept = self.ledger.committer.commit(record, fresh, obsolete)
             if kept:
                 self._replicate(record, fresh, obsolete, again)
@@ -306,6 +311,16 @@ class BlockStore:
     def tier_of(self, record: BlockRecord) -> TierName | None:
         """The slowest tier that a restore has to read; None if not even the beginning is held."""
         return self.ledger.tier_of(record)
+
+    def resting(self, session: SessionRef) -> tuple[BlockRecord, Resting] | None:
+        """The session's record, and in which kinds of tiers its blocks are.
+
+        None if the index does not know it, or it could not be restored here.
+        """
+        record = self.ledger.index.get(self.ledger.record_key(session))
+        if record is None or not self.ledger.kind.is_usable(record):
+            return None
+        return record, self._resting.find(record)
 
     def warm(self, session: SessionRef) -> None:
         """Bring the whole session to the fastest tier. Blocks."""

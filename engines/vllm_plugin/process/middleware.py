@@ -36,6 +36,7 @@ from engines.vllm_plugin.messages import (
     FrontHello,
     RequestAdmitted,
     RunForward,
+    Wake,
     decode_to_front,
     frame,
 )
@@ -65,15 +66,18 @@ class AdmissionReports:
         self._waiting: dict[str, asyncio.Future[RequestAdmitted]] = {}
         self._listening: asyncio.Task[None] | None = None
         self._measuring: asyncio.Task[None] | None = None
+        self._waking: asyncio.Task[None] | None = None
+        self._client: Any = None
         self._runner: RequestRunner | None = None
         self.connected = False  # else nothing is known of who runs
 
-    def start(self, hub_path: str, client: object, delay_s: float = 0.0) -> None:
+    def start(self, hub_path: str, client: Any, delay_s: float = 0.0) -> None:
         """Connect to the hub, which also tells it that this server runs. Later calls do nothing.
 
         ``client``: vLLM's, for requests that measure.
         """
         if self._listening is None:
+            self._client = client
             self._runner = RequestRunner(client)
             listening = self._listen(hub_path, delay_s)
             self._listening = asyncio.create_task(listening, name="cold-reports")
@@ -111,12 +115,20 @@ class AdmissionReports:
 
     def _hear(self, body: bytes, writer: asyncio.StreamWriter) -> None:
         message = decode_to_front(body)
+        if isinstance(message, Wake):
+            self._waking = asyncio.create_task(self._wake(), name="waking")
+            return
         if isinstance(message, RunForward):
             self._measuring = asyncio.create_task(self._run(message, writer), name="measuring")
             return
         report = self._waiting.get(message.answer_id)
         if report is not None and not report.done():
             report.set_result(message)
+
+    async def _wake(self) -> None:
+        """Have an idle engine look whether there is work: whatever is asked of it makes it look."""
+        with suppress(Exception):  # the edge of a task: the engine's next step reports as well
+            await self._client.is_sleeping()
 
     async def _run(self, message: RunForward, writer: asyncio.StreamWriter) -> None:
         assert self._runner is not None, "it was made before anything could be heard"

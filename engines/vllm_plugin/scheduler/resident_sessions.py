@@ -247,6 +247,11 @@ class ResidentSessions:
                 entry.dropping = True
                 self._to_drop.append(name)
 
+    @property
+    def has_drops(self) -> bool:
+        """Blocks wait to be dropped in vLLM's next step."""
+        return bool(self._to_drop)
+
     def drop_asked(self) -> None:
         """Take the blocks out of the prefix cache that no other session has. On vLLM's thread."""
         if not self._to_drop:

@@ -13,6 +13,7 @@ import msgspec
 from engines.host.control_server import ControlServer
 from engines.vllm_plugin.chat_template import fill_in, sees_images, template_rules
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.events.inventory import Inventory, wants_events
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forwards import Forwards
 from engines.vllm_plugin.measuring.measured_requests import MeasuredRequests
@@ -24,13 +25,19 @@ from engines.vllm_plugin.messages import (
     RankFindings,
     RankLost,
     RankPacked,
+    RankRests,
     RankSaved,
+    Wake,
 )
 from engines.vllm_plugin.scheduler.eviction_watch import EvictionWatch
 from engines.vllm_plugin.scheduler.hub.hub import Hub
 from engines.vllm_plugin.scheduler.hub.save_acks import SaveAcks
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
-from engines.vllm_plugin.scheduler.resident_sessions import BlockPool, ResidentSessions
+from engines.vllm_plugin.scheduler.resident_sessions import (
+    BlockPool,
+    ResidentSessions,
+    SessionName,
+)
 from engines.vllm_plugin.scheduler.restores import Restores
 from engines.vllm_plugin.scheduler.token_blocks import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
@@ -41,6 +48,7 @@ from kvstore.stats import Counters
 
 WORKERS_S: Final = 10.0  # for them to come to the hub
 POLL_S: Final = 0.05
+WAKE_S: Final = 0.1
 
 
 class SchedulerSide:
@@ -55,12 +63,13 @@ class SchedulerSide:
         """Raises ``OSError`` or ``ValueError``: a socket cannot be opened."""
         self._groups = groups
         on_cpu = vllm_config.device_config.device_type == "cpu"
-        blocks = TokenBlocks(
-            int(vllm_config.cache_config.block_size),
-            groups,
-            keeps_parts=on_cpu and not groups.states,
-        )
         num_ranks = int(vllm_config.parallel_config.world_size)
+        block_tokens = int(vllm_config.cache_config.block_size)
+        reports = wants_events(vllm_config)
+        blocks = TokenBlocks(
+            block_tokens, groups, keeps_parts=on_cpu and not groups.states, keeps_ids=reports
+        )
+        self.inventory = Inventory(num_ranks, block_tokens) if reports else None
         counters = Counters()
         self._resident = ResidentSessions()
         self._saves = SaveAcks(num_ranks)
@@ -89,6 +98,7 @@ class SchedulerSide:
             counters=counters,
             num_requests=lambda: (self.tracker.num_running, self.tracker.num_waiting),
             requests=lambda: self.tracker.progress(),
+            is_told=self._is_told,
         )
         self._welcome = Welcome(
             engine="vllm",
@@ -110,11 +120,38 @@ class SchedulerSide:
         else:
             self._hub.start(control)
         self._hub.spawn(EvictionWatch(self._resident, self._verbs.look, self._control.publish).run)
+        if reports:
+            self._hub.spawn(self._wake_idle_engine)
 
     @property
     def ready(self) -> bool:
         """Every rank is connected."""
         return self._hub.ready
+
+    @property
+    def has_work(self) -> bool:
+        """An idle engine is to go on stepping."""
+        return self.tracker.has_work or self._has_events
+
+    @property
+    def _has_events(self) -> bool:
+        """Readers of KV events have something to hear, of our tiers or of blocks to be dropped."""
+        if self.inventory is None:
+            return False
+        return self.inventory.has_news or self._resident.has_drops
+
+    def _is_told(self, name: SessionName) -> bool:
+        """True, too, where nobody can wake the engine: its next step may be long in coming."""
+        if self.inventory is None or not self._hub.num_fronts:
+            return True
+        return self.inventory.is_told(name)
+
+    async def _wake_idle_engine(self) -> None:
+        """Have events published that an idle engine would keep until its next request."""
+        while True:
+            await asyncio.sleep(WAKE_S)
+            if self._has_events:
+                self._hub.ask_front(Wake())
 
     def bind(self, pool: BlockPool) -> None:
         """Give vLLM's block pool, before the first request."""
@@ -159,6 +196,8 @@ class SchedulerSide:
                 self._hub.spawn(partial(self._tell, "packed", news.session))
             case RankSaved() if self._saves.completes(news):
                 self._hub.spawn(partial(self._tell, "saved", news.session))
+            case RankRests() if self.inventory is not None:
+                self.inventory.update(news)
             case Forward():
                 self._forwards.hear(news)
             case RankFindings():

@@ -7,11 +7,13 @@ tokens; a GPU computes them beside the new ones for nothing. So parts are kept o
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.vllm_plugin.groups import DENSE, Groups
+from engines.vllm_plugin.identity import has_own_salt
 
 
 class Feature(Protocol):
@@ -36,11 +38,15 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """The block size, the groups of layers, and whether parts are kept; fixed for an engine."""
+    """The block size, the groups of layers, and what is kept with a session; fixed for an engine.
+
+    ``keeps_parts``: the part behind its blocks. ``keeps_ids``: the ids of the blocks' tokens.
+    """
 
     block_tokens: int
     groups: Groups = DENSE
     keeps_parts: bool = False
+    keeps_ids: bool = False
 
     def num_restorable(self, request: Any) -> int:
         """The number of the prompt's blocks that may be restored.
@@ -63,6 +69,17 @@ class TokenBlocks:
         if not (self.keeps_parts and 0 < num_full < num_blocks):
             return ()
         return ids_between(request, first, last) if last - first < self.block_tokens else ()
+
+    def computed_ids(self, request: Any, num_full: int) -> bytes:
+        """Ids of the tokens of the first blocks, as records have them; b"" where none are kept.
+
+        None are kept either if more than ids and the gateway's salt decides on the blocks' hashes:
+        readers could not tell.
+        """
+        if not (self.keeps_ids and num_full) or has_own_salt(request):
+            return b""
+        ids = ids_between(request, 0, num_full * self.block_tokens)
+        return struct.pack(f"<{len(ids)}I", *ids)
 
     def num_matching(self, request: Any, end_block: int, part: Sequence[int]) -> int:
         """The number of ``part``'s tokens that the prompt has, too, behind block ``end_block``."""

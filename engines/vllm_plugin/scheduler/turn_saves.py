@@ -62,9 +62,10 @@ class TurnSaves:
         states = self._held_states(request, hashes)
         if hashes:
             self._postponed.remove(session)
-            ids = list(block_ids[: len(hashes) + bool(part)])
-            save = Save(next(self._jobs), session, hashes, ids, states, part)
-            self._plan(replace(save, restored_part=restored_part))
+            used = list(block_ids[: len(hashes) + bool(part)])
+            save = Save(next(self._jobs), session, hashes, used, states, part)
+            ids = self._blocks.computed_ids(request, len(hashes))
+            self._plan(replace(save, restored_part=restored_part, ids=ids))
         boundary = max(states, default=0) if self._blocks.groups.states else None
         self._resident.end(session, hashes, part, boundary)
 

@@ -45,6 +45,8 @@ MOVE_S: Final = 80.0
 ADOPT_S: Final = 80.0  # new kernels are compiled
 SETTLE_S: Final = 5.0  # for a save that had better end before the verb is carried out
 HAND_OVER_S: Final = 20.0  # for one that must; vLLM hands it to the workers in its next step
+# For readers of KV events to hear that the session rests, before they hear that its blocks leave.
+TOLD_S: Final = 1.0
 POLL_S: Final = 0.01
 _ORDER: Final[list[TierName | None]] = [*TIER_NAMES, None]
 _ONE_FOR_ALL_RANKS: Final = frozenset({"saves", "saves_skipped", "saves_failed"})
@@ -66,11 +68,13 @@ class VllmVerbs:
         num_requests: Callable[[], tuple[int, int]],
         requests: Callable[[], list[RequestProgress]] = list,
         clock: Callable[[], float] = time.time,
+        is_told: Callable[[SessionName], bool] = lambda name: True,
     ) -> None:
         """
         Args:
             num_requests: the numbers of running and of waiting requests.
             requests: how far those are that run.
+            is_told: readers of KV events know where the session rests, or there are none.
         """
         self._hub = hub
         self._resident = resident
@@ -79,6 +83,7 @@ class VllmVerbs:
         self._num_requests = num_requests
         self._requests = requests
         self._clock = clock
+        self._is_told = is_told
 
     async def adopt(self) -> CodecReport:
         """Have every rank adopt the codec that the profile of its share of the model allows."""
@@ -105,6 +110,7 @@ class VllmVerbs:
         kept = self._why_kept(name, found)
         if kept or found is None:
             return Done(self._report(name, found), kept)
+        await self._until(lambda: self._is_told(name), TOLD_S)
         self._resident.ask_to_drop(name)
         if tier is not None and tier != found.tier:
             found = await self._find(Demote(session, tier), MOVE_S, name)
@@ -112,9 +118,12 @@ class VllmVerbs:
 
     async def _until_handed_over(self, name: SessionName, within_s: float) -> bool:
         """Wait for the ranks to begin the session's planned saves; False after ``within_s``."""
+        return await self._until(lambda: not self._resident.is_saving(name), within_s)
+
+    async def _until(self, is_so: Callable[[], bool], within_s: float) -> bool:
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self._resident.is_saving(name):
+                while not is_so():
                     await asyncio.sleep(POLL_S)
                 return True
         return False

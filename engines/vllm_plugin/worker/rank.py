@@ -14,6 +14,7 @@ from typing import Final, Protocol
 import msgspec
 
 from engines.calibration.gate.served_codecs import ServedCodecs
+from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.messages import (
     Ask,
     ForwardDone,
@@ -61,6 +62,7 @@ NUM_VERB_THREADS: Final = 8  # some wait for saves
 # Seconds that a verb waits for saves to end; both are below the deadline of whoever asks.
 SETTLE_S: Final = 5.0
 FORGET_S: Final = 60.0
+_CHANGES: Final = (Demote, Prefetch, Forget, Look)  # of where a session is, or waits for them
 _ABOUT_CODECS: Final = (GetStats, Adopt, Measure)
 
 
@@ -150,11 +152,17 @@ class RankLink:
         self._sending = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
+        self._resting: RestingWatch | None = None
         self._stagers = ThreadPoolExecutor(NUM_STAGERS, "thermocline-stage")
         self._staging_now: set[Future[None]] = set()
         self._verb_threads = ThreadPoolExecutor(NUM_VERB_THREADS, "thermocline-verbs")
         self._thread = threading.Thread(target=self._run, name="thermocline-rank", daemon=True)
         self._thread.start()
+
+    def watch(self, resting: RestingWatch) -> None:
+        """Have the sessions reported that verbs change, and all after a new connection."""
+        self._resting = resting
+        resting.start_over()
 
     @property
     def num_staging(self) -> int:
@@ -214,6 +222,8 @@ class RankLink:
             self._staging.clear()
             connection.sendall(frame(self._hello))
             self._connection = connection
+        if self._resting is not None:
+            self._resting.start_over()
         while not self._closed:
             self._hear(decode_to_rank(receive(connection)), connection)
 
@@ -276,6 +286,8 @@ class RankLink:
     def _answer(self, message: Ask, connection: socket.socket) -> None:
         try:
             records = self._obey(message.verb)
+            if self._resting is not None and isinstance(message.verb, _CHANGES):
+                self._resting.look_at(message.verb.session)  # before whoever asked goes on
             stats = self._stats() if isinstance(message.verb, GetStats) else None
             codec = self._report() if isinstance(message.verb, _ABOUT_CODECS) else None
             answer = RankAnswer(message.number, [self.session(x) for x in records], stats, codec)

@@ -141,7 +141,8 @@ class Transfer:
         lineages = {x.span: x.lineage for x in wanted if x.lineage is not FRESH}
         again = self._again(save, rows, blobs, lineages) if rows else None
         states, part = [*save.states], save.part
-        record = self._store.commit(save.session, save.hashes, blobs, states, part, again)
+        names = save.session, save.hashes
+        record = self._store.commit(*names, blobs, states, part, again, save.ids)
         return record is not None
 
     def _packing(self, save: Save, span: BlobSpan) -> Packing:

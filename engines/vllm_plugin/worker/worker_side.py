@@ -20,6 +20,8 @@ from engines.calibration.measuring.trials import least_context
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.accelerator import stream_of
+from engines.vllm_plugin.events.inventory import wants_events
+from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.possible import unmeasurable
@@ -79,12 +81,15 @@ class WorkerSide:
         link: RankLink,
         store: BlockStore,
         measuring: RankMeasuring | None = None,
+        resting: RestingWatch | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``resting``: where readers of KV events hear of the store."""
         self._transfer = transfer
         self._link = link
         self._store = store
         self._measuring = measuring
+        self._resting = resting
         self._monotonic = monotonic
         self._patience_s = 0.0
         self._stepped_at = float("-inf")  # monotonic
@@ -138,6 +143,8 @@ class WorkerSide:
         if self._measuring is not None:
             self._measuring.close()
         self._transfer.close()
+        if self._resting is not None:
+            self._resting.close()
         self._link.close()
         self._store.close()
 
@@ -151,9 +158,13 @@ class WorkerSide:
         self._link.send(RankPacked(session))
 
     def _left(self, departure: Departure) -> None:
+        if self._resting is not None:
+            self._resting.note(departure.session)
         self._link.send(RankLost(*departure))
 
     def _saved(self, save: Save, kept: bool) -> None:
+        if self._resting is not None:
+            self._resting.look_at(save.session)
         self._link.send(RankSaved(save.job, save.session, kept))
 
 
@@ -219,7 +230,11 @@ def open_worker_side(
         measuring.prepare(order, groups, identity, link.adopt)
     if config.calibrate and codecs.report.unmeasured:
         measuring.begin(lambda: codecs.report.unmeasured)
-    worker = WorkerSide(transfer, link, store, measuring)
+    resting = RestingWatch(store, rank, link.send) if wants_events(vllm_config) else None
+    if resting is not None:
+        link.watch(resting)
+        resting.begin()
+    worker = WorkerSide(transfer, link, store, measuring, resting)
     ways = type(cache.views[0][0]).__name__, type(blocks).__name__
     logger.info("rank %d: %s, %s", rank, *ways)
     return worker

@@ -20,7 +20,6 @@ from typing import Any, Final, TypeVar
 from engines.host.sockets import private_socket, send_bounded
 from engines.vllm_plugin.messages import (
     Ask,
-    Forward,
     ForwardDone,
     FrontHello,
     JointFindings,
@@ -29,15 +28,13 @@ from engines.vllm_plugin.messages import (
     PeerNews,
     Probe,
     RankAnswer,
-    RankFindings,
     RankHello,
-    RankLost,
-    RankSaved,
     Release,
     RequestAdmitted,
     RunForward,
     Stage,
     Staged,
+    Wake,
     decode_from_peer,
     frame,
 )
@@ -172,8 +169,8 @@ class Hub:
         """Tell every rank how a measurement goes on."""
         self.call_soon(self._broadcast, news)
 
-    def ask_front(self, order: RunForward) -> None:
-        """Have one of the HTTP servers put a request to vLLM."""
+    def ask_front(self, order: RunForward | Wake) -> None:
+        """Have one of the HTTP servers put a request to vLLM, or wake its engine."""
         self.call_soon(self._tell_one_front, order)
 
     def call_soon(self, call: Callable[..., object], *args: object) -> None:
@@ -240,7 +237,7 @@ class Hub:
         for writer in self._fronts:
             send_bounded(writer, body)
 
-    def _tell_one_front(self, message: RunForward) -> None:
+    def _tell_one_front(self, message: RunForward | Wake) -> None:
         if (writer := next(iter(self._fronts), None)) is not None:
             send_bounded(writer, frame(message))
 
@@ -268,9 +265,6 @@ class Hub:
             case RankHello() as hello:
                 self._hellos[hello.rank] = hello
                 self._ranks[hello.rank] = writer
-            case FrontHello():
-                self._fronts.add(writer)
-                self._front_came.set()
             case Staged() as staged:
                 with self._lock:
                     if staged.ticket in self._partial:
@@ -278,5 +272,8 @@ class Hub:
                         self._lock.notify_all()
             case RankAnswer() as answer:
                 self._calls.hear(answer, writer)
-            case RankSaved() | RankLost() | Forward() | ForwardDone() | RankFindings() as news:
+            case FrontHello():
+                self._fronts.add(writer)
+                self._front_came.set()
+            case news:
                 self._on_news(news)

@@ -1,0 +1,119 @@
+"""Reports to EngineCore in which tiers a rank has the blocks of its sessions.
+
+A save and a verb are looked at as soon as they are done. What slower tiers take is seen a moment
+later, and what tiers evict when all sessions are looked through: only after evictions, and no more
+of the time than one part in ``SWEEP_SHARE``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from engines.vllm_plugin.messages import RankRests
+from kvstore.by_blocks.resting import Resting
+from kvstore.by_blocks.store import BlockStore
+from kvstore.periodic import Periodic
+from kvstore.session import SessionRef
+
+LOOK_S: Final = 0.25
+SWEEP_S: Final = 1.0  # between looks at all sessions, at least
+SWEEP_SHARE: Final = 20
+# What a Redis server evicts, or a damaged file has lost, is seen after so long.
+UNASKED_S: Final = 60.0
+
+_Name: TypeAlias = tuple[str, str]  # tenant and session id
+_State: TypeAlias = tuple[int, int, Resting]  # of the hashes, bytes of ids, where the blocks are
+
+
+class RestingWatch:
+    """Thread-safe. ``send`` brings the news to the hub, in order."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        rank: int,
+        send: Callable[[RankRests], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._send = send
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._told: dict[_Name, _State] = {}
+        self._noted: dict[_Name, None] = {}
+        self._num_evictions = 0
+        self._swept_at = float("-inf")
+        self._next_sweep = float("-inf")
+        self._periodic: Periodic | None = None
+
+    def begin(self) -> None:
+        """Look every now and then from now on, until ``close``. Once."""
+        self._periodic = Periodic(self.look, LOOK_S, "thermocline-resting")
+
+    def close(self) -> None:
+        """Stop looking."""
+        if self._periodic is not None:
+            self._periodic.close()
+
+    def start_over(self) -> None:
+        """Report all sessions again: the hub is another one, and knows nothing."""
+        with self._lock:
+            self._told.clear()
+            self._swept_at = self._next_sweep = float("-inf")
+
+    def note(self, session: SessionRef) -> None:
+        """Look at the session soon, and until slower tiers have written it."""
+        with self._lock:
+            self._noted[_name(session)] = None
+
+    def look_at(self, session: SessionRef) -> None:
+        """Report where the session is now, if that is news."""
+        self.note(session)
+        self._look_at(_name(session))
+
+    def look(self) -> None:
+        """Report what has changed since the last look."""
+        stats = self._store.stats()  # first: what is written by now is seen below
+        num_evictions = sum(x.evictions for x in stats.tiers)
+        with self._lock:
+            noted, self._noted = self._noted, {}
+        for name in noted:
+            self._look_at(name)
+        now = self._monotonic()
+        changed = num_evictions != self._num_evictions or now - self._swept_at >= UNASKED_S
+        if changed and now >= self._next_sweep:
+            self._num_evictions, self._swept_at = num_evictions, now
+            self._sweep()
+            took = self._monotonic() - now
+            self._next_sweep = now + took + max(SWEEP_S, SWEEP_SHARE * took)
+        if any(stats.write_queue_bytes.values()):
+            with self._lock:
+                self._noted = {**noted, **self._noted}
+
+    def _sweep(self) -> None:
+        names = [(x.tenant, x.id) for x in self._store.records()]
+        for name in dict.fromkeys([*names, *list(self._told)]):
+            self._look_at(name)
+
+    def _look_at(self, name: _Name) -> None:
+        session = SessionRef(*name, b"")
+        with self._lock:  # or what is seen first may be reported last
+            found = self._store.resting(session)
+            if found is None:
+                if self._told.pop(name, None) is not None:
+                    self._send(RankRests(self._rank, session))
+                return
+            record, resting = found
+            state = hash(record.hashes), len(record.ids), resting
+            if self._told.get(name) != state:
+                self._told[name] = state
+                runs = resting.ram, resting.storage
+                self._send(RankRests(self._rank, session, record.hashes, record.ids, *runs))
+
+
+def _name(session: SessionRef) -> _Name:
+    return session.tenant, session.id
