@@ -7,6 +7,7 @@ Which process runs what:
                                      ``grammar/``               tries grammars before vLLM has them
       EngineCore                     ``scheduler/``             what to restore, save and drop; the
                                                                 gateway's control connection
+                                     ``events/inventory.py``    what routers hear of packed blocks
       each worker (a rank)           ``worker/``, ``device/``   the rank's cold store; copies
                                                                 between blocks and blobs
     python -m ...calibrate           ``calibration/``           measures codecs; all in one process
