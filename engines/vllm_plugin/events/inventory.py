@@ -25,7 +25,7 @@ logger = logging.getLogger("thermocline.vllm")
 CPU: Final = "CPU"  # vLLM's names of media
 STORAGE: Final = "STORAGE"
 MEDIA: Final = (CPU, STORAGE)
-# Of all sessions together, counted once for each; a block takes about 400 bytes in Python.
+# Of all sessions together, counted once for each; a block takes about 300 bytes in Python.
 MAX_BLOCKS: Final = 1 << 19
 MAX_TAKEN: Final = 4096  # blocks in one step's events: vLLM's thread makes them while a model waits
 

@@ -36,6 +36,17 @@ def samples(metrics: Metrics, report: EngineReport | None = None) -> dict[str, f
     }
 
 
+@pytest.mark.parametrize(
+    ("hot", "idle", "capacity", "ratio"),
+    [(10, 4, 100, 0.06), (120, 0, 100, 1.0), (4, 10, 100, 0.0), (0, 0, 0, None)],
+)
+def test_use_of_live_kv_is_a_share_between_none_and_all(hot, idle, capacity, ratio) -> None:
+    report = msgspec.structs.replace(
+        REPORT, hot_bytes=hot, idle_hot_bytes=idle, hot_capacity_bytes=capacity
+    )
+    assert samples(Metrics(), report).get("thermocline_kv_usage_ratio{}") == ratio
+
+
 def test_usage_is_split_into_cached_and_prefilled() -> None:
     metrics = Metrics()
     metrics.used("chat", "m", Usage(100, 7, PromptDetails(90)))

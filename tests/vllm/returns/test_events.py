@@ -69,6 +69,8 @@ def test_a_router_finds_what_sleeps_and_nothing_that_was_deleted(tmp_path, reade
         ours = [x for x in reader.events if x.get("medium") != "GPU"]
         salts = {session("sleeper").salt.hex(), session("other", "u").salt.hex()}
         assert not [x for x in ours if any(salt in repr(x) for salt in salts)]
+        vllms = [x for x in reader.events if x.get("medium") == "GPU"]
+        assert [x for x in vllms if any(salt in repr(x) for salt in salts)], "as we document"
         before = [x for x in stored if x["medium"] == "STORAGE"]
     finally:
         served.close()

@@ -14,7 +14,7 @@ import pytest
 from engines.headers import CACHE_HEADER, PATIENCE_HEADER, WEIGHT_HEADER
 from engines.vllm_plugin.config import PluginSettings, write_settings
 from engines.vllm_plugin.identity import answer_id_of, weight_of
-from engines.vllm_plugin.messages import RequestAdmitted, frame
+from engines.vllm_plugin.messages import RequestAdmitted, Wake, frame
 from engines.vllm_plugin.process import middleware as middleware
 from engines.vllm_plugin.process.middleware import CacheHeaderMiddleware
 from kvstore.config import StoreConfig
@@ -305,3 +305,21 @@ async def with_patience(
 def hub_folder(scope: dict[str, Any]) -> str:
     extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
     return str(Path(extra["settings"]).parent)
+
+
+async def test_an_idle_engine_is_woken_by_a_question_and_a_failure_of_it_ends_nothing(tmp_path):
+    asked = asyncio.Queue[None]()
+
+    class Client:
+        async def is_sleeping(self) -> bool:
+            asked.put_nowait(None)
+            raise RuntimeError("the engine is on its way out")
+
+    async with hub_at(tmp_path) as hub:
+        reports = middleware.AdmissionReports()
+        reports.start(str(tmp_path / "hub.sock"), Client())
+        await hub.connected.wait()
+        for _ in range(2):
+            hub.writers[0].write(frame(Wake()))
+            await asyncio.wait_for(asked.get(), 10)
+        await stop_listening()

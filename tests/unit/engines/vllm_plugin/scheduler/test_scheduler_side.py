@@ -11,13 +11,27 @@ import msgspec
 import pytest
 
 from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.events.inventory import BlocksRemoved, BlocksStored
+from engines.vllm_plugin.events.resting_watch import RestingWatch
 from engines.vllm_plugin.groups import DENSE
-from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved, receive
+from engines.vllm_plugin.messages import (
+    FrontHello,
+    RankHello,
+    RankLost,
+    RankPacked,
+    RankSaved,
+    Wake,
+    decode_to_front,
+    receive,
+)
+from engines.vllm_plugin.messages import frame as frame_of_plugin
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea
 from engines.wire import (
     ControlReply,
     ControlRequest,
+    Demote,
+    Forget,
     FromEngine,
     Hello,
     KVSize,
@@ -33,7 +47,7 @@ from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 
 
 class Bench:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, events: bool = False) -> None:
         settings = PluginSettings(
             store=StoreConfig(), runtime_dir=str(folder), disk_path=str(folder), token="secret"
         )
@@ -44,9 +58,11 @@ class Bench:
                 model="m", max_model_len=1000, skip_tokenizer_init=False, logits_processors=None
             ),
             device_config=SimpleNamespace(device_type="cpu"),
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
         )
         self.side = SchedulerSide(settings, config, DENSE, "0")
-        self.side.bind(Pool())
+        self.pool = Pool()
+        self.side.bind(self.pool)
         self.store = open_store([RamTier(450_000)])  # room for two sessions
         self.link = RankLink(
             settings.hub_path,
@@ -58,6 +74,8 @@ class Bench:
             served(),
             Unmeasured(),
         )
+        if events:
+            self.link.watch(RestingWatch(self.store, 0, self.link.send))
         self.store.listen(lambda left: self.link.send(RankLost(*left)))
         wait(lambda: self.side.ready)
         self.gateway = socket.socket(socket.AF_UNIX)
@@ -117,3 +135,54 @@ def test_the_gateway_hears_of_what_was_saved_and_not_of_what_was_skipped(bench: 
 
 def test_the_welcome_says_what_kv_takes_in_bf16_too(bench: Bench) -> None:
     assert (bench.welcome.live_kv, bench.welcome.bf16_kv) == (KVSize(1000), KVSize(500))
+
+
+def test_the_gateway_hears_that_a_session_takes_less_room(bench: Bench) -> None:
+    save(bench.store, ref("packed"), hashes(list(range(100))))
+    bench.link.send(RankPacked(ref("packed")))
+    heard = bench.hear()
+    assert isinstance(heard, Notice)
+    assert (heard.cause, heard.session.id) == ("packed", "packed")
+
+
+def test_without_kv_events_nothing_is_kept_for_them(bench: Bench) -> None:
+    save(bench.store, ref(), hashes(list(range(100))))
+    assert bench.side.inventory is None
+    assert not bench.side.has_work
+
+
+def test_readers_hear_where_a_session_rests_before_its_blocks_leave(tmp_path: Path) -> None:
+    """An idle engine is woken for it, by an HTTP server that the test stands for."""
+    bench = Bench(tmp_path, events=True)
+    front = socket.socket(socket.AF_UNIX)
+    front.settimeout(30)
+    front.connect(str(tmp_path / "hub.sock"))
+    front.sendall(frame_of_plugin(FrontHello()))
+    inventory = bench.side.inventory
+    assert inventory is not None
+    try:
+        chain = hashes(list(range(100)))
+        bench.pool.fill(chain)
+        bench.side._resident.begin(ref())
+        bench.side._resident.end(ref(), chain)
+        save(bench.store, ref(), chain)
+        bench.gateway.sendall(frame(ControlRequest(1, Demote(ref(), None))))
+        assert isinstance(decode_to_front(receive(front)), Wake)
+        assert bench.side.has_work
+        assert not bench.side._resident.has_drops  # the copy was not reported yet
+        (stored,) = inventory.take()  # vLLM's step
+        assert isinstance(stored, BlocksStored)
+        assert (stored.medium, stored.hashes) == ("CPU", chain)
+        wait(lambda: bench.side._resident.has_drops)
+        assert bench.side.has_work  # and now the engine is to drop the blocks, and to say so
+        bench.side.tracker.take_step([])
+        assert not bench.pool.cached
+        assert not bench.side.has_work
+        bench.gateway.sendall(frame(ControlRequest(2, Forget(ref()))))
+        wait(lambda: inventory.has_news)
+        (removed,) = inventory.take()
+        assert isinstance(removed, BlocksRemoved)
+        assert {*removed.hashes} == {*chain}
+    finally:
+        front.close()
+        bench.close()
