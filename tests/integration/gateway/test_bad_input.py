@@ -162,7 +162,8 @@ CLOSE = b"host: localhost\r\nconnection: close\r\n"
     ("request_bytes", "status"),
     [
         (b"nonsense\r\n\r\n", b"400"),
-        (b"GET /livez HTTP/1.1\r\nconnection: close\r\n\r\n", b"400"),  # no Host
+        (b"GET /version HTTP/1.1\r\nconnection: close\r\n\r\n", b"400"),  # no Host
+        (b"GET /livez HTTP/1.0\r\n\r\n", b"200"),  # as load balancers check
         (
             b"POST /v1/models HTTP/1.1\r\n"
             + CLOSE
@@ -177,6 +178,7 @@ CLOSE = b"host: localhost\r\nconnection: close\r\n"
     ids=[
         "nonsense",
         "no-host",
+        "no-host-for-health",
         "smuggling",
         "long-header",
         "many-headers",
