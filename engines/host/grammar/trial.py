@@ -17,6 +17,7 @@ from engines.host.grammar.program import TOO_LARGE, TOO_LONG
 PROGRAM: Final = "engines.host.grammar.program"
 # A process that is silent for so long got no core. Its own bounds are of the work that it does.
 SILENT_S: Final = 30.0
+BEGIN_S: Final = 120.0  # on a busy machine the libraries of vLLM's take long to import
 # It had grown by earlier grammars, or somebody ended it.
 _NOT_ITS_FAULT: Final = frozenset({0, -signal.SIGKILL, -signal.SIGTERM})
 NO_TRIAL: Final = "cannot be tried out now; try again later"
@@ -55,6 +56,8 @@ class GrammarTrials:
         """Compile a grammar there; if this call is cancelled, the process is ended at once."""
         body = msgspec.msgpack.encode(source)
         try:
+            async with asyncio.timeout(BEGIN_S):
+                await self._running()
             async with asyncio.timeout(SILENT_S):
                 verdict = await self._asked(body) or await self._asked(body)
         except (TimeoutError, OSError, EOFError):  # the last: it ended before it was ready

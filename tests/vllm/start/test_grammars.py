@@ -83,7 +83,14 @@ async def gate() -> AsyncIterator[GrammarGate]:
 
 
 def trials_of(process: psutil.Process) -> Sequence[psutil.Process]:
-    return [x for x in process.children(recursive=True) if PROGRAM in x.cmdline()]
+    return [x for x in process.children(recursive=True) if _is_trial(x)]
+
+
+def _is_trial(process: psutil.Process) -> bool:
+    try:
+        return PROGRAM in process.cmdline()
+    except psutil.Error:  # it has ended: a zombie, or gone
+        return False
 
 
 async def test_a_request_passes_whole_and_what_takes_too_much_does_not() -> None:
@@ -160,7 +167,7 @@ def test_a_server_holds_answers_and_calls_to_schemas_at_once(served: Served) -> 
 
 def test_what_takes_too_much_is_refused_before_vllm_sees_it(served: Served) -> None:
     ask(served, answer_in(SMALL))
-    engine = psutil.Process()
+    engine = psutil.Process(served.server.pid)
     (core,) = [x for x in engine.children(recursive=True) if x.name().startswith("VLLM::EngineCor")]
     before = sum(core.cpu_times()[:2])
     status, answer = ask(served, forced(wide(2000)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import psutil
 import pytest
 
 from engines.host.grammar.source import GrammarWish
+from engines.host.grammar.trial import PROGRAM
 from engines.host.tenant_line import Payer
 from engines.mlx_worker.grammar.compiler import GrammarCompiler
 from engines.mlx_worker.model.vocabulary import Vocabulary
@@ -39,9 +40,18 @@ def wish(schema: dict[str, Any]) -> GrammarWish:
 
 async def trial_of(compiler: GrammarCompiler) -> psutil.Process:
     """The process that tries grammars out, once there is one."""
-    while not (children := psutil.Process().children()) or not compiler.trials.num_begun:
+    while not compiler.trials.num_begun or not (trials := _trials()):
         await asyncio.sleep(0.01)
-    return children[-1]
+    return trials[-1]
+
+
+def _trials() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended: a zombie, or gone
+            if PROGRAM in child.cmdline():
+                found.append(child)
+    return found
 
 
 async def test_a_grammar_is_compiled_once_for_a_tenant(plain: Vocabulary) -> None:
