@@ -281,7 +281,7 @@ class Loading:
                     why = model.engine.trouble or "it takes too long"
                     break
                 await asyncio.sleep(READY_POLL_S)
-        except Exception as error:
+        except Exception as error:  # of an engine class that the operator named, perhaps
             log.exception("the model %s cannot be loaded", model.name)
             why = str(error) or type(error).__name__
         if not why:
