@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -10,8 +11,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.launch.test_serve import Server
@@ -32,30 +35,61 @@ def balanced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         servers.append(Server(tmp_path / name))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ports = [x.url.rpartition(":")[2] for x in servers]
     text = (FOLDER / PROGRAMS[request.param]).read_text()
-    for old, new in [("8081", ports[0]), ("8082", ports[1]), ("8000", str(port))]:
+    for old, server in [("8081", servers[0]), ("8082", servers[1])]:
         assert f"127.0.0.1:{old}" in text
-        text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
+        text = text.replace(f"127.0.0.1:{old}", server.url.removeprefix("http://"))
     text = text.replace("fall 2", "fall 60")  # a busy machine answers no check in time
-    config = tmp_path / "balancer.conf"
-    config.write_text(text.replace("/tmp/thermocline-nginx.pid", str(tmp_path / "nginx.pid")))
-    options = ["-f", str(config)]
-    if request.param == "nginx":
-        options = ["-c", str(config), "-p", str(tmp_path), "-g", "daemon off;"]
-    process = subprocess.Popen([program, *options], stderr=subprocess.PIPE)
+    text = text.replace("/tmp/thermocline-nginx.pid", str(tmp_path / "nginx.pid"))
     try:
-        yield f"http://127.0.0.1:{port}", servers
+        with balancer(program, text, tmp_path) as address:
+            yield f"http://{address}", servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@contextmanager
+def balancer(program: str, text: str, folder: Path) -> Iterator[str]:
+    """Run the program with this configuration; its address, once it listens there."""
+    config = folder / "balancer.conf"
+    options = ["-f", str(config)]
+    if program.endswith("nginx"):
+        options = ["-c", str(config), "-p", str(folder), "-g", "daemon off;"]
+    printed = folder / "balancer.log"
+    for _ in range(5):  # another program may take the port that was free
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        assert "127.0.0.1:8000" in text
+        config.write_text(text.replace("127.0.0.1:8000", address))
+        with printed.open("w") as log:
+            process = subprocess.Popen([program, *options], stdout=log, stderr=log)
+        if listens(process, address):
+            break
+    else:
+        raise AssertionError(printed.read_text())
+    try:
+        yield address
     finally:
         process.terminate()
         process.wait(timeout=30)
-        assert process.stderr is not None
-        process.stderr.close()
-        for server in servers:
-            server.stop()
+
+
+def listens(process: subprocess.Popen[bytes], address: str) -> bool:
+    """Wait until the process or one of its workers listens there; False once it has ended."""
+    port = int(address.rpartition(":")[2])
+    while process.poll() is None:
+        family = [process.pid]
+        with contextlib.suppress(psutil.Error):
+            family += [x.pid for x in psutil.Process(process.pid).children(recursive=True)]
+        for one in family:
+            with contextlib.suppress(psutil.Error):
+                for x in psutil.Process(one).net_connections():
+                    if x.status == psutil.CONN_LISTEN and x.laddr.port == port:
+                        return True
+        time.sleep(0.05)
+    return False
 
 
 def chat(url: str, session: str) -> int:
@@ -81,9 +115,10 @@ def sessions(server: Server) -> set[str]:
 
 def test_sessions_stay_on_their_server_and_move_when_it_is_gone(balanced):
     url, servers = balanced
-    end = time.monotonic() + 60
-    while chat(url, "first") != 200:  # until its checks have found the servers
-        assert time.monotonic() < end
+    end = time.monotonic() + 120
+    while (status := chat(url, "first")) != 200:  # until its checks have found the servers
+        ready = [urllib.request.urlopen(f"{x.url}/readyz", timeout=60).status for x in servers]
+        assert time.monotonic() < end, (status, ready)
         time.sleep(0.2)
     names = [f"s{i}" for i in range(20)]
     for _ in range(2):
