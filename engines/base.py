@@ -6,7 +6,7 @@ protocol only. ``engines.client`` implements it for every engine that ships with
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, runtime_checkable
 
@@ -26,6 +26,7 @@ class EngineError(Exception):
     """EngineError
     +-- EngineUnavailable   not running, still starting, or the connection broke
     |   +-- EngineStalled   there, but silent for too long
+    |   +-- EngineUnreached it has nothing of the request: it took no connection
     +-- EngineRefused       it understood and said no
     """
 
@@ -36,6 +37,10 @@ class EngineUnavailable(EngineError):
 
 class EngineStalled(EngineUnavailable):
     """The engine is there, but was silent for too long."""
+
+
+class EngineUnreached(EngineUnavailable):
+    """The engine has nothing of the request: it was not ready, or took no connection."""
 
 
 class EngineRefused(EngineError):
@@ -56,6 +61,23 @@ class Demoted(msgspec.Struct, frozen=True):
 
     report: SessionReport | None
     kept: str
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one of several engines of a model."""
+
+    name: str
+    ready: bool
+    trouble: str  # why it is not; "" while it is
+    num_running: int  # requests of this gateway
+
+
+@runtime_checkable
+class HasReplicas(Protocol):
+    """An engine that is several: see ``engines.fleet``."""
+
+    @property
+    def replicas(self) -> Sequence[ReplicaState]: ...
 
 
 class Upstream(Protocol):
@@ -118,7 +140,8 @@ class Engine(Protocol):
     def restart(self, why: str) -> None:
         """End its process at once; another is started by itself.
 
-        Does nothing to an engine that was started elsewhere.
+        Of several replicas the one that holds most is ended. Does nothing to an engine that was
+        started elsewhere.
         """
 
     def open(

@@ -43,9 +43,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kind: str = "auto"  # a name in engines.registry, "auto", or "module:Attr"
     model: str = ""  # local folder or hub id; "" = the sample model
     served_model_name: str = ""  # what clients call it; "" = the folder's or hub id's last part
-    url: str = ""  # attach to an engine started elsewhere instead of starting one
-    control: str = ""  # its control address: unix:/path or tcp://host:port
+    # Attach to an engine started elsewhere instead of starting one; several, with spaces between,
+    # are replicas.
+    url: str = ""
+    control: str = ""  # its control address: unix:/path or tcp://host:port; one for each url
     token: str = ""  # bearer token of both, chosen where it was started
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes, each with the whole model
     # Live KV: running requests and idle sessions that are still hot; on all GPUs together.
     hot_bytes: Positive = 2 << 30
     max_batch: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16

@@ -15,6 +15,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -135,7 +136,14 @@ def _vllm(settings: Settings, environ: Mapping[str, str]) -> Result:
     return "ok", f"vLLM {found.version}{' for CPUs' if found.cpu else ''}, plug-in found, {python}"
 
 
-def _attached(url: str, control: str) -> Result:
+def _attached(urls: str, controls: str) -> Result:
+    """Look whether each engine listens at its control address."""
+    pairs = list(zip_longest(urls.split(), controls.split(), fillvalue=""))
+    found = [_listens(url, control) for url, control in pairs]
+    return next((x for x in found if x[0] != "ok"), ("ok", "; ".join(words for _, words in found)))
+
+
+def _listens(url: str, control: str) -> Result:
     if not control:
         return "failure", f"{url} needs engine.control, too; a vLLM without our plug-in has none"
     try:

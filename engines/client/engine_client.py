@@ -11,7 +11,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from engines.about_vllm.fields import with_session
-from engines.base import Demoted, EngineError, EngineStalled, EngineUnavailable
+from engines.base import (
+    Demoted,
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    EngineUnreached,
+)
 from engines.client.address import HttpAddress
 from engines.client.control_link import SILENCE_S, ControlLink
 from engines.client.http_exchange import HttpExchange
@@ -126,7 +132,7 @@ class EngineClient:
         self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AsyncIterator[HttpExchange]:
         if not self.ready:
-            raise EngineUnavailable(self.trouble)
+            raise EngineUnreached(self.trouble)
         next_life = None
         if wait_s:
             next_life = NextLife(

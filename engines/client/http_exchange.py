@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 
-from engines.base import EngineStalled, EngineUnavailable
+from engines.base import EngineStalled, EngineUnavailable, EngineUnreached
 from engines.client.address import HttpAddress
 from engines.client.http_response import HttpResponse
 from engines.client.next_life import NextLife
@@ -45,7 +45,7 @@ class HttpExchange:
         """Send the request; ``head`` waits for the answer, for which a large body is not needed.
 
         Raises:
-            EngineUnavailable: no connection.
+            EngineUnreached: no connection.
             ValueError: a header has more than one line.
         """
         request = self._address.request_head("POST", path, headers, len(body)), body
@@ -63,7 +63,7 @@ class HttpExchange:
                 transport = await self._address.connect(self._response)
         except OSError as error:  # TimeoutError is one
             log.info("no connection to the engine: %s", error or type(error).__name__)
-            raise EngineUnavailable("it takes no connections") from error
+            raise EngineUnreached("it takes no connections") from error
         transport.write(head)
         transport.write(body)
 
@@ -132,7 +132,7 @@ class HttpExchange:
                     raise failure
                 if not chunk:
                     return
-                if self._kept is not None and not _is_comment(chunk):
+                if self._kept is not None and not is_comment(chunk):
                     self._kept = None
                 has_begun = True
                 yield chunk
@@ -174,6 +174,6 @@ class HttpExchange:
         self.fail(EngineStalled(f"the engine sent nothing for {self._stall_timeout_s:g} s"))
 
 
-def _is_comment(chunk: bytes) -> bool:
+def is_comment(chunk: bytes) -> bool:
     """Tell whether a piece of a stream is a sign of life and nothing more."""
     return chunk.startswith(b":") and all(x[:1] in (b":", b"") for x in chunk.split(b"\n"))

@@ -17,7 +17,11 @@ class NextLife:
     """
 
     def __init__(
-        self, engine: Callable[[], object], wait_s: float, no_hope: Callable[[], bool]
+        self,
+        engine: Callable[[], object],
+        wait_s: float,
+        no_hope: Callable[[], bool],
+        there: Callable[[], bool] | None = None,
     ) -> None:
         """Remember the engine of now.
 
@@ -25,11 +29,13 @@ class NextLife:
             engine: returns one object for as long as the control connection lasts, None without.
             wait_s: the longest wait for the next one, in seconds.
             no_hope: tells that none will come.
+            there: tells that one can be asked, once the one of now has ended; None = its next life.
         """
         self._engine = engine
         self._then = engine()
         self._wait_s = wait_s
         self._no_hope = no_hope
+        self._there = there or (lambda: engine() is not None)
 
     @property
     def ended(self) -> bool:
@@ -37,11 +43,11 @@ class NextLife:
         return self._engine() is not self._then
 
     async def ready(self) -> bool:
-        """Wait until the engine has ended and is there again; False if not in time."""
+        """Wait until the engine has ended and one is there again; False if not in time."""
         loop = asyncio.get_running_loop()
         noticed, end = loop.time() + NOTICED_S, loop.time() + self._wait_s
         while loop.time() < end and not self._no_hope():
-            if self.ended and self._engine() is not None:
+            if self.ended and self._there():
                 return True
             if not self.ended and loop.time() > noticed:
                 return False

@@ -89,6 +89,7 @@ def _gauges() -> Iterable[Defined]:
         engine=report,
         memory_available_bytes=1,
         sessions={("cold", "ram"): 1},
+        replicas={"ready": 1},
     )
     for family in GaugeCollector(gauges).collect():
         suffix = "_total" if family.type == "counter" else ""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engines.base import Engine, EngineError, EngineUnavailable, SessionRef
+from engines.base import Engine, EngineError, EngineUnavailable, HasReplicas, SessionRef
 from engines.openai.images import Sight
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
@@ -184,4 +184,11 @@ class ServedModel:
             engine=report,
             memory_available_bytes=self.sessions.headroom.available_bytes,
             sessions=Counter((x.state.value, x.tier or "") for x in self.sessions.table),
+            replicas=self._replicas(),
         )
+
+    def _replicas(self) -> dict[str, int]:
+        if not isinstance(self.engine, HasReplicas):
+            return {}
+        ready = [x.ready for x in self.engine.replicas]
+        return {"ready": ready.count(True), "away": ready.count(False)}

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engines.base import HasReplicas
 from gateway.config import ANY_MODEL
 from gateway.context import Gateway, caller_of, gateway_of
 from gateway.models.served_model import ServedModel
@@ -41,6 +42,8 @@ def _model(gateway: Gateway, model: ServedModel, name: str) -> dict[str, Any]:
     welcome = model.engine.welcome or model.seen
     max_context = welcome.max_context if welcome else None  # until it was loaded once
     created = datetime.fromtimestamp(gateway.started_at, UTC)
+    engine = model.engine
+    replicas = {"replicas": engine.replicas} if isinstance(engine, HasReplicas) else {}
     return {
         "id": name,
         "object": "model",
@@ -49,6 +52,7 @@ def _model(gateway: Gateway, model: ServedModel, name: str) -> dict[str, Any]:
         "max_model_len": max_context,
         "root": model.name,
         "state": model.state,
+        **replicas,
         # Anthropic's names for the same, for its clients.
         "type": "model",
         "display_name": name,

@@ -24,6 +24,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     memory_available_bytes: int | None = None  # of the machine or container; None: not watched
     sessions: Mapping[tuple[str, str], int] = {}  # how many, by state and fastest tier
+    replicas: Mapping[str, int] = {}  # how many, by their state; none where there is but one engine
 
 
 class GaugeCollector:
@@ -55,6 +56,13 @@ def _labelled(sample: Sample, model: str) -> Sample:
 
 def _of_model(gauges: Gauges) -> Iterator[Metric]:
     yield _gauge("engine_ready", "1 while the engine serves.", gauges.ready)
+    if gauges.replicas:
+        replicas = GaugeMetricFamily(
+            "thermocline_engine_replicas", "Engines of one model, by state.", labels=["state"]
+        )
+        for state, number in gauges.replicas.items():
+            replicas.add_metric([state], number)
+        yield replicas
     yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
     yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
     sessions = GaugeMetricFamily(

@@ -15,6 +15,8 @@ from fastapi import FastAPI
 
 from engines.base import Engine, EngineError, TierName
 from engines.config import WorkerConfig
+from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE, FleetEngine
+from engines.fleet.homes import LastHomes
 from engines.registry import UnknownEngine, create_engine
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
@@ -48,8 +50,10 @@ from launch.settings.effective_settings import (
     require_installed,
 )
 from launch.settings.engine_entry import EngineEntry
+from launch.settings.replicas import replica_settings
 from launch.settings.schema import Settings
 from launch.settings.several_engines import at_once
+from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.launch")
@@ -64,6 +68,7 @@ class BuiltEngine:
     model_name: str
     blas: Blas | None  # None: the engine is not one that needs it
     on_demand: bool = False
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             built = _built_engine(own, model, environ, stack)
             sessions = SessionManager(
                 built.engine,
-                settings.scheduler,
+                _for_replicas(settings.scheduler, built.num_replicas),
                 salt_of=tenants.salt_of,
                 observer=metrics,
                 memory=machine_memory,
@@ -154,13 +159,40 @@ def _checked(effective: EffectiveSettings) -> Model:
     _check_codecs(effective.settings.store)
     require_installed(effective)
     model = _model(effective)
-    check_family(effective, model)
-    check_hot_codec(effective, model)
-    check_hot_budget(effective, model)
+    each = next(iter(replica_settings(effective).values()))  # they differ in names only
+    check_family(each, model)
+    check_hot_codec(each, model)
+    check_hot_budget(each, model)
     return model
 
 
 def _built_engine(
+    effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
+) -> BuiltEngine:
+    """Make the engine of a model; of several replicas one that is all of them."""
+    each = {
+        name: _replica(x, model, environ, stack) for name, x in replica_settings(effective).items()
+    }
+    built = next(iter(each.values()))
+    if len(each) == 1:
+        return built
+    settings = effective.settings
+    fleet = FleetEngine(
+        {name: x.engine for name, x in each.items()},
+        LastHomes(settings.scheduler.max_sessions),
+        MOVES_AT if settings.store.redis_url else MOVES_AT_ALONE,
+    )
+    return replace(built, effective=effective, engine=fleet, num_replicas=len(each))
+
+
+def _for_replicas(config: SchedulerConfig, num_replicas: int) -> SchedulerConfig:
+    """Count what one engine does at once as often as there are replicas."""
+    each = ("max_running", "max_hibernations", "max_prefetches")
+    more = {name: getattr(config, name) * num_replicas for name in each}
+    return msgspec.structs.replace(config, **more)
+
+
+def _replica(
     effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
 ) -> BuiltEngine:
     settings, kind = effective.settings, effective.engine_kind
@@ -253,6 +285,10 @@ def _check_memory(
     weights = [
         weights_bytes(model.folder, False) if own and model.folder is not None else 0
         for model, own in zip(models, here, strict=True)
+    ]
+    weights = [
+        x and x * y.effective.settings.engine.replicas
+        for x, y in zip(weights, entries, strict=True)
     ]
     hot = [y.effective.settings.engine.hot_bytes * x for x, y in zip(here, entries, strict=True)]
     ram = [y.effective.settings.store.ram_bytes * x for x, y in zip(ours, entries, strict=True)]

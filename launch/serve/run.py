@@ -29,6 +29,7 @@ from launch.serve.port import listen, take_path, take_port, url_of
 from launch.serve.preflight import sole_server
 from launch.serve.reload import Reload
 from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.replicas import replica_settings
 from launch.settings.schema import masked
 from launch.settings.units import show_bytes
 
@@ -62,7 +63,7 @@ def serve(
         sockets = [sock, *_admin_sockets(stack, config)]
         if effective.engines:  # what all share lies there, and an only engine's disk tier
             stack.enter_context(sole_server(effective.folders.data))
-        for each in engines:
+        for each in (x for y in engines for x in replica_settings(y).values()):
             if each.engine_kind in ("mlx", "vllm") and each.settings.store.disk_bytes:
                 disk = each.settings.store.disk_path or each.folders.data
                 stack.enter_context(sole_server(Path(disk).expanduser()))

@@ -177,14 +177,15 @@ def _own_memory(gpus: Sequence[Gpu]) -> int:
 
 
 def _weights(engine: EngineConfig, kind: str, widens: bool) -> int | None:
-    """Bytes of memory that the model will take, found without loading it; None if unknown."""
+    """Bytes of memory that all replicas will take, found without loading; None if unknown."""
     if kind in ("attached", "fake"):
         return 0
     widened = engine.dtype == "float32" or (engine.dtype == "auto" and widens)
     if not engine.model:
-        return WEIGHTS_BYTES * (2 if widened else 1)
+        return WEIGHTS_BYTES * (2 if widened else 1) * engine.replicas
     folder = Path(engine.model).expanduser()
-    return weights_bytes(folder, widened) or _estimated(folder / "config.json", widened)
+    known = weights_bytes(folder, widened) or _estimated(folder / "config.json", widened)
+    return None if known is None else known * engine.replicas
 
 
 def _estimated(config: Path, widened: bool) -> int | None:

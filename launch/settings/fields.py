@@ -21,6 +21,7 @@ from msgspec.inspect import (
 from launch.errors import UsageError
 from launch.settings.units import parse_bytes, parse_duration
 
+_ADDRESSES = ("url", "control")  # of one engine or several, in one text with spaces between
 _WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False, "no": False, "off": False, "0": False
 }  # fmt: skip
@@ -69,6 +70,8 @@ class Fields:
         Raises:
             UsageError: the text cannot be read as a value of the setting's type.
         """
+        if isinstance(given, list) and name.rpartition(".")[2] in _ADDRESSES:
+            given = " ".join(map(str, given))
         parse = _parser(name, self.types[name], is_text)
         if parse is None or not isinstance(given, str):
             return Value(given, origin)

@@ -119,7 +119,7 @@ def masked(name: str, value: Any) -> Any:
     if name == "engines":
         return [_masked_entry(x) for x in value]
     if isinstance(value, str) and "://" in value:
-        return _without_password(value)
+        return " ".join(map(_without_password, value.split(" ")))
     return value
 
 

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from launch.cli.options import layers
 from launch.errors import UsageError
-from launch.settings.effective_settings import EngineSettings, effective_settings
+from launch.settings.effective_settings import (
+    EffectiveSettings,
+    EngineSettings,
+    effective_settings,
+)
 from launch.settings.engine_entry import EngineEntry
+from launch.settings.replicas import replica_settings
 from launch.settings.schema import masked
 from launch.settings.several_engines import at_once, budget_layers
 
@@ -112,3 +117,54 @@ def test_what_may_be_loaded_at_once_never_takes_more_than_the_budget(entries, pl
     for name in names[:2]:
         assert at_once(entries, places, [x[name].value for x in parts]) <= total
     assert sum(x["store.disk_bytes"].value for x in parts) <= total
+
+
+REPLICAS = """
+[engine]
+kind = "fake"
+replicas = 3
+hot_bytes = "3GiB"
+[store]
+ram_bytes = "300MiB"
+disk_bytes = "3GiB"
+"""
+
+
+def alone(toml: str, folder: Path) -> EffectiveSettings:
+    (folder / "t.toml").write_text(toml)
+    return effective_settings(layers({}, config=folder / "t.toml"), {"HOME": str(folder)})
+
+
+def test_replicas_share_their_models_budgets_and_have_folders_of_their_own(tmp_path):
+    each = replica_settings(alone(REPLICAS, tmp_path))
+    assert list(each) == ["0", "1", "2"]
+    assert {x.settings.engine.hot_bytes for x in each.values()} == {1 << 30}
+    assert {x.settings.store.ram_bytes for x in each.values()} == {100 << 20}
+    paths = [x.settings.store.disk_path for x in each.values()]
+    assert len(set(paths)) == 3
+    assert Path(paths[0]) == alone(REPLICAS, tmp_path).folders.data  # as without replicas
+
+
+def test_several_urls_are_replicas_by_their_own_addresses(tmp_path):
+    toml = "[engine]\nurl = ['http://a:1', 'http://b:1']\ncontrol = ['tcp://a:2', 'tcp://b:2']\n"
+    each = replica_settings(alone(toml, tmp_path))
+    assert {url: x.settings.engine.control for url, x in each.items()} == {
+        "http://a:1": "tcp://a:2",
+        "http://b:1": "tcp://b:2",
+    }
+    shown = masked("engine.url", "http://u:pw@a http://u:pw@b")
+    assert "pw" not in shown and shown.count("***") == 2
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("url = ['http://a:1', 'http://b:1']\ncontrol = 'tcp://a:2'", "2 urls need as many"),
+        ("url = ['http://a:1', 'http://a:1']\ncontrol = ['tcp://a:2', 'tcp://b:2']", "twice"),
+        ("url = 'http://a:1'\nreplicas = 2", "name each one's url"),
+        ("kind = 'fake'\nreplicas = 2\n[capacity]\nsessions = 3\ncontext = 100", "one engine"),
+    ],
+)
+def test_replicas_that_do_not_go_together_are_refused(tmp_path, toml, words):
+    with pytest.raises(UsageError, match=words):
+        replica_settings(alone(f"[engine]\n{toml}\n", tmp_path))

@@ -1,0 +1,355 @@
+"""Several engines of one model behind one gateway, as one ``engines.base.Engine``.
+
+A session stays at its home, the replica that had it last, or else the first of its ring that can be
+asked; it moves when its home has many more requests than the next one. A move costs a restore from
+a tier that all replicas share, or a prefill where there is none. A replica that ends takes nothing
+along but its own memory: what it had not begun to answer is asked once more elsewhere, and it is
+started again as a single engine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from engines.base import (
+    CodecReport,
+    Demoted,
+    Engine,
+    EngineError,
+    EngineReport,
+    EngineUnavailable,
+    Notice,
+    ReplicaState,
+    SessionRef,
+    SessionReport,
+    TierName,
+    Welcome,
+)
+from engines.client.next_life import NextLife
+from engines.fleet.choice import Choice
+from engines.fleet.fleet_exchange import FleetExchange
+from engines.fleet.homes import Homes
+from engines.fleet.joined import difference, joined_report, joined_welcome
+from engines.fleet.replica import Replica
+from engines.headers import session_from
+
+log = logging.getLogger("thermocline.engines")
+
+T = TypeVar("T")
+
+# Requests by which a session's home is ahead of the next replica when the session moves, with a
+# tier that all share and without one.
+MOVES_AT: Final = 4
+MOVES_AT_ALONE: Final = 16
+LEAST_WAIT_S: Final = 0.5  # for the control connection of a replica that ended to be lost, too
+MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
+MAX_NOTICES: Final = 4096
+FOLLOW_AGAIN_S: Final = 1.0
+
+
+class FleetEngine:
+    """The replicas of one model. Runs on the event loop."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        homes: Homes,
+        moves_at: int = MOVES_AT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            engines: by their names, which decide which sessions each one gets.
+            moves_at: the requests by which a home has to be ahead for a session to move.
+            clock: in seconds; only differences count.
+        """
+        self._replicas = [Replica(name, x, clock) for name, x in engines.items()]
+        self._choice = Choice(self._replicas, homes, moves_at)
+        self._homes = homes
+        self._welcome: Welcome | None = None
+        self._moves: Counter[str] = Counter()
+        self._notices: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
+        self._following: list[asyncio.Task[None]] = []
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    # ---- choice
+
+    def choose(self, session: SessionRef, but: Welcome | None = None) -> Replica:
+        """See ``Choice.choose``."""
+        return self._choice.choose(session, but)
+
+    def _served(self, session: SessionRef, replica: Replica) -> None:
+        """Note that a replica has taken a request, and let go of the copy that it left behind."""
+        home = self._choice.home(session)
+        self._homes.put(session, replica.name)
+        if home is None or home is replica:
+            return
+        why = "load" if home.takes else "away"
+        self._moves[f"moved.{why}"] += 1
+        log.info("session %s moved from replica %s to %s", session.id, home.name, replica.name)
+        if home.takes:
+            self._start(home.engine.demote(session))
+
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
+        async def done() -> None:
+            with suppress(EngineError):  # then it goes when that replica needs the room
+                await work
+
+        job = asyncio.create_task(done(), name="fleet-job")
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+
+    @property
+    def replicas(self) -> Sequence[ReplicaState]:
+        """The state of each replica; see ``engines.base.HasReplicas``."""
+        return [x.state for x in self._replicas]
+
+    # ---- life
+
+    @property
+    def welcome(self) -> Welcome | None:
+        if not self.ready:
+            return None
+        if self._welcome is None:
+            self._welcome = self._joined()
+        return self._welcome
+
+    def _joined(self) -> Welcome | None:
+        welcomes = [x.engine.welcome for x in self._replicas if not x.differs]
+        known = [x for x in welcomes if x is not None]
+        return msgspec.structs.replace(joined_welcome(known)) if known else None
+
+    @property
+    def codec(self) -> CodecReport | None:
+        return next((x.engine.codec for x in self._replicas if x.takes), None)
+
+    @property
+    def ready(self) -> bool:
+        return not self._stopping and any(x.takes for x in self._replicas)
+
+    @property
+    def trouble(self) -> str:
+        if self.ready:
+            return ""
+        return next((x.trouble for x in self._replicas if x.trouble), "the engine is starting")
+
+    @property
+    def gave_up(self) -> bool:
+        return all(x.engine.gave_up for x in self._replicas)
+
+    async def start(self) -> None:
+        self._stopping, self._welcome = False, None
+        await asyncio.gather(*(x.engine.start() for x in self._replicas))
+        self._following = [
+            asyncio.create_task(self._follow(x), name="replica-notices") for x in self._replicas
+        ]
+
+    async def stop(self, drain_s: float) -> None:
+        self._stopping = True
+        await asyncio.gather(*(x.engine.stop(drain_s) for x in self._replicas))
+        tasks, self._following = [*self._following, *self._jobs], []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def restart(self, why: str) -> None:
+        ready = [x for x in self._replicas if x.takes] or self._replicas
+        max(ready, key=lambda x: x.hot_bytes).engine.restart(why)
+
+    # ---- data
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+    ) -> AsyncIterator[FleetExchange]:
+        session = session_from(headers)
+        key = session or SessionRef("", headers.get("x-request-id", ""), b"")
+
+        def served(replica: Replica) -> None:
+            if session is not None:
+                self._served(session, replica)
+
+        def next_life(replica: Replica) -> NextLife:
+            life = replica.engine.welcome
+            return NextLife(
+                lambda: replica.engine.welcome,
+                max(wait_s, LEAST_WAIT_S),
+                lambda: self._stopping or self.gave_up,
+                there=lambda: any(x.takes_beside(life) for x in self._replicas),
+            )
+
+        exchange = FleetExchange(
+            path,
+            headers,
+            choose=lambda but: self.choose(key, but),
+            served=served,
+            next_life=next_life,
+        )
+        try:
+            await exchange.begin(body)
+            del body  # megabytes perhaps, and the answer may take an hour
+            yield exchange
+        finally:
+            await exchange.close()
+
+    def session_headers(self, session: SessionRef) -> dict[str, str]:
+        return self._any().engine.session_headers(session)
+
+    def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
+        return self._any().engine.prepare_body(body, session)
+
+    def _any(self) -> Replica:
+        return next((x for x in self._replicas if x.takes), self._replicas[0])
+
+    # ---- control
+
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
+        return await self._choice.holder(session).engine.demote(session, tier)
+
+    async def prefetch(self, session: SessionRef) -> SessionReport | None:
+        replica = self.choose(session)
+        report = await replica.engine.prefetch(session)
+        if report is not None and report.hot:
+            self._served(session, replica)
+        return report
+
+    async def pin(self, session: SessionRef, pinned: bool) -> SessionReport | None:
+        report = await self._choice.holder(session).engine.pin(session, pinned)
+        if report is not None:
+            self._choice.note_pinned(report)
+        return report
+
+    async def forget(self, session: SessionRef) -> SessionReport | None:
+        """See ``engines.base.Engine``. Replicas that are away forget it when they are back."""
+        there = [x for x in self._replicas if x.takes]
+        if not there:
+            raise EngineUnavailable(self.trouble)
+        for replica in self._replicas:
+            self._owe(replica, session)
+        self._choice.forget(session)
+        reports = await asyncio.gather(*(self._pay(x, session) for x in there))
+        return next((x for x in reports if x is not None), None)
+
+    def _owe(self, replica: Replica, session: SessionRef) -> None:
+        if len(replica.owed) >= MAX_OWED:
+            raise EngineUnavailable(
+                f"replica {replica.name} is away, and too many sessions are to be deleted there"
+            )
+        replica.owed[session.tenant, session.id] = session
+
+    async def _pay(self, replica: Replica, session: SessionRef) -> SessionReport | None:
+        try:
+            report = await replica.engine.forget(session)
+        except EngineUnavailable:
+            if replica.takes:
+                raise
+            return None  # it has just ended, and owes it
+        replica.owed.pop((session.tenant, session.id), None)
+        return report
+
+    async def sessions(self) -> list[SessionReport]:
+        there = [x for x in self._replicas if x.takes]
+        if not there:
+            raise EngineUnavailable(self.trouble)
+        listed = await asyncio.gather(*(x.engine.sessions() for x in there))
+        best: dict[tuple[str, str], tuple[tuple[bool, bool, float], Replica, SessionReport]] = {}
+        for replica, reports in zip(there, listed, strict=True):
+            for report in reports:
+                key = report.tenant, report.id
+                if key in replica.owed:
+                    continue
+                home = self._homes.get(SessionRef(*key, b""))
+                rank = home == replica.name, report.hot, -report.idle_s
+                if key not in best or rank > best[key][0]:
+                    best[key] = rank, replica, report
+        for key, (_, replica, report) in best.items():
+            self._homes.put(SessionRef(*key, b""), replica.name)
+            self._choice.note_pinned(report)
+        return [report for _, _, report in best.values()]
+
+    async def stats(self) -> EngineReport:
+        there = [x for x in self._replicas if x.takes]
+        reports = await asyncio.gather(*(_or_none(x.engine.stats()) for x in there))
+        for replica, report in zip(there, reports, strict=True):
+            if report is not None:
+                replica.count(report)
+        known = [x for x in reports if x is not None]
+        if not known:
+            raise EngineUnavailable(self.trouble or "no replica gives its figures")
+        return joined_report(known, sum((x.counters for x in self._replicas), Counter(self._moves)))
+
+    async def adopt(self) -> CodecReport:
+        there = [x for x in self._replicas if x.takes]
+        if not there:
+            raise EngineUnavailable(self.trouble)
+        return (await asyncio.gather(*(x.engine.adopt() for x in there)))[0]
+
+    async def measure(self) -> CodecReport:
+        """See ``engines.base.Engine``. One replica measures; all adopt what it found."""
+        return await self._any().engine.measure()
+
+    async def notices(self) -> AsyncIterator[Notice | None]:
+        while True:
+            yield await self._notices.get()
+
+    async def _follow(self, replica: Replica) -> None:
+        """Pass on what a replica says of the sessions whose home it is."""
+        while True:
+            try:
+                async for notice in replica.engine.notices():
+                    if notice is None:
+                        await self._connected(replica)
+                    elif self._is_home(replica, notice.session):
+                        self._publish(notice)
+            except Exception:  # the edge of this task: other replicas must not suffer
+                log.exception("the notices of replica %s were not followed", replica.name)
+            await asyncio.sleep(FOLLOW_AGAIN_S)
+
+    async def _connected(self, replica: Replica) -> None:
+        others = [x.engine.welcome for x in self._replicas if x is not replica and x.takes]
+        welcome, other = replica.engine.welcome, next(iter(others), None)
+        if welcome is not None:
+            was, replica.differs = replica.differs, ""
+            if other is not None:
+                replica.differs = difference(other, welcome)
+            if replica.differs and replica.differs != was:
+                log.error("replica %s is not used: %s", replica.name, replica.differs)
+        for session in list(replica.owed.values()):
+            with suppress(EngineError):
+                await self._pay(replica, session)
+        joined = self._joined()
+        if other is None or joined != self._welcome:  # else what is known of the others holds
+            self._welcome = joined
+        self._publish(None)
+
+    def _is_home(self, replica: Replica, report: SessionReport) -> bool:
+        session = SessionRef(report.tenant, report.id, b"")
+        home = self._homes.get(session)
+        if home is None and (report.hot or report.tier is not None):
+            self._homes.put(session, replica.name)
+            home = replica.name
+        return home in (None, replica.name)
+
+    def _publish(self, notice: Notice | None) -> None:
+        """Hand a notice to the reader; one that fell behind has to ask for all sessions."""
+        if self._notices.full():
+            while not self._notices.empty():
+                self._notices.get_nowait()
+            notice = None
+        self._notices.put_nowait(notice)
+
+
+async def _or_none(figures: Awaitable[T]) -> T | None:
+    try:
+        return await figures
+    except EngineError:
+        return None

@@ -1,0 +1,370 @@
+"""Which replica gets a request, what is asked once more, and what all replicas say together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from engines.base import (
+    Demoted,
+    EngineUnavailable,
+    EngineUnreached,
+    SessionRef,
+    TierName,
+    Upstream,
+)
+from engines.fleet.fleet_engine import FleetEngine
+from engines.fleet.homes import LastHomes
+from engines.fleet.ring import Ring
+from engines.headers import session_headers
+from engines.wire import EngineReport, Notice, SessionReport, TierReport, absent
+from tests.unit.gateway.in_process import WELCOME, Answered, RecordingEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Engine(RecordingEngine):
+    """A replica that can be ended, and keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(welcome=None)
+        self.held: dict[str, SessionReport] = {}
+        self.forgotten: list[str] = []
+        self.demoted: list[str] = []
+        self.restarts: list[str] = []
+        self.num_turns = 0
+        self.dies_with_next = self.takes_no_connection = False
+        self.gave_up = False
+        self.heard: asyncio.Queue[Notice | None] = asyncio.Queue()
+
+    async def start(self) -> None:
+        self.begin()
+
+    def begin(self, **changes: object) -> None:
+        self.welcome = msgspec.structs.replace(WELCOME, **changes)
+        self.heard.put_nowait(None)
+
+    def die(self) -> None:
+        self.welcome = None
+        self.held.clear()
+
+    def restart(self, why: str) -> None:
+        self.restarts.append(why)
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+    ) -> AsyncIterator[Upstream]:
+        if not self.ready or self.takes_no_connection:
+            raise EngineUnreached("it takes no connections")
+        self.num_turns += 1
+        if self.dies_with_next:
+            self.die()
+            raise EngineUnavailable("the connection broke")
+        yield self.answer
+
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
+        self.demoted.append(session.id)
+        return Demoted(None, "")
+
+    async def forget(self, session: SessionRef) -> SessionReport | None:
+        if not self.ready:
+            raise EngineUnavailable("gone")
+        self.forgotten.append(session.id)
+        return self.held.pop(session.id, None)
+
+    async def sessions(self) -> list[SessionReport]:
+        return list(self.held.values())
+
+    async def stats(self) -> EngineReport:
+        return EngineReport(
+            hot_bytes=10,
+            idle_hot_bytes=5,
+            hot_capacity_bytes=100,
+            active_bytes=0,
+            num_running=1,
+            num_waiting=0,
+            save_queue_bytes=0,
+            tiers=[TierReport("ram", 7, 70, 1, 0, 0, True)],
+            counters={"turns": self.num_turns},
+        )
+
+    async def notices(self) -> AsyncIterator[Notice | None]:
+        while True:
+            yield await self.heard.get()
+
+
+class Dying(Answered):
+    """An answer whose engine ends after some pieces."""
+
+    def __init__(self, engine: Engine, *pieces: bytes) -> None:
+        super().__init__(200, {"content-type": "text/event-stream"}, b"")
+        self._engine, self._pieces = engine, pieces
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            yield piece
+        self._engine.die()
+        raise EngineUnavailable("the connection broke")
+
+
+class Rig:
+    """A fleet of some replicas, and a clock that stands still."""
+
+    def __init__(self, num_replicas: int = 3) -> None:
+        self.now = 1000.0
+        self.engines = {str(i): Engine() for i in range(num_replicas)}
+        self.fleet = FleetEngine(self.engines, LastHomes(1000), 4, clock=lambda: self.now)
+
+    async def __aenter__(self) -> Rig:
+        await self.fleet.start()
+        await self.settle()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.fleet.stop(0)
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def name(self, session: SessionRef) -> str:
+        return self.fleet.choose(session).name
+
+    async def turn(self, session: SessionRef, wait_s: float = 5.0) -> bytes:
+        headers = session_headers(session)
+        async with self.fleet.open("/v1/chat/completions", b"{}", headers, wait_s) as upstream:
+            return await upstream.read()
+
+
+def ref(number: int) -> SessionRef:
+    return SessionRef("tenant", f"s{number}", b"")
+
+
+def report(number: int, *, hot: bool, idle_s: float = 1.0) -> SessionReport:
+    return msgspec.structs.replace(absent(ref(number)), hot=hot, tier="ram", idle_s=idle_s)
+
+
+async def test_sessions_spread_and_stay_and_only_those_of_a_dead_one_move():
+    async with Rig(4) as rig:
+        before = {i: rig.name(ref(i)) for i in range(400)}
+        shares = Counter(before.values())
+        assert len(shares) == 4 and min(shares.values()) > 50
+        assert before == {i: rig.name(ref(i)) for i in range(400)}
+        rig.engines["2"].die()
+        after = {i: rig.name(ref(i)) for i in range(400)}
+        assert all(after[i] == name for i, name in before.items() if name != "2")
+        orphans = Counter(after[i] for i, name in before.items() if name == "2")
+        assert set(orphans) == {"0", "1", "3"}
+
+
+async def test_the_last_home_comes_first_also_when_another_one_is_nearer():
+    async with Rig() as rig:
+        near = rig.name(ref(1))
+        rig.engines[near].die()
+        await rig.turn(ref(1))
+        away = rig.name(ref(1))
+        rig.engines[near].begin()
+        await rig.settle()
+        assert away != near and rig.name(ref(1)) == away
+
+
+async def test_a_session_moves_when_its_home_is_far_ahead_and_leaves_no_hot_copy():
+    async with Rig() as rig:
+        await rig.turn(ref(1))
+        home = rig.name(ref(1))
+        replica = next(x for x in rig.fleet._replicas if x.name == home)
+        replica.num_running = 3
+        assert rig.name(ref(1)) == home
+        replica.num_running = 4
+        await rig.turn(ref(1))
+        await rig.settle()
+        assert rig.name(ref(1)) != home
+        assert rig.engines[home].demoted == ["s1"]
+        report = await rig.fleet.stats()
+        assert report.counters["moved.load"] == 1
+
+
+async def test_a_request_is_asked_once_more_elsewhere_but_not_twice():
+    async with Rig() as rig:
+        first = rig.engines[rig.name(ref(1))]
+        first.dies_with_next = True
+        assert await rig.turn(ref(1)) == b"{}"
+        second = rig.engines[rig.name(ref(1))]
+        assert second is not first and second.num_turns == 1
+        for engine in rig.engines.values():
+            engine.dies_with_next = True
+        with pytest.raises(EngineUnavailable, match="broke"):
+            await rig.turn(ref(1))
+        assert sum(x.ready for x in rig.engines.values()) == 0
+
+
+async def test_the_only_replica_is_asked_in_its_next_life():
+    async with Rig(1) as rig:
+        (engine,) = rig.engines.values()
+        engine.dies_with_next = True
+        turn = asyncio.create_task(rig.turn(ref(1)))
+        await rig.settle()
+        assert not rig.fleet.ready
+        engine.dies_with_next = False
+        engine.begin()
+        assert await turn == b"{}"
+
+
+async def test_a_replica_that_takes_no_connection_comes_last_for_some_time():
+    async with Rig() as rig:
+        name = rig.name(ref(1))
+        rig.engines[name].takes_no_connection = True
+        assert await rig.turn(ref(1)) == b"{}"
+        others = [i for i in range(100) if rig.name(ref(i)) == name]
+        assert not others
+        rig.now += 6
+        assert any(rig.name(ref(i)) == name for i in range(100))
+
+
+@pytest.mark.parametrize("pieces", [(), (b": still at it\n\n",)])
+async def test_an_answer_of_which_nothing_was_said_goes_on_elsewhere(pieces: tuple[bytes, ...]):
+    async with Rig() as rig:
+        for engine in rig.engines.values():
+            engine.answer = Answered(200, {"content-type": "text/event-stream"}, b"data: x\n\n")
+        first = rig.engines[rig.name(ref(1))]
+        first.answer = Dying(first, *pieces)
+        assert (await rig.turn(ref(1))).endswith(b"data: x\n\n")
+
+
+async def test_an_answer_that_has_begun_is_not_asked_again():
+    async with Rig() as rig:
+        first = rig.engines[rig.name(ref(1))]
+        first.answer = Dying(first, b"data: half\n\n")
+        with pytest.raises(EngineUnavailable):
+            await rig.turn(ref(1))
+        assert sum(x.num_turns for x in rig.engines.values()) == 1
+
+
+async def test_a_deletion_reaches_all_and_those_that_are_away_when_they_are_back():
+    async with Rig() as rig:
+        rig.engines["1"].die()
+        rig.engines["0"].held = {"s1": report(1, hot=False)}
+        forgotten = await rig.fleet.forget(ref(1))
+        assert forgotten is not None and rig.engines["2"].forgotten == ["s1"]
+        rig.engines["1"].held = {"s1": report(1, hot=False)}
+        rig.engines["1"].begin()
+        await rig.settle()
+        assert rig.engines["1"].forgotten == ["s1"]
+        assert await rig.fleet.sessions() == []
+
+
+async def test_a_session_is_listed_once_as_its_home_has_it():
+    async with Rig() as rig:
+        await rig.turn(ref(1))
+        home = rig.name(ref(1))
+        for name, engine in rig.engines.items():
+            engine.held = {"s1": report(1, hot=name != home), "s2": report(2, hot=name == "2")}
+        one, two = sorted(await rig.fleet.sessions(), key=lambda x: x.id)
+        assert (one.hot, two.hot) == (False, True)
+        assert rig.name(ref(2)) == "2"  # the hot copy was the home's
+
+
+async def test_notices_of_copies_that_were_left_behind_are_not_heard():
+    async with Rig() as rig:
+        await rig.turn(ref(1))
+        home = rig.name(ref(1))
+        other = next(x for name, x in rig.engines.items() if name != home)
+        other.heard.put_nowait(Notice("lost", absent(ref(1))))
+        rig.engines[home].heard.put_nowait(Notice("saved", report(1, hot=True)))
+        await rig.settle()
+        heard = [rig.fleet._notices.get_nowait() for _ in range(rig.fleet._notices.qsize())]
+        assert [x.cause for x in heard if x is not None] == ["saved"]
+
+
+async def test_figures_are_added_up_and_counters_outlive_a_replica():
+    async with Rig() as rig:
+        for i in range(30):
+            await rig.turn(ref(i))
+        first = await rig.fleet.stats()
+        assert (first.hot_capacity_bytes, first.num_running) == (300, 3)
+        assert first.tiers == [TierReport("ram", 21, 210, 3, 0, 0, True)]
+        assert first.counters["turns"] == 30
+        rig.engines["0"].die()
+        assert (await rig.fleet.stats()).counters["turns"] == 30
+        rig.engines["0"].num_turns = 0
+        rig.engines["0"].begin()
+        await rig.turn(ref(31))
+        last = await rig.fleet.stats()
+        assert last.counters["turns"] == 31
+
+
+async def test_a_fleet_is_ready_with_one_replica_and_its_account_holds_for_all():
+    async with Rig() as rig:
+        known = rig.fleet.welcome
+        assert known is not None and known.max_context == 100
+        rig.engines["0"].die()
+        rig.engines["1"].die()
+        assert rig.fleet.ready and rig.fleet.welcome is known  # nothing is to be listed anew
+        rig.engines["0"].begin(max_context=50)
+        await rig.settle()
+        assert rig.fleet.welcome is not None and rig.fleet.welcome.max_context == 50
+        assert [x.ready for x in rig.fleet.replicas] == [True, False, True]
+        rig.engines["0"].die()
+        rig.engines["2"].die()
+        assert not rig.fleet.ready and rig.fleet.trouble
+        with pytest.raises(EngineUnreached):
+            rig.fleet.choose(ref(1))
+
+
+async def test_an_engine_of_another_model_is_no_replica():
+    async with Rig(2) as rig:
+        rig.engines["1"].die()
+        rig.engines["1"].begin(model="other")
+        await rig.settle()
+        assert {rig.name(ref(i)) for i in range(50)} == {"0"}
+        assert "serves other" in rig.fleet.replicas[1].trouble
+
+
+async def test_the_replica_that_holds_most_is_ended_when_memory_is():
+    async with Rig() as rig:
+        rig.fleet._replicas[1].hot_bytes = 100
+        rig.fleet.restart("memory")
+        assert [x.restarts for x in rig.engines.values()] == [[], ["memory"], []]
+
+
+async def test_a_choice_among_a_thousand_looks_at_a_few():
+    class Counted(Engine):
+        num_looks = 0
+
+        @property
+        def ready(self) -> bool:
+            Counted.num_looks += 1
+            return self.welcome is not None
+
+    rig = Rig()
+    engines = {f"http://10.0.0.{i}:9000": Counted() for i in range(1000)}
+    for i, engine in enumerate(engines.values()):
+        engine.welcome = WELCOME if i % 5 else None
+    fleet = FleetEngine(engines, LastHomes(1000), clock=lambda: rig.now)
+    for i in range(200):
+        fleet.choose(ref(i))
+    assert Counted.num_looks / 200 < 6  # three that take it, of which a fifth is away
+
+
+def test_each_key_meets_all_replicas_of_a_ring_once_and_a_new_one_takes_only_its_own():
+    names = [f"http://10.0.0.{i}:9000" for i in range(50)]
+    ring, more = Ring(names), Ring([*names, "http://10.0.1.1:9000"])
+    for i in range(200):
+        assert sorted(ring.walk(str(i))) == list(range(50))
+        first = next(more.walk(str(i)))
+        assert first in (50, next(ring.walk(str(i))))
+
+
+def test_homes_are_bounded_and_the_latest_stay():
+    homes = LastHomes(2)
+    for i in (1, 2, 1, 3):
+        homes.put(ref(i), str(i))
+    assert [homes.get(ref(i)) for i in (1, 2, 3)] == ["1", None, "3"]
+    homes.drop(ref(3))
+    assert homes.get(ref(3)) is None
