@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -20,6 +20,8 @@ from engines.wire import SessionReport as SessionReport
 from engines.wire import Welcome as Welcome
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
+
+SAVE_S: Final = 30.0  # at the end of a server
 
 
 class EngineError(Exception):
@@ -134,8 +136,12 @@ class Engine(Protocol):
         After ``stop`` it may be called again: a model is loaded again so.
         """
 
-    async def stop(self, drain_s: float) -> None:
-        """End it; running requests get ``drain_s`` seconds. Safe to call twice."""
+    async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
+        """End it; running requests get ``drain_s`` seconds. Safe to call twice.
+
+        Args:
+            save_s: how long it may then write what only its memory holds, in seconds.
+        """
 
     def restart(self, why: str) -> None:
         """End its process at once; another is started by itself.

@@ -43,6 +43,7 @@ from gateway.openai.responses import counting
 from gateway.openai.responses import routes as responses
 from gateway.relay.answer_format import STORED_HEADER
 from gateway.stored.stored import Stored
+from scheduler.headroom import Headroom
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.gateway")
@@ -63,11 +64,13 @@ def create_app(
     metrics: Metrics,
     stored: Stored | None = None,
     loading: Loading | None = None,
+    headroom: Headroom | None = None,
 ) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
     Its lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
-    without ``loading`` all models are loaded from the start.
+    without ``loading`` all models are loaded from the start. ``headroom`` is what several models
+    share: at its last mark one engine is ended, the one that holds most.
     """
     gateway = Gateway(
         config=config,
@@ -84,7 +87,7 @@ def create_app(
     # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
     app = FastAPI(
         title="Thermocline",
-        lifespan=_lifespan(gateway),
+        lifespan=_lifespan(gateway, headroom),
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -115,7 +118,9 @@ def create_app(
     return app
 
 
-def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(
+    gateway: Gateway, headroom: Headroom | None
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         housekeeping = []
@@ -126,6 +131,9 @@ def _lifespan(gateway: Gateway) -> Callable[[FastAPI], AbstractAsyncContextManag
             housekeeping.append(asyncio.create_task(keeping, name="sessions"))
         if gateway.loading is not None:
             housekeeping.append(asyncio.create_task(gateway.loading.run(), name="model-loading"))
+        if headroom is not None and headroom.guards:
+            guarding = headroom.guard(gateway.restart_largest)
+            housekeeping.append(asyncio.create_task(guarding, name="memory-guard"))
         gateway.stored.start()
         try:
             yield

@@ -6,6 +6,7 @@ What asks the engine for something enters by ``body_for_engine``; what does not,
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -84,8 +85,17 @@ class ParsedBody:
 
 
 @asynccontextmanager
-async def body_for_engine(request: Request, *, empty: bytes = b"") -> AsyncIterator[ParsedBody]:
+async def body_for_engine(
+    request: Request,
+    *,
+    empty: bytes = b"",
+    check: Callable[[ServedModel, Json], object] | None = None,
+) -> AsyncIterator[ParsedBody]:
     """Read and parse the body of a request that asks the engine for something; see ``parsed``.
+
+    Args:
+        check: looks at a copy of the body before a model is loaded for it: a request that is wrong
+            loads none, and unloads no other.
 
     Raises (on entering), besides:
         EngineUnavailable: there is no engine for its model, or none again in time.
@@ -97,6 +107,8 @@ async def body_for_engine(request: Request, *, empty: bytes = b"") -> AsyncItera
         await gateway.enter(only, request)
     async with parsed(gateway, request, empty=empty) as body:
         if only is None:
+            if check is not None and not body.model.is_there:
+                await body.beside(partial(_check_copy, check, body))
             async with body.letting_others_parse():
                 await gateway.enter(body.model, request)
         yield body
@@ -121,6 +133,10 @@ async def parsed(
         json = await _beside(len(body), partial(_parsed, body))
         model = gateway.models.meant(json.get("model"), gateway.config)
         yield ParsedBody(request, json, len(body), alone, model)
+
+
+def _check_copy(check: Callable[[ServedModel, Json], object], body: ParsedBody) -> None:
+    check(body.model, copy.deepcopy(body.json))
 
 
 async def _beside(nbytes: int, work: Callable[[], T]) -> T:

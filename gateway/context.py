@@ -61,9 +61,11 @@ class Gateway:
         open count as if they were there.
         """
         most, coming = self.limits.of(tenant).sessions, self.limits.coming(tenant)
-        if not most or session_id in coming or model.knows(tenant, session_id):
+        if not most or model.coming(session_id) in coming or model.knows(tenant, session_id):
             return True
-        num_new = sum(not any(x.knows(tenant, id) for x in self.models) for id in coming)
+        by_name = {x.given_name: x for x in self.models}
+        apart = (x.partition("\0") for x in coming)
+        num_new = sum(not by_name[name].knows(tenant, id) for name, _, id in apart)
         return sum(x.sessions.num_sessions(tenant.name) for x in self.models) + num_new < most
 
     def check_new_session(self, tenant: Tenant, model: ServedModel, session_id: str) -> None:
@@ -107,6 +109,11 @@ class Gateway:
     def num_running(self) -> int:
         """Turns that hold a slot, of all models."""
         return sum(x.sessions.num_running for x in self.models)
+
+    def restart_largest(self, why: str) -> None:
+        """End the engine that holds most, as far as is known; see ``Engine.restart``."""
+        running = [x for x in self.models if x.engine.ready] or list(self.models)
+        max(running, key=lambda x: x.held_bytes).engine.restart(why)
 
     async def cut(self) -> None:
         """End the running turns now; a stream ends with an error event."""

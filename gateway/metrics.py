@@ -158,6 +158,14 @@ class Metrics:
         self._tokens = self._counter(
             "thermocline_tokens", "Tokens of prompts and answers.", ("kind",)
         )
+        self._loads = self._counter(
+            "thermocline_model_loads",
+            "Models on demand that were loaded, or were not.",
+            ("model", "outcome"),
+        )
+        self._load_s = self._counter(
+            "thermocline_model_load_seconds", "Time that loading models took.", ("model",)
+        )
         self._left_out = self._counter(
             "thermocline_left_out",
             "Parts of requests that engines have no use for, left out before the prompt.",
@@ -260,6 +268,11 @@ class Metrics:
         for kind in kinds:
             known = kind in _LEFT_OUT_KINDS or kind.startswith(_OF_BLOCKS)
             self._left_out(kind if known else "other").inc()
+
+    def loaded(self, model: str, seconds: float, is_loaded: bool) -> None:
+        """Count a model that was loaded, or was not; ``model`` is its name in the settings."""
+        self._loads(model, "loaded" if is_loaded else "failed").inc()
+        self._load_s(model).inc(seconds)
 
     def diverged(self, part: str) -> None:
         """Count a prompt that left its session's; ``part`` is model, system, tools or messages."""

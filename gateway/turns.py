@@ -92,6 +92,9 @@ class Operation(msgspec.Struct, frozen=True):
     # Looks up what a body refers to, and makes the translation of this one request. It may change
     # the body: what names a session there is read afterwards. Raises ``InvalidRequest``.
     recall: Callable[[Gateway, Tenant, ParsedBody], Awaitable[Translate]] | None = None
+    # Looks at a body before its model is loaded, as far as can be done then; it may change it.
+    # Raises ``InvalidRequest``.
+    check_early: Callable[[ServedModel, Json], object] | None = None
     # Hears how the request's prompt compares with the one before it, ahead of the answer.
     compared: Callable[[ServedModel, Tenant, AnswerFormat, Compared], None] = lambda *_: None
 
@@ -116,7 +119,7 @@ async def accept(request: Request, operation: Operation) -> Response:
     """
     gateway = gateway_of(request)
     tenant = caller_of(request)
-    async with body_for_engine(request) as body:
+    async with body_for_engine(request, check=operation.check_early) as body:
         translate = operation.translate
         if operation.recall is not None:
             translate = await operation.recall(gateway, tenant, body)
@@ -139,7 +142,7 @@ async def accept(request: Request, operation: Operation) -> Response:
         if asked.outline is not None and named_by_agent(request.headers):
             named = _row_of(gateway, model, tenant, named, asked.outline)
         gateway.check_new_session(tenant, model, named.id)
-        gateway.limits.comes(tenant, named.id, request.scope)
+        gateway.limits.comes(tenant, model.coming(named.id), request.scope)
         session = tenant.session(named.id)
         request.scope["state"]["session"] = named.id
         compared = None

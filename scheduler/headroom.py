@@ -38,7 +38,7 @@ class Level(enum.Enum):
 
 
 class Headroom:
-    """The machine's memory against the marks of ``SchedulerConfig``."""
+    """The machine's memory against the marks of ``SchedulerConfig``; one for all its models."""
 
     def __init__(
         self,
@@ -60,6 +60,20 @@ class Headroom:
         self._level = Level.ENOUGH
         self._looked = float("-inf")
         self._bytes: int | None = None
+        self._leaving: list[Callable[[], int]] = []
+
+    @property
+    def guards(self) -> bool:
+        """True if there is a last mark."""
+        return self._end_bytes > 0
+
+    def count_leaving(self, leaving: Callable[[], int]) -> None:
+        """Count from now on what one model's sessions that leave memory will free.
+
+        Args:
+            leaving: returns these bytes.
+        """
+        self._leaving.append(leaving)
 
     @property
     def available_bytes(self) -> int | None:
@@ -96,9 +110,14 @@ class Headroom:
             raise MemoryScarce("the machine's memory is nearly used up", RETRY_S)
 
     def missing_bytes(self) -> int:
-        """Bytes that would have to be freed to reach the first mark; 0 while there is enough."""
+        """Bytes that would have to be freed to reach the first mark; 0 while there is enough.
+
+        Those that sessions of any model free already, while they leave, are not missing.
+        """
         self._look()
-        return 0 if self._bytes is None else max(0, self._low_bytes - self._bytes)
+        if self._bytes is None or self._bytes >= self._low_bytes:
+            return 0
+        return max(0, self._low_bytes - self._bytes - sum(x() for x in self._leaving))
 
     def _look(self) -> None:
         now = self._clock()

@@ -83,6 +83,7 @@ class SessionManager:
         clock: Callable[[], float] = time.monotonic,
         observer: Observer | None = None,
         memory: Callable[[], int | None] = lambda: None,
+        headroom: Headroom | None = None,
     ) -> None:
         """Make a manager; nothing runs before ``run``.
 
@@ -90,13 +91,16 @@ class SessionManager:
             salt_of: gives the salt of a tenant by its name.
             clock: in seconds; only differences count.
             memory: gives the bytes that the machine has left, or None where that is unknown.
+            headroom: what all models of the machine share; None = this one is alone, watches
+                ``memory``, and ends its engine at the last mark.
         """
         observer = self._observers = Observers(*([observer] if observer else []))
         self._engine = engine
         self._config = config
         self._clock = clock
         self._admission = AdmissionQueue(config.max_running, config.max_waiting, config.max_wait_s)
-        self.headroom = Headroom(memory, config, clock=clock, observer=observer)
+        self.headroom = headroom or Headroom(memory, config, clock=clock, observer=observer)
+        self._guards = headroom is None and self.headroom.guards
         self.table = SessionTable(config.max_sessions, clock, observer)
         self._moves = Moves(engine, self.table, config, clock, observer)
         self.sweeps = Sweeps(
@@ -121,7 +125,7 @@ class SessionManager:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.follower.run(), name="session-follower")
             group.create_task(self.sweeps.run(), name="session-sweeps")
-            if self._config.memory_end_bytes:
+            if self._guards:
                 group.create_task(self.headroom.guard(self._engine.restart), name="memory-guard")
 
     # ---- turns

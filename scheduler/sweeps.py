@@ -47,6 +47,7 @@ class Sweeps:
         self._wanted = asyncio.Event()
         self._urgent: dict[int, Session] = {}  # have an urgent job; by number of the row
         self._with_job: set[int] = set()  # have any job; numbers of rows
+        headroom.count_leaving(self._leaving_bytes)
 
     def hurry(self) -> None:
         """Have the next look happen at once."""
@@ -98,9 +99,7 @@ class Sweeps:
                 self._start(jobs, session, self._remove(session))
 
     def _relieve_machine(self, jobs: asyncio.TaskGroup) -> None:
-        missing = self._headroom.missing_bytes()
-        missing -= sum(bytes_in_memory(x) for x in self._urgent.values())
-        if missing > 0:
+        if (missing := self._headroom.missing_bytes()) > 0:
             quiet = heapq.merge(
                 self._without_urgent_job(Queue.HOT),
                 self._without_urgent_job(Queue.PACKED),
@@ -109,6 +108,9 @@ class Sweeps:
             self._start_urgent(
                 jobs, leaving_memory(quiet, missing, self._clock()), "memory", "disk"
             )
+
+    def _leaving_bytes(self) -> int:
+        return sum(bytes_in_memory(x) for x in self._urgent.values())
 
     def _relieve_engine(self, jobs: asyncio.TaskGroup, report: EngineReport) -> None:
         config = self._config

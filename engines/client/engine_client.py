@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 
 from engines.about_vllm.fields import with_session
 from engines.base import (
+    SAVE_S,
     Demoted,
     EngineError,
     EngineStalled,
@@ -107,7 +108,7 @@ class EngineClient:
     def restart(self, why: str) -> None:
         pass
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         self._stopping = True
         await self._drain(drain_s)
         for exchange in list(self._exchanges):

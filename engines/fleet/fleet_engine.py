@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from engines.base import (
+    SAVE_S,
     CodecReport,
     Demoted,
     Engine,
@@ -153,9 +154,9 @@ class FleetEngine:
             asyncio.create_task(self._follow(x), name="replica-notices") for x in self._replicas
         ]
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         self._stopping = True
-        await asyncio.gather(*(x.engine.stop(drain_s) for x in self._replicas))
+        await asyncio.gather(*(x.engine.stop(drain_s, save_s) for x in self._replicas))
         tasks, self._following = [*self._following, *self._jobs], []
         for task in tasks:
             task.cancel()

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.openai.requests import validate_chat
+from engines.openai.requests import Json, validate_chat
 from gateway.anthropic.diagnosis import diagnosis
 from gateway.anthropic.translation import MessageFormat, translated
 from gateway.body import ParsedBody
@@ -45,6 +45,7 @@ def operation(request_id: str) -> Operation:
         validate_chat,
         lambda raw: raw["messages"],
         recall=partial(_recall, request_id),
+        check_early=partial(_check_early, request_id),
         compared=_compared,
     )
 
@@ -52,6 +53,12 @@ def operation(request_id: str) -> Operation:
 async def _recall(request_id: str, gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
     strip, sight = gateway.config.strip_attribution, body.model.sight
     return partial(translated, strip_attribution=strip, sight=sight, request_id=request_id)
+
+
+def _check_early(request_id: str, model: ServedModel, asked: Json) -> None:
+    sight = model.last_sight
+    made = translated(asked, strip_attribution=False, sight=sight, request_id=request_id)
+    validate_chat(made.raw, sight)
 
 
 def _compared(model: ServedModel, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:

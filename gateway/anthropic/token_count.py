@@ -47,9 +47,14 @@ async def count_tokens(request: Request) -> Response:
 async def _question(request: Request) -> tuple[ServedModel, bytes]:
     gateway = gateway_of(request)
     caller_of(request)
-    async with body_for_engine(request) as body:
+    check = partial(_check_early, gateway.config)
+    async with body_for_engine(request, check=check) as body:
         made = await body.beside(partial(_for_engine, body.model, gateway.config, body.json))
         return body.model, made
+
+
+def _check_early(config: GatewayConfig, model: ServedModel, asked: Json) -> None:
+    chat_of(asked, config.strip_attribution, model.last_sight)
 
 
 def _for_engine(model: ServedModel, config: GatewayConfig, asked: Json) -> bytes:

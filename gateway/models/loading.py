@@ -35,6 +35,11 @@ RETRY_AFTER_S: Final = 10.0  # a model that could not be loaded is refused for s
 MAX_WAITING: Final = 256  # requests for models that are not loaded
 MAX_OF_TENANT: Final = 64  # of these
 PATIENCE_S: Final = 10.0  # in line; so long a loaded model still takes new requests
+# A model stays for twice as long as loading took, within these bounds, before it makes way for
+# other tenants than its own.
+STAY_S: Final = (10.0, 60.0)
+UNLOAD_S: Final = 600.0  # an engine may save for so long: it ends for memory, not in a hurry
+MAX_USERS: Final = 1000
 SHUTTING_DOWN: Final = "the server is shutting down"
 
 
@@ -78,6 +83,8 @@ class OnDemand:
     last_used: float = 0.0
     waiting: list[Waiting] = field(default_factory=list)
     was_listed: bool = False  # its engine has listed its sessions since this server began
+    users: set[str] = field(default_factory=set)  # tenants that used it since it was loaded
+    stays_until: float = float("-inf")  # for its own tenants
     failed: str = ""  # why it could not be loaded
     failed_at: float = float("-inf")
 
@@ -98,9 +105,11 @@ class Loading:
         max_wait_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_load: Callable[[str, float, bool], None] = lambda name, seconds, loaded: None,
     ) -> None:
         """
         Args:
+            on_load: called with each model that was loaded or not, and the seconds that it took.
             places: the most models that may be loaded at once.
             max_wait_s: how long a request waits for a place, before its model is being loaded.
             clock: in seconds; only differences count.
@@ -109,6 +118,7 @@ class Loading:
         self._places = places
         self._max_wait_s = max_wait_s
         self._clock = clock
+        self._on_load = on_load
         self._wanted: list[OnDemand] = []  # in the order in which they were asked for
         self._wanted_since: dict[OnDemand, float] = {}
         self._changed = asyncio.Event()
@@ -139,6 +149,8 @@ class Loading:
             model.num_uses += 1
         else:
             await self._wait(model, tenant)
+        if len(model.users) < MAX_USERS:
+            model.users.add(tenant)
         model.last_used = self._clock()
 
     def leave(self, model: OnDemand) -> None:
@@ -250,7 +262,12 @@ class Loading:
             return None
         if any(x.state is State.UNLOADING for x in self._models):  # a place is becoming free
             return None
-        loaded = [x for x in self._models if x.state is State.LOADED]
+        wanting = {x.tenant for x in self._wanted[0].waiting}
+        loaded = [
+            x
+            for x in self._models
+            if x.state is State.LOADED and (self._clock() >= x.stays_until or not x.users - wanting)
+        ]
         return min(loaded, key=lambda x: (x.num_uses > 0, x.last_used), default=None)
 
     def _grant(self, model: OnDemand) -> None:
@@ -287,12 +304,17 @@ class Loading:
         if not why:
             model.to(State.LOADED)
             model.was_listed = True
-            log.info("model %s was loaded in %.1f s", model.name, self._clock() - began)
+            took_s = self._clock() - began
+            log.info("model %s was loaded in %.1f s", model.name, took_s)
+            self._on_load(model.name, took_s, True)
+            model.users = {x.tenant for x in model.waiting}
+            model.stays_until = self._clock() + min(STAY_S[1], max(STAY_S[0], 2 * took_s))
             self._grant(model)
             return
         model.failed = f"the model {model.name} cannot be loaded: {why}"
         model.failed_at = self._clock()
         log.error("%s", model.failed)
+        self._on_load(model.name, self._clock() - began, False)
         _answer(model, EngineUnavailable(model.failed))
         model.to(State.UNLOADING)
         await self._end_engine(model)
@@ -303,7 +325,7 @@ class Loading:
 
     async def _end_engine(self, model: OnDemand) -> None:
         try:
-            await model.engine.stop(0)
+            await model.engine.stop(0, UNLOAD_S)
         finally:
             model.to(State.UNLOADED)
 

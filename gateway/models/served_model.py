@@ -28,7 +28,10 @@ MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connec
 
 @dataclass(eq=False)
 class ServedModel:
-    """One model, its engine and its sessions. Only the last two fields ever change."""
+    """One model, its engine and its sessions.
+
+    A reload changes its aliases, requests its last two fields, and nothing any other.
+    """
 
     engine: Engine
     sessions: SessionManager
@@ -96,6 +99,12 @@ class ServedModel:
         welcome = self.engine.welcome
         return self.given_name or (welcome.model if welcome else "")
 
+    @property
+    def held_bytes(self) -> int:
+        """The memory that its engine said it holds, weights included where it knows them."""
+        report = self.live.report
+        return max(report.active_bytes, report.hot_bytes) if report else 0
+
     def goes_by(self, asked: str) -> bool:
         """Tell whether that is its name or one of its aliases. Raises as ``name`` does."""
         return asked == self.name or asked in self.aliases
@@ -106,11 +115,21 @@ class ServedModel:
         return Sight(self.served.sees_images, self.remote_images)
 
     @property
+    def last_sight(self) -> Sight:
+        """The images that the engine took when it was last there; all, if it never was."""
+        return Sight(self.seen is None or self.seen.sees_images, self.remote_images)
+
+    @property
     def state(self) -> str:
         """Its state of loading, in a word."""
         if self.on_demand is not None and self.on_demand.state is not State.LOADED:
             return str(self.on_demand.state.value)
         return "loaded" if self.engine.ready else "loading"
+
+    @property
+    def is_there(self) -> bool:
+        """True unless a request for it would have it loaded."""
+        return self.on_demand is None or self.on_demand.state is State.LOADED
 
     @property
     def trouble(self) -> str:
@@ -135,6 +154,10 @@ class ServedModel:
     def knows(self, tenant: Tenant, session_id: str) -> bool:
         """Tell whether the tenant has a session of that id here."""
         return self.sessions.get(tenant.session(session_id)) is not None
+
+    def coming(self, session_id: str) -> str:
+        """Name a session and this model, for the count of sessions that requests will open."""
+        return f"{self.given_name}\0{session_id}"
 
     def is_quiet(self, tenant: Tenant, session_id: str) -> bool:
         """Tell whether the tenant has a session of that id, and nothing of it is being served."""

@@ -18,6 +18,7 @@ from gateway.body import ParsedBody
 from gateway.context import Gateway
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
+from gateway.models.served_model import ServedModel
 from gateway.openai.chat_answer import ChatAnswer
 from gateway.openai.chat_fields import ChatCalls, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion, rows_of
@@ -60,8 +61,17 @@ async def _keep(
     return NotStored(why) if why else None
 
 
+def _check_early(model: ServedModel, asked: Json) -> None:
+    validate_chat(for_engine(asked, [])[0], model.last_sight)
+
+
 CHAT = Operation(
-    "chat", "/v1/chat/completions", validate_chat, lambda raw: raw["messages"], recall=_recall
+    "chat",
+    "/v1/chat/completions",
+    validate_chat,
+    lambda raw: raw["messages"],
+    recall=_recall,
+    check_early=_check_early,
 )
 
 
@@ -85,12 +95,18 @@ def _filled_in(marks: FillIn | None, asked: Json) -> Translated:
     return as_it_is({**raw, "prompt": marks.prompt(front, behind)})
 
 
+def _check_text_early(model: ServedModel, asked: Json) -> None:
+    asked.pop("suffix", None)  # whether the model takes it, its engine says
+    validate_completion(asked, model.last_sight)
+
+
 TEXT = Operation(
     "text_completion",
     "/v1/completions",
     validate_completion,
     lambda raw: [raw["prompt"]],
     recall=_recall_text,
+    check_early=_check_text_early,
 )
 
 

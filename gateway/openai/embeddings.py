@@ -51,9 +51,13 @@ async def _answer(request: Request) -> tuple[ServedModel, bytes]:
 async def _question(request: Request) -> tuple[ServedModel, bytes]:
     caller_of(request)
     config = gateway_of(request).config
-    async with body_for_engine(request) as body:
+    async with body_for_engine(request, check=_check_early) as body:
         made = await body.beside(partial(_for_engine, body.model, config, body.json))
         return body.model, made
+
+
+def _check_early(model: ServedModel, raw: Json) -> None:
+    validate_embeddings(raw)
 
 
 def _for_engine(model: ServedModel, config: GatewayConfig, raw: Json) -> bytes:

@@ -59,9 +59,15 @@ async def _question(
 ) -> tuple[ServedModel, bytes]:
     caller_of(request)
     config = gateway_of(request).config
-    async with body_for_engine(request) as body:
+    check = partial(_check_early, validate)
+    async with body_for_engine(request, check=check) as body:
         made = await body.beside(partial(_for_engine, body.model, config, validate, body.json))
         return body.model, made
+
+
+def _check_early(validate: Callable[[Json, Sight], Any], model: ServedModel, raw: Json) -> None:
+    raw.setdefault("model", model.label)
+    validate(raw, model.last_sight)
 
 
 def _for_engine(

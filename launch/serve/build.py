@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ from launch.settings.replicas import replica_settings
 from launch.settings.schema import Settings
 from launch.settings.several_engines import at_once
 from scheduler.config import SchedulerConfig
+from scheduler.headroom import Headroom
 from scheduler.sessions import SessionManager
 
 log = logging.getLogger("thermocline.launch")
@@ -103,6 +105,11 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     _check_memory(entries, models, settings)
     with ExitStack() as stack:
         metrics, served, engines, on_demand = Metrics(), [], [], []
+        headroom = None
+        if len(entries) > 1:
+            headroom = Headroom(
+                machine_memory, settings.scheduler, clock=time.monotonic, observer=metrics
+            )
         for (entry, own), model in zip(entries, models, strict=True):
             built = _built_engine(own, model, environ, stack)
             sessions = SessionManager(
@@ -111,6 +118,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
                 salt_of=tenants.salt_of,
                 observer=metrics,
                 memory=machine_memory,
+                headroom=headroom,
             )
             if entry.load == "on-demand":
                 on_demand.append(_on_demand(entry, own.settings, built.engine, sessions))
@@ -130,8 +138,8 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             settings.gateway, settings.store, effective.folders.data, tenants.key_of
         )
         places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
-        loading = Loading(on_demand, places, wait_s) if on_demand else None
-        app = create_app(settings.gateway, served, tenants, metrics, stored, loading)
+        loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded) if on_demand else None
+        app = create_app(settings.gateway, served, tenants, metrics, stored, loading, headroom)
         app.state.gateway.tracing = _tracing(settings.gateway)
         yield BuiltServer(app, engines, tenants)
 

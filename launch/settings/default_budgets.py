@@ -25,6 +25,7 @@ GPU_HOT_SHARE = 0.8  # the rest is for activations, graphs and the driver
 GPU_RAM_SHARE = 0.35
 SMALLEST = 128 << 20
 DISK_MOST = StoreConfig().disk_bytes
+DERIVED = "derived"  # begins the origin of a budget that follows from what is free
 
 
 def weights_bytes(folder: Path, widened: bool) -> int | None:
@@ -62,7 +63,7 @@ def default_budgets(
         ),
         "store.disk_bytes": Value(
             disk if disk >= MIN_FILE_BYTES else 0,
-            f"derived: {DISK_SHARE:.0%} of {show_bytes(disk_free)} free on disk, at most"
+            f"{DERIVED}: {DISK_SHARE:.0%} of {show_bytes(disk_free)} free on disk, at most"
             f" {show_bytes(DISK_MOST)}",
         ),
     }
@@ -70,7 +71,7 @@ def default_budgets(
 
 def _share(left: int, share: float, memory: str) -> Value:
     nbytes = max(SMALLEST, _round(left * share))
-    return Value(nbytes, f"derived: {share:.0%} of {memory}")
+    return Value(nbytes, f"{DERIVED}: {share:.0%} of {memory}")
 
 
 def _round(nbytes: float) -> int:

@@ -11,12 +11,12 @@ from typing import ClassVar
 
 import msgspec
 
+from engines.base import SAVE_S
 from engines.client.child.restarts import RestartRules
 from engines.client.child.supervisor import Supervisor
 from engines.client.engine_client import EngineClient
 from engines.config import WorkerConfig
 
-SAVE_GRACE_S = 30.0  # after the drain: how long the worker may write its cold copies
 LOOK_EVERY_S = 1.0
 
 
@@ -70,14 +70,14 @@ class ChildEngine(EngineClient):
         await self._supervisor.start()
         self._watching = asyncio.create_task(self._watch(), name="engine-watch")
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         if self._watching is not None:
             self._watching.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watching
             self._watching = None
         await super().stop(drain_s)
-        await self._supervisor.stop(SAVE_GRACE_S)
+        await self._supervisor.stop(save_s)
 
     def restart(self, why: str) -> None:
         self._supervisor.kill(why)

@@ -13,12 +13,13 @@ from starlette.responses import Response
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.images import Sight
-from engines.openai.messages import Json
+from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, read_json_body
 from gateway.context import Gateway, gateway_of
 from gateway.edge.body_budget import body_share_of
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
+from gateway.models.served_model import ServedModel
 from gateway.openai.lists import shown
 from gateway.openai.responses.answer import ResponseAnswer
 from gateway.openai.responses.event_writer import EventWriter
@@ -77,8 +78,17 @@ async def _keep(
     return NotStored(why, answer.unstored()) if why else None
 
 
+def _check_early(model: ServedModel, asked: Json) -> None:
+    checked(asked, ResponseFields)  # the rest needs what is stored
+
+
 RESPONSE = Operation(
-    "chat", "/v1/chat/completions", validate, lambda raw: raw["messages"], recall=_recall
+    "chat",
+    "/v1/chat/completions",
+    validate,
+    lambda raw: raw["messages"],
+    recall=_recall,
+    check_early=_check_early,
 )
 
 

@@ -125,6 +125,35 @@ def test_a_model_that_cannot_be_loaded_is_503_and_the_others_go_on(fakes):
     assert states(fakes)["broken"] == "unloaded"
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+        ("/v1/completions", {"prompt": 7}),
+        ("/v1/messages", {"messages": [{"role": "nobody", "content": "x"}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": 5}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": "many"}),
+        ("/v1/embeddings", {"input": {}}),
+        ("/tokenize", {"prompt": []}),
+    ],
+)
+def test_a_wrong_request_loads_no_model(fakes, path, wrong):
+    chat(fakes, "two", "right", "hello")
+    status, _, answer = ask(fakes, path, {"model": "three", **wrong})
+    assert status in (400, 422), answer
+    assert (states(fakes)["two"], states(fakes)["three"]) == ("loaded", "unloaded")
+
+
+def test_loads_are_counted(fakes):
+    chat(fakes, "two", "counted", "hello")
+    chat(fakes, "broken", "counted", "hello")
+    with urllib.request.urlopen(fakes.url + "/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    assert 'thermocline_model_loads_total{model="two",outcome="loaded"}' in text
+    assert 'thermocline_model_loads_total{model="broken",outcome="failed"}' in text
+    assert 'thermocline_model_load_seconds_total{model="two"}' in text
+
+
 def test_a_large_body_that_waits_for_a_model_keeps_no_other_out(fakes):
     slowly = {"fake": "delay_s=1"}  # a second for each word
     stream = {"model": "two", "metadata": slowly, "messages": [{"role": "user", "content": "hi"}]}

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from engines.base import Demoted, EngineUnavailable, SessionRef, TierName, Upstream
+from engines.base import SAVE_S, Demoted, EngineUnavailable, SessionRef, TierName, Upstream
 from engines.wire import CodecReport, EngineReport, Notice, SessionReport, Welcome
 from gateway.access.key_list import lines_of
 from gateway.app import create_app
@@ -82,7 +82,7 @@ class RecordingEngine:
     async def start(self) -> None:
         pass
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         self.welcome = None
 
     @asynccontextmanager

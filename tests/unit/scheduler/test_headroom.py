@@ -209,3 +209,19 @@ async def test_the_engine_is_ended_before_the_machine_hangs(machine, clock, log)
     assert [x.split()[1] for x in ended] == ["250", "100"]
     assert log.decisions == ["restart-engine"] * 2
     assert naps.naps.count(RETRY_S) == 2
+
+
+async def test_models_that_share_the_machine_free_what_is_missing_once(machine, clock, log, ref):
+    headroom = Headroom(machine, SchedulerConfig(**MARKS), clock=clock, observer=log)
+    set_memory(machine, clock, 900)
+    assert headroom.missing_bytes() == 100
+    headroom.count_leaving(lambda: 60)  # one model's sessions on their way
+    headroom.count_leaving(lambda: 30)
+    assert headroom.missing_bytes() == 10
+    engines = [RowsEngine(), RowsEngine()]
+    managers = [
+        SessionManager(x, SchedulerConfig(**MARKS), salt_of=salt_of, headroom=headroom)
+        for x in engines
+    ]
+    assert not any(x._guards for x in managers)  # the server guards them, all at once
+    assert SessionManager(engines[0], SchedulerConfig(**MARKS), salt_of=salt_of)._guards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.limits.accounts import ACCOUNTS, Account
 from gateway.limits.bucket import Bucket
 from gateway.limits.key_limits import KeyLimits, KeyShare, key_share_of
+from gateway.models.models import Models
+from gateway.models.served_model import ServedModel
 from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import Answered, App, RecordingEngine
 
@@ -284,3 +287,15 @@ async def test_sessions_of_one_tenant() -> None:
         answer = await app.chat(session_id=name)
         assert answer.status == status, name
     assert answer.status == 200
+
+
+async def test_one_name_on_two_models_is_two_sessions() -> None:
+    app = App(sessions_per_tenant=1)
+    gateway, tenant = app.gateway, app.gateway.tenants.operator()
+    one, two = (
+        ServedModel.of(app.engine, app.sessions, gateway.config, name=x) for x in ("one", "two")
+    )
+    gateway.models = Models([one, two])
+    gateway.limits._coming[tenant.name] = Counter([one.coming("s")])
+    assert gateway.has_room_for(tenant, one, "s")
+    assert not gateway.has_room_for(tenant, two, "s")

@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from engines.base import EngineUnavailable, SessionRef
+from engines.base import SAVE_S, EngineUnavailable, SessionRef
 from engines.wire import Notice
 from gateway.models.loading import (
     MAX_OF_TENANT,
     PATIENCE_S,
     RETRY_AFTER_S,
+    STAY_S,
+    UNLOAD_S,
     Loading,
     OnDemand,
     State,
@@ -42,8 +44,9 @@ class Engine(RecordingEngine):
             self.welcome = msgspec.structs.replace(WELCOME)  # another one for each connection
             self._connected.put_nowait(None)
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         self.gave_up = False
+        self.save_s = save_s
         await super().stop(drain_s)
 
     async def notices(self) -> AsyncIterator[Notice | None]:
@@ -240,3 +243,31 @@ async def test_sessions_of_an_unloaded_model_are_cold_on_the_tier_that_outlives_
         (view,) = model.sessions.list("t")
         assert (view.state, view.tier) == ("cold", "disk")
         assert session.can(Event.TURN)
+
+
+async def test_two_tenants_do_not_swap_models_at_each_turn():
+    async with Rig() as rig:
+        await rig.begin(0, "one")
+        rig.loading.leave(rig.models[0])
+        other = rig.begin(1, "two")
+        await asyncio.sleep(0.05)
+        assert rig.models[0].state is State.LOADED and not other.done()
+        await rig.begin(0, "one")  # has it meanwhile
+        rig.loading.leave(rig.models[0])
+        rig.now += STAY_S[0]
+        await asyncio.wait_for(other, 20)
+        rig.loading.leave(rig.models[1])
+        await asyncio.wait_for(rig.begin(0, "two"), 20)  # its own models make way at once
+
+
+async def test_an_engine_that_is_unloaded_may_save_for_long_and_loads_are_counted():
+    counted = []
+    async with Rig() as rig:
+        rig.loading._on_load = lambda *load: counted.append(load)
+        await rig.begin(0)
+        rig.loading.leave(rig.models[0])
+        rig.models[1].engine.fails = True
+        with pytest.raises(EngineUnavailable):
+            await rig.begin(1)
+        assert rig.models[0].engine.save_s == UNLOAD_S > SAVE_S
+    assert [(name, loaded) for name, _, loaded in counted] == [("m0", True), ("m1", False)]

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from engines.config import EngineConfig
 from gateway.config import GatewayConfig
 from gateway.keys import generate_key
+from gateway.models.models import Models
+from gateway.models.served_model import ServedModel
 from launch.errors import UsageError
 from launch.machine.folders import Folders
 from launch.serve.reload import Reload
 from launch.settings.effective_settings import EffectiveSettings
+from launch.settings.engine_entry import EngineEntry
 from launch.settings.schema import Resolved, Settings
 from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import MODEL, App
@@ -86,3 +90,32 @@ async def test_settings_that_cannot_be_read_change_nothing(caplog: pytest.LogCap
     Reload(app.gateway, settings(SchedulerConfig(), **BEFORE), broken)()
     assert key_works(app, ALICE[0])
     assert "Expected `int`" in caplog.text
+
+
+def of_two_models(budget: int, **second: Any) -> EffectiveSettings:
+    entries = (EngineEntry(name="one"), EngineEntry(name="two", **second))
+    made = Settings(engines=entries, engine=EngineConfig(hot_bytes=budget))
+    origins = {"engine.hot_bytes": "derived: 50% of 8 GiB"}
+    return EffectiveSettings(Resolved(made, origins), Folders(Path(), Path()), "fake")
+
+
+async def test_models_take_their_aliases_and_derived_budgets_are_no_change(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO")
+    app = App()
+    two = ServedModel.of(app.engine, app.sessions, app.gateway.config, name="two")
+    app.gateway.models = Models([app.model, two])
+    reload = Reload(
+        app.gateway,
+        of_two_models(1 << 30),
+        lambda: of_two_models(2 << 30, aliases=("deux",), share=3),
+    )
+    reload()
+    assert two.goes_by("deux")
+    assert "engines, two: aliases is ['deux'] now" in caplog.text
+    assert "engines, two: share changed; that needs a new start" in caplog.text
+    assert "hot_bytes" not in caplog.text
+    caplog.clear()
+    reload()
+    assert "aliases is" not in caplog.text
