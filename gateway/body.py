@@ -90,12 +90,14 @@ async def body_for_engine(
     *,
     empty: bytes = b"",
     check: Callable[[ServedModel, Json], object] | None = None,
+    on_wait: Callable[[ParsedBody], None] = lambda body: None,
 ) -> AsyncIterator[ParsedBody]:
     """Read and parse the body of a request that asks the engine for something; see ``parsed``.
 
     Args:
         check: looks at a copy of the body before a model is loaded for it: a request that is wrong
             loads none, and unloads no other.
+        on_wait: called, after that, with the body of a request that waits for its model.
 
     Raises (on entering), besides:
         EngineUnavailable: there is no engine for its model, or none again in time.
@@ -107,8 +109,10 @@ async def body_for_engine(
         await gateway.enter(only, request)
     async with parsed(gateway, request, empty=empty) as body:
         if only is None:
-            if check is not None and not body.model.is_there:
-                await body.beside(partial(_check_copy, check, body))
+            if not body.model.is_there:
+                if check is not None:
+                    await body.beside(partial(_check_copy, check, body))
+                on_wait(body)
             async with body.letting_others_parse():
                 await gateway.enter(body.model, request)
         yield body

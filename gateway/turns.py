@@ -10,6 +10,7 @@ first; where the answer is to be stored, the translation says how it is kept.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
+from gateway.errors import Failure
 from gateway.front import request_id_of
 from gateway.identity.agents import NamedSession, by_headers, by_user_id, named_by_agent
 from gateway.identity.client_names import client_name
@@ -36,6 +38,7 @@ from gateway.identity.names import MAX_ID_BYTES, checked_id, group_of, named_in_
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.live.history import title_of
+from gateway.models.loading import OnDemand
 from gateway.models.served_model import ServedModel
 from gateway.prefixes.beside import SUFFIX, row_of
 from gateway.prefixes.inline_system import fitted
@@ -46,6 +49,7 @@ from gateway.relay.answer_format import AnswerFormat, AsItIs, Keep
 from gateway.relay.hidden_usage import HiddenUsage, asks_for_usage
 from gateway.relay.nothing_said import NothingSaid, asks_for_nothing
 from gateway.relay.turn_response import TurnRequest, TurnResponse
+from gateway.relay.while_loading import WhileLoading
 from scheduler.session import TurnHints
 
 # Fields that only the gateway may set for an engine, and names of sessions, which it has read.
@@ -95,6 +99,8 @@ class Operation(msgspec.Struct, frozen=True):
     # Looks at a body before its model is loaded, as far as can be done then; it may change it.
     # Raises ``InvalidRequest``.
     check_early: Callable[[ServedModel, Json], object] | None = None
+    # Makes the event of a stream that failed before it could be asked for.
+    failed: Callable[[Failure], bytes] = Failure.event
     # Hears how the request's prompt compares with the one before it, ahead of the answer.
     compared: Callable[[ServedModel, Tenant, AnswerFormat, Compared], None] = lambda *_: None
 
@@ -110,7 +116,39 @@ class CheckedRequest(NamedTuple):
 
 
 async def accept(request: Request, operation: Operation) -> Response:
+    """Make the response that will serve a request; a stream may begin before its model is loaded.
+
+    Raises as ``_prepared`` does.
+    """
+    gateway = gateway_of(request)
+    loading = gateway.loading
+    if loading is None:
+        return await _prepared(request, operation, lambda body: None)
+    waiting: asyncio.Future[OnDemand] = asyncio.get_running_loop().create_future()
+
+    def on_wait(body: ParsedBody) -> None:
+        if body.json.get("stream") is True and body.model.on_demand is not None:
+            waiting.set_result(body.model.on_demand)
+
+    preparing = asyncio.create_task(_prepared(request, operation, on_wait), name="turn")
+    try:
+        await asyncio.wait((preparing, waiting), return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        preparing.cancel()
+        raise
+    if preparing.done():
+        return preparing.result()
+    progress = partial(loading.progress, waiting.result())
+    return WhileLoading(preparing, progress, operation.failed, gateway.config.sign_of_life_s)
+
+
+async def _prepared(
+    request: Request, operation: Operation, on_wait: Callable[[ParsedBody], None]
+) -> TurnResponse:
     """Check a request, find its session, and make the response that will serve it.
+
+    Args:
+        on_wait: called if it waits for its model.
 
     Raises:
         InvalidRequest: the request cannot be served as it stands.
@@ -119,7 +157,7 @@ async def accept(request: Request, operation: Operation) -> Response:
     """
     gateway = gateway_of(request)
     tenant = caller_of(request)
-    async with body_for_engine(request, check=operation.check_early) as body:
+    async with body_for_engine(request, check=operation.check_early, on_wait=on_wait) as body:
         translate = operation.translate
         if operation.recall is not None:
             translate = await operation.recall(gateway, tenant, body)

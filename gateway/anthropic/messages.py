@@ -13,7 +13,7 @@ from gateway.anthropic.diagnosis import diagnosis
 from gateway.anthropic.translation import MessageFormat, translated
 from gateway.body import ParsedBody
 from gateway.context import Gateway, gateway_of
-from gateway.errors import ANTHROPIC_PATH
+from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.front import request_id_of
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
@@ -46,6 +46,7 @@ def operation(request_id: str) -> Operation:
         lambda raw: raw["messages"],
         recall=partial(_recall, request_id),
         check_early=partial(_check_early, request_id),
+        failed=Failure.anthropic_event,
         compared=_compared,
     )
 

@@ -159,6 +159,13 @@ class Loading:
         model.last_used = self._clock()
         self._changed.set()
 
+    def progress(self, model: OnDemand) -> str:
+        """Say in a sentence what a request for the model waits for."""
+        if model in self._wanted:
+            place = self._wanted.index(model) + 1
+            return f"the model {model.name} waits to be loaded, number {place} in line"
+        return f"the model {model.name} is {model.state.value}"
+
     def _takes(self, model: OnDemand) -> bool:
         """Tell whether requests may have the model now.
 

@@ -38,9 +38,12 @@ class StreamOut:
         send_body: Send,
         answer: AnswerFormat,
         clock: Callable[[], float] | None = None,
+        *,
+        head_sent: bool = False,
     ) -> None:
         """
         Args:
+            head_sent: the head went out before there was an engine to ask.
             send: for the head; ``send_body`` is for all between head and end.
             clock: in seconds; None = the event loop's.
         """
@@ -49,6 +52,7 @@ class StreamOut:
         self._answer = answer
         self._clock = clock or asyncio.get_running_loop().time
         self._sign = answer.sign_of_life() if isinstance(answer, ShowsLife) else b""
+        self._head_sent = head_sent
         self._beginning = asyncio.Lock()
         self._last_sent = self._clock()
         self._events: EventStream | None = None
@@ -72,7 +76,8 @@ class StreamOut:
             if self._events is not None:
                 return
             self._events = self._answer.events()
-            await send_head(self._send, 200, [*headers, NO_CACHE])
+            if not self._head_sent:
+                await send_head(self._send, 200, [*headers, NO_CACHE])
             opening = self._events.opening()
             if opening:
                 await self.send(body_part(opening))

@@ -107,6 +107,7 @@ class TurnResponse(Response):
         self._answer = answer
         self._keep = keep
         self._began = time.perf_counter()
+        self.head_sent = False  # by ``WhileLoading``
         self._error = "cancelled"  # until it is known better
         self._cache: CacheOutcome | None = None  # what the engine's head said, if it did
 
@@ -138,7 +139,9 @@ class TurnResponse(Response):
     async def _serve(self, send: Send, send_body: Send) -> Ending:
         config = self._gateway.config
         self._deadline = Deadline(asyncio.get_running_loop().time() + config.request_timeout_s)
-        out = StreamOut(send, send_body, self._answer)
+        out = StreamOut(send, send_body, self._answer, head_sent=self.head_sent)
+        if self.head_sent:
+            await out.begin([])
         async with out.showing_life(config.sign_of_life_s, [self._session_header()]):
             try:
                 return await self._ask(out)

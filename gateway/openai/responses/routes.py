@@ -17,6 +17,7 @@ from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, read_json_body
 from gateway.context import Gateway, gateway_of
 from gateway.edge.body_budget import body_share_of
+from gateway.errors import Failure
 from gateway.identity.retention import asked_seconds
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
@@ -82,6 +83,17 @@ def _check_early(model: ServedModel, asked: Json) -> None:
     checked(asked, ResponseFields)  # the rest needs what is stored
 
 
+def _failed(failure: Failure) -> bytes:
+    event = {
+        "type": "error",
+        "code": failure.code,
+        "message": failure.message,
+        "param": failure.param,
+        "sequence_number": 0,
+    }
+    return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
 RESPONSE = Operation(
     "chat",
     "/v1/chat/completions",
@@ -89,6 +101,7 @@ RESPONSE = Operation(
     lambda raw: raw["messages"],
     recall=_recall,
     check_early=_check_early,
+    failed=_failed,
 )
 
 

@@ -21,6 +21,8 @@ from tests.integration.tiny_models import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FAKES = """
+[gateway]
+sign_of_life_s = 0.3
 [[engines]]
 name = "one"
 kind = "fake"
@@ -142,6 +144,38 @@ def test_a_wrong_request_loads_no_model(fakes, path, wrong):
     status, _, answer = ask(fakes, path, {"model": "three", **wrong})
     assert status in (400, 422), answer
     assert (states(fakes)["two"], states(fakes)["three"]) == ("loaded", "unloaded")
+
+
+STREAMS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, b"data: [DONE]"),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+        b"message_stop",
+    ),
+    ("/v1/responses", {"input": "hi"}, b"response.completed"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "end"), STREAMS)
+def test_a_stream_shows_life_while_its_model_waits_for_a_place(fakes, path, body, end):
+    slowly = {"fake": "delay_s=0.5"}
+    busy = {"model": "two", "metadata": slowly, "messages": [{"role": "user", "content": "a b c"}]}
+    chat(fakes, "two", "busy", "hello")
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(ask, fakes, "/v1/chat/completions", busy)
+        time.sleep(0.3)
+        request = urllib.request.Request(
+            fakes.url + path,
+            json.dumps({"model": "three", "stream": True, **body}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            text = answer.read()
+        assert slow.result()[0] == 200
+    assert b": the model three waits to be loaded, number 1 in line\n\n" in text
+    assert end in text and b"event: error" not in text and b'data: {"error"' not in text
 
 
 def test_loads_are_counted(fakes):
