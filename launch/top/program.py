@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from launch.remote.address import Address
 from launch.top.frame import frame
 from launch.top.keys import keys
-from launch.top.reader import EventReader
+from launch.top.reader import EventReader, models_of
 from launch.top.view import FILTERS, ORDERS, View, objects
 
 REFRESH_S = 1.0
@@ -21,16 +22,17 @@ OTHER_LINES = 14  # of a frame, besides sessions
 ONCE_ROWS = 200
 
 
-def snapshot(address: Address) -> View:
-    """Ask a server what it does now. Raises ``LaunchError`` if it does not say."""
-    view = View()
+def snapshots(address: Address) -> list[View]:
+    """Ask a server what each of its models does now. Raises ``LaunchError`` if it does not say."""
 
-    async def read() -> None:
+    async def read() -> list[View]:
         async with aiohttp.ClientSession() as http:
-            await EventReader(address, view, lambda: None).once(http)
+            views = {name: View() for name in await models_of(address, http)}
+            for name, view in views.items():
+                await EventReader(address, view, lambda: None, name).once(http)
+            return list(views.values())
 
-    asyncio.run(read())
-    return view
+    return asyncio.run(read())
 
 
 def watch(address: Address, console: Console, order: str, kept: str) -> None:
@@ -42,29 +44,36 @@ class _Screen:
     """The live view, and what the keys have chosen."""
 
     def __init__(self, address: Address, console: Console, order: str, kept: str) -> None:
-        self._view = View()
+        self._address = address
         self._console = console
         self._order = order
         self._kept = kept
         self._changed = asyncio.Event()
         self._quit = False
-        self._reader = EventReader(address, self._view, self._changed.set)
+        self._views: list[tuple[View, EventReader]] = []  # one for each model
 
     async def run(self) -> None:
         async with aiohttp.ClientSession() as http:
-            reading = asyncio.create_task(self._reader.keep(http))
-            reading.add_done_callback(lambda _: self._changed.set())
+            for name in await models_of(self._address, http):
+                view = View()
+                reader = EventReader(self._address, view, self._changed.set, name)
+                self._views.append((view, reader))
+            reading = [asyncio.create_task(x.keep(http)) for _, x in self._views]
+            for task in reading:
+                task.add_done_callback(lambda _: self._changed.set())
             try:
                 with keys(self._key) as has_keys:
                     await self._show(reading, has_keys)
             finally:
-                reading.cancel()
-        if reading.done() and not reading.cancelled():
-            reading.result()  # raises what the server refused
+                for task in reading:
+                    task.cancel()
+        for task in reading:
+            if task.done() and not task.cancelled():
+                task.result()  # raises what the server refused
 
-    async def _show(self, reading: asyncio.Task[None], has_keys: bool) -> None:
+    async def _show(self, reading: list[asyncio.Task[None]], has_keys: bool) -> None:
         with Live(console=self._console, screen=True, auto_refresh=False) as live:
-            while not self._quit and not reading.done():
+            while not self._quit and not any(x.done() for x in reading):
                 self._changed.clear()
                 live.update(self._frame(has_keys), refresh=True)
                 try:
@@ -73,17 +82,22 @@ class _Screen:
                     continue
                 await asyncio.sleep(0)
 
-    def _frame(self, has_keys: bool) -> Any:
-        used = OTHER_LINES + min(7, len(objects(self._view.part("now").get("requests"))))
-        return frame(
-            self._view,
-            order=self._order,
-            kept=self._kept,
-            most_rows=max(1, self._console.height - used),
-            trouble=self._reader.trouble,
-            keys=has_keys,
-            width=self._console.width,
-        )
+    def _frame(self, has_keys: bool) -> RenderableType:
+        parts: list[RenderableType] = []
+        lines = self._console.height // len(self._views)
+        for i, (view, reader) in enumerate(self._views):
+            used = OTHER_LINES + min(7, len(objects(view.part("now").get("requests"))))
+            shown = frame(
+                view,
+                order=self._order,
+                kept=self._kept,
+                most_rows=max(1, lines - used),
+                trouble=reader.trouble,
+                keys=has_keys and i == len(self._views) - 1,
+                width=self._console.width,
+            )
+            parts += [Text(), shown] if parts else [shown]
+        return Group(*parts)
 
     def _key(self, key: str) -> None:
         if key in "qQ\x1b":

@@ -11,7 +11,7 @@ import msgspec
 from launch.errors import LaunchError
 from launch.remote.address import Address
 from launch.remote.event_lines import NotEvents, events_of
-from launch.top.view import Unreadable, View
+from launch.top.view import Unreadable, View, objects
 
 PATH = "/v1/events"
 AGAIN_S = 2.0
@@ -22,8 +22,12 @@ _ERROR_BYTES = 64 << 10
 class EventReader:
     """Reads events into ``view``. ``trouble`` is what is wrong just now, in words."""
 
-    def __init__(self, address: Address, view: View, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, address: Address, view: View, on_change: Callable[[], None], model: str = ""
+    ) -> None:
+        """``model``: of several; "" = the only or first one."""
         self.trouble = ""
+        self._query = {"model": model} if model else {}
         self._address = address
         self._view = view
         self._on_change = on_change
@@ -56,7 +60,7 @@ class EventReader:
             headers["last-event-id"] = self._view.last_id
         silence = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=_SILENCE_S)
         url = self._address.base + PATH
-        async with http.get(url, headers=headers, timeout=silence) as answer:
+        async with http.get(url, params=self._query, headers=headers, timeout=silence) as answer:
             if answer.status != 200:
                 raise self._refused(answer.status, await answer.content.read(_ERROR_BYTES))
             self.trouble = ""
@@ -76,3 +80,11 @@ class EventReader:
         except msgspec.DecodeError:
             content = raw.decode("utf-8", "replace")
         return self._address.refused(status, content)
+
+
+async def models_of(address: Address, http: aiohttp.ClientSession) -> list[str]:
+    """List the names of a server's models; [""] where there is one, or they cannot be listed."""
+    _, content = await address.get(http, "/v1/models")
+    rows = objects(content.get("data")) if isinstance(content, dict) else []
+    names = list(dict.fromkeys(str(x["root"]) for x in rows if x.get("root")))
+    return names if len(names) > 1 else [""]

@@ -22,13 +22,14 @@ def top(
 ) -> None:
     """Watch a running server: requests, memory, sessions as they sleep and come back.
 
-    It only looks. Keys: q quits, s sorts by something else, f shows other
-    sessions. Without a terminal it prints one frame.
+    Of several models each has its part. It only looks. Keys: q quits, s sorts
+    by something else, f shows other sessions. Without a terminal it prints one
+    frame.
     """
     from launch.cli.printing import console, print_json
     from launch.remote.address import Address
     from launch.top.frame import frame
-    from launch.top.program import ONCE_ROWS, snapshot, watch
+    from launch.top.program import ONCE_ROWS, snapshots, watch
     from launch.top.view import FILTERS, ORDERS
 
     for option, given, known in (("--sort", sort, ORDERS), ("--only", only, FILTERS)):
@@ -36,11 +37,12 @@ def top(
             raise UsageError(f"{option} {given}: it is one of {', '.join(known)}")
     screen, address = console(), Address(url, api_key)
     if as_json:
-        print_json(snapshot(address).as_json())
+        views = [view.as_json() for view in snapshots(address)]
+        print_json(views[0] if len(views) == 1 else views)
     elif once or not screen.is_terminal:
-        view = snapshot(address)
-        shown = frame(view, order=sort, kept=only, most_rows=ONCE_ROWS, width=screen.width)
-        screen.print(shown)
+        for view in snapshots(address):
+            shown = frame(view, order=sort, kept=only, most_rows=ONCE_ROWS, width=screen.width)
+            screen.print(shown)
     else:
         try:
             watch(address, screen, sort, only)

@@ -178,6 +178,23 @@ def test_a_stream_shows_life_while_its_model_waits_for_a_place(fakes, path, body
     assert end in text and b"event: error" not in text and b'data: {"error"' not in text
 
 
+def test_top_shows_all_models(fakes):
+    chat(fakes, "one", "of-one", "hello")
+    chat(fakes, "two", "of-two", "hello")
+    command = [*PROGRAM, "top", "--url", fakes.url, "--once"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert shown.returncode == 0, shown.stderr
+    for words in ("one on fake", "two on fake", "broken on", "of-one", "of-two"):
+        assert words in shown.stdout
+    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=100)
+    assert [x["server"]["model"] for x in json.loads(as_json.stdout)] == states_by_root(fakes)
+
+
+def states_by_root(server: Server) -> list[str]:
+    rows = ask(server, "/v1/models")[2]["data"]
+    return list(dict.fromkeys(x["root"] for x in rows))
+
+
 def test_loads_are_counted(fakes):
     chat(fakes, "two", "counted", "hello")
     chat(fakes, "broken", "counted", "hello")
