@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple
 
-from engines.base import Engine, EngineUnavailable, TierName
+from engines.base import Engine, EngineError, EngineUnavailable, TierName
 from scheduler.sessions import Overloaded, SessionManager
 
 log = logging.getLogger("thermocline.gateway")
 
 LOOK_EVERY_S: Final = 0.5
 READY_POLL_S: Final = 0.05
+SAVED_POLL_S: Final = 0.2
 RETRY_AFTER_S: Final = 10.0  # a model that could not be loaded is refused for so long
 MAX_WAITING: Final = 256  # requests for models that are not loaded
 MAX_OF_TENANT: Final = 64  # of these
@@ -327,8 +328,16 @@ class Loading:
         await self._end_engine(model)
 
     async def _unload(self, model: OnDemand) -> None:
+        await self._until_saved(model)
         await self._end_engine(model)
         model.sessions.engine_unloaded(model.rests_in)
+
+    async def _until_saved(self, model: OnDemand) -> None:
+        """Wait until the engine has packed what it holds: one that ends gives up after seconds."""
+        until = self._clock() + UNLOAD_S
+        with suppress(EngineError):  # it has ended: then it is not waited for
+            while (await model.engine.stats()).save_queue_bytes and self._clock() < until:
+                await asyncio.sleep(SAVED_POLL_S)
 
     async def _end_engine(self, model: OnDemand) -> None:
         try:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engines.base import SAVE_S, EngineUnavailable, SessionRef
-from engines.wire import Notice
+from engines.wire import EngineReport, Notice
 from gateway.models.loading import (
     MAX_OF_TENANT,
     PATIENCE_S,
@@ -34,7 +34,7 @@ class Engine(RecordingEngine):
     def __init__(self) -> None:
         super().__init__(welcome=None)
         self.gave_up = self.fails = self.hangs = False
-        self.num_starts = 0
+        self.num_starts = self.save_queue_bytes = self.num_looks = 0
         self._connected: asyncio.Queue[None] = asyncio.Queue()
 
     async def start(self) -> None:
@@ -43,6 +43,20 @@ class Engine(RecordingEngine):
         if not (self.fails or self.hangs):
             self.welcome = msgspec.structs.replace(WELCOME)  # another one for each connection
             self._connected.put_nowait(None)
+
+    async def stats(self) -> EngineReport:
+        self.num_looks += 1
+        return EngineReport(
+            hot_bytes=0,
+            idle_hot_bytes=0,
+            hot_capacity_bytes=1,
+            active_bytes=0,
+            num_running=0,
+            num_waiting=0,
+            save_queue_bytes=self.save_queue_bytes,
+            tiers=[],
+            counters={},
+        )
 
     async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         self.gave_up = False
@@ -271,3 +285,20 @@ async def test_an_engine_that_is_unloaded_may_save_for_long_and_loads_are_counte
             await rig.begin(1)
         assert rig.models[0].engine.save_s == UNLOAD_S > SAVE_S
     assert [(name, loaded) for name, _, loaded in counted] == [("m0", True), ("m1", False)]
+
+
+async def test_an_engine_that_still_packs_is_not_ended():
+    async with Rig() as rig:
+        model = rig.models[0]
+        await rig.begin(0)
+        rig.loading.leave(model)
+        model.engine.save_queue_bytes = 7
+        rig.now += 61
+        await rig.until(0, State.UNLOADING)
+        looks = model.engine.num_looks
+        async with asyncio.timeout(20):
+            while model.engine.num_looks < looks + 3:
+                await asyncio.sleep(0.01)
+        assert model.engine.ready  # it was not ended
+        model.engine.save_queue_bytes = 0
+        await rig.until(0, State.UNLOADED)
