@@ -100,6 +100,8 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     _check_reach(settings, tenants)
     _check_admins(settings.gateway, tenants)
     entries = effective.engines or (EngineSettings(EngineEntry(name=""), effective),)
+    for entry in entries:
+        _compiled(entry.effective, environ)  # before the sample model is written beside it
     models = [_checked_model(x) for x in entries]
     _check_aliases(settings)
     _check_memory(entries, models, settings)
@@ -204,15 +206,13 @@ def _replica(
     effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
 ) -> BuiltEngine:
     settings, kind = effective.settings, effective.engine_kind
-    attached = kind == "attached"  # it has folders of its own
-    cache = effective.folders.cache
-    compiled = {} if attached else compile_environment(cache, environ)
+    cache, compiled = effective.folders.cache, _compiled(effective, environ)
     blas = find_blas(environ, cache) if kind == "mlx" else None
     store = _store(effective, model)
     if kind in ("mlx", "vllm"):
         ranks = settings.engine.vllm.tensor_parallel if kind == "vllm" else 0
         check_tiers(store, vllm_ranks=ranks)
-    runtime_dir = "" if attached else stack.enter_context(server_folder(cache, environ))
+    runtime_dir = "" if kind == "attached" else stack.enter_context(server_folder(cache, environ))
     worker = WorkerConfig(
         engine=settings.engine,
         store=store,
@@ -225,6 +225,13 @@ def _replica(
     )
     engine = _engine(kind, worker, {**compiled, **CHILD_ENV, **(blas.env if blas else {})})
     return BuiltEngine(effective, engine, model.name, blas)
+
+
+def _compiled(effective: EffectiveSettings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Check the folders of what an engine compiles; return the variables that name them."""
+    if effective.engine_kind == "attached":  # it has folders of its own
+        return {}
+    return compile_environment(effective.folders.cache, environ)
 
 
 def _on_demand(

@@ -108,6 +108,14 @@ def test_a_cache_folder_that_others_can_write(tmp_path, folder):
     assert "engine started" not in log
 
 
+def test_the_sample_model_is_not_written_there(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    code, why, _ = refused(tmp_path, cache=tmp_path / "cache")
+    assert code == 1 and f"other users can write {tmp_path}/cache" in why
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_an_engine_that_never_becomes_ready_ends_the_server(tmp_path, folder):
     """It stands in for the interpreter of an environment with vLLM, and never gets beyond that."""
     python = tmp_path / "python"
