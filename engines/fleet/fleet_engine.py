@@ -52,6 +52,7 @@ MOVES_AT: Final = 4
 MOVES_AT_ALONE: Final = 16
 LEAST_WAIT_S: Final = 0.5  # for the control connection of a replica that ended to be lost, too
 MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
+MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
 MAX_NOTICES: Final = 4096
 FOLLOW_AGAIN_S: Final = 1.0
 
@@ -241,7 +242,8 @@ class FleetEngine:
         return next((x for x in reports if x is not None), None)
 
     def _owe(self, replica: Replica, session: SessionRef) -> None:
-        if len(replica.owed) >= MAX_OWED:
+        of_tenant = sum(tenant == session.tenant for tenant, _ in replica.owed)
+        if len(replica.owed) >= MAX_OWED or of_tenant >= MAX_OWED_OF_TENANT:
             raise EngineUnavailable(
                 f"replica {replica.name} is away, and too many sessions are to be deleted there"
             )

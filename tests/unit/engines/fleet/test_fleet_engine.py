@@ -18,7 +18,7 @@ from engines.base import (
     TierName,
     Upstream,
 )
-from engines.fleet.fleet_engine import FleetEngine
+from engines.fleet.fleet_engine import MAX_OWED_OF_TENANT, FleetEngine
 from engines.fleet.homes import LastHomes
 from engines.fleet.ring import Ring
 from engines.headers import session_headers
@@ -257,6 +257,20 @@ async def test_a_deletion_reaches_all_and_those_that_are_away_when_they_are_back
         await rig.settle()
         assert rig.engines["1"].forgotten == ["s1"]
         assert await rig.fleet.sessions() == []
+
+
+async def test_one_tenants_deletions_leave_room_for_those_of_others():
+    async with Rig(2) as rig:
+        rig.engines["1"].die()
+        for number in range(MAX_OWED_OF_TENANT):
+            await rig.fleet.forget(ref(number))
+        with pytest.raises(EngineUnavailable, match="replica 1 is away"):
+            await rig.fleet.forget(ref(MAX_OWED_OF_TENANT))
+        await rig.fleet.forget(SessionRef("another", "s", b""))
+        rig.engines["1"].begin()
+        async with asyncio.timeout(30):
+            while len(rig.engines["1"].forgotten) <= MAX_OWED_OF_TENANT:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_session_is_listed_once_as_its_home_has_it():
