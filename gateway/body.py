@@ -33,21 +33,23 @@ class ParsedBody:
         self,
         request: Request,
         json: Json,
-        nbytes: int,
+        body: bytes,
         alone: AsyncExitStack,
         model: ServedModel,
     ) -> None:
         """
         Args:
+            json: what the body says.
             alone: what is entered there lasts as long as the body is used.
             model: the one that the body means.
         """
         self.model = model
         self._request = request
+        self._body = body
         self._alone = alone
-        self._is_alone = nbytes > LARGE_BODY_BYTES
+        self._is_alone = len(body) > LARGE_BODY_BYTES
         self.json = json
-        self.nbytes = nbytes
+        self.nbytes = len(body)
 
     @property
     def room(self) -> int:
@@ -67,13 +69,19 @@ class ParsedBody:
             await self._alone.enter_async_context(bodies.parsing(self.nbytes))
 
     @asynccontextmanager
-    async def letting_others_parse(self) -> AsyncIterator[None]:
-        """Let other large bodies be parsed inside the context, while this one waits."""
+    async def folded(self) -> AsyncIterator[None]:
+        """Hold a large body as bytes inside the context, while it waits; others are parsed.
+
+        Parsed, each of those that wait would take many times what it counts as.
+        """
         was_alone, self._is_alone = self._is_alone, False
         if was_alone:
+            self.json = {}
             await self._alone.aclose()
         yield
-        await self.recalled()
+        if was_alone:
+            await self.recalled()
+            self.json = await self.beside(partial(_parsed, self._body))
 
     async def while_client_stays(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work``, but end it when the client leaves. Raises ``ClientGone``."""
@@ -113,7 +121,7 @@ async def body_for_engine(
                 if check is not None:
                     await body.beside(partial(_check_copy, check, body))
                 on_wait(body)
-            async with body.letting_others_parse():
+            async with body.folded():
                 await gateway.enter(body.model, request)
         yield body
 
@@ -136,7 +144,9 @@ async def parsed(
         await alone.enter_async_context(gateway.bodies.parsing(len(body)))
         json = await _beside(len(body), partial(_parsed, body))
         model = gateway.models.meant(json.get("model"), gateway.config)
-        yield ParsedBody(request, json, len(body), alone, model)
+        parsed_body = ParsedBody(request, json, body, alone, model)
+        del json  # it may be folded
+        yield parsed_body
 
 
 def _check_copy(check: Callable[[ServedModel, Json], object], body: ParsedBody) -> None:

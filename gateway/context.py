@@ -98,12 +98,21 @@ class Gateway:
 
     @asynccontextmanager
     async def using(self, model: ServedModel, request: Request) -> AsyncIterator[None]:
-        """Have a model loaded inside the context, for a verb. Raises as ``enter`` does."""
-        if model.on_demand is None or self.loading is None:
+        """Have a model loaded inside the context, for a verb. Raises as ``enter`` does.
+
+        A deletion goes on when its client leaves.
+        """
+        loading, on_demand = self.loading, model.on_demand
+        if on_demand is None or loading is None:
             yield
             return
-        async with self.loading.using(model.on_demand, caller_of(request).name):
+        enter = partial(loading.enter, on_demand, caller_of(request).name)
+        goes_on = request.method == "DELETE"
+        await (enter() if goes_on else while_client_stays(request.receive, enter))
+        try:
             yield
+        finally:
+            loading.leave(on_demand)
 
     @property
     def num_running(self) -> int:

@@ -163,10 +163,18 @@ def _session(request: Request) -> SessionRef:
 
 
 def _addressed(request: Request) -> tuple[ServedModel, SessionRef]:
-    """Return the session that is meant, and its model: of several the one that had it last."""
+    """Return the session that is meant, and its model: of several the one that had it last.
+
+    Raises:
+        InvalidRequest: 404, no model can have it: none is loaded to look for it.
+    """
     session, models = _session(request), _models(request)
     known = [(view.idle_s, x) for x in models if (view := x.sessions.get(session))]
-    return min(known, key=lambda x: x[0])[1] if known else models[0], session
+    if known:
+        return min(known, key=lambda x: x[0])[1], session
+    if unseen := [x for x in models if x.may_have(session)]:
+        return unseen[0], session
+    raise _unknown_session()
 
 
 async def _addressed_by_post(request: Request) -> tuple[ServedModel, SessionRef]:

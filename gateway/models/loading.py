@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple
@@ -32,7 +33,8 @@ log = logging.getLogger("thermocline.gateway")
 LOOK_EVERY_S: Final = 0.5
 READY_POLL_S: Final = 0.05
 SAVED_POLL_S: Final = 0.2
-RETRY_AFTER_S: Final = 10.0  # a model that could not be loaded is refused for so long
+RETRY_AFTER_S: Final = 10.0  # a model that could not be loaded is refused for so long; each
+MAX_RETRY_AFTER_S: Final = 640.0  # time for twice as long, since others lose their place for it
 MAX_WAITING: Final = 256  # requests for models that are not loaded
 MAX_OF_TENANT: Final = 64  # of these
 PATIENCE_S: Final = 10.0  # in line; so long a loaded model still takes new requests
@@ -87,7 +89,8 @@ class OnDemand:
     users: set[str] = field(default_factory=set)  # tenants that used it since it was loaded
     stays_until: float = float("-inf")  # for its own tenants
     failed: str = ""  # why it could not be loaded
-    failed_at: float = float("-inf")
+    num_failures: int = 0  # in a row
+    refused_until: float = float("-inf")  # after them
 
     def to(self, state: State) -> None:
         """Change the state; the log and readers of events hear of it."""
@@ -126,15 +129,6 @@ class Loading:
         self._jobs: set[asyncio.Task[None]] = set()
         self._ended = False
 
-    @asynccontextmanager
-    async def using(self, model: OnDemand, tenant: str) -> AsyncIterator[None]:
-        """Have a model loaded inside the context. Raises as ``enter`` does."""
-        await self.enter(model, tenant)
-        try:
-            yield
-        finally:
-            self.leave(model)
-
     async def enter(self, model: OnDemand, tenant: str) -> None:
         """Wait until a model is loaded; it stays so until ``leave`` has been called as often.
 
@@ -144,7 +138,7 @@ class Loading:
         """
         if self._ended:
             raise EngineUnavailable(SHUTTING_DOWN)
-        if self._clock() - model.failed_at < RETRY_AFTER_S:
+        if self._clock() < model.refused_until:
             raise EngineUnavailable(model.failed)
         if self._takes(model):
             model.num_uses += 1
@@ -226,7 +220,7 @@ class Loading:
         """Refuse what has waited too long, give places to those in line, unload what is idle."""
         for model in self._wanted:
             self._refuse_late(model)
-        self._wanted = [x for x in self._wanted if x.waiting]
+        self._wanted = _in_turns([x for x in self._wanted if x.waiting])
         while not self._ended and self._wanted and self._give_place(self._wanted[0]):
             self._wanted.pop(0)
         for model in self._models:
@@ -311,7 +305,7 @@ class Loading:
             why = str(error) or type(error).__name__
         if not why:
             model.to(State.LOADED)
-            model.was_listed = True
+            model.was_listed, model.num_failures = True, 0
             took_s = self._clock() - began
             log.info("model %s was loaded in %.1f s", model.name, took_s)
             self._on_load(model.name, took_s, True)
@@ -320,7 +314,9 @@ class Loading:
             self._grant(model)
             return
         model.failed = f"the model {model.name} cannot be loaded: {why}"
-        model.failed_at = self._clock()
+        wait_s = min(MAX_RETRY_AFTER_S, RETRY_AFTER_S * 2**model.num_failures)
+        model.num_failures += 1
+        model.refused_until = self._clock() + wait_s
         log.error("%s", model.failed)
         self._on_load(model.name, self._clock() - began, False)
         _answer(model, EngineUnavailable(model.failed))
@@ -344,6 +340,21 @@ class Loading:
             await model.engine.stop(0, UNLOAD_S)
         finally:
             model.to(State.UNLOADED)
+
+
+def _in_turns(wanted: Sequence[OnDemand]) -> list[OnDemand]:
+    """Order models by turns of tenants: a tenant's second one after the first of each other.
+
+    Args:
+        wanted: in the order in which they were asked for, but for earlier calls of this function.
+    """
+    num_before: Counter[str] = Counter()  # models of each tenant
+    turns = {}
+    for model in wanted:
+        tenants = {x.tenant for x in model.waiting}
+        turns[model] = min(num_before[x] for x in tenants)
+        num_before.update(tenants)
+    return sorted(wanted, key=turns.__getitem__)
 
 
 def _is_granted(future: asyncio.Future[None]) -> bool:

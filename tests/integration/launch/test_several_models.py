@@ -233,6 +233,15 @@ def test_verbs_load_a_model_where_they_need_it(fakes):
     assert states(fakes)["two"] == "loaded"
 
 
+@pytest.mark.parametrize("verb", ["demote", "prefetch", "pin", "unpin"])
+def test_a_verb_for_a_session_that_is_nowhere_loads_no_model(fakes, verb):
+    chat(fakes, "three", "here", "hello")
+    chat(fakes, "two", "here", "hello")  # both have listed their sessions since the start
+    status, _, answer = ask(fakes, f"/v1/sessions/nowhere/{verb}?model=three", {})
+    assert (status, answer["error"]["code"]) == (404, "session_not_found")
+    assert states(fakes)["three"] == "unloaded"
+
+
 def test_metrics_name_the_model(fakes):
     with urllib.request.urlopen(fakes.url + "/metrics", timeout=30) as answer:
         text = answer.read().decode()

@@ -209,6 +209,43 @@ async def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason_and_trie
         assert rig.models[0].state is State.LOADED
 
 
+async def test_what_cannot_be_loaded_takes_others_places_ever_less_often():
+    async with Rig(num_models=1) as rig:
+        rig.models[0].engine.fails = True
+        for failures in range(3):
+            with pytest.raises(EngineUnavailable):
+                await rig.begin(0)
+            await rig.until(0, State.UNLOADED)
+            rig.now += RETRY_AFTER_S * 2**failures - 1
+            with pytest.raises(EngineUnavailable):
+                await rig.begin(0)
+            assert rig.models[0].engine.num_starts == failures + 1
+            rig.now += 1
+        rig.models[0].engine.fails = False
+        await rig.begin(0)
+        assert rig.models[0].num_failures == 0
+
+
+async def test_tenants_take_turns_in_the_line():
+    async with Rig(num_models=5) as rig:
+        await rig.begin(0, "one")
+        many = [rig.begin(i, "one") for i in (1, 2, 3)]
+        await asyncio.sleep(0.05)
+        other = rig.begin(4, "two")
+        await asyncio.sleep(0.05)
+        rig.now += STAY_S[0]
+        rig.loading.leave(rig.models[0])
+        await many[0]  # it came first
+        rig.now += STAY_S[0]
+        rig.loading.leave(rig.models[1])
+        await asyncio.wait_for(other, 20)
+        assert not (many[1].done() or many[2].done())
+        for i in (4, 2):
+            rig.now += STAY_S[0]
+            rig.loading.leave(rig.models[i])
+            await asyncio.wait_for(many[1 if i == 4 else 2], 20)
+
+
 async def test_a_client_that_leaves_holds_no_place():
     async with Rig() as rig:
         await rig.begin(0)

@@ -1,0 +1,104 @@
+"""Requests whose model is still to be loaded: what they hold, and when they wait no longer."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import msgspec
+import pytest
+
+from gateway.app import create_app
+from gateway.models.loading import Loading, OnDemand
+from gateway.models.served_model import ServedModel
+from scheduler.config import SchedulerConfig
+from scheduler.sessions import SessionManager
+from tests.unit.gateway.in_process import WELCOME, App, RecordingEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_WAITING = 4
+NUM_VALUES = 100_000  # 300 KB, a large body; parsed it takes twenty times as much
+SLOW = "slow"
+
+
+class Slow(RecordingEngine):
+    gave_up = False
+
+
+class TwoModels(App):
+    """One model that is there, and one on demand that is loaded once ``loading`` runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = Slow(welcome=msgspec.structs.replace(WELCOME, model=SLOW))
+        config, salt_of = self.gateway.config, self.gateway.tenants.salt_of
+        sessions = SessionManager(self.slow, SchedulerConfig(), salt_of=salt_of)
+        on_demand = OnDemand(SLOW, self.slow, sessions, 60.0, 5.0, "disk")
+        self.loading = Loading([on_demand], 1, 120.0)
+        self.on_demand = on_demand
+        models = [
+            self.model,
+            ServedModel.of(self.slow, sessions, config, name=SLOW, on_demand=on_demand),
+        ]
+        gateway = self.gateway
+        made = create_app(config, models, gateway.tenants, gateway.metrics, None, self.loading)
+        self.gateway, self.app = made.state.gateway, made
+
+    def ask(self, number: int) -> asyncio.Task[object]:
+        many = ",".join(["[]"] * NUM_VALUES)
+        said = f'"model":"{SLOW}","messages":[{{"role":"user","content":"hello {number}"}}]'
+        body = f'{{{said},"metadata":{{"x":"y"}},"unknown":[{many}]}}'.encode()
+        return asyncio.create_task(self.post("/v1/chat/completions", body))
+
+    async def until_waiting(self, number: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.on_demand.waiting) < number:
+                await asyncio.sleep(0.01)
+
+
+async def test_what_waits_for_its_model_holds_bytes_and_no_values():
+    app = TwoModels()
+    first = app.ask(0)  # what is made once is there after it
+    await app.until_waiting(1)
+    tracemalloc.start()
+    others = [app.ask(i) for i in range(1, NUM_WAITING)]
+    await app.until_waiting(NUM_WAITING)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    num_bytes = 3 * NUM_VALUES
+    assert held < 4 * num_bytes * len(others)  # parsed it is more than twenty times as much
+    for task in (first, *others):
+        task.cancel()
+    await asyncio.gather(first, *others, return_exceptions=True)
+
+
+async def test_it_is_asked_as_it_was_sent_once_its_model_is_there():
+    app = TwoModels()
+    asking = [app.ask(i) for i in range(3)]
+    await app.until_waiting(3)
+    follow = asyncio.create_task(app.on_demand.sessions.run())
+    load = asyncio.create_task(app.loading.run())
+    replies = await asyncio.gather(*asking)
+    assert [x.status for x in replies] == [200] * 3
+    said = sorted(x.body["messages"][0]["content"] for x in app.slow.asked)
+    assert said == ["hello 0", "hello 1", "hello 2"]
+    assert not app.engine.asked
+    for task in (follow, load):
+        task.cancel()
+    await asyncio.gather(follow, load, return_exceptions=True)
+
+
+async def test_a_verb_waits_as_long_as_its_client_and_a_deletion_to_its_end():
+    app = TwoModels()
+    leaves = asyncio.Event()
+    headers = {"content-type": "application/json"}
+    path = f"/v1/sessions/s/prefetch?model={SLOW}"
+    verb = asyncio.create_task(app.call("POST", path, b"{}", headers, leaves))
+    deletion = asyncio.create_task(app.call("DELETE", "/v1/sessions/s", b"", {}, leaves))
+    await app.until_waiting(2)
+    leaves.set()
+    await verb
+    assert len(app.on_demand.waiting) == 1 and not deletion.done()
+    deletion.cancel()
+    await asyncio.gather(deletion, return_exceptions=True)
