@@ -100,8 +100,8 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     _check_reach(settings, tenants)
     _check_admins(settings.gateway, tenants)
     entries = effective.engines or (EngineSettings(EngineEntry(name=""), effective),)
-    for entry in entries:
-        _compiled(entry.effective, environ)  # before the sample model is written beside it
+    for each in entries:
+        _compiled(each.effective, environ)  # before the sample model is written beside it
     models = [_checked_model(x) for x in entries]
     _check_aliases(settings)
     _check_memory(entries, models, settings)
