@@ -134,6 +134,7 @@ class Inventory:
                 self._max_blocks,
             )
         self._was_full = True
+        self._shares.pop(name, None)  # each rank reports it anew when it changes
         self._replace(name, _NOTHING)
 
     def _replace(self, name: SessionName, new: _Share) -> None:

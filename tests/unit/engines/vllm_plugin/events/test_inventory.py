@@ -157,6 +157,22 @@ def test_the_inventory_is_bounded_and_the_newest_sessions_stay(caplog):
     assert caplog.text.count("the newest sessions") == 1
 
 
+def test_what_is_left_out_is_kept_of_no_rank_and_comes_back_when_all_report_it():
+    inventory, reader = Inventory(2, BLOCK, max_blocks=30), Reader()
+    chains = [hashes([i * 1000 + j for j in range(40)]) for i in range(8)]
+    for i, chain in enumerate(chains):
+        for rank in range(2):
+            inventory.update(rests(chain, ((0, 10),), session=f"s{i}", rank=rank))
+        reader.read(inventory.take())
+    assert len(inventory._shares) == 3
+    inventory.update(rests(chains[0], ((0, 10),), session="s0", rank=0))
+    reader.read(inventory.take())
+    assert reader.blocks(CPU) == {h for chain in chains[5:] for h in chain}
+    inventory.update(rests(chains[0], ((0, 10),), session="s0", rank=1))
+    reader.read(inventory.take())
+    assert reader.blocks(CPU) == {h for i in (0, 6, 7) for h in chains[i]}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_whatever_ranks_report_readers_hold_what_they_have(num_ranks):
     """Against a plain model: sessions with common beginnings that grow, move and go."""
