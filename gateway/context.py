@@ -21,10 +21,10 @@ from gateway.edge.body_budget import BodyBudget, body_share_of
 from gateway.errors import Failure, Refused
 from gateway.keys import Tenant, Tenants
 from gateway.limits.accounts import account_of
-from gateway.limits.key_limits import KeyLimits, key_share_of
+from gateway.limits.key_limits import KeyLimits, KeyShare, key_share_of
 from gateway.live.places import StreamPlaces
 from gateway.metrics import Metrics
-from gateway.models.loading import Loading
+from gateway.models.loading import Loading, OnDemand
 from gateway.models.models import Models
 from gateway.models.served_model import ENGINE_POLL_S, ServedModel
 from gateway.stored.seal import SealedText
@@ -91,9 +91,9 @@ class Gateway:
         if (on_demand := model.on_demand) is not None and self.loading is not None:
             share = key_share_of(request.scope)
             assert share is not None, "a request is charged before it asks for a model"
-            enter = partial(self.loading.enter, on_demand, caller_of(request).name)
-            await while_client_stays(request.receive, enter)
-            share.on_leaving(partial(self.loading.leave, on_demand))
+            await while_client_stays(
+                request.receive, partial(_enter, self.loading, on_demand, caller_of(request), share)
+            )
         return await model.served_soon(self.config.engine_wait_s, lambda: self.draining)
 
     @asynccontextmanager
@@ -148,6 +148,15 @@ class Gateway:
 
     async def _stop_engines(self, drain_s: float) -> None:
         await asyncio.gather(*(x.engine.stop(drain_s) for x in self.models))
+
+
+async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeyShare) -> None:
+    """Have a model loaded until ``share`` leaves.
+
+    There is no step between the two, in which a request that is cancelled would hold it for ever.
+    """
+    await loading.enter(model, caller.name)
+    share.on_leaving(partial(loading.leave, model))
 
 
 def gateway_of(request: Request) -> Gateway:

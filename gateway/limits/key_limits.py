@@ -149,8 +149,11 @@ class KeyShare:
         self._on_leaving: list[Callable[[], None]] = []
 
     def on_leaving(self, then: Callable[[], None]) -> None:
-        """Have ``then`` called when the request has ended."""
-        self._on_leaving.append(then)
+        """Have ``then`` called when the request has ended; at once if it has."""
+        if self._inside:
+            self._on_leaving.append(then)
+        else:
+            then()
 
     def headers(self) -> Headers:
         """Return ``x-ratelimit-*``, in OpenAI's words."""

@@ -8,7 +8,12 @@ import tracemalloc
 import msgspec
 import pytest
 
+from starlette.requests import Request
+from starlette.types import Message
+
 from gateway.app import create_app
+from gateway.limits.accounts import ACCOUNTS
+from gateway.limits.key_limits import key_share_of
 from gateway.models.loading import Loading, OnDemand
 from gateway.models.served_model import ServedModel
 from scheduler.config import SchedulerConfig
@@ -102,3 +107,28 @@ async def test_a_verb_waits_as_long_as_its_client_and_a_deletion_to_its_end():
     assert len(app.on_demand.waiting) == 1 and not deletion.done()
     deletion.cancel()
     await asyncio.gather(deletion, return_exceptions=True)
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+async def test_who_is_cancelled_in_the_moment_of_loading_holds_no_model(num_steps):
+    app = TwoModels()
+    tenant = app.gateway.tenants.authenticate(None)
+    scope = {"type": "http", "method": "POST", "headers": [], "state": {"caller": tenant}}
+    app.gateway.limits.enter(tenant, scope, ACCOUNTS["messages"])
+    share = key_share_of(scope)
+    assert share is not None
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    (slow,) = (x for x in app.gateway.models if x.on_demand)
+    entering = asyncio.create_task(app.gateway.enter(slow, Request(scope, receive)))
+    await app.until_waiting(1)
+    app.loading._grant(app.on_demand)
+    for _ in range(num_steps):  # through each step of what wakes up now
+        await asyncio.sleep(0)
+    entering.cancel()
+    await asyncio.gather(entering, return_exceptions=True)
+    share.leave()
+    assert app.on_demand.num_uses == 0
