@@ -39,16 +39,15 @@ async def show_model(request: Request) -> Response:
     return _json(_model(gateway, model, name, with_replicas))
 
 
-def _model(
-    gateway: Gateway, model: ServedModel, name: str, with_replicas: bool
-) -> dict[str, Any]:
+def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool) -> dict[str, Any]:
     """Describe a model; its replicas, which have addresses and troubles, to admins only."""
     welcome = model.engine.welcome or model.seen
     max_context = welcome.max_context if welcome else None  # until it was loaded once
     created = datetime.fromtimestamp(gateway.started_at, UTC)
     engine = model.engine
-    has_some = with_replicas and isinstance(engine, HasReplicas)
-    replicas = {"replicas": engine.replicas} if has_some else {}
+    replicas = {}
+    if with_replicas and isinstance(engine, HasReplicas):
+        replicas = {"replicas": engine.replicas}
     return {
         "id": name,
         "object": "model",

@@ -7,7 +7,6 @@ import tracemalloc
 
 import msgspec
 import pytest
-
 from starlette.requests import Request
 from starlette.types import Message
 
