@@ -28,7 +28,10 @@ KVRun: TypeAlias = Sequence[KVPair]
 
 
 class KVLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One attention layer whose K and V grow with every token."""
+    """One attention layer whose K and V grow with every token.
+
+    A dimension of 0 says that this side is not there: the keys alone, or the values alone.
+    """
 
     num_kv_heads: int
     head_dim: int

@@ -45,7 +45,7 @@ print(json.dumps({
 }))
 """
 # Names that other distributions use as well. With a path of ours in front they do no harm.
-ROOMS: Final = ("gateway", "engines", "kvstore", "scheduler", "launch")
+ROOMS: Final = ("thermocline", "gateway", "engines", "kvstore", "scheduler", "launch")
 NEEDED: Final = ("msgspec", "numpy", "lmdb", "google_crc32c", "psutil", "prometheus_client")
 
 

@@ -15,6 +15,7 @@ COPY gateway gateway
 COPY engines engines
 COPY kvstore kvstore
 COPY scheduler scheduler
+COPY thermocline thermocline
 COPY launch launch
 RUN python -m venv /opt/thermocline \
     && /opt/thermocline/bin/pip install --no-cache-dir '.[mlx,blas,redis]'

@@ -14,6 +14,7 @@ COPY gateway gateway
 COPY engines engines
 COPY kvstore kvstore
 COPY scheduler scheduler
+COPY thermocline thermocline
 COPY launch launch
 # The gateway has an environment of its own. vLLM's interpreter gets what our plug-in needs beside vLLM
 # (the group "vllm" of pyproject.toml, without what only tests need); the packages themselves it

@@ -1,7 +1,7 @@
 """Checks that our packages are ours: their names are everyday words, which others use as well.
 
 An installer writes over files of another distribution without a word. So a server that starts looks
-whose the five names are, and whether the files are those that were installed.
+whose these names are, and whether the files are those that were installed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("gateway", "engines", "kvstore", "scheduler", "launch")
+PACKAGES = ("thermocline", "gateway", "engines", "kvstore", "scheduler", "launch")
 
 
 def modules_of(root: Path, packages: tuple[str, ...]) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from kvstore.codecs.names import READY
 from kvstore.codecs.presets import codec_by_name
 
 ROOT = Path(__file__).parents[2]
-ROOMS = {"gateway", "engines", "kvstore", "scheduler", "launch"}
+ROOMS = {"thermocline", "gateway", "engines", "kvstore", "scheduler", "launch"}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def wheel(tmp_path_factory) -> list[str]:
         return archive.namelist()
 
 
-def test_the_wheel_holds_the_five_rooms_and_nothing_else(wheel):
+def test_the_wheel_holds_our_packages_and_nothing_else(wheel):
     tops = {name.partition("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == ROOMS
 

@@ -10,7 +10,7 @@ from statistics import median, quantiles
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("gateway", "engines", "kvstore", "scheduler", "launch")
+ROOMS = ("thermocline", "gateway", "engines", "kvstore", "scheduler", "launch")
 FILES = sorted(chain.from_iterable((ROOT / room).rglob("*.py") for room in ROOMS))
 MAX_LINES = 400
 

@@ -44,8 +44,11 @@ class ArraySlot:
 
     @property
     def num_rows(self) -> int:
-        """The number of packed rows: one for each head and token behind the sinks."""
-        return self.num_heads * self.num_tokens
+        """The number of packed rows: one for each head and token behind the sinks.
+
+        A side without values has none.
+        """
+        return self.num_heads * self.num_tokens if self.dim else 0
 
     def sinks(self, payload: np.ndarray) -> np.ndarray:
         """Returns a view of the sink rows, uint16 (num_heads, num_sinks, dim)."""
@@ -129,7 +132,7 @@ def _plan(rows: RowFormat, layout: KVLayout, num_tokens: int, num_sinks: int) ->
     shapes = list(_array_shapes(layout))
     num_packed = num_tokens - num_sinks
     scale_dtype = rows.scale_dtype
-    num_rows = sum(heads for heads, _ in shapes) * num_packed
+    num_rows = sum(heads for heads, dim in shapes if dim) * num_packed
     elements = sum(heads * dim for heads, dim in shapes)
     scales_at = num_sinks * elements * KEPT_DTYPE.itemsize
     row, sinks_at, packed_at = 0, 0, scales_at + num_rows * scale_dtype.itemsize
@@ -151,7 +154,7 @@ def _plan(rows: RowFormat, layout: KVLayout, num_tokens: int, num_sinks: int) ->
         row += slot.num_rows
         sinks_at += heads * num_sinks * dim * KEPT_DTYPE.itemsize
         packed_at += slot.num_rows * slot.row_nbytes
-    groups = tuple(_group(slots, dim) for dim in sorted({slot.dim for slot in slots}))
+    groups = tuple(_group(slots, dim) for dim in sorted({slot.dim for slot in slots} - {0}))
     return PayloadPlan(tuple(slots), groups, num_sinks, scale_dtype, scales_at, num_rows, packed_at)
 
 

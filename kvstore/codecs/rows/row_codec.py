@@ -30,7 +30,7 @@ class RowCodec:
 
     def check(self, layout: KVLayout) -> None:
         for layer in layout.layers:
-            for dim in (layer.head_dim, layer.value_dim):
+            for dim in filter(None, (layer.head_dim, layer.value_dim)):
                 if not self.rows.supports(dim):
                     raise UnknownCodec(
                         f"codec {self.id} cannot pack vectors of {dim} values; use codec raw"

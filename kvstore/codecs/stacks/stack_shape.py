@@ -188,12 +188,13 @@ def _units(scope: Scope, layout: KVLayout) -> Iterator[Unit]:
     if scope.name == "head":
         return ((vector,) for side in sides for vector in side)
     if scope.name == "side":
-        return iter(sides)
+        return filter(None, sides)
     per_unit = 2 * (scope.num_layers if scope.name == "group" else 1)
-    return (
+    units = (
         tuple(itertools.chain.from_iterable(sides[i : i + per_unit]))
         for i in range(0, len(sides), per_unit)
     )
+    return filter(None, units)
 
 
 def _sides(layout: KVLayout) -> list[Unit]:
@@ -201,7 +202,7 @@ def _sides(layout: KVLayout) -> list[Unit]:
     sides, element = [], 0
     for number, layer in enumerate(layout.layers):
         for side, dim in ((KEY, layer.head_dim), (VALUE, layer.value_dim)):
-            heads = range(layer.num_kv_heads)
+            heads = range(layer.num_kv_heads if dim else 0)
             sides.append(tuple(HeadVector(number, side, h, dim, element + h * dim) for h in heads))
             element += layer.num_kv_heads * dim
     return sides

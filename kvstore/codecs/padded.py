@@ -1,0 +1,113 @@
+"""Packs vectors of any length with a codec that takes certain lengths only.
+
+Rows get zeros behind their values up to the next length that the codec can pack, and lose them
+when they are restored. The zeros are packed and counted with the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvstore.codecs.base import Codec, Payload
+from kvstore.errors import UnknownCodec
+from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, tokens_in
+
+STEP = 8  # lengths that any codec takes are multiples of it
+MOST = 256  # zeros that are tried
+
+
+@dataclass(frozen=True)
+class PaddedCodec:
+    """Adds the zeros for one codec. Implements ``kvstore.codecs.base.Codec``."""
+
+    inner: Codec
+
+    @property
+    def id(self) -> str:
+        return self.inner.id
+
+    @property
+    def exact(self) -> bool:
+        return self.inner.exact
+
+    def check(self, layout: KVLayout) -> None:
+        self.inner.check(padded_layout(self.inner, layout))
+
+    def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        wide = padded_layout(self.inner, layout)
+        return self.inner.packed_nbytes(wide, num_tokens, first_token)
+
+    def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
+        wide = padded_layout(self.inner, layout)
+        return self.inner.least_nbytes(wide, num_tokens, first_token)
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
+        wide = padded_layout(self.inner, layout)
+        if wide != layout:
+            run = _filled(wide.empty(tokens_in(run)), run)
+        return self.inner.encode(run, wide, first_token)
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        wide = padded_layout(self.inner, layout)
+        if wide == layout:
+            return self.inner.decode(payload, layout, first_token, out)
+        whole = wide.empty(tokens_in(out))
+        self.inner.decode(payload, wide, first_token, whole)
+        for pair, wide_pair in zip(out, whole, strict=True):
+            for array, wide_array in zip(pair, wide_pair, strict=True):
+                array[...] = wide_array[..., : array.shape[2]]
+
+
+def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
+    """Returns ``layout`` with the next dimensions that ``codec`` can pack.
+
+    Raises:
+        UnknownCodec: there are none within ``MOST`` more.
+    """
+    try:
+        codec.check(layout)
+        return layout
+    except UnknownCodec:
+        layers = tuple(_padded_layer(codec, layer) for layer in layout.layers)
+        wide = msgspec.structs.replace(layout, layers=layers)
+        codec.check(wide)
+        return wide
+
+
+def _padded_layer(codec: Codec, layer: KVLayer) -> KVLayer:
+    return msgspec.structs.replace(
+        layer,
+        head_dim=_padded_dim(codec, layer.head_dim),
+        value_dim=_padded_dim(codec, layer.value_dim),
+    )
+
+
+def _padded_dim(codec: Codec, dim: int) -> int:
+    """Returns the next length that ``codec`` takes; 0 stays 0."""
+    if not dim or _takes(codec, dim):
+        return dim
+    first = dim // STEP * STEP + STEP
+    for wide in range(first, first + MOST, STEP):
+        if _takes(codec, wide):
+            return wide
+    raise UnknownCodec(f"codec {codec.id} packs no vectors of {dim} to {first + MOST} values")
+
+
+def _takes(codec: Codec, dim: int) -> bool:
+    try:
+        codec.check(KVLayout("float32", (KVLayer(1, dim, dim),)))
+    except UnknownCodec:
+        return False
+    return True
+
+
+def _filled(wide: list[KVPair], run: KVRun) -> list[KVPair]:
+    for pair, wide_pair in zip(run, wide, strict=True):
+        for array, wide_array in zip(pair, wide_pair, strict=True):
+            dim: int = array.shape[2]
+            wide_array[..., :dim] = array
+            wide_array[..., dim:] = np.zeros((), wide_array.dtype)
+    return wide

@@ -1,0 +1,148 @@
+"""Every method on plain arrays: sizes, sides, odd dimensions, bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thermocline
+from kvstore.codecs.floats import narrow
+from kvstore.codecs.rows.rotated_rows import RotatedRows
+from tests.unit.kvstore.codecs.samples import cosine, layout_of, run_of, uneven
+from thermocline import Corrupt, KVLayer, KVLayout, Mismatch, Packed
+
+NAMES = [name for name, info in thermocline.codecs().items() if not info.needs_profile]
+ROWS = ("lm3", "tq3", "tq4", "tq1", "tq8", "manthan")
+PAST_SINKS = 1 << 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_side_is_packed_as_beside_the_other(name):
+    method, layout = thermocline.codec(name), layout_of(64)
+    run = run_of(layout, 40)
+    packed = method.pack_run(run)
+    both = method.restore_run(packed)
+    assert packed.nbytes == method.nbytes(40, layout)
+    for side, rows, whole in zip(("key", "value"), run[0], both[0], strict=True):
+        one = method.pack(rows, side)
+        restored = method.restore(one)
+        assert one.nbytes < packed.nbytes and one.num_tokens == 40
+        assert np.array_equal(restored, whole)
+        out = np.empty_like(rows)
+        assert method.restore(one, out=out) is out and np.array_equal(out, whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dim", [1, 100, 130])
+def test_any_dimension_is_packed(name, dim):
+    method, rows = thermocline.codec(name), uneven((2, 24, dim))
+    packed = method.pack(rows, first_token=PAST_SINKS)
+    restored = method.restore(packed)
+    assert restored.shape == rows.shape and restored.dtype == rows.dtype
+    assert packed.nbytes == method.nbytes(24, KVLayout("float32", (KVLayer(2, dim, 0),)), 1 << 20)
+    if dim > 1:  # signs alone keep little of rows of uneven channels
+        assert cosine(rows, restored) > (0.35 if name == "qjl" else 0.6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtypes_come_back_as_they_went_in(dtype):
+    rows = uneven((2, 40, 64))
+    rows = rows if dtype == "float32" else narrow(rows, dtype)
+    method = thermocline.codec("tq3")
+    assert method.restore(method.pack(rows, "value")).dtype == rows.dtype
+
+
+def test_bits_are_those_of_the_catalogue():
+    for name in {*NAMES} - {"dense3"}:  # a profile makes it larger
+        stated = thermocline.codecs()[name].bits
+        assert thermocline.codec(name).bits() == pytest.approx(stated, abs=0.01), name
+
+
+def test_numpy_is_the_definition_of_the_compiled_kernels():
+    rows = uneven((3, 50, 128))
+    for name in ("tq3", "tq4"):
+        fast, plain = thermocline.codec(name), thermocline.codec(name, backend="numpy")
+        assert fast.pack(rows).tobytes() == plain.pack(rows).tobytes()
+    with pytest.raises(ValueError, match="no choice of backends"):
+        thermocline.codec("kivi", backend="numpy")
+    with pytest.raises(ValueError, match="neither 'auto' nor"):
+        thermocline.codec("tq3", backend="metal")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_have_their_parts_by_name(name):
+    method, rows = thermocline.codec(name), uneven((2, 30, 64))
+    parts = method.pack(rows).arrays
+    assert parts["first_tokens"].shape == (2, 4, 64)
+    assert parts["scales"].shape == (2, 26) and parts["codes"].shape[:2] == (2, 26)
+    if name.startswith("tq"):
+        codes, scales = RotatedRows(int(name[2:])).pack(rows[1, 4:])
+        if name in ("tq1", "tq8"):  # fp32 rows are rounded to bf16 first
+            return
+        assert codes.shape == parts["codes"][1].shape and scales.shape == parts["scales"][1].shape
+
+
+def test_other_methods_rows_are_refused():
+    packed = thermocline.codec("tq3").pack(uneven((1, 8, 64)))
+    with pytest.raises(Mismatch, match=r"packed by tq3\.\d, not by tq4\.\d"):
+        thermocline.codec("tq4").restore(packed)
+    with pytest.raises(Mismatch, match="not by"):
+        thermocline.codec("tq4").frombytes(packed.tobytes())
+
+
+def test_wrong_arguments_are_refused_with_the_right_ones():
+    method = thermocline.codec("tq3")
+    for wrong, why in (
+        (np.zeros((2, 64), np.float32), "heads, tokens, dim"),
+        (np.zeros((2, 4, 64), np.float64), "float32, float16, or uint16"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            method.pack(wrong)
+    with pytest.raises(ValueError, match="neither 'key' nor 'value'"):
+        method.pack(np.zeros((2, 4, 64), np.float32), "both")
+    with pytest.raises(ValueError, match="without layers"):
+        method.pack_run([])
+    with pytest.raises(ValueError, match="use restore_run"):
+        method.restore(method.pack_run(run_of(layout_of(64), 8)))
+
+
+@pytest.mark.parametrize("name", ["raw", "tq3", "kivi", "qjl"])
+def test_bytes_travel_and_come_back(name):
+    method = thermocline.codec(name)
+    packed = method.pack(uneven((2, 20, 64)), "value", first_token=7)
+    again = method.frombytes(packed.tobytes())
+    fields = ("codec_id", "layout", "first_token", "num_tokens", "nbytes")
+    assert [getattr(again, x) for x in fields] == [getattr(packed, x) for x in fields]
+    assert again.tobytes() == packed.tobytes()
+    assert np.array_equal(method.restore(again), method.restore(packed))
+    assert sorted(again.arrays) == sorted(packed.arrays)
+
+
+SAMPLE = thermocline.codec("tq3").pack(uneven((1, 12, 64))).tobytes()
+
+
+@given(st.integers(0, len(SAMPLE) - 1), st.integers(1, 255))
+@settings(max_examples=200, deadline=None)
+def test_a_changed_byte_is_never_read(place, change):
+    damaged = bytearray(SAMPLE)
+    damaged[place] ^= change
+    with pytest.raises((Corrupt, Mismatch)):
+        thermocline.codec("tq3").frombytes(bytes(damaged))
+
+
+@given(st.integers(0, len(SAMPLE)), st.binary(max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_other_lengths_are_never_read(length, more):
+    data = SAMPLE[:length] + more
+    if data != SAMPLE:
+        with pytest.raises((Corrupt, Mismatch)):
+            Packed.frombytes(data)
+
+
+def test_a_forged_size_gets_no_memory():
+    packed = thermocline.codec("tq3").pack(uneven((1, 12, 64)))
+    forged = Packed(packed.codec_id, packed.layout, 0, 1 << 31, packed.payload)
+    with pytest.raises(Corrupt, match="fewer than"):
+        thermocline.codec("tq3").restore(forged)

@@ -1,0 +1,57 @@
+"""The public names of Thermocline as a library; each is imported when it is first used.
+
+    import thermocline
+    method = thermocline.codec("tq3")
+    packed = method.pack(keys)           # (heads, tokens, dim)
+    keys = method.restore(packed)
+
+``docs/library.md`` shows the rest. All of it is a thin face over the code that the server runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvstore.codecs.profile import Profile as Profile
+    from kvstore.codecs.quality import Quality as Quality
+    from kvstore.errors import Corrupt as Corrupt
+    from kvstore.errors import Mismatch as Mismatch
+    from kvstore.errors import UnknownCodec as UnknownCodec
+    from kvstore.shapes import KVLayer as KVLayer
+    from kvstore.shapes import KVLayout as KVLayout
+    from thermocline.catalogue import CodecInfo as CodecInfo
+    from thermocline.catalogue import codec as codec
+    from thermocline.catalogue import codecs as codecs
+    from thermocline.codebooks import codebook as codebook
+    from thermocline.method import Method as Method
+    from thermocline.packed import Packed as Packed
+
+# Each public name, and the module that has it.
+NAMES: Final = {
+    "CodecInfo": "thermocline.catalogue",
+    "Corrupt": "kvstore.errors",
+    "KVLayer": "kvstore.shapes",
+    "KVLayout": "kvstore.shapes",
+    "Method": "thermocline.method",
+    "Mismatch": "kvstore.errors",
+    "Packed": "thermocline.packed",
+    "Profile": "kvstore.codecs.profile",
+    "Quality": "kvstore.codecs.quality",
+    "UnknownCodec": "kvstore.errors",
+    "codebook": "thermocline.codebooks",
+    "codec": "thermocline.catalogue",
+    "codecs": "thermocline.catalogue",
+}
+__all__ = sorted(NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module 'thermocline' has no attribute {name!r}")
+    return getattr(importlib.import_module(NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *NAMES])

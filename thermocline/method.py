@@ -1,0 +1,199 @@
+"""A method that packs rows of KV, to be used on plain numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kvstore.codecs.base import Codec
+from kvstore.codecs.padded import PaddedCodec, padded_layout
+from kvstore.codecs.rows.payload import plan_payload
+from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.errors import Corrupt, Mismatch
+from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, KVPair, KVRun, tokens_in
+from thermocline.packed import Packed
+
+Side: TypeAlias = Literal["key", "value"]
+SIDES: tuple[Side, ...] = ("key", "value")
+CHUNK_TOKENS = 128  # of the chunks that ``bits`` counts, as a server packs them
+PAST_SINKS = 1 << 20  # a token that is not among a session's first ones
+USUAL_LAYOUT = KVLayout("bfloat16", (KVLayer(1, 128, 128),))
+
+
+class Method:
+    """One codec of ``thermocline.codecs()``, or of one's own. Stateless and thread-safe.
+
+    Arrays are fp32, fp16, or uint16, which stands for the bit patterns of bf16. Rows of any length
+    can be packed; those that the method itself cannot take are filled up with zeros.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec  # what a server would use
+        self._padded = PaddedCodec(codec)
+
+    def __repr__(self) -> str:
+        return f"<Method {self.id}>"
+
+    @property
+    def id(self) -> str:
+        """The method's name and version of arithmetic: the same id means the same bytes."""
+        return self.codec.id
+
+    @property
+    def exact(self) -> bool:
+        """True if nothing is lost."""
+        return self.codec.exact
+
+    def nbytes(self, num_tokens: int, layout: KVLayout, first_token: int = 0) -> int:
+        """Returns the bytes of so many tokens, an estimate where codes are entropy-coded."""
+        return self._padded.packed_nbytes(layout, num_tokens, first_token)
+
+    def bits(self, layout: KVLayout = USUAL_LAYOUT) -> float:
+        """Returns bits for each value, all scales and tables of a chunk of 128 tokens included.
+
+        The first four tokens of a session, which are kept as they are, are not counted.
+        """
+        packed = self.nbytes(CHUNK_TOKENS, layout, PAST_SINKS)
+        return 8 * packed / (CHUNK_TOKENS * layout.elements_per_token)
+
+    def pack(self, rows: np.ndarray, side: Side = "key", first_token: int = 0) -> Packed:
+        """Packs the keys or the values of some heads.
+
+        ``rows``: (heads, tokens, dim). ``first_token`` is the position of the first of them in its
+        session: tokens 0 to 3 are kept in 16 bits, as attention leans on them most.
+
+        Raises:
+            ValueError: the array has another shape or dtype, or the side is neither.
+            UnknownCodec: the method learned all layers of a model; use ``pack_run``.
+        """
+        layout = _layout_of_rows(rows, side)
+        run = [_pair(np.ascontiguousarray(rows), side)]
+        return self._packed(run, layout, first_token)
+
+    def pack_run(self, run: KVRun, first_token: int = 0) -> Packed:
+        """Packs all layers of a model: K and V, (heads, tokens, dim) each, for every layer."""
+        return self._packed(run, layout_of_run(run), first_token)
+
+    def restore(self, packed: Packed, out: np.ndarray | None = None) -> np.ndarray:
+        """Returns the rows that ``pack`` was given, as nearly as the method kept them.
+
+        ``out``: where to put them, (heads, tokens, dim) in the dtype that was packed.
+
+        Raises:
+            Mismatch: they were packed by another method.
+            Corrupt: the payload is not one of this method's.
+        """
+        side = _side_of(packed.layout)
+        (pair,) = self._restored(packed)
+        rows = pair[SIDES.index(side)]
+        if out is None:
+            return rows
+        out[...] = rows
+        return out
+
+    def restore_run(self, packed: Packed) -> list[KVPair]:
+        """Returns K and V of all layers that ``pack_run`` was given. Raises as ``restore``."""
+        return self._restored(packed)
+
+    def frombytes(self, data: bytes | bytearray | memoryview) -> Packed:
+        """Reads what ``Packed.tobytes`` returned, and looks whether it is this method's.
+
+        Raises:
+            Corrupt, Mismatch: as ``Packed.frombytes``; also for another method's.
+        """
+        packed = Packed.frombytes(data)
+        self._require_own(packed)
+        return self._with_arrays(packed)
+
+    def _packed(self, run: KVRun, layout: KVLayout, first_token: int) -> Packed:
+        self._padded.check(layout)
+        payload = memoryview(self._padded.encode(run, layout, first_token)).cast("B")
+        num_tokens = tokens_in(run)
+        return self._with_arrays(Packed(self.id, layout, first_token, num_tokens, payload))
+
+    def _restored(self, packed: Packed) -> list[KVPair]:
+        self._require_own(packed)
+        layout, num_tokens, first = packed.layout, packed.num_tokens, packed.first_token
+        # What is declared is compared with what there is before it gets memory.
+        if packed.nbytes < self._padded.least_nbytes(layout, num_tokens, first):
+            raise Corrupt(f"{packed.nbytes} bytes are fewer than {num_tokens} tokens take")
+        run = layout.empty(num_tokens)
+        self._padded.decode(packed.payload, layout, first, run)
+        return run
+
+    def _require_own(self, packed: Packed) -> None:
+        if packed.codec_id != self.id:
+            raise Mismatch(f"packed by {packed.codec_id}, not by {self.id}")
+
+    def _with_arrays(self, packed: Packed) -> Packed:
+        """Returns ``packed`` with the parts of its payload, where the method packs rows alone."""
+        arrays = {"payload": np.frombuffer(packed.payload, np.uint8)}
+        if isinstance(self.codec, RowCodec):
+            arrays |= _row_arrays(self.codec, packed)
+        return Packed(
+            packed.codec_id,
+            packed.layout,
+            packed.first_token,
+            packed.num_tokens,
+            packed.payload,
+            arrays,
+        )
+
+
+def _row_arrays(codec: RowCodec, packed: Packed) -> dict[str, np.ndarray]:
+    """Returns the first tokens, scales and codes of rows of one side; none of a whole run."""
+    if sum(bool(x) for y in packed.layout.layers for x in (y.head_dim, y.value_dim)) != 1:
+        return {}
+    wide = padded_layout(codec, packed.layout)
+    plan = plan_payload(codec.rows, wide, packed.num_tokens, packed.first_token)
+    payload = np.frombuffer(packed.payload, np.uint8)
+    if len(payload) < plan.nbytes:
+        raise Corrupt(f"payload of {len(payload)} bytes, at least {plan.nbytes} expected")
+    (slot,) = (slot for slot in plan.slots if slot.dim)
+    shape = (slot.num_heads, slot.num_tokens)
+    return {
+        "first_tokens": slot.sinks(payload),
+        "scales": slot.scales(payload).reshape(shape),
+        "codes": slot.packed(payload).reshape(*shape, slot.row_nbytes),
+    }
+
+
+def layout_of_run(run: KVRun) -> KVLayout:
+    """Returns the layout of the arrays of a run. Raises ``ValueError`` if they have none."""
+    if not run:
+        raise ValueError("a run without layers")
+    layers = tuple(KVLayer(k.shape[0], k.shape[2], v.shape[2]) for k, v in run)
+    return KVLayout(_dtype_of(run[0][0]), layers)
+
+
+def _layout_of_rows(rows: np.ndarray, side: Side) -> KVLayout:
+    if side not in SIDES:
+        raise ValueError(f"side {side!r} is neither 'key' nor 'value'")
+    if rows.ndim != 3 or not rows.shape[2]:
+        raise ValueError(f"rows of shape {rows.shape}; (heads, tokens, dim) is wanted")
+    heads, _, dim = rows.shape
+    layer = KVLayer(heads, dim, 0) if side == "key" else KVLayer(heads, 0, dim)
+    return KVLayout(_dtype_of(rows), (layer,))
+
+
+def _pair(rows: np.ndarray, side: Side) -> KVPair:
+    nothing = np.empty((*rows.shape[:2], 0), rows.dtype)
+    return (rows, nothing) if side == "key" else (nothing, rows)
+
+
+def _side_of(layout: KVLayout) -> Side:
+    """Returns the side that a layout of one layer has. Raises ``ValueError`` for a whole run."""
+    sides: Sequence[tuple[int, int]] = [(x.head_dim, x.value_dim) for x in layout.layers]
+    if len(sides) != 1 or all(sides[0]):
+        raise ValueError("these are layers of a model; use restore_run")
+    return "key" if sides[0][0] else "value"
+
+
+def _dtype_of(array: np.ndarray) -> DType:
+    for name, dtype in NUMPY_DTYPES.items():
+        if array.dtype == dtype:
+            found: DType = name  # type: ignore[assignment]
+            return found
+    raise ValueError(f"dtype {array.dtype}; float32, float16, or uint16 for bf16 is wanted")
