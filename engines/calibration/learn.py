@@ -104,20 +104,29 @@ class _Look:
         self._found = found
         self._of_windows = of_windows
         self._observes = isinstance(instrument, Observing)
+        self._num_texts = 0
+        self._num_seen = 0
+        self._is_seen = False  # the text that is being read
 
     def prefill(self, tokens: Sequence[int], first: int) -> KVRun:
         """Do the same as ``Instrument.prefill``; tokens from ``first`` on look back."""
         if self._observes:
             assert isinstance(self._instrument, Observing)
+            self._is_seen = False
             try:
-                return self._instrument.observe(tokens, first, self._add)
+                run = self._instrument.observe(tokens, first, self._add)
             except NotObservable as error:
                 logger.warning("all errors in stored KV count alike: %s", error)
                 self._observes = False
+            else:
+                self._num_texts += 1
+                self._num_seen += self._is_seen
+                return run
         return self._instrument.prefill(tokens)
 
     def _add(self, notice: Notice) -> None:
         if notice.of_windows == self._of_windows:
+            self._is_seen = True
             self._found.add(notice.layer, notice.rows, notice.gradients)
 
     def metrics(self) -> list[np.ndarray] | None:
@@ -125,6 +134,8 @@ class _Look:
         metrics = self._found.metrics() if self._observes else None
         if self._observes and metrics is None:
             logger.warning("all errors in stored KV count alike: not every layer was seen")
+        elif metrics is not None:
+            logger.info("%d of %d texts were looked back on", self._num_seen, self._num_texts)
         return metrics
 
 

@@ -143,7 +143,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
             self._events.look_for_clear(self._pool)
         new = scheduler_output.scheduled_new_reqs
         admitted = [(x.req_id, x.num_computed_tokens) for x in new]
-        return StepPlan(self._scheduler.tracker.take_step(admitted))
+        scheduled = scheduler_output.num_scheduled_tokens
+        return StepPlan(self._scheduler.tracker.take_step(admitted, scheduled))
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -215,7 +216,8 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         # Before the model runs, which ``start_load_kv`` is only where loads are waited for.
         if self._worker is not None:
-            self._worker.begin_step()
+            assert isinstance(connector_metadata, StepPlan)
+            self._worker.begin_step(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:

@@ -98,10 +98,14 @@ class Wanted:
 
 @dataclass
 class StepWork:
-    """The work of all ranks in one step of vLLM's."""
+    """The work of all ranks in one step of vLLM's.
+
+    ``alone``: number of the measurement's order, if the model computes nothing else in the step.
+    """
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     wanted: list[Wanted] = field(default_factory=list)
+    alone: int = 0
     patience_s: float = 0.0  # how long workers may wait for news, if the model has nothing to do

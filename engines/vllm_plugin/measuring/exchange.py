@@ -102,15 +102,17 @@ class Exchange:
             raise RuntimeError("vLLM did not take the KV that it was given")
 
     def watch(self, views: LayerViews | None) -> None:
-        """Have the layers seen in the steps that follow; None ends that."""
+        """Have the layers seen in the steps of the orders that follow; None ends that."""
         with self._lock:
             self._views = views
 
     # ---- on vLLM's thread
 
-    def begin_step(self) -> None:
-        """Have the layers seen that are to be seen."""
-        self._see(self._views)
+    def begin_step(self, step: StepWork) -> None:
+        """Have the layers seen that are to be seen, in a step that computes nothing else."""
+        with self._lock:
+            views = self._views if step.alone == self._number else None
+        self._see(views)
 
     def fill(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> None:
         """Fill the blocks of this step that get what is given."""

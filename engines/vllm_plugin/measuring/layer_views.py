@@ -1,8 +1,9 @@
 """What each attention layer of a vLLM sees in a step: its queries, and the residual stream.
 
-By forward hooks, which vLLM calls where the model runs eagerly; a compiled model calls none, and
-then nothing is seen. They are set before a step that is to be seen and removed after it, both on
-the thread that runs the model: other steps have nothing of them. On that thread projections are
+By forward hooks, which are called where the model's modules are. A compiled model runs none of its
+modules, and a CUDA graph no Python at all, so a step that is seen is run without them: its forward
+context asks for that (``run_eagerly``). Hooks are set before such a step and removed after it, both
+on the thread that runs the model: other steps have nothing of them. On that thread projections are
 multiplied, too: a layer's kernel on CPUs keeps what it computes with in itself and in memory that
 all layers share, and two threads in it end the process.
 """
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -63,8 +66,8 @@ class SeenLayer:
         """Note the size of the stream; some models hand on what is to be added yet."""
         parts = [x for x in (*given, *named.values()) if isinstance(x, torch.Tensor)]
         parts = [x for x in parts if x.is_floating_point() and x.ndim == 2]
-        if parts and len(parts[0]) == num_tokens:
-            stream = sum(x.float() for x in parts if x.shape == parts[0].shape)
+        if parts and len(parts[0]) >= num_tokens:
+            stream = sum(x[:num_tokens].float() for x in parts if x.shape == parts[0].shape)
             assert isinstance(stream, torch.Tensor)
             self.sizes = stream.square().mean(-1).sqrt()
 
@@ -78,28 +81,31 @@ class SeenLayer:
     ) -> None:
         """Note queries, keys and outputs."""
         queries, keys = (*given, *(named[x] for x in ("query", "key") if x in named))[:2]
-        if keys is not None and len(queries) == num_tokens:
-            self.queries, self.keys = queries.clone(), keys.clone()
-            self.output = output.clone()
+        if keys is not None and len(queries) >= num_tokens:
+            self.queries, self.keys = queries[:num_tokens].clone(), keys[:num_tokens].clone()
+            self.output = output[:num_tokens].clone()
 
     def see_projection(
         self, num_tokens: int, seed: int, module: RowParallelLinear, given: tuple[torch.Tensor, ...]
     ) -> None:
         """Draw parts of what the projection will add to the stream."""
-        if len(given[0]) != num_tokens or self.sizes is None:
+        if len(given[0]) < num_tokens or self.sizes is None:
             return
         generator = torch.Generator(device="cpu").manual_seed(seed)
         weights = projection_weights(module)
         shape = (NUM_DRAWS, num_tokens, weights.shape[1])
         drawn = torch.randn(shape, generator=generator, dtype=torch.float32).to(weights.device)
         found = (drawn / self.sizes[:, None].clamp_min(SMALLEST_OUTPUT)) @ weights.T
-        if (gates := _gates(self.output, given[0])) is not None:
+        if (gates := _gates(self.output, given[0][:num_tokens])) is not None:
             found *= gates
         self.cotangents = found
 
 
 class LayerViews:
-    """Sees steps of a certain number of tokens. ``arm`` and ``disarm`` are for vLLM's thread."""
+    """Sees steps of a certain number of tokens; behind them vLLM may have padding for its graphs.
+
+    ``arm`` and ``disarm`` are for vLLM's thread.
+    """
 
     def __init__(
         self, model: nn.Module, names: Sequence[str], num_tokens: int, seed: int = 0
@@ -120,7 +126,8 @@ class LayerViews:
         self._handles: list[RemovableHandle] = []
 
     def arm(self) -> None:
-        """Set the hooks, unless they are set."""
+        """Set the hooks, unless they are set, and have them called in the step that begins."""
+        run_eagerly()
         if self._handles:
             return
         for number, (place, seen) in enumerate(zip(self._places, self._seen, strict=True)):
@@ -169,6 +176,18 @@ class LayerViews:
             yield Notice(False, number, run[number], found)
 
 
+def run_eagerly() -> None:
+    """Have the step that begins run module by module, also where the model is compiled.
+
+    ``skip_compiled`` is vLLM's own way out of ``torch.compile`` for single steps, and a step
+    without CUDA graphs is what its warm-up runs. The context ends with the step, and both with it.
+    """
+    if is_forward_context_available():
+        context = get_forward_context()
+        context.skip_compiled = True
+        context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+
+
 def _place(model: nn.Module, name: str) -> LayerPlace:
     layer = model.get_submodule(name)
     path = name.split(".")
@@ -199,7 +218,7 @@ def _queries(place: LayerPlace, seen: SeenLayer, pair: KVPair) -> np.ndarray:
     """
     if seen.sizes is None or seen.queries is None or seen.keys is None:
         raise NotObservable(
-            "vLLM runs the model compiled, or other requests beside, and shows no queries"
+            "vLLM ran the step as a graph, or other requests beside it, and showed no queries"
         )
     own = _by_head(seen.keys, place.attention.num_kv_heads)
     stored = pair[0][:, -own.shape[1] :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from engines.vllm_plugin.identity import ticket_of
@@ -58,6 +58,14 @@ class MeasuredRequests:
         """The blocks to fill in the next step."""
         given, self._given = self._given, []
         return given
+
+    def alone_in(self, scheduled: Collection[str]) -> int:
+        """The number of the order that is all a step computes; 0 if there is none.
+
+        ``scheduled``: ids of the requests in the step.
+        """
+        orders = [self._orders[x] for x in scheduled if x in self._orders]
+        return orders[0].number if len(orders) == len(scheduled) == 1 else 0
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
         """Hold the blocks that are wanted until every rank has read them."""

@@ -102,9 +102,9 @@ class RankMeasuring:
             return
         self._measurement = self._open(is_needed)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: StepWork) -> None:
         """Have the layers seen that are to be seen in the step."""
-        EXCHANGE.begin_step()
+        EXCHANGE.begin_step(step)
 
     def fill(self, step: StepWork) -> None:
         """Fill the blocks of the step that get the KV which is ready."""

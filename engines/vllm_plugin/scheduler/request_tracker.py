@@ -95,10 +95,14 @@ class RequestTracker:
 
     # ---- a step
 
-    def take_step(self, admitted: Iterable[tuple[str, int]]) -> StepWork:
+    def take_step(
+        self, admitted: Iterable[tuple[str, int]], scheduled: Collection[str] = ()
+    ) -> StepWork:
         """The saves and loads for the workers to begin in the next step.
 
-        ``admitted``: ids of the requests that begin to run with it, and their computed tokens.
+        Args:
+            admitted: ids of the requests that begin to run with it, and their computed tokens.
+            scheduled: ids of all requests that it computes tokens of.
         """
         self._resident.drop_asked()
         for request_id, num_computed_tokens in admitted:
@@ -106,7 +110,8 @@ class RequestTracker:
         patience_s = 0.0 if self._num_running else PATIENCE_S
         saves, loads = self._saves.take_planned(), self._restores.take_planned()
         given, wanted = self._measured.take_given(), self._saves.take_wanted()
-        return StepWork(saves, loads, given, wanted, patience_s)
+        alone = self._measured.alone_in(scheduled)
+        return StepWork(saves, loads, given, wanted, alone, patience_s)
 
     def _report(self, request_id: str, num_computed_tokens: int) -> None:
         tracked = self._requests.get(request_id)

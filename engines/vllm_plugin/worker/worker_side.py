@@ -96,10 +96,10 @@ class WorkerSide:
         store.listen(self._left)
         store.pack_when(self._is_quiet, self._packed)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: StepWork) -> None:
         """Have the step seen, if a measurement wants to; before the model runs."""
         if self._measuring is not None:
-            self._measuring.begin_step()
+            self._measuring.begin_step(step)
 
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads, before the model runs."""

@@ -35,7 +35,7 @@ def test_every_layer_is_seen_and_nothing_is_left_behind(facts: dict[str, Any]) -
 
 
 def test_a_step_that_was_not_seen_or_is_anothers_is_refused(facts: dict[str, Any]) -> None:
-    assert "shows no queries" in facts["unseen"]
+    assert "showed no queries" in facts["unseen"]
     assert "another request" in facts["another prompt"]
 
 

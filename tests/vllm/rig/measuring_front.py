@@ -56,11 +56,20 @@ class MeasuringFront:
             if isinstance(message, RunForward):
                 self._orders.put(message)
 
-    def run_until(self, is_over: Callable[[], bool], within_s: float = 400.0) -> None:
-        """Carry out orders until ``is_over``."""
+    def run_until(
+        self,
+        is_over: Callable[[], bool],
+        within_s: float = 400.0,
+        step: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Carry out orders until ``is_over``.
+
+        ``step``: has an engine in this process step while no request runs, as others do themselves.
+        """
         end = time.monotonic() + within_s
         while not is_over():
             assert time.monotonic() < end, f"{self.num_done} requests were not enough"
+            step()
             try:
                 order = self._orders.get(timeout=0.1)
             except queue.Empty:

@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.engine.protocol import EngineClient
+from vllm.forward_context import ForwardContext
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.reasoning import ReasoningParserManager
@@ -194,7 +195,7 @@ def test_requests_and_outputs_have_what_we_read():
     for name in (*wanted, "session_id", "kv_transfer_params", "lora_request"):
         assert f"self.{name}" in source, name
     assert {"req_id", "num_computed_tokens"} <= set(NewRequestData.__annotations__)
-    assert "scheduled_new_reqs" in SchedulerOutput.__annotations__
+    assert {"scheduled_new_reqs", "num_scheduled_tokens"} <= {*SchedulerOutput.__annotations__}
     fields = set(KVConnectorOutput.__annotations__)
     assert {"invalid_block_ids", "finished_recving", "kv_connector_worker_meta"} <= fields
 
@@ -228,6 +229,39 @@ def test_an_adapter_never_shares_blocks():
     adapters = [LoRARequest(x, 1, f"/{x}") for x in ("a", "b")]
     one, other = (hashes_of(lora_request=x) for x in adapters)
     assert not {*one} & {*other} and not {*one, *other} & {*hashes_of()}
+
+
+def test_single_steps_can_run_without_compiled_code_and_graphs():
+    """A step that is seen asks for that when its metadata comes: before the model, in a context."""
+    fields = {x.name for x in dataclasses.fields(ForwardContext)}
+    assert {"skip_compiled", "cudagraph_runtime_mode"} <= fields
+    ForwardContext({}, {}, {}).skip_compiled = True  # frozen it is not
+    root = Path(vllm.__file__).parent
+    asked = "is_forward_context_available() and get_forward_context().skip_compiled"
+    assert asked in (root / "compilation" / "decorators.py").read_text()
+    for name in ("cuda_graph", "breakable_cudagraph"):
+        text = (root / "compilation" / f"{name}.py").read_text()
+        assert "cudagraph_runtime_mode == CUDAGraphMode.NONE" in text
+    orders = {
+        "kv_connector_model_runner_mixin.py": ["bind_connector_metadata(", "yield output"],
+        "gpu_model_runner.py": [
+            "set_forward_context(\n                attn_metadata,",
+            "self.maybe_get_kv_connector_output(",
+            "self._model_forward(",
+        ],
+        "gpu/model_runner.py": [
+            "set_forward_context(\n                attn_metadata,",
+            "self.kv_connector.pre_forward(scheduler_output, input_batch)",
+            ".run_pw_graph(",
+        ],
+        "gpu/kv_connector.py": ["def pre_forward(", "bind_connector_metadata(", "finish_forward("],
+    }
+    for name, steps in orders.items():
+        text = (root / "v1" / "worker" / name).read_text()
+        at = 0
+        for step in steps:
+            assert step in text[at:], f"{name}: {step} comes no more behind what it came behind"
+            at = text.index(step, at)
 
 
 def options() -> FlexibleArgumentParser:

@@ -50,6 +50,35 @@ def test_scores_behind_other_kv_are_none():
         exchange.scores()
 
 
+class Views:
+    """Counts how often it was armed and disarmed."""
+
+    def __init__(self) -> None:
+        self.armed = self.disarmed = 0
+
+    def arm(self) -> None:
+        self.armed += 1
+
+    def disarm(self) -> None:
+        self.disarmed += 1
+
+
+def test_layers_are_seen_in_the_orders_own_step_alone():
+    exchange, views = Exchange(), Views()
+    exchange.begin_step(StepWork())
+    exchange.watch(views)  # type: ignore[arg-type]
+    exchange.open(5)
+    for other in (0, 4):
+        exchange.begin_step(StepWork(alone=other))
+        assert views.armed == 0, "other requests compute there"
+    exchange.begin_step(StepWork(alone=5))
+    exchange.read(StepWork(), Cache(), None)
+    assert (views.armed, views.disarmed) == (1, 1)
+    exchange.watch(None)
+    exchange.begin_step(StepWork(alone=5))
+    assert views.armed == 1
+
+
 def test_what_is_wanted_is_read_and_every_job_is_acknowledged():
     exchange, cache = Exchange(), Cache()
     exchange.open(2)

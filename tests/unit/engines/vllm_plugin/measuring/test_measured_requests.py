@@ -58,6 +58,14 @@ def test_wanted_blocks_are_held_until_every_rank_has_read_them(bench, first, blo
     assert not bench.tracker.has_work
 
 
+def test_a_step_is_seen_if_it_computes_nothing_else(bench):
+    measuring(bench, wanted_from=0)
+    assert bench.tracker.take_step([], ["r1"]).alone == 7
+    assert bench.tracker.take_step([], ["r1", "somebody's"]).alone == 0
+    assert bench.tracker.take_step([], ["somebody's"]).alone == 0
+    assert bench.tracker.take_step([]).alone == 0
+
+
 def test_it_is_nobodys_turn(bench):
     request = measuring(bench, given=BLOCK)
     bench.tracker.take_step([("r1", BLOCK)])

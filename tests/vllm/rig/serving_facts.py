@@ -1,0 +1,85 @@
+"""A process that lets a tiny model be measured while it serves, and prints what was seen.
+
+A process of its own: vLLM runs in one process here, so that its model can be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from engines.calibration.gate.profiles import profile_path
+from engines.vllm_plugin.process.command import LOGITS_PROCESSOR, WORKER_EXTENSION
+from kvstore.codecs.profile import load_profile
+from kvstore.config import StoreConfig
+from tests.vllm.rig.engine import RealEngine
+from tests.vllm.rig.measuring_front import MeasuringFront
+
+
+class Notes(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def main(model: Path, compiled: bool) -> dict[str, object]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CACHE_ROOT"] = str(model.with_name("cache"))
+    notes = Notes()
+    logger = logging.getLogger("engines.calibration.learn")
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    folder = model.with_name("vllm")
+    folder.mkdir()
+    # raw is measured too, since it is named: its rows tell how exact the way itself is.
+    store = StoreConfig(
+        codec="auto", disk_codec="raw", calibrate=True, ram_bytes=1 << 28, disk_bytes=1 << 28
+    )
+    engine = RealEngine(
+        str(model),
+        folder,
+        store,
+        logits_processors=[LOGITS_PROCESSOR],
+        worker_extension_cls=WORKER_EXTENSION,
+        enforce_eager=not compiled,
+        max_model_len=400,  # a quick measurement: of 256 tokens
+    )
+    front = MeasuringFront(engine)
+
+    def measured() -> bool:
+        codec = engine.report().codec
+        return codec is not None and not codec.unmeasured
+
+    front.run_until(measured, step=engine.engine.step)
+    front.close()
+    (path,) = profile_path(Path(engine.settings.disk_path), "x").parent.glob("*.tcpf")
+    (found,) = engine.engine.apply_model(_seen)
+    facts = {
+        **found,
+        "notes": notes.lines,
+        "kls": {x.preset: x.kl for x in load_profile(path).rows},
+    }
+    engine.close()
+    return facts
+
+
+def _seen(model: Any) -> dict[str, object]:
+    inner = model.model
+    hooks = {id(x) for x in model.modules() if x._forward_hooks or x._forward_pre_hooks}
+    return {
+        "compiled": bool(inner.__dict__.get("compiled") or inner.__dict__.get("aot_compiled_fn")),
+        "hooks": len(hooks),
+    }
+
+
+if __name__ == "__main__":
+    print(f"facts: {json.dumps(main(Path(sys.argv[1]), sys.argv[2] == 'compiled'))}", flush=True)
