@@ -31,6 +31,9 @@ COMPILED: Final[Mapping[str, str]] = {
     "CUDA_CACHE_PATH": "cuda",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "CUTE_DSL_CACHE_DIR": "cute-dsl",  # else /tmp/USER in some releases, whatever TMPDIR says
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+    "TILELANG_CACHE_DIR": "tilelang",
     "VLLM_CACHE_ROOT": "vllm",
     "HF_MODULES_CACHE": "hf-modules",  # code that came with a model
 }
