@@ -55,6 +55,7 @@ MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
 MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
 MAX_NOTICES: Final = 4096
 FOLLOW_AGAIN_S: Final = 1.0
+FIGURES_S: Final = 2.0  # sums are made without a replica that is silent for longer
 
 
 class FleetEngine:
@@ -353,6 +354,7 @@ class FleetEngine:
 
 async def _or_none(figures: Awaitable[T]) -> T | None:
     try:
-        return await figures
-    except EngineError:
+        async with asyncio.timeout(FIGURES_S):
+            return await figures
+    except (EngineError, TimeoutError):
         return None

@@ -38,7 +38,7 @@ class Engine(RecordingEngine):
         self.demoted: list[str] = []
         self.restarts: list[str] = []
         self.num_turns = 0
-        self.dies_with_next = self.takes_no_connection = False
+        self.dies_with_next = self.takes_no_connection = self.is_stopped = False
         self.gave_up = False
         self.heard: asyncio.Queue[Notice | None] = asyncio.Queue()
 
@@ -82,6 +82,8 @@ class Engine(RecordingEngine):
         return list(self.held.values())
 
     async def stats(self) -> EngineReport:
+        if self.is_stopped:
+            await asyncio.Event().wait()
         return EngineReport(
             hot_bytes=10,
             idle_hot_bytes=5,
@@ -311,6 +313,13 @@ async def test_figures_are_added_up_and_counters_outlive_a_replica():
         await rig.turn(ref(31))
         last = await rig.fleet.stats()
         assert last.counters["turns"] == 31
+
+
+async def test_figures_do_not_wait_for_a_replica_that_is_stopped():
+    async with Rig(3) as rig:
+        rig.engines["1"].is_stopped = True
+        async with asyncio.timeout(30):
+            assert (await rig.fleet.stats()).hot_bytes == 20
 
 
 async def test_a_fleet_is_ready_with_one_replica_and_its_account_holds_for_all():
