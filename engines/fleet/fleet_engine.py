@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -175,7 +176,7 @@ class FleetEngine:
         self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
     ) -> AsyncIterator[FleetExchange]:
         session = session_from(headers)
-        key = session or SessionRef("", headers.get("x-request-id", ""), b"")
+        key = session or SessionRef("", secrets.token_hex(8), b"")  # a question: any of them
 
         def served(replica: Replica) -> None:
             if session is not None:

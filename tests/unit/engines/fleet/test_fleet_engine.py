@@ -21,7 +21,7 @@ from engines.base import (
 from engines.fleet.fleet_engine import MAX_OWED_OF_TENANT, FleetEngine
 from engines.fleet.homes import LastHomes
 from engines.fleet.ring import Ring
-from engines.headers import session_headers
+from engines.headers import payer_headers, session_headers
 from engines.wire import EngineReport, Notice, SessionReport, TierReport, absent
 from tests.unit.gateway.in_process import WELCOME, Answered, RecordingEngine
 
@@ -163,6 +163,15 @@ async def test_sessions_spread_and_stay_and_only_those_of_a_dead_one_move():
         assert all(after[i] == name for i, name in before.items() if name != "2")
         orphans = Counter(after[i] for i, name in before.items() if name == "2")
         assert set(orphans) == {"0", "1", "3"}
+
+
+async def test_questions_without_a_session_are_asked_of_all():
+    asks = payer_headers("tenant", 2)
+    async with Rig(3) as rig:
+        for _ in range(60):
+            async with rig.fleet.open("/tokenize", b"{}", asks) as upstream:
+                await upstream.read()
+        assert all(x.num_turns for x in rig.engines.values())
 
 
 async def test_the_last_home_comes_first_also_when_another_one_is_nearer():
