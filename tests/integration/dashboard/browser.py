@@ -67,6 +67,7 @@ def chromium() -> Iterator[Any]:
     if path is None:
         pytest.skip("no chromium here; on Debian: apt-get install chromium")
     # Within a module only: while playwright's loop is there, no asyncio test can run.
+    api.expect.set_options(timeout=WAIT_MS)
     with api.sync_playwright() as playwright:
         launched = playwright.chromium.launch(
             executable_path=path, args=["--no-sandbox", "--disable-gpu", OFFLINE]
