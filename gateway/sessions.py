@@ -8,6 +8,8 @@ all, a verb means the session that was used last of those with its id, and a del
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -23,10 +25,11 @@ from gateway.identity.names import checked_name
 from gateway.keys import Tenant
 from gateway.models.served_model import ServedModel
 from gateway.prefixes.beside import SUFFIX
-from scheduler.sessions import Overloaded
+from scheduler.sessions import Overloaded, Place
 from scheduler.view import SessionView
 
 router = APIRouter()
+MAX_ROWS = 1000  # of one list: some milliseconds of work, for which all other requests wait
 _ONE = "/v1/sessions/{session_id:path}"  # ids may have slashes
 
 
@@ -38,10 +41,24 @@ class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @router.get("/v1/sessions")
 async def list_sessions(request: Request) -> Response:
-    """List the caller's sessions, the codec in use and its measured cost on this model."""
+    """List the caller's sessions, the codec in use and its measured cost on this model.
+
+    Where there are more than ``limit``, ``next`` is to be sent as ``after`` for those that follow.
+    """
     tenant, models = _owner(request), _models(request)
-    sessions = [_row(x, view) for x in models for view in x.sessions.list(tenant.name)]
-    listed: dict[str, Any] = {"object": "list", "data": sessions, "codec": models[0].engine.codec}
+    limit, (number, after) = _limit(request), _after(request)
+    rows: list[tuple[int, SessionView]] = []
+    for i, model in enumerate(models[number:], number):
+        few = model.sessions.list(tenant.name, limit + 1 - len(rows), after)
+        rows += [(i, x) for x in few]
+        after = None
+    data = [_row(models[i], view) for i, view in rows[:limit]]
+    listed: dict[str, Any] = {"object": "list", "data": data, "codec": models[0].engine.codec}
+    if len(rows) > limit:
+        i, last = rows[limit - 1]
+        place = models[i].sessions.place(tenant.session(last.id))
+        assert place is not None, "nothing has changed since it was listed"
+        listed["next"] = f"{i}/{place[0]!r}/{place[1]}"
     if unlisted := [x.label for x in models if not x.is_listed]:
         listed["unlisted_models"] = unlisted  # not loaded since the server's start
     return _json(listed)
@@ -132,6 +149,24 @@ async def forget(request: Request) -> Response:
             model.prefixes.forget(x.tenant, x.id)
     deleted = {"id": session.id, "object": "session.deleted", "deleted": True}
     return _json(deleted | ({"unlisted_models": sorted(unseen)} if unseen else {}))
+
+
+def _limit(request: Request) -> int:
+    given = request.query_params.get("limit") or str(MAX_ROWS)
+    if not (given.isascii() and given.isdigit() and len(given) < 5 and 0 < int(given) <= MAX_ROWS):
+        raise InvalidRequest(f"limit: use a number from 1 to {MAX_ROWS}", "limit")
+    return int(given)
+
+
+def _after(request: Request) -> tuple[int, Place | None]:
+    """Return the number of the model, and the place in its list, that ``after`` names."""
+    if not (given := request.query_params.get("after")):
+        return 0, None
+    found = re.fullmatch(r"([0-9]{1,4})/([0-9.e+-]{1,32})/(.+)", given, re.DOTALL)
+    with suppress(ValueError):  # no number after all
+        if found is not None:
+            return int(found[1]), (float(found[2]), found[3])
+    raise InvalidRequest("after: use what an earlier list says as `next`", "after")
 
 
 def _owner(request: Request) -> Tenant:

@@ -12,6 +12,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from operator import attrgetter
+from typing import TypeAlias
 
 import msgspec
 
@@ -32,6 +34,11 @@ from scheduler.view import SessionView, view_of
 
 # What can change while sessions are served.
 RELOADABLE = ("idle_after_s", "high_water", "low_water", "value_half_life_s")
+
+
+# The place of a session in the list of its tenant's: by its last use, then by its id.
+Place: TypeAlias = tuple[float, str]
+_place: Callable[[Session], Place] = attrgetter("last_used", "ref.id")
 
 
 class SessionKept(Exception):
@@ -205,11 +212,27 @@ class SessionManager:
         """Count a tenant's sessions, hot and cold."""
         return len(self.table.of(tenant))
 
-    def list(self, tenant: str) -> list[SessionView]:
-        """List a tenant's sessions, the most recently used first."""
-        mine = [x for x in self.table.of(tenant) if x.state is not State.LEAVING]
-        mine.sort(key=lambda x: -x.last_used)
-        return [self._view(x) for x in mine]
+    def list(
+        self, tenant: str, most: int | None = None, after: Place | None = None
+    ) -> list[SessionView]:
+        """List a tenant's sessions, the most recently used first.
+
+        Args:
+            most: so many at most; None = all.
+            after: only those behind this place, which need not be taken any more.
+        """
+        mine = [
+            x
+            for x in self.table.of(tenant)
+            if x.state is not State.LEAVING and (after is None or _place(x) < after)
+        ]
+        few = sorted(mine, key=_place, reverse=True)[:most]
+        return [self._view(x) for x in few]
+
+    def place(self, ref: SessionRef) -> Place | None:
+        """Return where in the list a session is; None if it is unknown."""
+        session = self._known(ref)
+        return _place(session) if session else None
 
     def get(self, ref: SessionRef) -> SessionView | None:
         """Show one session; None if it is unknown."""

@@ -31,6 +31,7 @@ from gateway.openai.conversations import AddedItems, NewConversation
 from gateway.openai.lists import MAX_ROWS
 from gateway.openai.responses.fields import ResponseFields
 from gateway.openai.stored_objects import MetadataChange
+from gateway.sessions import MAX_ROWS as MAX_SESSIONS
 from gateway.sessions import DemoteTo
 
 router = APIRouter()
@@ -185,6 +186,10 @@ def _parameters(path: str, method: str) -> Iterable[Json]:
         yield {"name": "after", "in": "query", "schema": {"type": "string"}}
     if path.startswith("/v1/sessions"):  # another tenant's, for admins
         yield {"name": "tenant", "in": "query", "schema": {"type": "string"}}
+    if path == "/v1/sessions" and method == "GET":
+        rows = {"type": "integer", "minimum": 1, "maximum": MAX_SESSIONS}
+        yield {"name": "limit", "in": "query", "schema": rows}
+        yield {"name": "after", "in": "query", "schema": {"type": "string"}}
 
 
 def _answers(path: str, method: str) -> Json:

@@ -16,7 +16,7 @@ class Work(Enum):
     """The place where a request's work is done, and the bound that is known before it begins."""
 
     FIXED = "little work of fixed size, on the event loop"
-    TABLE = "rows of the gateway's own tables, one tenant's"
+    TABLE = "at most 1,000 rows of the gateway's own tables, one tenant's"
     STORED = (
         "stored objects: counted in bytes and items before they are read, on a few threads that"
         " tenants take in turns"

@@ -39,7 +39,11 @@ class Remote:
         return found
 
     def sessions(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._ask("GET", "/v1/sessions")["data"]
+        listed = self._ask("GET", "/v1/sessions")
+        found: list[dict[str, Any]] = listed["data"]
+        while following := listed.get("next"):
+            listed = self._ask("GET", f"/v1/sessions?after={quote(following, safe='')}")
+            found += listed["data"]
         return found
 
     def session(self, session_id: str) -> dict[str, Any]:
@@ -61,7 +65,7 @@ class Remote:
 
     def codec(self) -> CodecReport | None:
         """The codecs that the engine packs with, and what they cost; None while it is away."""
-        found = self._ask("GET", "/v1/sessions").get("codec")
+        found = self._ask("GET", "/v1/sessions?limit=1").get("codec")
         try:
             return None if found is None else msgspec.convert(found, CodecReport)
         except msgspec.ValidationError as error:
