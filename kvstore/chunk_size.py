@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstore.codecs.names import CODECS
+from kvstore.codecs.names import CODECS, canonical
 from kvstore.config import AUTO, StoreConfig
 
 USUAL_TOKENS: Final = 128
@@ -33,4 +33,10 @@ def chunk_tokens(config: StoreConfig, block_tokens: int = 0) -> int:
 
 def _packs_tokens_alone(name: str) -> bool:
     """True if small chunks cost no density; nothing is known of a user's own codec."""
-    return name in ("", AUTO) or (name in CODECS and CODECS[name].small_chunks)
+    if name in ("", AUTO):
+        return True
+    try:
+        known = CODECS.get(canonical(name))
+    except ValueError:  # nothing is known of it; whoever opens it says what is wrong
+        return False
+    return known is not None and known.small_chunks

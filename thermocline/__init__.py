@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from thermocline.catalogue import codecs as codecs
     from thermocline.codebooks import codebook as codebook
     from thermocline.method import Method as Method
+    from thermocline.method import NoScores as NoScores
     from thermocline.packed import Packed as Packed
 
 # Each public name, and the module that has it.
@@ -36,6 +37,7 @@ NAMES: Final = {
     "KVLayout": "kvstore.shapes",
     "Method": "thermocline.method",
     "Mismatch": "kvstore.errors",
+    "NoScores": "thermocline.method",
     "Packed": "thermocline.packed",
     "Profile": "kvstore.codecs.profile",
     "Quality": "kvstore.codecs.quality",

@@ -27,7 +27,7 @@ from kvstore.codecs.learning.bounds import RateDistortionBound
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.learning.sensitivity import Sensitivities
 from kvstore.codecs.learning.statistics import element_means
-from kvstore.codecs.names import LEARNABLE
+from kvstore.codecs.names import LEARNABLE, family_of
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.stack_shape import Scope
 from kvstore.shapes import KVRun
@@ -183,7 +183,7 @@ def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile
 
 def yardsticks(samples: Samples, presets: Sequence[str]) -> dict[str, RateDistortionBound]:
     """A bound for each preset with a scope of its own; a layer's (``ANY``) for all others."""
-    learned = {name: calibrated_preset(name) for name in presets if name in LEARNABLE}
+    learned = {name: calibrated_preset(name) for name in presets if family_of(name) in LEARNABLE}
     scopes = {name: getattr(learned.get(name), "scope", None) for name in presets}
     of_scope: dict[Scope, RateDistortionBound] = {}
     means = element_means(samples)

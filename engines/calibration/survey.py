@@ -22,7 +22,7 @@ from engines.calibration.measuring.trials import AnyCodec, least_context
 from engines.calibration.messages import CalibrationOrder, CalibrationReport, WaterFilling
 from engines.calibration.unfinished import Unfinished
 from kvstore.codecs.learning.bounds import RateDistortionBound
-from kvstore.codecs.names import LEARNABLE, first_part, session_presets
+from kvstore.codecs.names import LEARNABLE, family_of, first_part, session_presets
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import OF_WINDOWS, Profile
 from kvstore.codecs.states.session_codec import open_session_codec
@@ -192,7 +192,8 @@ def _learned(
     tell: Tell,
 ) -> tuple[Profile, dict[str, RateDistortionBound]]:
     """The profile and the bounds; both empty, without a prefill, if no preset has to learn."""
-    presets = [name for name in dict.fromkeys(map(first_part, order.presets)) if name in LEARNABLE]
+    names = dict.fromkeys(map(first_part, order.presets))
+    presets = [name for name in names if family_of(name) in LEARNABLE]
     empty = Profile(instrument.fingerprint, instrument.layout, (), {})
     states = states_of(instrument)
     if not instrument.layout.layers:

@@ -5,6 +5,7 @@ kind. ``presets`` opens a codec by its name and ``calibrated`` a learned one wit
 neither knows how any of them works.
 
     rows           pack each row by itself: ``tq3``, ``tq4``, ``lm3``
+    attention      products with packed rows of those, and weighted sums, as they are
     fixed_rate     learned, all chunks of one size: ``dense3``
     one_step       learned and entropy-coded (``entropy``): ``balanced``, ``max``, ``safe``
     literature     methods of papers, for comparison

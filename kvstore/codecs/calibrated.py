@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvstore.codecs.learning.statistics import element_means
-from kvstore.codecs.names import CALIBRATED, CODECS
+from kvstore.codecs.names import CALIBRATED, CODECS, family_of, parameters_of
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import StackPacker
 from kvstore.codecs.stacks.stack_codec import StackCodec
@@ -42,9 +43,13 @@ class CalibratedPreset(Protocol):
 
 
 def calibrated_preset(name: str) -> CalibratedPreset:
-    """Imports the preset of that name, one of ``names.LEARNABLE``."""
-    module_name, _, attribute = CODECS[name].learn.partition(":")
-    preset: CalibratedPreset = getattr(importlib.import_module(module_name), attribute)
+    """Imports the preset of that name, one of ``names.LEARNABLE``, with its parameters."""
+    family = family_of(name)
+    module_name, _, attribute = CODECS[family].learn.partition(":")
+    usual: Any = getattr(importlib.import_module(module_name), attribute)
+    preset: CalibratedPreset = (
+        usual if family == name else dataclasses.replace(usual, **parameters_of(name))
+    )
     return preset
 
 
@@ -70,7 +75,7 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
     """
     if name not in profile.learned:
         raise UnknownCodec(f"the profile knows no preset {name!r}; calibrate the model again")
-    codec_id = f"{name}.{ARITHMETIC}-{profile.ids[name]}"
+    codec_id = f"{family_of(name)}.{ARITHMETIC}-{profile.ids[name]}"
     try:
         return StackCodec(codec_id, _Assembled(calibrated_preset(name), name, profile))
     except (

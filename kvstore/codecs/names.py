@@ -8,8 +8,23 @@ never served unless they are named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+import math
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
+
+
+class Parameter(NamedTuple):
+    """A number that a codec's name may give, as in ``kivi:bits=4``."""
+
+    name: str
+    usual: float
+    least: float
+    most: float
+    is_whole: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.least:g} to {self.most:g}, usually {self.usual:g})"
 
 
 class CodecEntry(NamedTuple):
@@ -25,6 +40,7 @@ class CodecEntry(NamedTuple):
     learn: str = ""  # import string of its ``CalibratedPreset``; "" = nothing to learn
     exact: bool = False  # nothing is lost
     small_chunks: bool = False  # chunks of few tokens take no more bytes per token
+    parameters: tuple[Parameter, ...] = ()
 
 
 EXACT: Final = "raw"
@@ -94,6 +110,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         2.6,
         "RateQuant: TurboQuant-MSE with the bits dealt out to heads by what errors cost.",
         learn=f"{_PAPERS}.rate_quant:RATEQUANT",
+        parameters=(Parameter("bits", 2.5, 1, 8, is_whole=False), Parameter("least", 2, 0, 8)),
     ),
     "kvquant": CodecEntry(
         3.375,
@@ -104,6 +121,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         2.125,
         "CommVQ: eight neighbours as a sum of two learned vectors.",
         learn=f"{_PAPERS}.comm_vq:COMMVQ",
+        parameters=(Parameter("dim", 8, 2, 64), Parameter("stages", 2, 1, 8)),
     ),
     "manthan": CodecEntry(
         3.25,
@@ -122,6 +140,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         3.25,
         "TurboQuant-prod: two bits of levels and one sign of a sketch of what they missed.",
         make=f"{_PAPERS}.turbo_quant:tqprod",
+        parameters=(Parameter("bits", 3, 2, 4),),
     ),
     "base11": CodecEntry(
         3.625,
@@ -137,6 +156,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         2.1875,
         "VecInfer: smoothed keys, rotated, and four neighbours by one of 256 vectors.",
         make=f"{_PAPERS}.vecinfer:vecinfer",
+        parameters=(Parameter("bits", 2, 1, 2),),
     ),
     "polar": CodecEntry(
         3.875,
@@ -147,6 +167,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         2.0625,
         "QJL: a sketch of signs for keys, groups of two bits for values.",
         make=f"{_PAPERS}.qjl:qjl",
+        parameters=(Parameter("signs", 0, 0, 4096),),
     ),
     "rabitq": CodecEntry(
         2.6875,
@@ -157,11 +178,17 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
         3.0625,
         "turboQuantPlayground: rotated keys of three bits, values in groups of two bits.",
         make=f"{_PAPERS}.turboquant_playground:playground",
+        parameters=(
+            Parameter("key_bits", 3, 1, 8),
+            Parameter("value_bits", 2, 1, 8),
+            Parameter("group", 32, 2, 1024),
+        ),
     ),
     "kivi": CodecEntry(
         3.0,
         "KIVI: groups of 32 values of two bits, keys by channel and values by token.",
         make=f"{_PAPERS}.kivi:kivi",
+        parameters=(Parameter("bits", 2, 1, 8), Parameter("group", 32, 2, 1024)),
     ),
     "fp8": CodecEntry(
         8,
@@ -267,5 +294,107 @@ CODECS: Final[dict[str, CodecEntry]] = {**OWN, **LITERATURE}
 READY: Final = tuple(name for name, entry in OWN.items() if entry.make)
 # The product's codecs that learn a model; "dense3" is among both.
 CALIBRATED: Final = tuple(name for name, entry in OWN.items() if entry.learn)
+# Families of codecs that have a name for each number of bits: ``tq:bits=5`` is ``tq5``.
+FAMILIES: Final = {"tq": Parameter("bits", 3, 1, 8)}
 # All codecs that learn a model.
 LEARNABLE: Final = tuple(name for name, entry in CODECS.items() if entry.learn)
+
+
+def family_of(name: str) -> str:
+    """Return a codec's name without its parameters: ``kivi`` of ``kivi:bits=4``."""
+    return name.partition(":")[0] if "=" in name else name
+
+
+def canonical(name: str) -> str:
+    """Return the one way to write a preset's name.
+
+    Parameters that have their usual value are left out, others follow the order of the table, and a
+    member of a family has a name of its own: ``tq:bits=4`` is ``tq4``.
+
+    Raises:
+        ValueError: it names no codec, or gives it parameters that it does not take; says which
+            there are.
+    """
+    parts = parts_of(name)
+    return parts._replace(rows=_canonical_rows(parts.rows)).name
+
+
+def parameters_of(name: str) -> dict[str, float]:
+    """Return the parameters in a codec's name: all of its codec's, those left out as usual.
+
+    Raises ``ValueError`` as ``canonical``.
+    """
+    family = family_of(name)
+    known = {x.name: x for x in _parameters_of_family(family)}
+    found = {x.name: x.usual for x in known.values()}
+    for item in filter(None, name[len(family) + 1 :].split(",")):
+        key, _, text = item.partition("=")
+        if key not in known:
+            there = ", ".join(map(str, known.values())) or "none"
+            raise ValueError(f"codec {family!r} has no parameter {key!r}; there are {there}")
+        found[key] = _number(family, known[key], text)
+    return found
+
+
+def with_parameters(name: str, parameters: Mapping[str, float]) -> str:
+    """Return the name of a codec with parameters, written as ``canonical`` does.
+
+    Raises ``ValueError`` as that.
+    """
+    if not parameters:
+        return canonical(name)
+    given = ",".join(f"{key}={value:g}" for key, value in parameters.items())
+    return canonical(f"{name}{',' if '=' in name else ':'}{given}")
+
+
+def split_names(text: str) -> list[str]:
+    """Split a list of names at its commas, but for those between parameters."""
+    names: list[str] = []
+    for piece in (x.strip() for x in text.split(",")):
+        if names and "=" in piece and ":" not in piece:
+            names[-1] += f",{piece}"
+        else:
+            names.append(piece)
+    return names
+
+
+def _parameters_of_family(family: str) -> tuple[Parameter, ...]:
+    if family in FAMILIES:
+        return (FAMILIES[family],)
+    if family not in CODECS:
+        raise ValueError(unknown(family))
+    return CODECS[family].parameters
+
+
+def unknown(name: str) -> str:
+    """Return the sentence for a name that no codec has: the names, and what may have been meant."""
+    near = difflib.get_close_matches(name, [*CODECS, *FAMILIES], n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"no codec named {name!r}{hint}; there are {', '.join(CODECS)}"
+
+
+def _canonical_rows(name: str) -> str:
+    family = family_of(name)
+    if family == name and name not in FAMILIES:
+        return name  # without parameters; an import string of one's own, perhaps
+    found = parameters_of(name)
+    if family in FAMILIES:
+        return f"{family}{found[FAMILIES[family].name]:g}"
+    usual = {x.name: x.usual for x in CODECS[family].parameters}
+    given = [f"{key}={value:g}" for key, value in found.items() if value != usual[key]]
+    return f"{family}:{','.join(given)}" if given else family
+
+
+def _number(family: str, parameter: Parameter, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    is_allowed = parameter.least <= value <= parameter.most  # False of NaN
+    if not is_allowed or (parameter.is_whole and value != int(value)):
+        kind = "a whole number" if parameter.is_whole else "a number"
+        raise ValueError(
+            f"{parameter.name}={text} of codec {family!r}: {kind} from {parameter.least:g} to"
+            f" {parameter.most:g} is wanted"
+        )
+    return int(value) if parameter.is_whole else value

@@ -7,16 +7,43 @@ of one's own, ``module:Attr``: a codec, or something that returns one when calle
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from typing import TYPE_CHECKING
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import CODECS, LEARNABLE, STATES, WINDOWS, parts_of
+from kvstore.codecs.names import (
+    CODECS,
+    LEARNABLE,
+    STATES,
+    WINDOWS,
+    canonical,
+    family_of,
+    parameters_of,
+    parts_of,
+    unknown,
+)
 from kvstore.errors import UnknownCodec
 
 if TYPE_CHECKING:
     from kvstore.codecs.profile import Profile
     from kvstore.shapes import KVLayout
+
+
+ID_DIGITS: Final = 10  # of a digest of parameters, in a codec's id
+
+
+def canonical_name(name: str) -> str:
+    """Returns the one way to write a preset's name; ``tq:bits=4`` is ``tq4``.
+
+    Raises:
+        UnknownCodec: it names no codec, or gives it parameters that it does not take.
+    """
+    try:
+        return canonical(name)
+    except ValueError as error:
+        raise UnknownCodec(str(error)) from error
 
 
 def open_codec(name: str, profile: Profile | None = None) -> Codec:
@@ -25,14 +52,12 @@ def open_codec(name: str, profile: Profile | None = None) -> Codec:
     Raises:
         UnknownCodec: no such name, or it needs a profile that there is none of; says what to do.
     """
-    if profile is not None and name in profile.learned and name in LEARNABLE:
+    name = canonical_name(name)
+    family = family_of(name)
+    if profile is not None and name in profile.learned and family in LEARNABLE:
         from kvstore.codecs.calibrated import calibrated_codec
 
         return calibrated_codec(name, profile)
-    if name in LEARNABLE and not CODECS[name].make:
-        raise UnknownCodec(
-            f"codec {name!r} needs a profile of the model: run thermocline calibrate"
-        )
     return codec_by_name(name)
 
 
@@ -40,18 +65,36 @@ def codec_by_name(name: str) -> Codec:
     """Returns a preset that needs no profile, or the codec that an import string names.
 
     Raises:
-        UnknownCodec: no such name, or what it names is no codec; says which names there are.
+        UnknownCodec: no such name, it needs a profile, or what it names is no codec.
     """
-    target = CODECS[name].make or name if name in CODECS else name
+    name = canonical_name(name)
+    family = family_of(name)
+    if family not in CODECS:
+        return _imported(name, name, {})
+    if not CODECS[family].make:
+        preset = f" --presets {name}" if family != name else ""
+        raise UnknownCodec(
+            f"codec {name!r} needs a profile of the model: run thermocline calibrate{preset}"
+        )
+    if family == name:
+        return _imported(name, CODECS[name].make, {})
+    codec: Any = _imported(name, CODECS[family].make, parameters_of(name))
+    digest = blake2b(name.encode(), digest_size=ID_DIGITS // 2).hexdigest()
+    found: Codec = dataclasses.replace(codec, id=f"{codec.id}-{digest}")
+    return found
+
+
+def _imported(name: str, target: str, parameters: dict[str, float]) -> Codec:
+    """Returns what an import string names, or makes when it is called with ``parameters``."""
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UnknownCodec(f"no codec named {name!r}; there are {', '.join(CODECS)}")
+        raise UnknownCodec(unknown(name))
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise UnknownCodec(f"codec {name!r} cannot be imported: {error}") from error
     try:
-        codec: object = found() if callable(found) else found
+        codec: object = found(**parameters) if callable(found) else found
     except Exception as error:  # somebody else's code, named by mistake perhaps
         raise UnknownCodec(f"codec {name!r} cannot be made: {error}") from error
     if not isinstance(codec, Codec):
@@ -71,7 +114,8 @@ def check_name(name: str) -> None:
         raise UnknownCodec(
             f"{name!r} names no way of windows or states behind its +; there are {ways}"
         )
-    if rows not in CODECS:
+    rows = canonical_name(rows)
+    if family_of(rows) not in CODECS:
         codec_by_name(rows)
 
 
@@ -81,7 +125,8 @@ def is_exact(name: str) -> bool:
     Raises:
         UnknownCodec: there is none.
     """
-    rows, *ways = parts_of(name)
+    rows, *ways = parts_of(canonical_name(name))
+    rows = family_of(rows)
     return not any(ways) and (CODECS[rows].exact if rows in CODECS else codec_by_name(rows).exact)
 
 

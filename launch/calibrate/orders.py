@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from engines.calibration.messages import CalibrationOrder
 from engines.kv_budget import stated_context
 from kvstore.chunk_size import USUAL_TOKENS
-from kvstore.codecs.names import CODECS, FLOOR, OWN
-from kvstore.codecs.presets import check_name
+from kvstore.codecs.names import CODECS, FLOOR, OWN, split_names
+from kvstore.codecs.presets import canonical_name, check_name
 from kvstore.errors import UnknownCodec
 from launch.errors import UsageError
 from launch.model import find_model
@@ -88,14 +88,14 @@ def _check_text(path: Path) -> None:
 
 def presets_of(names: str | None) -> tuple[str, ...]:
     """The presets behind a list of names and groups, each once. Raises ``UsageError``."""
-    wanted = [x.strip() for x in (USUAL_PRESETS if names is None else names).split(",")]
+    wanted = split_names(USUAL_PRESETS if names is None else names)
     each = dict.fromkeys(preset for name in wanted for preset in GROUPS.get(name, (name,)))
-    for name in each:
-        try:
+    try:
+        for name in each:
             check_name(name)
-        except UnknownCodec as error:
-            raise UsageError(f"--presets: {error}") from error
-    return tuple(each)
+        return tuple(dict.fromkeys(map(canonical_name, each)))
+    except UnknownCodec as error:
+        raise UsageError(f"--presets: {error}") from error
 
 
 def _window_tokens(longest: int | None) -> int:

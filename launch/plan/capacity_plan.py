@@ -12,7 +12,7 @@ from engines.calibration.gate.choice import Choice
 from engines.kv_budget import stated_context
 from kvstore.chunk_size import SMALL_TOKENS, chunk_tokens
 from kvstore.codecs.base import Codec
-from kvstore.codecs.names import CODECS, READY, first_part, for_session
+from kvstore.codecs.names import CODECS, READY, family_of, first_part, for_session
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.states.session_codec import SessionCodec, open_session_codec
@@ -271,7 +271,9 @@ class _Planner:
         named = [
             x for x in (store.codec, store.disk_codec, store.redis_codec) if x not in ("", AUTO)
         ]
-        learned = [x for x in (self.profile.learned if self.profile else ()) if x in CODECS]
+        learned = [
+            x for x in (self.profile.learned if self.profile else ()) if family_of(x) in CODECS
+        ]
         return ContextPlan(
             context=num_tokens,
             hot_bytes_per_session=self.hot.idle_bytes(num_tokens),

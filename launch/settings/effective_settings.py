@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engines.config import EngineConfig
+from kvstore.codecs.names import CODECS, canonical, parts_of, unknown
+from kvstore.config import AUTO, StoreConfig
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import Folders, folders
 from launch.machine.gpus import Gpu, find_gpus
@@ -68,6 +70,7 @@ def effective_settings(
         UsageError: a setting is wrong.
     """
     chosen = resolve(layers).settings
+    _check_codecs(chosen.store)
     where = folders(chosen.data_dir, chosen.cache_dir, environ)
     gpus = find_gpus()
     kind = engine_kind(chosen.engine, gpus)
@@ -101,6 +104,19 @@ def effective_settings(
         assumes_gpu=assumes_gpu,
     )
     return replace(effective, engines=_divided(effective, alone)) if alone else effective
+
+
+def _check_codecs(store: StoreConfig) -> None:
+    """Check the names of codecs and their parameters; one's own is imported later."""
+    for field in ("codec", "disk_codec", "redis_codec"):
+        name = getattr(store, field)
+        rows = parts_of(name).rows
+        try:
+            canonical(name)
+            if name not in ("", AUTO) and ":" not in rows and rows not in CODECS:
+                raise ValueError(unknown(rows))
+        except ValueError as error:
+            raise UsageError(f"store.{field}: {error}") from error
 
 
 def _each_alone(

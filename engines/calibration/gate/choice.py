@@ -20,10 +20,11 @@ from kvstore.codecs.names import (
     LEARNABLE,
     OWN,
     USUAL_STATES,
+    family_of,
     first_part,
     for_session,
 )
-from kvstore.codecs.presets import codec_by_name, open_codec
+from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
@@ -97,9 +98,9 @@ def choose_tiers(
     and states alike, too: as the fastest of them does, or exactly.
     """
     names: dict[TierName, str] = {
-        "ram": config.codec,
-        "disk": config.disk_codec or config.codec,
-        "redis": config.redis_codec or config.codec,
+        "ram": _written(config.codec),
+        "disk": _written(config.disk_codec or config.codec),
+        "redis": _written(config.redis_codec or config.codec),
     }
     auto = AUTO in names.values() and _has_choice(layout, states)
     model = _Model(layout, profile, unmeasurable, states)
@@ -115,6 +116,11 @@ def choose_tiers(
 
     quick = fastest_tiers(config)
     return _alike({x: choice(name, name == AUTO and x in quick) for x, name in names.items()})
+
+
+def _written(name: str) -> str:
+    """Return a setting's name as measured rows have it."""
+    return name if name == AUTO else canonical_name(name)
 
 
 def _alike(choices: Mapping[TierName, Choice]) -> dict[TierName, Choice]:
@@ -346,7 +352,7 @@ def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
         codec = session.kv if session is not None else open_codec(name, own)
         codec.check(model.layout)
     except UnknownCodec:
-        if first_part(name) in LEARNABLE:
+        if family_of(first_part(name)) in LEARNABLE:
             return None
         raise
     choice = Choice(name, codec, "", session=session)

@@ -5,7 +5,7 @@ Formula: x[8 i : 8 i + 8] = v1[c1] + v2[c2], with 256 vectors in each stage. Com
 stages together and makes them commute with RoPE, so that attention can work on codes; a cold store
 restores whole keys, so un-RoPE before and RoPE behind do as well, and stages are learned one by
 one.
-Size: two bytes for 8 neighbours, 2 + 16 / D bits.
+Size: ``stages`` bytes for ``dim`` neighbours, 2 + 16 / D bits: 64 times smaller with one of 32.
 Paper: CommVQ, arXiv 2506.18879.
 """
 
@@ -27,6 +27,7 @@ from kvstore.codecs.stages.gain import HalfGain, root_mean_squares
 from kvstore.codecs.stages.mean import ModelMean
 from kvstore.codecs.stages.planes import BitPlanes
 from kvstore.codecs.stages.un_rope import UnRope
+from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout
 
 HEAD = Scope("head")
@@ -44,6 +45,8 @@ class CommVQ:
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
         learned = {}
         for number, shape in enumerate(stack_shapes(HEAD, samples.layout)):
+            if shape.width % self.dim:
+                raise UnknownCodec(f"commvq: {shape.width} values are no groups of {self.dim}")
             sizes = functools.partial(root_mean_squares, shape=shape)
             texts = [stack for stack, _ in unit_rows(samples, shape, means, sizes)]
             rows = np.concatenate(texts, axis=1)

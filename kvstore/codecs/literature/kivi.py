@@ -3,7 +3,7 @@
 Idea: channels of keys differ in size and tokens of values do, so each is grouped along what is
 even.
 Formula: code = round((x - smallest) / step), with fp16 smallest and step for each group.
-Size: 3 bits, the two numbers of a group included.
+Size: 3 bits, the two numbers of a group included; b + 32 / group bits with other parameters.
 Paper: KIVI, arXiv 2402.02750.
 """
 
@@ -13,12 +13,12 @@ import functools
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
-from kvstore.codecs.literature.stages.min_max import grouped
+from kvstore.codecs.literature.stages.min_max import GROUP, grouped
 from kvstore.codecs.stacks.stack_codec import StackCodec
 
 
-def kivi() -> Codec:
+def kivi(bits: int = 2, group: int = GROUP) -> Codec:
     """Makes the preset ``kivi``."""
-    keys = functools.partial(grouped, bits=2, along="tokens")
-    values = functools.partial(grouped, bits=2, along="width")
+    keys = functools.partial(grouped, bits=bits, along="tokens", group=group)
+    values = functools.partial(grouped, bits=bits, along="width", group=group)
     return StackCodec("kivi.1", HeadPipelines(keys, values))

@@ -1,9 +1,9 @@
 """QJL: a sketch of signs for keys, groups for values.
 
-Idea: a key needs no scale or zero point if only the signs of its projections onto D random
+Idea: a key needs no scale or zero point if only the signs of its projections onto m random
 directions are kept, and its norm. Values go in groups of 32 with 2 bits, as in KIVI.
-Formula: k is restored as sqrt(pi / 2) / D |k| S^T sign(S k), which is unbiased.
-Size: keys 1 + 16 / D bits, values 3 bits.
+Formula: k is restored as sqrt(pi / 2) / m |k| S^T sign(S k), which is unbiased.
+Size: keys m / D + 16 / D bits (m is D unless it is given), values 3 bits.
 Paper: QJL, arXiv 2406.03482.
 """
 
@@ -14,7 +14,7 @@ import functools
 import numpy as np
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal_bits, planes_of
+from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
 from kvstore.codecs.literature.stages.min_max import grouped
 from kvstore.codecs.literature.stages.sign import Sign
 from kvstore.codecs.literature.stages.sketch import directions, sign_size
@@ -25,10 +25,11 @@ from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.gain import HalfGain
 
 
-def qjl() -> Codec:
-    """Makes the preset ``qjl``."""
+def qjl(signs: int = 0) -> Codec:
+    """Makes the preset ``qjl`` with so many signs for each key; 0 = as many as values."""
+    keys = functools.partial(_sketched, num_signs=signs)
     values = functools.partial(grouped, bits=2, along="width")
-    return StackCodec("qjl.1", HeadPipelines(_sketched, values))
+    return StackCodec("qjl.1", HeadPipelines(keys, values))
 
 
 class Sketch:
@@ -52,7 +53,8 @@ class Sketch:
         return 0
 
 
-def _sketched(shape: StackShape) -> Pipeline:
-    sketch, gain = Sketch(shape.width, shape.width), HalfGain(shape, is_fitted=False)
-    coder = planes_of(shape, equal_bits(shape, 1))
+def _sketched(shape: StackShape, num_signs: int) -> Pipeline:
+    num_signs = num_signs or shape.width
+    sketch, gain = Sketch(shape.width, num_signs), HalfGain(shape, is_fitted=False)
+    coder = planes_of(shape, np.ones(num_signs, np.int64))
     return Pipeline(shape, (), gain, (sketch,), Sign(1), coder)

@@ -5,8 +5,8 @@ Lloyd-Max levels serves them all (TurboQuant-MSE). TurboQuant-prod spends the la
 of what the levels missed (see ``stages.sketch``), which makes products with a query unbiased.
 Formula: code = level nearest to (H S x) sqrt(D) / |x|; ours keeps the norm that fits the levels
 best (norm correction), which the paper lacks.
-Size: ``tq1`` .. ``tq8``: b + 16 / D bits. ``tqprod``: 2 bits, one sign and the residual's norm, 3 +
-32 / D bits; it has five times the error of spending the third bit on levels.
+Size: ``tq1`` .. ``tq8``: b + 16 / D bits. ``tqprod``: b - 1 bits, one sign and the residual's norm,
+b + 32 / D bits; with three it has five times the error of spending the third bit on levels.
 Paper: TurboQuant, arXiv 2504.19874.
 """
 
@@ -39,9 +39,10 @@ def turbo_quant(num_bits: int) -> Codec:
 tq1, tq2, tq5, tq6, tq7, tq8 = (functools.partial(turbo_quant, n) for n in (1, 2, 5, 6, 7, 8))
 
 
-def tqprod() -> Codec:
-    """Makes the preset ``tqprod``."""
-    return StackCodec("tqprod.1", HeadPipelines(_two_bits_and_sketch, _two_bits_and_sketch))
+def tqprod(bits: int = 3) -> Codec:
+    """Makes the preset ``tqprod``; one of its bits is the sketch's."""
+    rows = functools.partial(_levels_and_sketch, level_bits=bits - 1)
+    return StackCodec("tqprod.1", HeadPipelines(rows, rows))
 
 
 class SketchedResidual:
@@ -80,6 +81,7 @@ class SketchedResidual:
         return restored
 
 
-def _two_bits_and_sketch(shape: StackShape) -> Pipeline:
-    quantiser = SketchedResidual(normal_levels(shape, 4), 2, shape.width)
+def _levels_and_sketch(shape: StackShape, level_bits: int) -> Pipeline:
+    first = normal_levels(shape, 1 << level_bits)
+    quantiser = SketchedResidual(first, level_bits, shape.width)
     return rotated(shape, quantiser, quantiser.bits)

@@ -5,13 +5,14 @@ keys fit for it.
 Formula: each channel of the keys over the root of its largest value, then signs and Hadamard, then
 the nearest vector of a codebook. The paper learns smoothing and codebook; here the chunk gives the
 factors, at two bytes a channel, and k-means of normal vectors the codebook: no profile is needed.
-Size: 2 + 16 / D bits, keys 16 / 128 bits more.
+Size: 2 + 16 / D bits, keys 16 / 128 bits more. With 1 bit a vector has eight neighbours.
 Paper: VecInfer, arXiv 2510.06175.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -25,13 +26,14 @@ from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.errors import Corrupt
 
-DIM = 4  # neighbours in one vector
+CODE_BITS = NUM_VECTORS.bit_length() - 1  # for all neighbours of a vector
 SMALLEST, LARGEST = np.float32(2.0**-10), np.float32(2.0**10)
 
 
-def vecinfer() -> Codec:
+def vecinfer(bits: int = 2) -> Codec:
     """Makes the preset ``vecinfer``."""
-    return StackCodec("vecinfer.1", HeadPipelines(_smoothed_vectors, _vectors))
+    make = (functools.partial(x, dim=CODE_BITS // bits) for x in (_smoothed_vectors, _vectors))
+    return StackCodec("vecinfer.1", HeadPipelines(*make))
 
 
 class ChunkScale:
@@ -60,10 +62,10 @@ class ChunkScale:
         return 2 * self._shape[0] * self._shape[2]
 
 
-def _vectors(shape: StackShape) -> Pipeline:
-    bits = np.full(shape.width // DIM, NUM_VECTORS.bit_length() - 1)
-    return rotated(shape, ProductVectors(normal_vectors(DIM)), bits)
+def _vectors(shape: StackShape, dim: int) -> Pipeline:
+    bits = np.full(shape.width // dim, CODE_BITS)
+    return rotated(shape, ProductVectors(normal_vectors(dim)), bits)
 
 
-def _smoothed_vectors(shape: StackShape) -> Pipeline:
-    return dataclasses.replace(_vectors(shape), before=(ChunkScale(shape),))
+def _smoothed_vectors(shape: StackShape, dim: int) -> Pipeline:
+    return dataclasses.replace(_vectors(shape, dim), before=(ChunkScale(shape),))

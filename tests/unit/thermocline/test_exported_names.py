@@ -12,8 +12,8 @@ import pytest
 import thermocline
 
 PUBLIC = """
-CodecInfo Corrupt KVLayer KVLayout Method Mismatch Packed Profile Quality UnknownCodec codebook
-codec codecs
+CodecInfo Corrupt KVLayer KVLayout Method Mismatch NoScores Packed Profile Quality UnknownCodec
+codebook codec codecs
 """
 
 

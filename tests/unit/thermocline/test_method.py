@@ -14,6 +14,17 @@ from tests.unit.kvstore.codecs.samples import cosine, layout_of, run_of, uneven
 from thermocline import Corrupt, KVLayer, KVLayout, Mismatch, Packed
 
 NAMES = [name for name, info in thermocline.codecs().items() if not info.needs_profile]
+VARIED = {
+    "tq:bits=2": 2.125,
+    "tqprod:bits=2": 2.25,
+    "tqprod:bits=4": 4.25,
+    "kivi:bits=4": 5,
+    "kivi:bits=4,group=64": 4.5,
+    "vecinfer:bits=1": 1.1875,
+    "playground:key_bits=4,value_bits=4,group=64": 4.3125,
+    "qjl:signs=256": 2.5625,
+    "qjl:signs=100": 1.953,
+}
 ROWS = ("lm3", "tq3", "tq4", "tq1", "tq8", "manthan")
 PAST_SINKS = 1 << 20
 
@@ -58,6 +69,45 @@ def test_bits_are_those_of_the_catalogue():
     for name in {*NAMES} - {"dense3"}:  # a profile makes it larger
         stated = thermocline.codecs()[name].bits
         assert thermocline.codec(name).bits() == pytest.approx(stated, abs=0.01), name
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_parameters_change_the_bits_and_rows_come_back(name):
+    method, rows = thermocline.codec(name), uneven((2, 40, 64))
+    assert method.bits() == pytest.approx(VARIED[name], abs=0.01)
+    for side in ("key", "value"):
+        packed = method.pack(rows, side, first_token=4)
+        assert cosine(rows, method.restore(packed)) > (0.35 if side == "key" else 0.6)
+
+
+def test_more_bits_lose_less():
+    rows = uneven((2, 64, 64))
+
+    def error(name, **parameters):
+        method = thermocline.codec(name, **parameters)
+        return np.mean((method.restore(method.pack(rows, first_token=4)) - rows) ** 2)
+
+    for name, key, values in (
+        ("tq", "bits", range(1, 9)),
+        ("kivi", "bits", (1, 2, 4, 8)),
+        ("tqprod", "bits", (2, 3, 4)),
+        ("playground", "key_bits", (2, 4, 6)),
+        ("qjl", "signs", (64, 256, 1024)),
+        ("vecinfer", "bits", (1, 2)),
+    ):
+        errors = [error(name, **{key: value}) for value in values]
+        assert errors == sorted(errors, reverse=True), name
+
+
+def test_parameters_by_name_or_in_the_name_are_the_same():
+    assert thermocline.codec("tq", bits=4).id == thermocline.codec("tq4").id
+    assert (
+        thermocline.codec("kivi", bits=4, group=64).id
+        == thermocline.codec("kivi:group=64,bits=4").id
+    )
+    with pytest.raises(thermocline.UnknownCodec, match="no parameter 'bit'; there are bits"):
+        thermocline.codec("kivi", bit=4)
+    assert [x.name for x in thermocline.codecs()["kivi"].parameters] == ["bits", "group"]
 
 
 def test_numpy_is_the_definition_of_the_compiled_kernels():
@@ -146,3 +196,36 @@ def test_a_forged_size_gets_no_memory():
     forged = Packed(packed.codec_id, packed.layout, 0, 1 << 31, packed.payload)
     with pytest.raises(Corrupt, match="fewer than"):
         thermocline.codec("tq3").restore(forged)
+
+
+@pytest.mark.parametrize("dim", [64, 100])
+@pytest.mark.parametrize("first_token", [0, 2, 50])
+def test_scores_and_sums_are_those_of_restored_rows(dim, first_token):
+    method, rng = thermocline.codec("tq3", backend="numpy"), np.random.default_rng(3)
+    rows = uneven((2, 30, dim))
+    rows[1, 20] = 0  # rows that cannot be packed
+    rows[0, 9, 1] = 1e30
+    query = rng.standard_normal((2, 5, dim)).astype(np.float32)
+    weights = rng.random((2, 5, 30)).astype(np.float32)
+    weights[0, :, 9] = 0
+    packed = method.pack(rows, first_token=first_token)
+    restored = method.restore(packed)
+    right = np.einsum("hqd,htd->hqt", query, restored)
+    # Restored rows are rounded to bf16, and products with packed ones are not.
+    size = np.linalg.norm(query, axis=2)[..., None] * np.linalg.norm(restored, axis=2)[:, None]
+    assert (np.abs(method.scores(query, packed) - right) <= 1e-6 + size / 256).all()
+    right = np.einsum("hqt,htd->hqd", weights, restored)
+    size = np.einsum("hqt,htd->hqd", weights, np.abs(restored))
+    assert (np.abs(method.weighted_sum(weights, packed) - right) <= 1e-5 + size / 256).all()
+
+
+def test_scores_of_wrong_shapes_and_of_other_methods_are_refused():
+    method = thermocline.codec("tq4", backend="numpy")
+    packed = method.pack(uneven((2, 8, 64)))
+    with pytest.raises(ValueError, match=r"fp32 \(2, queries, 64\)"):
+        method.scores(np.zeros((3, 1, 64), np.float32), packed)
+    with pytest.raises(ValueError, match=r"fp32 \(2, queries, 8\)"):
+        method.weighted_sum(np.zeros((2, 1, 9), np.float32), packed)
+    kivi = thermocline.codec("kivi")
+    with pytest.raises(thermocline.NoScores, match=r"kivi\.1 have to be restored"):
+        kivi.scores(np.zeros((2, 1, 64), np.float32), kivi.pack(uneven((2, 8, 64))))

@@ -92,8 +92,8 @@ class Rounded:
         return codes.astype(np.float32)
 
 
-def grouped(shape: StackShape, bits: int, along: Axis) -> Pipeline:
-    """Makes the pipeline of KIVI: groups of ``GROUP`` values, codes of ``bits``."""
-    groups = MinMaxGroups(shape, bits, GROUP, along)
+def grouped(shape: StackShape, bits: int, along: Axis, group: int = GROUP) -> Pipeline:
+    """Makes the pipeline of KIVI: groups of so many values, codes of ``bits``."""
+    groups = MinMaxGroups(shape, bits, group, along)
     coder = planes_of(shape, equal_bits(shape, bits))
     return Pipeline(shape, (), HalfRange(shape), (groups,), Rounded(bits), coder)

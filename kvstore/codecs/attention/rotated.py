@@ -1,0 +1,131 @@
+"""Products with queries, and weighted sums, of rows as ``rows.rotated_rows`` packs them.
+
+A row is restored as ``unit S H^T level[code]``. So
+
+    q . row             = unit (H S q) . level[code]          the query is rotated, once
+    sum of weight row   = S H^T sum of weight unit level[code]  the sum is rotated back, once
+
+and no row is ever restored. The rotation costs as much as one row does, whatever there are.
+Rows whose scale is zero count as zero. Sums are in fp32, so their last bits depend on the order;
+values agree with restoring and multiplying to within that.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.codecs import floats
+from kvstore.codecs.rows import packing, rotation
+from kvstore.codecs.rows.rotated_rows import RotatedRows
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 1e-4  # of the largest value, between compiled code and numpy
+
+
+class RowAttention(Protocol):
+    """Attends to rows of one format and length. Stateless and thread-safe."""
+
+    def scores(
+        self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Writes the product of every query with every row of its head to ``out``.
+
+        ``query``: fp32 (heads, queries, dim). ``codes``: uint8 (heads, tokens, row_nbytes), rows
+        side by side. ``scales``: uint16 (heads, tokens). ``out``: fp32 (heads, queries, tokens).
+        The last axis of each is contiguous.
+        """
+
+    def add_weighted(
+        self, weights: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Adds weighted sums of the rows of each head to ``out``, fp32 (heads, queries, dim).
+
+        ``weights``: fp32 (heads, queries, tokens); the others as for ``scores``.
+        """
+
+
+@dataclass(frozen=True)
+class ReferenceAttention:
+    """The definition, in numpy. Implements ``RowAttention``."""
+
+    rows: RotatedRows
+    dim: int
+
+    def scores(
+        self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
+    ) -> None:
+        levels = self._levels(codes, scales)
+        np.matmul(self._rotated(query), levels.swapaxes(1, 2), out=out)
+
+    def add_weighted(
+        self, weights: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
+    ) -> None:
+        sums = np.matmul(weights, self._levels(codes, scales)).reshape(-1, self.dim)
+        signs = rotation.sign_masks(self.dim)
+        out += rotation.flip_signs(rotation.rotate_back(sums), signs).reshape(out.shape)
+
+    def _rotated(self, query: np.ndarray) -> np.ndarray:
+        flat = np.ascontiguousarray(query, np.float32).reshape(-1, self.dim)
+        signed = rotation.flip_signs(flat, rotation.sign_masks(self.dim))
+        return rotation.rotate(signed).reshape(query.shape)
+
+    def _levels(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Returns rows before their rotation, fp32 (heads, tokens, dim)."""
+        levels = self.rows.levels.astype(np.float32)
+        flat = np.ascontiguousarray(codes).reshape(-1, codes.shape[2])
+        numbers = packing.from_planes(flat, self.rows.num_bits)
+        units = floats.widen_normal_fp16(scales) * self.rows.unit_of(self.dim)
+        units = np.where(scales == 0, np.float32(0), units)
+        rows: np.ndarray = np.concatenate([levels, -levels])[numbers].reshape(*scales.shape, -1)
+        return rows * units[..., None]
+
+
+@functools.cache
+def row_attention(rows: RotatedRows, dim: int) -> RowAttention:
+    """Returns compiled code if it agrees with numpy on this host, else numpy."""
+    reference = ReferenceAttention(rows, dim)
+    compiled = _compiled_module()
+    kernel = compiled.attention_of(rows, dim) if compiled is not None else None
+    if kernel is None or not _agree(kernel, reference, rows, dim):
+        return reference
+    found: RowAttention = kernel
+    return found
+
+
+@functools.cache
+def _compiled_module() -> ModuleType | None:
+    try:
+        from kvstore.codecs.kernels.rows import numba_attention as compiled
+    except ImportError as error:
+        logger.info("scores of packed rows run in numpy, slower: %s", error)
+        return None
+    return compiled
+
+
+def _agree(kernel: RowAttention, reference: RowAttention, rows: RotatedRows, dim: int) -> bool:
+    """Says whether both give the same for a few rows, one of them not packed."""
+    wave = np.sin(np.arange(2 * 7 * dim, dtype=np.float32) ** 2).reshape(-1, dim)
+    codes, scales = rows.pack(wave)
+    codes, scales = codes.reshape(2, 7, -1), scales.reshape(2, 7)
+    scales[1, 3] = 0
+    for query in (wave[:2].reshape(2, 1, dim), wave[:8].reshape(2, 4, dim)):
+        weights = np.abs(query[:, :, :7]).copy()
+        results = []
+        for each in (kernel, reference):
+            products = np.empty((2, query.shape[1], 7), np.float32)
+            sums = np.zeros_like(query)
+            each.scores(query, codes, scales, products)
+            each.add_weighted(weights, codes, scales, sums)
+            results.append((products, sums))
+        for one, other in zip(*results, strict=True):
+            if not np.allclose(one, other, rtol=0, atol=TOLERANCE * np.abs(other).max()):
+                logger.warning("scores of %s rows of %d are wrong: using numpy", rows, dim)
+                return False
+    return True

@@ -1,0 +1,204 @@
+"""Products and weighted sums of packed rows as numba functions; the counterpart of
+``kvstore.codecs.attention.rotated``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from kvstore.codecs.kernels.emit.emitter import Emitter
+from kvstore.codecs.kernels.numba_functions import array_of, compiled, tuple_items
+from kvstore.codecs.kernels.rows import attend_rows
+from kvstore.codecs.kernels.rows.row_shape import RowShape, has_kernel
+from kvstore.codecs.kernels.sources import SOURCES
+from kvstore.codecs.rows.rotated_rows import RotatedRows
+from kvstore.codecs.rows.rotation import base_matrix, order_of, sign_masks
+
+MOST_QUERIES = 4  # of one key's row at a time: their sums have to fit into registers
+
+
+def _attend_intrinsic(emit: Callable[..., None]) -> Any:
+    """Make an intrinsic (num_bits, dim, number of queries, sources: all literal; addresses)."""
+
+    def typed(context: Any, bits: Any, dim: Any, queries: Any, sources: Any, at: Any) -> Any:
+        shape = RowShape(bits.literal_value, dim.literal_value, "float32")
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            e = Emitter(builder, shape.lanes)
+            emit(e, shape, queries.literal_value, tuple_items(builder, at, args[4]))
+            return context.get_dummy_value()
+
+        return types.void(bits, dim, queries, sources, at), generate
+
+    return intrinsic(prefer_literal=True)(typed)
+
+
+def _sums_of_tile(e: Emitter, shape: RowShape, queries: int, at: tuple[Any, ...]) -> None:
+    attend_rows.emit_sums(e, shape, queries, attend_rows.TILE_TOKENS, at)
+
+
+def _sums_of_one(e: Emitter, shape: RowShape, queries: int, at: tuple[Any, ...]) -> None:
+    attend_rows.emit_sums(e, shape, queries, 1, at)
+
+
+_scores = _attend_intrinsic(attend_rows.emit_scores)
+_add_tile = _attend_intrinsic(_sums_of_tile)
+_add_one = _attend_intrinsic(_sums_of_one)
+
+
+@njit
+def _rotate(x: Any, signs: Any, base: Any, power: int, back: bool) -> None:
+    """Multiply fp32 (dim,) by signs and H in place, or by the transpose of that."""
+    count = len(base)
+    if not back:
+        for i in range(len(x)):
+            x[i] *= signs[i]
+    else:
+        _multiply_base(x, base.T, count, power)
+    distance = 1
+    while distance < power:
+        for start in range(0, len(x), 2 * distance):
+            for i in range(start, start + distance):
+                low, high = x[i], x[i + distance]
+                x[i], x[i + distance] = low + high, low - high
+        distance *= 2
+    if not back:
+        _multiply_base(x, base, count, power)
+    else:
+        for i in range(len(x)):
+            x[i] *= signs[i]
+
+
+@njit
+def _multiply_base(x: Any, base: Any, count: int, power: int) -> None:
+    if count == 1:
+        return
+    old = x.copy()
+    for row in range(count):
+        for i in range(power):
+            total = np.float32(0)
+            for k in range(count):
+                total += base[row, k] * old[k * power + i]
+            x[row * power + i] = total
+
+
+def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
+    sources, row_nbytes = SOURCES, bits * dim // 8
+
+    def scores(
+        codes: Any, scales: Any, query: Any, out: Any, signs: Any, base: Any, power: int
+    ) -> None:
+        heads, tokens = scales.shape
+        rotated = np.empty((num_queries, dim), np.float32)
+        for head in range(heads):
+            rotated[:] = query[head]
+            for q in range(num_queries):
+                _rotate(rotated[q], signs, base, power, False)
+            row = codes.ctypes.data + head * codes.strides[0]
+            scale = scales.ctypes.data + head * scales.strides[0]
+            target = out.ctypes.data + head * out.strides[0]
+            for _ in range(tokens):
+                at = (row, scale, rotated.ctypes.data, target, out.strides[1])
+                _scores(bits, dim, num_queries, sources, at)
+                row += row_nbytes
+                scale += 2
+                target += 4
+        rotated[0, 0] = 0  # numba frees an array behind its last use, and an address is no use
+
+    return compiled(types.void, scores, *_argument_types())
+
+
+def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
+    sources, row_nbytes, tile = SOURCES, bits * dim // 8, attend_rows.TILE_TOKENS
+
+    def sums(
+        codes: Any, scales: Any, weights: Any, out: Any, signs: Any, base: Any, power: int
+    ) -> None:
+        heads, tokens = scales.shape
+        total = np.empty((num_queries, dim), np.float32)
+        for head in range(heads):
+            total[:] = 0
+            row = codes.ctypes.data + head * codes.strides[0]
+            scale = scales.ctypes.data + head * scales.strides[0]
+            weight = weights.ctypes.data + head * weights.strides[0]
+            step = weights.strides[1]
+            whole = tokens - tokens % tile
+            for _ in range(0, whole, tile):
+                at = (row, scale, weight, step, total.ctypes.data)
+                _add_tile(bits, dim, num_queries, sources, at)
+                row += tile * row_nbytes
+                scale += tile * 2
+                weight += tile * 4
+            for _ in range(whole, tokens):
+                at = (row, scale, weight, step, total.ctypes.data)
+                _add_one(bits, dim, num_queries, sources, at)
+                row += row_nbytes
+                scale += 2
+                weight += 4
+            for q in range(num_queries):
+                _rotate(total[q], signs, base, power, True)
+            out[head] += total
+        total[0, 0] = 0  # as in ``scores``
+
+    return compiled(types.void, sums, *_argument_types())
+
+
+def _argument_types() -> tuple[Any, ...]:
+    codes = types.Array(types.uint8, 3, "A", readonly=True)
+    scales = types.Array(types.uint16, 2, "A", readonly=True)
+    given = types.Array(types.float32, 3, "A", readonly=True)
+    out = types.Array(types.float32, 3, "A")
+    base = types.Array(types.float32, 2, "C", readonly=True)
+    return codes, scales, given, out, array_of(types.float32, 1), base, types.int64
+
+
+@functools.cache
+def _kernels(bits: int, dim: int, num_queries: int) -> tuple[Any, Any]:
+    shape = (bits, dim, num_queries)
+    return _scores_function(*shape), _sums_function(*shape)
+
+
+@dataclass(frozen=True)
+class NumbaAttention:
+    """Implements ``kvstore.codecs.attention.rotated.RowAttention`` with compiled functions."""
+
+    rows: RotatedRows
+    dim: int
+
+    def scores(
+        self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
+    ) -> None:
+        for part in _blocks(query.shape[1]):
+            kernel, _ = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
+            kernel(codes, scales, query[:, part], out[:, part], *self._rotation)
+
+    def add_weighted(
+        self, weights: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
+    ) -> None:
+        for part in _blocks(weights.shape[1]):
+            _, kernel = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
+            kernel(codes, scales, weights[:, part], out[:, part], *self._rotation)
+
+    @functools.cached_property
+    def _rotation(self) -> tuple[np.ndarray, np.ndarray, int]:
+        order = order_of(self.dim)
+        assert order is not None
+        signs = 1 - 2 * (sign_masks(self.dim) >> 31).astype(np.float32)
+        return signs, base_matrix(order.base), order.power
+
+
+def _blocks(num_queries: int) -> list[slice]:
+    starts = range(0, num_queries, MOST_QUERIES)
+    return [slice(i, min(i + MOST_QUERIES, num_queries)) for i in starts]
+
+
+def attention_of(rows: RotatedRows, dim: int) -> NumbaAttention | None:
+    """Return the compiled functions for rows of this length, None where there are none."""
+    return NumbaAttention(rows, dim) if has_kernel(dim) else None

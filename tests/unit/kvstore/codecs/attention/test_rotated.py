@@ -1,0 +1,90 @@
+"""Products with packed rows, and weighted sums: numpy, compiled, and restoring first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.codecs.attention.rotated import ReferenceAttention, row_attention
+from kvstore.codecs.rows import rotation
+from kvstore.codecs.rows.rotated_rows import RotatedRows
+from tests.unit.kvstore.codecs.samples import uneven
+
+
+def packed(num_bits, dim, num_tokens, heads=2):
+    """Codes, scales, and what they are restored to; one row is not packed and counts as zero."""
+    rows = RotatedRows(num_bits)
+    codes, scales = rows.pack(uneven((heads * num_tokens, dim)))
+    scales[1] = 0
+    restored = rows.unpack(codes, scales, dim).reshape(heads, num_tokens, dim)
+    restored.reshape(-1, dim)[1] = 0
+    shape = (heads, num_tokens)
+    return codes.reshape(*shape, -1), scales.reshape(shape), restored
+
+
+def check(attention, num_bits, dim, num_queries, num_tokens=37):
+    codes, scales, restored = packed(num_bits, dim, num_tokens)
+    query = uneven((2, num_queries, dim), seed=1)
+    scores = np.empty((2, num_queries, num_tokens), np.float32)
+    attention.scores(query, codes, scales, scores)
+    right = np.einsum("hqd,htd->hqt", query, restored)
+    assert np.allclose(scores, right, rtol=0, atol=2e-5 * np.abs(right).max())
+    weights = np.abs(uneven((2, num_queries, num_tokens), seed=2))
+    sums = np.ones((2, num_queries, dim), np.float32)
+    attention.add_weighted(weights, codes, scales, sums)
+    right = 1 + np.einsum("hqt,htd->hqd", weights, restored)
+    assert np.allclose(sums, right, rtol=0, atol=2e-5 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("num_bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dim", [16, 64, 80, 112])
+def test_the_definition_is_restoring_and_multiplying(num_bits, dim):
+    for num_queries in (1, 4):
+        check(ReferenceAttention(RotatedRows(num_bits), dim), num_bits, dim, num_queries)
+
+
+@pytest.mark.slow
+def test_compiled_code_agrees():
+    pytest.importorskip("numba")
+    attention = row_attention(RotatedRows(3), 64)
+    assert not isinstance(attention, ReferenceAttention)
+    for num_tokens in (1, 4, 37):
+        check(attention, 3, 64, 5, num_tokens)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 112])
+def test_the_compiled_rotation_is_that_of_rows(dim):
+    pytest.importorskip("numba")
+    from kvstore.codecs.kernels.rows.numba_attention import _rotate, attention_of
+
+    attention, row = attention_of(RotatedRows(3), dim), uneven((1, dim))
+    signs, base, power = attention._rotation
+    right = rotation.rotate(rotation.flip_signs(row, rotation.sign_masks(dim)))
+    turned = row[0].copy()
+    _rotate(turned, signs, base, power, False)
+    assert np.allclose(turned, right[0], rtol=0, atol=1e-5 * np.abs(right).max())
+    _rotate(turned, signs, base, power, True)
+    assert np.allclose(turned, dim * row[0], rtol=0, atol=1e-5 * dim * np.abs(row).max())
+
+
+@pytest.mark.slow
+def test_parts_of_longer_arrays_are_read():
+    """Caches have room behind their rows, and several sessions' scores share an array."""
+    pytest.importorskip("numba")
+    codes, scales, restored = packed(3, 64, 40)
+    query = uneven((2, 4, 64), seed=1)
+    wide = np.full((2, 4, 60), 7, np.float32)
+    attention = row_attention(RotatedRows(3), 64)
+    attention.scores(query, codes[:, :24], scales[:, :24], wide[:, :, 5:29])
+    right = np.einsum("hqd,htd->hqt", query, restored[:, :24])
+    assert np.allclose(wide[:, :, 5:29], right, rtol=0, atol=2e-5 * np.abs(right).max())
+    assert (wide[:, :, :5] == 7).all() and (wide[:, :, 29:] == 7).all()
+
+
+def test_products_need_no_rounding_of_the_sum():
+    """One query that is a packed row itself: its product is its squared length."""
+    codes, scales, restored = packed(4, 64, 8)
+    out = np.empty((2, 8, 8), np.float32)
+    ReferenceAttention(RotatedRows(4), 64).scores(restored, codes, scales, out)
+    lengths = np.einsum("htd,htd->ht", restored, restored)
+    assert np.allclose(np.diagonal(out, axis1=1, axis2=2), lengths, rtol=1e-5)
