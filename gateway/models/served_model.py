@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
 FIGURES_S = 0.5  # an engine that does not answer must not make /metrics wait
+# A table of more rows is counted once in so many seconds: others wait while it is.
+MANY_ROWS, COUNT_EVERY_S = 10_000, 5.0
 MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
 
@@ -30,7 +33,7 @@ MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connec
 class ServedModel:
     """One model, its engine and its sessions.
 
-    A reload changes its aliases, requests its last two fields, and nothing any other.
+    A reload changes its aliases, requests its last four fields, and nothing any other.
     """
 
     engine: Engine
@@ -45,6 +48,8 @@ class ServedModel:
     on_demand: OnDemand | None = None  # None: it is loaded for as long as the server runs
     seen: Welcome | None = None  # what its engine said when a request last found it ready
     num_awaiting: int = 0  # requests that wait for the engine to come back
+    counted: Counter[tuple[str, str]] = field(default_factory=Counter)  # sessions by state and tier
+    counted_at: float = float("-inf")
 
     @classmethod
     def of(
@@ -206,9 +211,16 @@ class ServedModel:
             num_waiting=self.sessions.num_waiting,
             engine=report,
             memory_available_bytes=self.sessions.headroom.available_bytes,
-            sessions=Counter((x.state.value, x.tier or "") for x in self.sessions.table),
+            sessions=self._counted(),
             replicas=self._replicas(),
         )
+
+    def _counted(self) -> Counter[tuple[str, str]]:
+        now = time.monotonic()
+        if len(self.sessions.table) <= MANY_ROWS or now >= self.counted_at + COUNT_EVERY_S:
+            self.counted = Counter((x.state.value, x.tier or "") for x in self.sessions.table)
+            self.counted_at = now
+        return self.counted
 
     def _replicas(self) -> dict[str, int]:
         if not isinstance(self.engine, HasReplicas):

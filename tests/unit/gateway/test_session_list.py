@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from gateway.app import create_app
-from gateway.models.served_model import ServedModel
+from gateway.models.served_model import MANY_ROWS, ServedModel
 from gateway.sessions import MAX_ROWS
 from scheduler.sessions import SessionManager
 from tests.unit.gateway.in_process import App
@@ -84,3 +84,15 @@ async def test_a_place_that_is_none_is_no_failure_of_ours(after):
     app = App()
     used(app, app.sessions, "a")
     assert (await app.get(f"/v1/sessions?after={quote(after, safe='')}")).status in (200, 400)
+
+
+async def test_a_table_of_many_is_not_counted_for_each_reader_of_figures():
+    app = App()
+    for number in (2, 3):
+        used(app, app.sessions, *(f"s{i}" for i in range(number)))
+        assert sum((await app.model.gauges()).sessions.values()) == number
+    used(app, app.sessions, *(f"s{i}" for i in range(MANY_ROWS + 1)))
+    first = (await app.model.gauges()).sessions
+    assert (await app.model.gauges()).sessions is first
+    app.model.counted_at = float("-inf")  # some seconds later
+    assert sum((await app.model.gauges()).sessions.values()) == MANY_ROWS + 1
