@@ -48,6 +48,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     url: str = ""
     control: str = ""  # its control address: unix:/path or tcp://host:port; one for each url
     token: str = ""  # bearer token of both, chosen where it was started
+    # Instead of both: the address of a list of replicas that come and go, as thermocline.ray serves
+    # it; ``token`` then follows from ``store.secret_file``.
+    replica_list: str = ""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes, each with the whole model
     # Live KV: running requests and idle sessions that are still hot; on all GPUs together.
     hot_bytes: Positive = 2 << 30

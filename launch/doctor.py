@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -111,6 +112,8 @@ def _engine(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     kind = effective.engine_kind
     if kind == "vllm":
         return _vllm(effective.settings, environ)
+    if replica_list := effective.settings.engine.replica_list:
+        return _listed(replica_list)
     if kind == "attached":
         return _attached(effective.settings.engine.url, effective.settings.engine.control)
     require_installed(effective)
@@ -141,6 +144,17 @@ def _attached(urls: str, controls: str) -> Result:
     pairs = list(zip_longest(urls.split(), controls.split(), fillvalue=""))
     found = [_listens(url, control) for url, control in pairs]
     return next((x for x in found if x[0] != "ok"), ("ok", "; ".join(words for _, words in found)))
+
+
+def _listed(url: str) -> Result:
+    """Look whether the list of replicas can be asked for."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), ATTACH_DEADLINE_S).close()
+    except (OSError, ValueError) as error:
+        return "failure", f"nobody listens at engine.replica_list {url}: {error}"
+    return "ok", f"the list of replicas at {url} is served"
 
 
 def _listens(url: str, control: str) -> Result:

@@ -6,6 +6,7 @@
 #   bash launch/install.sh vllm     vLLM and our plug-in's needs, in .venv-vllm (3 GB)
 #   bash launch/install.sh vllm033  vLLM 0.33, which has no build for CPUs yet, in .venv-vllm033 (9 GB):
 #                                   for tests that run no model
+#   bash launch/install.sh ray      vLLM, Ray Serve and our packages, in .venv-ray (4 GB)
 #   bash launch/install.sh lock     lists what serving needs, and what builds our own package, with
 #                                   the hashes of all files
 #   bash launch/install.sh lock-vllm            the same of vLLM's environment
@@ -32,6 +33,9 @@ case $purpose in
 vllm033)
     venv=$root/.venv-vllm033 given=
     vllm='vllm==0.33.*'
+    ;;
+ray)
+    venv=$root/.venv-ray given=
     ;;
 esac
 extras=mlx,blas,redis,sample
@@ -119,7 +123,7 @@ has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
 
 make_venv() {
     case $purpose in
-    vllm*) ;;
+    vllm* | ray) ;;
     *)
         "$uv" venv --clear --python ">=3.11,<3.15" "$venv"
         return
@@ -207,6 +211,9 @@ install_vllm() {
         return
     fi
     set -- --group "$root/pyproject.toml:vllm" "$@"
+    # Ray loads our packages from the environment of its workers. Its own extra, ray[llm], wants another vLLM.
+    # Its processes give each other 15 seconds to start: not enough to compile Python's modules as well.
+    [ "$purpose" != ray ] || set -- --compile-bytecode --editable "${root}[ray]" "$@"
     if [ "$purpose" = vllm033 ]; then
         # vLLM wants the newest certificates, which not every index has; its tests call nobody.
         { left_out && echo certifi; } >"$venv/.left-out"
@@ -226,13 +233,13 @@ install_vllm() {
 }
 
 case $purpose in
-serve | vllm | vllm033 | lock | lock-vllm | audit | audit-vllm) set -- ;;
+serve | vllm | vllm033 | ray | lock | lock-vllm | audit | audit-vllm) set -- ;;
 test)
     set -- --group "$root/pyproject.toml:dev"
     # They drive the dashboard in the system's own browser, and are left out where there is none.
     has_chromium && set -- "$@" --group "$root/pyproject.toml:browser"
     ;;
-*) die "usage: bash launch/install.sh [serve|test|vllm|vllm033|lock|lock-vllm|audit|audit-vllm]" ;;
+*) die "usage: bash launch/install.sh [serve|test|vllm|vllm033|ray|lock|lock-vllm|audit|audit-vllm]" ;;
 esac
 
 get_ready() {
@@ -266,7 +273,7 @@ get_ready
 usable_python || make_venv
 say "Installing into $venv ..."
 case $purpose in
-vllm*) install_vllm ;;
+vllm* | ray) install_vllm ;;
 *) install_gateway "$@" ;;
 esac
 printf '%s\n' "$wanted" >"$stamp"

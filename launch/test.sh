@@ -22,6 +22,13 @@ in_vllms_environment() {
     .venv-vllm/bin/python -m pytest -o addopts=--import-mode=importlib --timeout 900 "$@"
 }
 
+# Where it is installed (bash launch/install.sh ray).
+run_ray_tests() {
+    [ ! -x .venv-ray/bin/python ] ||
+        .venv-ray/bin/python -m pytest -o addopts=--import-mode=importlib --timeout 900 \
+            -o testpaths=tests/ray
+}
+
 run_vllm_tests() {
     bash launch/install.sh vllm
     # They need the sample model, which the gateway's environment makes.
@@ -77,3 +84,4 @@ fi
 bash launch/install.sh vllm # before pytest: one test starts gateway and vLLM together
 side_by_side
 run_vllm_tests
+run_ray_tests

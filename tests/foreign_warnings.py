@@ -8,4 +8,4 @@ from __future__ import annotations
 
 from typing import Final
 
-FOREIGN: Final = r"default:::(?!(engines|gateway|kvstore|launch|scheduler|tests)\.)"
+FOREIGN: Final = r"default:::(?!(engines|gateway|kvstore|launch|scheduler|tests|thermocline)\.)"

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 from engines.base import EngineUnavailable, EngineUnreached, SessionRef, SessionReport, Welcome
 from engines.fleet.homes import Homes
 from engines.fleet.replica import Replica
 from engines.fleet.ring import Ring
 
+T = TypeVar("T")
+
 NEAR: Final = 3  # replicas that are compared
+
+
+def least_behind(near: Sequence[T], load: Callable[[T], int], moves_at: int) -> T:
+    """Return the first of ``near``, or a later one that has so many requests fewer."""
+    first = near[0]
+    for other in near[1:]:
+        if load(first) - load(other) >= moves_at:
+            return other
+    return first
 
 
 class Choice:
@@ -18,12 +29,16 @@ class Choice:
 
     def __init__(self, replicas: Sequence[Replica], homes: Homes, moves_at: int) -> None:
         """``moves_at``: the requests by which a home has to be ahead for a session to move."""
-        self._replicas = replicas
-        self._by_name = {x.name: x for x in replicas}
-        self._ring = Ring([x.name for x in replicas])
         self._homes = homes
         self._moves_at = moves_at
         self._pinned: set[tuple[str, str]] = set()  # these do not move
+        self.renew(replicas)
+
+    def renew(self, replicas: Sequence[Replica]) -> None:
+        """Choose among these from now on. Only sessions of a replica that is gone change places."""
+        self._replicas = list(replicas)
+        self._by_name = {x.name: x for x in replicas}
+        self._ring = Ring([x.name for x in replicas])
 
     def choose(self, session: SessionRef, but: Welcome | None = None) -> Replica:
         """Choose the replica that is to have a session's next request.
@@ -41,13 +56,10 @@ class Choice:
         home = self.home(session)
         if home is not None and home.takes_beside(but) and not home.avoided:
             near = [home, *(x for x in near if x is not home)]
-        first = near[0]
         if (session.tenant, session.id) in self._pinned:
-            return first
-        for other in near[1:]:
-            if first.num_running - other.num_running >= self._moves_at and not other.avoided:
-                return other
-        return first
+            return near[0]
+        near = [near[0], *(x for x in near[1:] if not x.avoided)]
+        return least_behind(near, lambda x: x.num_running, self._moves_at)
 
     def _near(self, session: SessionRef, but: Welcome | None) -> list[Replica]:
         """List the first few replicas of a session's walk; those that take no connections last."""
@@ -60,8 +72,9 @@ class Choice:
         return sorted(near, key=lambda x: x.avoided)
 
     def home(self, session: SessionRef) -> Replica | None:
-        """Return the replica that had the session last; None if that is not known."""
-        return self._by_name.get(self._homes.get(session) or "")
+        """Return the replica that had the session last; None if that is not known, or it leaves."""
+        home = self._by_name.get(self._homes.get(session) or "")
+        return None if home is None or home.leaving else home
 
     def holder(self, session: SessionRef) -> Replica:
         """Return the replica that a verb on a session goes to. Raises ``EngineUnavailable``."""

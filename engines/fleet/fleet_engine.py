@@ -75,13 +75,15 @@ class FleetEngine:
             moves_at: the requests by which a home has to be ahead for a session to move.
             clock: in seconds; only differences count.
         """
+        self._clock = clock
         self._replicas = [Replica(name, x, clock) for name, x in engines.items()]
         self._choice = Choice(self._replicas, homes, moves_at)
         self._homes = homes
         self._welcome: Welcome | None = None
         self._moves: Counter[str] = Counter()
+        self._earlier: Counter[str] = Counter()  # of replicas that are gone
         self._notices: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
-        self._following: list[asyncio.Task[None]] = []
+        self._following: dict[str, asyncio.Task[None]] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -138,7 +140,7 @@ class FleetEngine:
 
     @property
     def ready(self) -> bool:
-        return not self._stopping and any(x.takes for x in self._replicas)
+        return not self._stopping and any(x.takes_beside(None) for x in self._replicas)
 
     @property
     def trouble(self) -> str:
@@ -153,14 +155,40 @@ class FleetEngine:
     async def start(self) -> None:
         self._stopping, self._welcome = False, None
         await asyncio.gather(*(x.engine.start() for x in self._replicas))
-        self._following = [
-            asyncio.create_task(self._follow(x), name="replica-notices") for x in self._replicas
-        ]
+        for replica in self._replicas:
+            self._begin_following(replica)
+
+    def _begin_following(self, replica: Replica) -> None:
+        task = asyncio.create_task(self._follow(replica), name="replica-notices")
+        self._following[replica.name] = task
+
+    async def add(self, name: str, engine: Engine) -> Replica:
+        """Take on a replica while the fleet runs. It is chosen once it is ready."""
+        replica = Replica(name, engine, self._clock)
+        self._replicas.append(replica)
+        self._choice.renew(self._replicas)
+        await engine.start()
+        self._begin_following(replica)
+        return replica
+
+    async def remove(self, name: str) -> Replica:
+        """Let go of a replica that has ended. Raises ``KeyError``: there is none of this name."""
+        replica = next((x for x in self._replicas if x.name == name), None)
+        if replica is None:
+            raise KeyError(name)
+        self._replicas.remove(replica)
+        self._choice.renew(self._replicas)
+        self._earlier += replica.counters
+        if (task := self._following.pop(name, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await replica.engine.stop(0.0, 0.0)
+        return replica
 
     async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         self._stopping = True
         await asyncio.gather(*(x.engine.stop(drain_s, save_s) for x in self._replicas))
-        tasks, self._following = [*self._following, *self._jobs], []
+        tasks, self._following = [*self._following.values(), *self._jobs], {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -212,7 +240,9 @@ class FleetEngine:
         return self._any().engine.prepare_body(body, session)
 
     def _any(self) -> Replica:
-        return next((x for x in self._replicas if x.takes), self._replicas[0])
+        for replica in sorted(self._replicas, key=lambda x: not x.takes):
+            return replica
+        raise EngineUnavailable(self.trouble)
 
     # ---- control
 
@@ -290,7 +320,8 @@ class FleetEngine:
         known = [x for x in reports if x is not None]
         if not known:
             raise EngineUnavailable(self.trouble or "no replica gives its figures")
-        return joined_report(known, sum((x.counters for x in self._replicas), Counter(self._moves)))
+        gone = self._moves + self._earlier
+        return joined_report(known, sum((x.counters for x in self._replicas), gone))
 
     async def adopt(self) -> CodecReport:
         there = [x for x in self._replicas if x.takes]

@@ -20,6 +20,7 @@ class Replica:
         self.engine = engine
         self.num_running = 0  # requests of this gateway
         self._avoid_until = float("-inf")
+        self.leaving = False  # it is about to end: no new requests
         self.differs = ""  # why it serves something else than the others; "" = it does not
         self.hot_bytes = 0  # as it said last
         # Sessions that were deleted while it was away.
@@ -34,8 +35,8 @@ class Replica:
         return self.engine.ready and not self.differs
 
     def takes_beside(self, but: Welcome | None) -> bool:
-        """Tell whether it may be asked, and is not that life of it."""
-        return self.takes and (but is None or self.engine.welcome is not but)
+        """Tell whether it may be asked for an answer, and is not that life of it."""
+        return self.takes and not self.leaving and (but is None or self.engine.welcome is not but)
 
     @property
     def trouble(self) -> str:

@@ -41,6 +41,7 @@ from launch.plan.cache_shape import NotUnderstood
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.plan.served_cache import served_cache
 from launch.serve.keys import key_lines
+from launch.serve.listed import listed_fleet
 from launch.serve.preflight import check_memory, check_tiers
 from launch.serve.secret import secret_path, server_secret
 from launch.serve.stored import stored_objects
@@ -180,13 +181,18 @@ def _built_engine(
     effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
 ) -> BuiltEngine:
     """Make the engine of a model; of several replicas one that is all of them."""
+    settings = effective.settings
+    if settings.engine.replica_list:
+        listed = listed_fleet(settings, _secret(settings, effective.folders.data), model.name)
+        return BuiltEngine(
+            effective, listed, model.name, None, num_replicas=settings.engine.replicas
+        )
     each = {
         name: _replica(x, model, environ, stack) for name, x in replica_settings(effective).items()
     }
     built = next(iter(each.values()))
     if len(each) == 1:
         return built
-    settings = effective.settings
     fleet = FleetEngine(
         {name: x.engine for name, x in each.items()},
         LastHomes(settings.scheduler.max_sessions),
@@ -238,7 +244,7 @@ def _on_demand(
     entry: EngineEntry, settings: Settings, engine: Engine, sessions: SessionManager
 ) -> OnDemand:
     """Make what loads and unloads a model. Raises ``UsageError``: its sessions would be lost."""
-    if settings.engine.url:
+    if settings.engine.url or settings.engine.replica_list:
         raise UsageError(
             f"engines, {entry.name}: an engine that runs elsewhere is not ours to unload; leave out"
             " load = on-demand"

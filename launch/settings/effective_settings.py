@@ -171,7 +171,7 @@ def _divided(
 
 def engine_kind(engine: EngineConfig, gpus: Sequence[Gpu]) -> str:
     """The engine to use: the one that is set; for "auto" vLLM if it and a GPU are here, or mlx."""
-    if engine.url and engine.kind in ATTACHABLE:
+    if (engine.url or engine.replica_list) and engine.kind in ATTACHABLE:
         return "attached"
     if engine.kind != "auto":
         return engine.kind

@@ -22,6 +22,13 @@ def replica_settings(effective: EffectiveSettings) -> dict[str, EffectiveSetting
     """
     engine = effective.settings.engine
     urls, controls = engine.url.split(), engine.control.split()
+    if engine.replica_list:
+        if urls or controls or engine.token:
+            raise UsageError(
+                "engine.replica_list names the addresses of all replicas, and their token follows"
+                " from store.secret_file; leave out engine.url, engine.control and engine.token"
+            )
+        return {"listed": effective}
     if effective.engine_kind == "attached":
         if engine.replicas > 1:
             raise UsageError("engine.replicas: of engines that run elsewhere, name each one's url")

@@ -1,0 +1,188 @@
+"""Replicas on Ray: sessions stay, one is killed under load, all are replaced, one is taken away.
+
+python -m benchmarks.ray_replicas [--sessions 12] [--tokens 300] [--json OUT]
+
+The sample model on a Ray of this machine, two replicas with small pools of KV, a gateway before
+them, one Redis. Sessions are stored exactly (``raw``). Every session takes a turn in each of five
+rounds: at first, again, while a replica is killed, after all replicas were replaced by new ones,
+after one of the two was taken away. The texts are compared with those of one vLLM that nothing
+happens to (``--engine vllm`` of the product).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stacks.product_stack import (
+    MIB,
+    WORD_TOKENS,
+    Client,
+    Reply,
+    Stack,
+    client_of,
+    prose,
+    write_json,
+)
+from benchmarks.stacks.ray_stack import MISSING, RayReplicas, is_installed
+from tests.redis_server import RedisServer
+
+AT_ONCE = 4
+ROUNDS = ("first", "second", "killed", "replaced", "taken away")
+ANSWER_TOKENS = 8
+KILL_AFTER = 1 / 3  # of the round's turns
+
+
+@dataclass
+class Conversations:
+    """Sessions, their histories, and what was answered."""
+
+    num_sessions: int
+    num_tokens: int
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    sources: dict[str, Counter[str]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    num_answered: int = 0
+
+    def __post_init__(self) -> None:
+        words = int(self.num_tokens / WORD_TOKENS)
+        self._histories = {
+            f"s{i}": [{"role": "user", "content": prose(f"ray {i}", words)}]
+            for i in range(self.num_sessions)
+        }
+
+    async def round(self, name: str, client: Client) -> None:
+        """Have every session take a turn, a few at once."""
+        self.num_answered = 0
+        places = asyncio.Semaphore(AT_ONCE)
+        sources = self.sources[name] = Counter()
+
+        async def turn(session: str, history: list[dict[str, str]]) -> None:
+            async with places:
+                reply = await client.chat(history, session=session, max_tokens=ANSWER_TOKENS)
+            self.num_answered += 1
+            sources[_source(reply)] += 1
+            if not reply.ok:
+                self.failures.append(f"{name}, {session}: {reply.status} {reply.error}")
+            self.texts.setdefault(session, []).append(reply.text)
+            history.append({"role": "assistant", "content": reply.text})
+            history.append({"role": "user", "content": "And what comes next?"})
+
+        await asyncio.gather(*(turn(x, history) for x, history in self._histories.items()))
+
+
+def _source(reply: Reply) -> str:
+    return reply.cache.partition(";")[0] or "no header"
+
+
+def on_ray(told: Conversations) -> dict[str, Any]:
+    with (
+        tempfile.TemporaryDirectory(prefix="thermocline-ray-bench-") as folder,
+        RedisServer("--maxmemory", "2gb", tcp=True) as redis,
+        RayReplicas(Path(folder), redis.url) as ray,
+        Stack(ray.settings, start_timeout_s=120) as stack,
+    ):
+        try:
+            return asyncio.run(_rounds(told, ray, stack))
+        except BaseException:
+            print(stack.tail(), ray.tail(), sep="\n", flush=True)
+            raise
+
+
+async def _rounds(told: Conversations, ray: RayReplicas, stack: Stack) -> dict[str, Any]:
+    seconds = {}
+    async with client_of(stack) as client:
+
+        async def ready(num_replicas: int) -> None:
+            async with asyncio.timeout(1500):
+                while sum(x["ready"] for x in await _replicas(client)) != num_replicas:
+                    await asyncio.sleep(0.5)
+
+        await ready(2)
+        await told.round("first", client)
+        await told.round("second", client)
+        killing = asyncio.create_task(_kill_one(told, ray))
+        await told.round("killed", client)
+        await killing
+        await ready(2)  # Ray has started another
+        for name, change in (
+            ("replaced", {"max_context": 1984}),
+            ("taken away", {"num_replicas": 1}),
+        ):
+            began = time.perf_counter()
+            names = {x["name"] for x in await _replicas(client)}
+            await asyncio.to_thread(ray.change, **change)
+            seconds[name] = round(time.perf_counter() - began)
+            await ready(ray.num_replicas)
+            now = {x["name"] for x in await _replicas(client)}
+            assert now < names if name == "taken away" else not now & names, (names, now)
+            await told.round(name, client)
+    return {"seconds_to_change": seconds}
+
+
+async def _replicas(client: Client) -> list[dict[str, Any]]:
+    models = (await client.get("/v1/models"))["data"]
+    return list(models[0].get("replicas", []))
+
+
+async def _kill_one(told: Conversations, ray: RayReplicas) -> None:
+    """kill -9 a replica's process once some turns of the round are answered."""
+    victim = ray.replicas()[0]
+    while told.num_answered < told.num_sessions * KILL_AFTER:
+        await asyncio.sleep(0.02)
+    victim.kill()
+
+
+def undisturbed(told: Conversations, python: str) -> None:
+    """The same turns on one vLLM with room for all."""
+    settings = {
+        "engine": {"kind": "vllm", "hot_bytes": 1024 * MIB, "max_context": 2048},
+        "store": {"codec": "raw", "ram_bytes": 512 * MIB, "disk_bytes": 0},
+        "engine.vllm": {"python": python},
+    }
+
+    async def rounds(stack: Stack) -> None:
+        async with client_of(stack) as client:
+            for name in ROUNDS:
+                await told.round(name, client)
+
+    with Stack(settings, start_timeout_s=900) as stack:
+        asyncio.run(rounds(stack))
+
+
+def measure(num_sessions: int, num_tokens: int) -> dict[str, Any]:
+    if not is_installed():
+        raise SystemExit(MISSING)
+    from benchmarks.stacks.ray_stack import PYTHON
+
+    told = Conversations(num_sessions, num_tokens)
+    result = on_ray(told)
+    alone = Conversations(num_sessions, num_tokens)
+    undisturbed(alone, PYTHON)
+    other = [x for x, texts in told.texts.items() if texts != alone.texts[x]]
+    return {
+        "sessions": num_sessions,
+        "rounds": {name: dict(found) for name, found in told.sources.items()},
+        "failures": told.failures,
+        "sessions_with_other_texts": len(other),
+        **result,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--sessions", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    write_json(args.json, measure(args.sessions, args.tokens))
+
+
+if __name__ == "__main__":
+    main()

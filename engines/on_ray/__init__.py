@@ -1,0 +1,1 @@
+"""Replicas of vLLM on Ray Serve, with our connector; runs inside Ray's processes."""

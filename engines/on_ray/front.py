@@ -1,0 +1,86 @@
+"""The HTTP server of a replica: vLLM's own application, for gateways with the token alone.
+
+It stands beside Serve's proxies, which would pass on what any client sets. When it is asked to end,
+it takes no more connections and finishes the answers that it has begun: a gateway that finds no
+connection asks another replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from hmac import compare_digest
+from typing import Any, Final
+
+import uvicorn
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
+
+START_POLL_S: Final = 0.05
+REFUSAL: Final = (
+    b'{"error":{"message":"The bearer token is missing or wrong: replicas answer their gateway'
+    b' only.","type":"authentication_error","code":"invalid_api_key","param":null}}'
+)
+
+
+class WithToken:
+    """Answers 401 to requests without the bearer token."""
+
+    def __init__(self, app: App, token: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._is_right(scope):
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": REFUSAL})
+
+    def _is_right(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and compare_digest(given[0], self._expected)
+
+
+class Front:
+    """The server, on a free port."""
+
+    def __init__(self, app: App, token: str, host: str) -> None:
+        self._socket = socket.create_server((host, 0), backlog=1024)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            WithToken(app, token), log_config=None, access_log=False, lifespan="on"
+        )
+        self._server = uvicorn.Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Serve, once the application has started. Raises ``RuntimeError``: it did not."""
+        self._serving = asyncio.create_task(self._server.serve([self._socket]), name="front")
+        while not self._server.started:
+            if self._serving.done():
+                raise RuntimeError("vLLM's HTTP application did not start")
+            await asyncio.sleep(START_POLL_S)
+
+    @property
+    def serves(self) -> bool:
+        """True between its start and its end."""
+        return self._serving is not None and not self._serving.done()
+
+    async def end(self, within_s: float) -> bool:
+        """Take no more connections, and wait for the answers; False if some had to be cut."""
+        if self._serving is None:
+            return True
+        began = asyncio.get_running_loop().time()
+        self._server.config.timeout_graceful_shutdown = max(1, int(within_s))
+        self._server.should_exit = True
+        await self._serving
+        return asyncio.get_running_loop().time() - began < within_s

@@ -1,0 +1,79 @@
+"""Starts Ray on this machine, and ends it: Ray's own program, as a child that stays in front."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import ray
+
+from engines.on_ray.own_settings import free_port
+
+OBJECT_STORE_BYTES: Final = 256 << 20  # KV never goes through it
+START_S: Final = 600.0
+POLL_S: Final = 1.0
+END_S: Final = 30.0
+# Ray's processes wait for each other's ports for 15 seconds, and then end, if these are not given.
+AGENT_PORTS: Final = (
+    *("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port"),
+    *("--metrics-export-port", "--runtime-env-agent-port"),
+)
+# Some seconds by default: on a busy machine they are not enough to import Python's modules.
+PATIENCE: Final = {
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_register_timeout_seconds": "600",
+}
+
+
+@contextmanager
+def local_ray(namespace: str, num_places: int) -> Iterator[str]:
+    """Start Ray, and connect to it; yields its address.
+
+    Args:
+        num_places: logical CPUs, of which each replica takes some.
+
+    Raises:
+        RuntimeError: it did not start; its own words are on standard error.
+    """
+    port = free_port("127.0.0.1")
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *("--port", str(port), "--num-cpus", str(num_places), "--include-dashboard=false"),
+        *("--object-store-memory", str(OBJECT_STORE_BYTES), "--disable-usage-stats"),
+    ]
+    for name in AGENT_PORTS:
+        command += [name, str(free_port("127.0.0.1"))]
+    process = subprocess.Popen(command, env={**PATIENCE, **os.environ}, stdout=sys.stderr)
+    try:
+        address = f"{ray.util.get_node_ip_address()}:{port}"
+        _connect(address, namespace, process)
+        yield address
+    finally:
+        ray.shutdown()
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _connect(address: str, namespace: str, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + START_S
+    while True:
+        if process.poll() is not None:
+            raise RuntimeError(f"Ray ended with code {process.returncode} before it had started")
+        try:
+            ray.init(address, namespace=namespace)
+            return
+        except (ConnectionError, RuntimeError):  # it is starting
+            if time.monotonic() > end:
+                raise
+            time.sleep(POLL_S)

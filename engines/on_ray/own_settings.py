@@ -1,0 +1,94 @@
+"""Gives each replica settings of its own: a private folder, addresses, the token, a folder on disk.
+
+``LLMConfig`` is the same for all replicas. What differs is made when a replica starts, and written
+where our connector reads it in vLLM's processes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from engines.replica_tokens import engine_token
+from engines.runtime_folder import runtime_folder
+from engines.vllm_plugin.config import PluginSettings, write_settings
+from engines.vllm_plugin.process.refusal import FOLDER_VARIABLE
+from kvstore.config import StoreConfig
+from kvstore.tiers.seal import read_secret
+
+SETTINGS: Final = "thermocline"  # in kv_connector_extra_config, until a replica starts
+PREFIX: Final = "thermocline-ray-"
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings that all replicas have, as they are in ``kv_connector_extra_config``.
+
+    ``host``: the address that replicas listen at; "" = that of their machine in the cluster.
+    """
+
+    store: StoreConfig
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """Settings of one replica."""
+
+    plugin: PluginSettings
+    host: str
+
+    @property
+    def has_shared_tier(self) -> bool:
+        """True if sessions can go to another replica."""
+        return bool(self.plugin.store.redis_url)
+
+
+def own_settings(
+    extra: MutableMapping[str, Any], host: str, model: str, number: int, stack: ExitStack
+) -> OwnSettings:
+    """Make the settings of a replica, write them down, and name their file in ``extra``.
+
+    Args:
+        extra: the connector's entries, with those of ``ReplicaSettings``.
+        host: the address of this machine in the cluster.
+        number: of the replica among those of this machine, for its folder on disk.
+        stack: removes the replica's folder when it is closed.
+
+    Raises:
+        ValueError: there are no such entries, or the secret cannot be read.
+    """
+    given = extra.pop(SETTINGS, None)
+    if given is None:
+        raise ValueError("this LLMConfig was not made by thermocline.ray.with_sessions")
+    common = msgspec.convert(given, ReplicaSettings)
+    store, host = common.store, common.host or host
+    secret = read_secret(Path(store.secret_file))
+    folder = stack.enter_context(runtime_folder(Path(tempfile.gettempdir()), PREFIX))
+    disk = str(Path(store.disk_path) / f"ray-{number}") if store.disk_path else str(folder / "cold")
+    settings = PluginSettings(
+        store=store,
+        runtime_dir=str(folder),
+        disk_path=disk,
+        token=engine_token(secret),
+        served_model_name=model,
+        control=f"tcp://{host}:{free_port(host)}",
+        die_with_parent=True,
+        wait_for_front=True,
+    )
+    extra["settings"] = str(write_settings(settings))
+    os.environ[FOLDER_VARIABLE] = str(folder)  # where vLLM's processes say why they refuse
+    return OwnSettings(settings, host)
+
+
+def free_port(host: str) -> int:
+    """Return a port of this machine that nobody uses now."""
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])

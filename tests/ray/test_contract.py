@@ -1,0 +1,178 @@
+"""What we use of Ray is there, and what we make of a user's configuration is what Ray takes."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import yaml
+from ray.llm._internal.common.callbacks.base import CallbackBase, CallbackCtx
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
+from ray.serve.context import ReplicaContext
+from ray.serve.handle import DeploymentHandle
+from ray.serve.llm import LLMConfig, LLMServer
+from ray.serve.request_router import RequestRouter
+from ray.serve.schema import ReplicaRank, ServeDeploySchema
+
+import thermocline.ray
+from engines.on_ray.adapted import MIDDLEWARE, POLICY
+from engines.on_ray.scaling import by_waiting_and_heat
+from engines.on_ray.session_router import SessionRouter
+
+ROOT = Path(__file__).parents[2]
+CPU = {"accelerator_config": {"kind": "cpu"}}
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    return str(tmp_path / "secret")
+
+
+def config(**changes: object) -> LLMConfig:
+    return LLMConfig(
+        model_loading_config={"model_id": "m", "model_source": "some/model"}, **{**CPU, **changes}
+    )
+
+
+def test_the_release_is_the_one_that_was_tried():
+    assert ray.__version__.startswith("2.60.")
+
+
+def test_the_server_class_is_as_we_extend_it():
+    assert inspect.iscoroutinefunction(LLMServer.__init__)
+    assert "llm_config" in inspect.signature(LLMServer.__init__).parameters
+    for name in ("start", "check_health", "__del__"):
+        assert inspect.iscoroutinefunction(getattr(LLMServer, name)), name
+    assert inspect.iscoroutinefunction(VLLMEngine.build_asgi_app)
+    ours = thermocline.ray.ThermoclineServer
+    own = {"demote_session", "prefetch_session", "pin_session", "forget_session", "list_sessions"}
+    assert not own & set(dir(LLMServer)) and own < set(dir(ours))
+
+
+def test_what_we_read_of_serve_is_there():
+    assert {"rank", "app_name", "replica_tag"} <= set(dir(ReplicaContext)) | set(
+        ReplicaContext.__dataclass_fields__
+    )
+    assert "local_rank" in ReplicaRank.model_fields
+    assert "session_id" in inspect.signature(DeploymentHandle.options).parameters
+    for name in ("aggregated_metrics", "target_num_replicas"):
+        assert (
+            name in dir(AutoscalingContext)
+            or name in inspect.signature(AutoscalingContext).parameters
+        )
+    assert "run_init_node" in CallbackCtx.__dataclass_fields__
+    assert inspect.iscoroutinefunction(CallbackBase.on_before_node_init)
+    for name in ("initialize_state", "choose_replicas", "on_request_routed"):
+        assert callable(getattr(RequestRouter, name))
+    assert "replica_queue_len_cache" in dir(RequestRouter)
+
+
+def test_a_configuration_gets_our_connector_and_keeps_the_rest(secret):
+    given = config(engine_kwargs={"max_num_seqs": 4, "middleware": ["a.b"], "dtype": "bfloat16"})
+    adapted = thermocline.ray.with_sessions(given, {"secret_file": secret, "ram_bytes": 5})
+    assert "kv_transfer_config" not in given.engine_kwargs
+    engine = adapted.engine_kwargs
+    assert engine["kv_transfer_config"]["kv_connector"] == "ThermoclineConnector"
+    assert engine["middleware"] == ["a.b", MIDDLEWARE]
+    assert (engine["max_num_seqs"], engine["dtype"], engine["block_size"]) == (4, "bfloat16", 32)
+    known = adapted.get_engine_config()  # raises for arguments that vLLM does not have
+    assert known.get_initialization_kwargs()["served_model_name"] == ["m"]
+    assert adapted.server_cls is thermocline.ray.ThermoclineServer or adapted.server_cls
+    assert adapted.deployment_config["num_replicas"] == 1
+
+
+def test_autoscaling_goes_by_our_policy_unless_another_is_named(secret):
+    store = {"secret_file": secret}
+    bounds = {"min_replicas": 1, "max_replicas": 3}
+    adapted = thermocline.ray.with_sessions(
+        config(deployment_config={"autoscaling_config": bounds}), store
+    )
+    scaling = AutoscalingConfig.model_validate(adapted.deployment_config["autoscaling_config"])
+    assert scaling.policy.policy_function == POLICY
+    assert scaling.policy.get_policy() is by_waiting_and_heat
+    other = {**bounds, "policy": {"policy_function": "math:floor"}}
+    adapted = thermocline.ray.with_sessions(
+        config(deployment_config={"autoscaling_config": other}), store
+    )
+    assert adapted.deployment_config["autoscaling_config"] == other
+
+
+@pytest.mark.parametrize(
+    ("changes", "store", "words"),
+    [
+        ({}, {"secret_file": ""}, "secret_file is missing"),
+        ({}, {"ram": 5}, "unknown field `ram`"),
+        ({"engine_kwargs": {"kv_transfer_config": {"kv_connector": "Nixl"}}}, None, "leave it out"),
+        ({"engine_kwargs": {"enable_prefix_caching": False}}, None, "enable_prefix_caching"),
+    ],
+)
+def test_wrong_settings_are_refused_at_once(changes, store, words, secret):
+    with pytest.raises(ValueError, match=words):
+        thermocline.ray.with_sessions(config(**changes), store or {"secret_file": secret})
+    with pytest.raises(ValueError, match="must be given"):
+        thermocline.ray.app({"model": "some/model"})
+
+
+def test_the_names_of_deployments_do_not_change_with_settings(secret):
+    def names(**more: object) -> str:
+        short = {"model": "some/model", "secret_file": secret, **more}
+        app = thermocline.ray.app(short)
+        (servers,) = app._bound_deployment.init_kwargs.values()
+        return f"{app._bound_deployment.name} {servers._bound_deployment.name}"
+
+    assert names() == names(replicas=3, max_context=512) == "Replicas ThermoclineServer:model"
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "kuberay.yaml"])
+def test_the_configurations_that_we_ship_are_rays(name, secret):
+    first = next(yaml.safe_load_all((ROOT / "launch/ray" / name).read_text()))
+    if name == "kuberay.yaml":
+        assert first["spec"]["rayClusterConfig"]["rayVersion"] == ray.__version__
+        first = yaml.safe_load(first["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(first).applications
+    assert application.import_path == "thermocline.ray:app"
+    args = application.args
+    args["store"]["secret_file"] = secret
+    assert thermocline.ray.app(args)
+
+
+async def test_a_session_stays_with_its_replica_until_that_is_far_ahead():
+    names = [f"r{i}" for i in range(5)]
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=x)) for x in names]
+    lengths = dict.fromkeys(names, 0)
+
+    class Router(SessionRouter):
+        def __init__(self) -> None:  # without Serve around it
+            self.initialize_state()
+
+        def _load(self, replica) -> int:
+            return lengths[replica.replica_id.unique_id]
+
+    router = Router()
+
+    async def first(session: str) -> str:
+        pending = SimpleNamespace(
+            metadata=SimpleNamespace(session_id=session), routing_context=SimpleNamespace()
+        )
+        ranked = await router.choose_replicas(replicas, pending)
+        assert sorted(x.replica_id.unique_id for (x,) in ranked) == names
+        (chosen,) = ranked[0]
+        router.on_request_routed(pending, chosen.replica_id, None)
+        return chosen.replica_id.unique_id
+
+    homes = {f"s{i}": await first(f"s{i}") for i in range(200)}
+    assert set(homes.values()) == set(names)
+    assert homes == {x: await first(x) for x in homes}
+    lengths[homes["s0"]] = 3
+    assert await first("s0") == homes["s0"]
+    lengths[homes["s0"]] = 4
+    moved = await first("s0")
+    assert moved != homes["s0"]
+    lengths[homes["s0"]] = 0
+    assert await first("s0") == moved
+    assert await router.choose_replicas([], None) == []
