@@ -19,5 +19,10 @@ def list_token(secret: bytes) -> str:
     return _token(secret, "list of replicas")
 
 
+def ray_token(secret: bytes) -> str:
+    """Return the token of a Ray that ``engines.on_ray`` starts."""
+    return _token(secret, "ray")
+
+
 def _token(secret: bytes, purpose: str) -> str:
     return hmac.digest(secret, f"thermocline token: {purpose}".encode(), "sha256").hex()

@@ -85,6 +85,7 @@ class RayReplicas:
 
     def __enter__(self) -> RayReplicas:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all anew
         self._environment = environment
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -1,58 +1,34 @@
-"""Starts Ray on this machine with the replicas of one model, for a gateway of this machine.
+"""Starts Ray on this machine with the replicas of one model; see ``engines.on_ray.program``.
 
-    python -m engines.on_ray MODEL --secret-file FILE [--replicas 2] [--redis-url URL] ...
-
-Replicas and their list listen on 127.0.0.1, Ray itself at this machine's address, with a token of
-its own. At SIGTERM or SIGINT the replicas are drained, and Ray ends. With
-``--address`` (it is printed) the replicas of a running one are changed instead: their number, or a
-setting, which Serve rolls out replica by replica. ``launch/ray.sh`` starts it together with a
-gateway; on a cluster ``serve deploy`` takes its place.
+Ray reads its environment when it is imported, so its token is set before that.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
+import os
 import sys
-import threading
-from typing import Final
+from pathlib import Path
 
-import ray
-from ray import serve
-
-from engines.on_ray.application import app
-from engines.on_ray.local_ray import local_ray
-from kvstore.cores import usable_cores
-
-HOST: Final = "127.0.0.1"
-APPLICATION: Final = "thermocline"
-SPARE_PLACES: Final = 2  # for a new replica beside those that it replaces
+from engines.replica_tokens import ray_token
+from kvstore.tiers.seal import read_secret
 
 
 def main() -> int:
-    args = _arguments()
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    given["host"] = HOST
-    port, address = given.pop("port"), given.pop("address", None)
-    if address:
-        ray.init(address, namespace=APPLICATION, log_to_driver=False)
-        serve.run(app(given), name=APPLICATION, route_prefix="/", blocking=False)
-        return 0
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    places = max(usable_cores(), args.replicas + SPARE_PLACES)  # no threads
-    with local_ray(APPLICATION, places) as address:
-        serve.start(http_options={"host": HOST, "port": port})
-        serve.run(app(given), name=APPLICATION, route_prefix="/")
-        print(f"{args.replicas} replicas are there; Ray's address is {address}", flush=True)
-        ended.wait()
-        serve.shutdown()
-    return 0
+    args = arguments()
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", ray_token(read_secret(Path(args.secret_file))))
+    from engines.on_ray.program import run
+
+    return run(args)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m engines.on_ray", description=__doc__)
+def arguments() -> argparse.Namespace:
+    """Read the command line; ends the program where it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engines.on_ray",
+        description="Starts Ray on this machine with the replicas of one model.",
+    )
     parser.add_argument("model")
     parser.add_argument("--secret-file", required=True)
     parser.add_argument("--replicas", type=int, default=1)

@@ -13,9 +13,9 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.llm import LLMConfig
 
 from engines.on_ray.own_settings import SETTINGS, ReplicaSettings
+from engines.on_ray.server import ThermoclineServer
 from kvstore.config import StoreConfig
 
-SERVER: Final = "engines.on_ray.server:ThermoclineServer"
 LOCAL_MODEL: Final = "engines.on_ray.local_model.LocalModel"
 ROUTER: Final = "engines.on_ray.session_router:SessionRouter"
 POLICY: Final = "engines.on_ray.scaling:by_waiting_and_heat"
@@ -84,7 +84,8 @@ def with_sessions(config: LLMConfig, store: Mapping[str, object], host: str = ""
     config.runtime_env = environment
     if _is_local(config) and config.callback_config.callback_class is CallbackBase:
         config.callback_config = CallbackConfig(callback_class=LOCAL_MODEL)
-    config.server_cls = SERVER  # the same always: by another name Serve would replace all at once
+    # The same always: under another name Serve would replace all replicas at once.
+    config.server_cls = ThermoclineServer
     return config
 
 

@@ -4,5 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.foreign_warnings import FOREIGN
+
 pytest.importorskip("ray", reason="Ray lives in an environment of its own")
 pytest.importorskip("vllm", reason="Ray's environment has vLLM, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", FOREIGN)

@@ -145,6 +145,15 @@ def test_replicas_share_their_models_budgets_and_have_folders_of_their_own(tmp_p
     assert Path(paths[0]) == alone(REPLICAS, tmp_path).folders.data  # as without replicas
 
 
+def test_replicas_of_a_list_are_one_engine_and_have_no_addresses_of_their_own(tmp_path):
+    toml = '[engine]\nreplica_list = "http://127.0.0.1:8000/"\nreplicas = 4\n'
+    found = alone(toml, tmp_path)
+    assert found.engine_kind == "attached" and list(replica_settings(found)) == ["listed"]
+    for more in ('url = "http://a"', 'control = "tcp://a:1"', 'token = "t"'):
+        with pytest.raises(UsageError, match="leave out"):
+            replica_settings(alone(toml + more + "\n", tmp_path))
+
+
 def test_several_urls_are_replicas_by_their_own_addresses(tmp_path):
     toml = "[engine]\nurl = ['http://a:1', 'http://b:1']\ncontrol = ['tcp://a:2', 'tcp://b:2']\n"
     each = replica_settings(alone(toml, tmp_path))
