@@ -45,6 +45,7 @@ class ThermoclineServer(LLMServer):
         self._announcing: asyncio.Task[None] | None = None
         self._front: Front | None = None
         self._leaving = False
+        self._directory: Any = None  # a handle
         context = serve.get_replica_context()
         self._name, self._app_name = context.replica_tag, context.app_name
         extra = llm_config.engine_kwargs["kv_transfer_config"]["kv_connector_extra_config"]
@@ -89,9 +90,10 @@ class ThermoclineServer(LLMServer):
             control=self._own.plugin.control,
             leaving=self._leaving,
         )
-        directory = serve.get_deployment_handle(NAME, self._app_name)
+        if self._directory is None:
+            self._directory = serve.get_deployment_handle(NAME, self._app_name)
         async with asyncio.timeout(ANNOUNCE_S * 2):
-            await directory.announce.remote(msgspec.to_builtins(replica))
+            await self._directory.announce.remote(msgspec.to_builtins(replica))
 
     # ---- what Serve asks
 

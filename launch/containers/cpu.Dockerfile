@@ -17,7 +17,6 @@ COPY kvstore kvstore
 COPY scheduler scheduler
 COPY thermocline thermocline
 COPY launch launch
-COPY thermocline thermocline
 RUN python -m venv /opt/thermocline \
     && /opt/thermocline/bin/pip install --no-cache-dir '.[mlx,blas,redis]'
 

@@ -16,7 +16,6 @@ COPY kvstore kvstore
 COPY scheduler scheduler
 COPY thermocline thermocline
 COPY launch launch
-COPY thermocline thermocline
 # The gateway has an environment of its own. vLLM's interpreter gets what our plug-in needs beside vLLM
 # (the group "vllm" of pyproject.toml, without what only tests need); the packages themselves it
 # imports from /source, which is what the gateway's editable installation points to as well.

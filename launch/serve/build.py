@@ -30,7 +30,6 @@ from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import check_name, is_exact
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
-from kvstore.tiers.seal import read_secret
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
 from launch.machine.interpreters import CHILD_ENV
@@ -43,7 +42,7 @@ from launch.plan.served_cache import served_cache
 from launch.serve.keys import key_lines
 from launch.serve.listed import listed_fleet
 from launch.serve.preflight import check_memory, check_tiers
-from launch.serve.secret import secret_path, server_secret
+from launch.serve.secret import secret_of, secret_path
 from launch.serve.stored import stored_objects
 from launch.settings.default_budgets import weights_bytes
 from launch.settings.effective_settings import (
@@ -183,7 +182,7 @@ def _built_engine(
     """Make the engine of a model; of several replicas one that is all of them."""
     settings = effective.settings
     if settings.engine.replica_list:
-        listed = listed_fleet(settings, _secret(settings, effective.folders.data), model.name)
+        listed = listed_fleet(settings, secret_of(settings, effective.folders.data), model.name)
         return BuiltEngine(
             effective, listed, model.name, None, num_replicas=settings.engine.replicas
         )
@@ -357,7 +356,7 @@ def _exact_only(effective: EffectiveSettings, model: Model) -> str:
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
     file = settings.gateway.api_keys_file
     try:
-        tenants = Tenants(_secret(settings, data_dir), *key_lines(settings.gateway))
+        tenants = Tenants(secret_of(settings, data_dir), *key_lines(settings.gateway))
     except BadKeyLine as error:
         raise UsageError(str(error)) from error
     if file and tenants.open_to_all:
@@ -365,16 +364,6 @@ def _tenants(settings: Settings, data_dir: Path) -> Tenants:
             f"{file} holds no API key; add one: thermocline keys new TENANT --append {file}"
         )
     return tenants
-
-
-def _secret(settings: Settings, data_dir: Path) -> bytes:
-    """The secret that salts and seals come from: the server's own, or one that several share."""
-    if not settings.store.secret_file:
-        return server_secret(data_dir)
-    try:
-        return read_secret(Path(settings.store.secret_file))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _check_reach(settings: Settings, tenants: Tenants) -> None:

@@ -14,13 +14,25 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.errors import LaunchError
+from kvstore.tiers.seal import read_secret
+from launch.errors import LaunchError, UsageError
+from launch.settings.schema import Settings
 
 NUM_BYTES = 32
 
 
 def secret_path(data_dir: Path) -> Path:
     return data_dir / "secret"
+
+
+def secret_of(settings: Settings, data_dir: Path) -> bytes:
+    """Return the secret that salts and seals come from: the server's own, or one that is shared."""
+    if not settings.store.secret_file:
+        return server_secret(data_dir)
+    try:
+        return read_secret(Path(settings.store.secret_file))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def server_secret(data_dir: Path, sync: Callable[[int], None] = os.fsync) -> bytes:

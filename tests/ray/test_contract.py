@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,10 +35,27 @@ def secret(tmp_path: Path) -> str:
     return str(tmp_path / "secret")
 
 
-def config(**changes: object) -> LLMConfig:
-    return LLMConfig(
-        model_loading_config={"model_id": "m", "model_source": "some/model"}, **{**CPU, **changes}
-    )
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A model's folder, of which Ray reads the configuration."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 99}
+    content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
+    (folder / "config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+Config = Callable[..., LLMConfig]
+
+
+@pytest.fixture
+def config(model: str) -> Config:
+    def make(**changes: object) -> LLMConfig:
+        loading = {"model_id": "m", "model_source": model}
+        return LLMConfig(model_loading_config=loading, **{**CPU, **changes})
+
+    return make
 
 
 def test_the_release_is_the_one_that_was_tried():
@@ -72,7 +91,7 @@ def test_what_we_read_of_serve_is_there():
     assert "replica_queue_len_cache" in dir(RequestRouter)
 
 
-def test_a_configuration_gets_our_connector_and_keeps_the_rest(secret):
+def test_a_configuration_gets_our_connector_and_keeps_the_rest(secret, config):
     given = config(engine_kwargs={"max_num_seqs": 4, "middleware": ["a.b"], "dtype": "bfloat16"})
     adapted = thermocline.ray.with_sessions(given, {"secret_file": secret, "ram_bytes": 5})
     assert "kv_transfer_config" not in given.engine_kwargs
@@ -86,7 +105,7 @@ def test_a_configuration_gets_our_connector_and_keeps_the_rest(secret):
     assert adapted.deployment_config["num_replicas"] == 1
 
 
-def test_autoscaling_goes_by_our_policy_unless_another_is_named(secret):
+def test_autoscaling_goes_by_our_policy_unless_another_is_named(secret, config):
     store = {"secret_file": secret}
     bounds = {"min_replicas": 1, "max_replicas": 3}
     adapted = thermocline.ray.with_sessions(
@@ -111,16 +130,16 @@ def test_autoscaling_goes_by_our_policy_unless_another_is_named(secret):
         ({"engine_kwargs": {"enable_prefix_caching": False}}, None, "enable_prefix_caching"),
     ],
 )
-def test_wrong_settings_are_refused_at_once(changes, store, words, secret):
+def test_wrong_settings_are_refused_at_once(changes, store, words, secret, config):
     with pytest.raises(ValueError, match=words):
         thermocline.ray.with_sessions(config(**changes), store or {"secret_file": secret})
     with pytest.raises(ValueError, match="must be given"):
-        thermocline.ray.app({"model": "some/model"})
+        thermocline.ray.app({"model": "m"})
 
 
-def test_the_names_of_deployments_do_not_change_with_settings(secret):
+def test_the_names_of_deployments_do_not_change_with_settings(secret, model):
     def names(**more: object) -> str:
-        short = {"model": "some/model", "secret_file": secret, **more}
+        short = {"model": model, "secret_file": secret, **more}
         app = thermocline.ray.app(short)
         (servers,) = app._bound_deployment.init_kwargs.values()
         return f"{app._bound_deployment.name} {servers._bound_deployment.name}"
@@ -129,7 +148,7 @@ def test_the_names_of_deployments_do_not_change_with_settings(secret):
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "kuberay.yaml"])
-def test_the_configurations_that_we_ship_are_rays(name, secret):
+def test_the_configurations_that_we_ship_are_rays(name, secret, model):
     first = next(yaml.safe_load_all((ROOT / "launch/ray" / name).read_text()))
     if name == "kuberay.yaml":
         assert first["spec"]["rayClusterConfig"]["rayVersion"] == ray.__version__
@@ -138,6 +157,7 @@ def test_the_configurations_that_we_ship_are_rays(name, secret):
     assert application.import_path == "thermocline.ray:app"
     args = application.args
     args["store"]["secret_file"] = secret
+    args["llm_config"]["model_loading_config"]["model_source"] = model
     assert thermocline.ray.app(args)
 
 
