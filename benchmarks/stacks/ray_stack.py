@@ -25,7 +25,6 @@ START_S = 1500.0
 CHANGE_S = 1500.0
 END_S = 420.0
 READY = "replicas are there; Ray's address is "
-REPLICA = "ray::ServeReplica:thermocline:ThermoclineServer"  # an actor's process, by its title
 
 
 def is_installed() -> bool:
@@ -136,7 +135,11 @@ class RayReplicas:
         """List the replicas' processes."""
         assert self._process is not None
         found = psutil.Process(self._process.pid).children(recursive=True)
-        return [x for x in found if _title(x).startswith(REPLICA)]
+        return [x for x in found if _is_replica(_title(x))]
+
+
+def _is_replica(title: str) -> bool:
+    return title.startswith("ray::") and "ThermoclineServer" in title
 
 
 def _title(process: psutil.Process) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Final
+from urllib.parse import urlsplit
 
 from engines.base import EngineUnavailable
 from engines.client.address import HttpAddress
@@ -20,6 +21,7 @@ class ReplicaList:
         """``token``: the bearer token that the list asks for. Raises ``EngineError``: a bad url."""
         self._url = url
         self._address = HttpAddress("", url)
+        self._path = "" if urlsplit(url).path.strip("/") else "/"  # the address has the rest
         self._headers = {"authorization": f"Bearer {token}"}
 
     async def read(self) -> list[ListedReplica]:
@@ -38,7 +40,7 @@ class ReplicaList:
     async def _get(self) -> tuple[int, bytes]:
         exchange, body = HttpExchange(self._address, READ_S), bytearray()
         try:
-            await exchange.send("", self._headers, b"")
+            await exchange.send(self._path, self._headers, b"")
             await exchange.head()
             async for chunk in exchange.chunks():
                 body += chunk

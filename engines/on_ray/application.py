@@ -48,7 +48,11 @@ def app(args: Mapping[str, Any]) -> Application:
 def application(config: LLMConfig, secret_file: str) -> Application:
     """Join the replicas of an adapted configuration and their list to one application."""
     directory = serve.deployment(
-        ReplicaDirectory, name=NAME, num_replicas=1, ray_actor_options={"num_cpus": 0}
+        ReplicaDirectory,
+        name=NAME,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        logging_config={"enable_access_log": False},  # gateways ask every second
     )
     return directory.bind(secret_file, servers=build_llm_deployment(config))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,9 @@ import ray
 
 from engines.on_ray.own_settings import free_port
 
+log = logging.getLogger("thermocline.ray")
+
+ATTEMPTS: Final = 3  # some of its waits have no setting
 OBJECT_STORE_BYTES: Final = 256 << 20  # KV never goes through it
 START_S: Final = 600.0
 POLL_S: Final = 1.0
@@ -42,6 +46,20 @@ def local_ray(namespace: str, num_places: int) -> Iterator[str]:
     Raises:
         RuntimeError: it did not start; its own words are on standard error.
     """
+    for attempt in range(ATTEMPTS):
+        process, address = _started(num_places)
+        try:
+            if _connected(address, namespace, process):
+                yield address
+                return
+        finally:
+            ray.shutdown()
+            _end(process)
+        log.warning("Ray ended while it started (%d of %d tries)", attempt + 1, ATTEMPTS)
+    raise RuntimeError("Ray does not start; its own words are above")
+
+
+def _started(num_places: int) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port("127.0.0.1")
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
@@ -51,29 +69,27 @@ def local_ray(namespace: str, num_places: int) -> Iterator[str]:
     for name in AGENT_PORTS:
         command += [name, str(free_port("127.0.0.1"))]
     process = subprocess.Popen(command, env={**PATIENCE, **os.environ}, stdout=sys.stderr)
-    try:
-        address = f"{ray.util.get_node_ip_address()}:{port}"
-        _connect(address, namespace, process)
-        yield address
-    finally:
-        ray.shutdown()
-        process.terminate()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    return process, f"{ray.util.get_node_ip_address()}:{port}"
 
 
-def _connect(address: str, namespace: str, process: subprocess.Popen[bytes]) -> None:
+def _connected(address: str, namespace: str, process: subprocess.Popen[bytes]) -> bool:
+    """Connect once it runs; False if it has ended."""
     end = time.monotonic() + START_S
-    while True:
-        if process.poll() is not None:
-            raise RuntimeError(f"Ray ended with code {process.returncode} before it had started")
+    while process.poll() is None:
         try:
             ray.init(address, namespace=namespace)
-            return
+            return True
         except (ConnectionError, RuntimeError):  # it is starting
             if time.monotonic() > end:
                 raise
             time.sleep(POLL_S)
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

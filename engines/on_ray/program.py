@@ -25,7 +25,8 @@ from kvstore.cores import usable_cores
 
 HOST: Final = "127.0.0.1"
 APPLICATION: Final = "thermocline"
-SPARE_PLACES: Final = 2  # for a new replica beside those that it replaces
+PLACES: Final = 2  # of a replica: for its actor, and for vLLM
+SPARE: Final = 2  # replicas beside those that are asked for
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    places = max(usable_cores(), args.replicas + SPARE_PLACES)  # no threads
+    places = max(usable_cores(), PLACES * (args.replicas + SPARE))  # no threads
     with local_ray(APPLICATION, places) as address:
         try:
             serve.start(http_options={"host": HOST, "port": port})

@@ -17,25 +17,26 @@ REPLICA = {"name": "a", "url": "http://10.0.0.7:9000", "control": "tcp://10.0.0.
 
 
 @asynccontextmanager
-async def served(status: int, body: bytes) -> AsyncIterator[str]:
+async def served(status: int, body: bytes, path: str = "/replicas") -> AsyncIterator[str]:
     async def answer(request: web.Request) -> web.Response:
         right = request.headers.get("authorization") == "Bearer token"
         return web.Response(status=status if right else 401, body=body)
 
     app = web.Application()
-    app.router.add_post("/replicas", answer)
+    app.router.add_post(path, answer)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/replicas"
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
     finally:
         await runner.cleanup()
 
 
-async def test_a_list_is_read_with_its_token():
-    async with served(200, json.dumps({"replicas": [REPLICA]}).encode()) as url:
+@pytest.mark.parametrize("path", ["/", "/replicas", "/a/b"])
+async def test_a_list_is_read_with_its_token(path: str):
+    async with served(200, json.dumps({"replicas": [REPLICA]}).encode(), path) as url:
         (replica,) = await ReplicaList(url, "token").read()
         assert (replica.name, replica.url, replica.leaving) == ("a", REPLICA["url"], False)
         with pytest.raises(EngineUnavailable, match="status 401"):
