@@ -6,7 +6,8 @@ The sample model on a Ray of this machine, two replicas with small pools of KV, 
 them, one Redis. Sessions are stored exactly (``raw``). Every session takes a turn in each of five
 rounds: at first, again, while a replica is killed, after all replicas were replaced by new ones,
 after one of the two was taken away. The texts are compared with those of one vLLM that nothing
-happens to (``--engine vllm`` of the product).
+happens to (``--engine vllm`` of the product). A stream that had begun when its replica was killed
+ends in an error, as any engine's does; its client asks again, and that is counted.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Conversations:
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     num_answered: int = 0
+    num_cut: int = 0  # streams that had begun when their replica ended
 
     def __post_init__(self) -> None:
         words = int(self.num_tokens / WORD_TOKENS)
@@ -66,6 +68,9 @@ class Conversations:
         async def turn(session: str, history: list[dict[str, str]]) -> None:
             async with places:
                 reply = await client.chat(history, session=session, max_tokens=ANSWER_TOKENS)
+                if _was_cut(reply):
+                    self.num_cut += 1
+                    reply = await client.chat(history, session=session, max_tokens=ANSWER_TOKENS)
             self.num_answered += 1
             sources[_source(reply)] += 1
             if not reply.ok:
@@ -75,6 +80,11 @@ class Conversations:
             history.append({"role": "user", "content": "And what comes next?"})
 
         await asyncio.gather(*(turn(x, history) for x, history in self._histories.items()))
+
+
+def _was_cut(reply: Reply) -> bool:
+    """A stream that has begun cannot be asked again by the gateway: its client asks again."""
+    return reply.status == 200 and reply.error is not None
 
 
 def _source(reply: Reply) -> str:
@@ -170,6 +180,7 @@ def measure(num_sessions: int, num_tokens: int) -> dict[str, Any]:
         "sessions": num_sessions,
         "rounds": {name: dict(found) for name, found in told.sources.items()},
         "failures": told.failures,
+        "streams_cut": told.num_cut,
         "sessions_with_other_texts": len(other),
         **result,
     }

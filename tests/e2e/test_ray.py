@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ray_replicas import measure
+from benchmarks.ray_replicas import AT_ONCE, measure
 from benchmarks.stacks.ray_stack import MISSING, is_installed
 from tests.redis_server import find_binary
 
@@ -25,6 +25,7 @@ def test_sessions_stay_home_and_outlive_every_replica():
     result = measure(NUM_SESSIONS, num_tokens=300)
     rounds = result["rounds"]
     assert result["failures"] == []
+    assert result["streams_cut"] <= AT_ONCE  # those that the killed replica had begun
     assert result["sessions_with_other_texts"] == 0
     assert rounds["second"].get("hot", 0) >= 0.95 * NUM_SESSIONS
     for name in ("killed", "replaced", "taken away"):
