@@ -21,7 +21,7 @@ ATTEMPTS: Final = 3  # some of its waits have no setting
 OBJECT_STORE_BYTES: Final = 256 << 20  # KV never goes through it
 START_S: Final = 600.0
 POLL_S: Final = 1.0
-END_S: Final = 30.0
+END_S: Final = 60.0  # it gives its own processes 30 seconds
 # Ray's processes wait for each other's ports for 15 seconds, and then end, if these are not given.
 AGENT_PORTS: Final = (
     *("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import signal
 import threading
-from typing import Final
+from typing import Any, Final
 
 import ray
 from ray import serve
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
         ray.init(address, namespace=APPLICATION, log_to_driver=False)
         serve.run(app(given), name=APPLICATION, route_prefix="/", blocking=False)
         return 0
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+    _on_signal(_leave)  # while Ray starts
     places = max(usable_cores(), PLACES * (args.replicas + SPARE))  # no threads
     with local_ray(APPLICATION, places) as address:
+        _on_signal(_leave)  # Ray has set its own, which end the process at once
         try:
             serve.start(http_options={"host": HOST, "port": port})
             serve.run(app(given), name=APPLICATION, route_prefix="/")
@@ -52,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _on_signal(action: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, action)
+
+
 def _leave(number: int, frame: object) -> None:
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
+    _on_signal(signal.SIG_IGN)
     raise SystemExit(0)
