@@ -1,7 +1,8 @@
 """Reading a match back into live KV.
 
 Blobs are read in batches, a few ahead of the codec threads, and each is verified and decoded by a
-codec thread straight into its place in the final arrays. A blob that is missing or damaged in one
+codec thread straight into its place in the final arrays; the thread that waits for them decodes
+what no codec thread has begun. A blob that is missing or damaged in one
 tier is looked for in the others; where none has it, the tokens before it are still good. When time
 runs out, whatever came first is kept: prefill does the rest.
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
 from kvstore.blobs.chain import SNAPSHOT, Tokens, no_tokens
@@ -68,6 +70,14 @@ class _Outcome:
     reason: MissReason | None = None
 
 
+@dataclass
+class _Decoding:
+    """One read: its answer is being decoded by a codec thread, or waits for one."""
+
+    future: Future[_Outcome]
+    here: Callable[[], _Outcome]  # does the same on the thread that calls it
+
+
 class Restorer:
     """Thread-safe; every ``load`` works on arrays of its own."""
 
@@ -84,8 +94,8 @@ class Restorer:
         out = self._packer.layout.empty(match.num_tokens)
         decodes = self._start_decoding(match.reads, out, give_up_at)
         good, reason = self._leading_good(decodes, len(match.reads), give_up_at)
-        for future in decodes:
-            future.cancel()
+        for decoding in decodes:
+            decoding.future.cancel()
         restored = self._assemble(match, good, out, reason)
         return restored, [(x.read.key, x.blob) for x in good if x.level and x.blob is not None]
 
@@ -93,14 +103,15 @@ class Restorer:
 
     def _start_decoding(
         self, reads: Sequence[BlobRead], out: KVRun, give_up_at: float
-    ) -> list[Future[_Outcome]]:
-        """One future per read, in order; fewer if reading took too long."""
-        decodes: list[Future[_Outcome]] = []
+    ) -> list[_Decoding]:
+        """One for each read, in order; fewer if reading took too long."""
+        decodes: list[_Decoding] = []
         first = 0
         for batch, answers in self._read_ahead(reads, give_up_at):
             for read, answer in zip(batch, answers, strict=True):
                 target = slice_tokens(out, first, first + read.take)
-                decodes.append(self._workers.codec(self._decode, read, answer, target))
+                decode = partial(self._decode, read, answer, target, give_up_at)
+                decodes.append(_Decoding(self._workers.codec(decode), decode))
                 first += read.take
         return decodes
 
@@ -137,14 +148,18 @@ class Restorer:
         except TimeoutError:
             return None
 
-    # ---- decoding, on a codec thread
+    # ---- decoding, on a codec thread or the one that waits
 
-    def _decode(self, read: BlobRead, answer: Answer, target: KVRun) -> _Outcome:
+    def _decode(self, read: BlobRead, answer: Answer, target: KVRun, give_up_at: float) -> _Outcome:
         """Unpack the copy of the planned tier, else the first good one of any other."""
 
         def asked(level: int) -> Blob | None:
             if level != read.level:
-                return self._stack.get(level, [read.key])[0]
+                reading = self._workers.read(self._stack.get, level, [read.key])
+                found = self._in_time(reading, give_up_at)
+                if found is None:
+                    raise TierUnavailable("no time is left")
+                return found[0]
             if isinstance(answer, TierUnavailable):
                 raise answer
             return answer
@@ -167,17 +182,28 @@ class Restorer:
     # ---- putting together
 
     def _leading_good(
-        self, decodes: list[Future[_Outcome]], num_reads: int, give_up_at: float
+        self, decodes: list[_Decoding], num_reads: int, give_up_at: float
     ) -> tuple[list[_Outcome], MissReason | None]:
         good: list[_Outcome] = []
-        for future in decodes:
-            outcome = self._in_time(future, give_up_at)
+        waiting = iter(decodes)
+        for decoding in decodes:
+            self._help(decoding, waiting, give_up_at)
+            outcome = self._in_time(decoding.future, give_up_at)
             if outcome is None:
                 return good, "deadline"
             if outcome.level is None:
                 return good, outcome.reason
             good.append(outcome)
         return good, None if len(good) == num_reads else "deadline"
+
+    def _help(self, wanted: _Decoding, waiting: Iterator[_Decoding], give_up_at: float) -> None:
+        """Decode what no codec thread has begun, until ``wanted`` is decoded or time is over."""
+        while not wanted.future.done() and self._monotonic() < give_up_at:
+            chosen = next((x for x in waiting if x.future.cancel()), None)
+            if chosen is None:
+                return
+            chosen.future = Future()
+            chosen.future.set_result(chosen.here())
 
     def _assemble(
         self, match: Match, good: list[_Outcome], out: list[KVPair], reason: MissReason | None

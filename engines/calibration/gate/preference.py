@@ -33,7 +33,7 @@ def preferred(
         fastest: the tier is the fastest one.
     """
     rows = {name: _usual(found) for name, found in measured.items()}
-    by_bits = sorted(rows, key=lambda name: rows[name].bits_per_element)
+    by_bits = sorted(rows, key=lambda name: (rows[name].bits_per_element, rows[name].kl))
     timed = [name for name in by_bits if rows[name].restore_share is not None]
     if not timed:
         return _untimed(rows, by_bits)
@@ -62,12 +62,12 @@ def _untimed(rows: Mapping[str, Quality], by_bits: Sequence[str]) -> Preferred:
 def _passed_over(rows: Mapping[str, Quality], by_bits: Sequence[str], name: str) -> str:
     """The presets that would be denser but for the time that they take, with their figures."""
     denser = by_bits[: by_bits.index(name)]
-    words = [_beside(x, rows[x], rows[name]) for x in denser if rows[x].restore_share is not None]
-    return "".join(words)
+    return "".join(_beside(x, rows[x], rows[name]) for x in denser)
 
 
 def _beside(name: str, row: Quality, chosen: Quality) -> str:
-    words = f"; {name} would take {_share(row):.1%}"
+    untimed = row.restore_share is None
+    words = f"; {name} was not timed" if untimed else f"; {name} would take {_share(row):.1%}"
     if _beats(row, chosen):
         words += (
             f", though it has {row.bits_per_element:.2f} bits and a KL of {row.kl:.4f}, and this"

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.calibration.gate.preference import preferred
 from kvstore.codecs.quality import Quality
@@ -111,3 +113,35 @@ def test_a_profile_without_times_is_chosen_by_as_before(
     rows = {name: [msgspec.structs.replace(MEASURED[name][0], restore_s=None)] for name in presets}
     name, reason = preferred(rows, 0.1, fastest=fastest)
     assert name == wanted and "not timed" in reason and "thermocline calibrate" in reason
+
+
+ROWS = st.builds(
+    lambda bits, kl, restore_s: msgspec.structs.replace(timed(bits, restore_s), kl=kl),
+    st.sampled_from([0.8, 1.5, 1.6, 3.25, 4.3]),
+    st.sampled_from([0.001, 0.003, 0.005, 0.0098]),
+    st.sampled_from([None, 0.01, 0.05, 0.0999, 0.1, 0.1001, 0.127, 0.5]),
+)
+PRESETS = st.dictionaries(
+    st.sampled_from(["max", "balanced", "dense3", "tq4", "safe"]), ROWS, min_size=1
+)
+
+
+@given(PRESETS, st.sampled_from([0.01, 0.1, 1.0]), st.booleans())
+def test_what_another_beats_is_chosen_only_for_its_restore_time(
+    rows: dict[str, Quality], share: float, fastest: bool
+) -> None:
+    """And then the reason names the other one, with the figures of both."""
+    name, reason = preferred({x: [row] for x, row in rows.items()}, share, fastest=fastest)
+    chosen = rows[name]
+    same_size = [x for x in rows.values() if x.bits_per_element == chosen.bits_per_element]
+    if not fastest:
+        assert chosen.kl == min(x.kl for x in same_size)
+    for other, row in rows.items():
+        if not (row.bits_per_element < chosen.bits_per_element and row.kl < chosen.kl):
+            continue
+        assert fastest, f"{other} beats {name}, and nothing waits for that tier"
+        took, own = row.restore_share, chosen.restore_share
+        assert took is None or (took > share and (own is None or took > own))
+        told = "was not timed" if took is None else f"would take {took:.1%}"
+        assert f"; {other} {told}, though it has {row.bits_per_element:.2f} bits and a KL" in reason
+        assert f"and this {chosen.bits_per_element:.2f} and {chosen.kl:.4f}" in reason
