@@ -92,7 +92,8 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     # True if what the settings ask for was never measured; a calibration would do that.
     unmeasured: bool = False
     fingerprint: str = ""  # the model's; its profile is named by it
-    # One sentence on how far a measurement is, such as "measuring: 3 of 12 cases"; "" = none runs.
+    # How far a measurement is, such as "measuring: 3 of 12 cases", or, after the verdict, "learning
+    # on: 5 of 48 texts to learn from"; "" = none runs.
     progress: str = ""
     ended: MeasurementEnd | None = None  # null: none has, since the engine was started
     # The bound that lossy codecs have to keep here (see engines.calibration.gate.bound); None: not

@@ -37,6 +37,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     accept_loss: bool = False
     # Measure a model that was not measured yet, at its first start, while it serves.
     calibrate: bool = True
+    # Afterwards go on learning from more texts: minutes of idle time, for fewer bits or less loss.
+    learn_on: bool = True
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30
     # A file of random bytes: what leaves this process is sealed by it, and believed by its seal

@@ -26,6 +26,11 @@ def default_threads() -> int:
     return min(max(usable_cores() - 1, 1), MAX_DEFAULT_THREADS)
 
 
+def restoring_threads(num_threads: int) -> int:
+    """Number of threads that unpack one session: those of the codec, and the one that waits."""
+    return (num_threads or default_threads()) + 1
+
+
 class Workers:
     """The threads of one store. Thread-safe; after ``close`` all raise ``StoreClosed``."""
 

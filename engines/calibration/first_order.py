@@ -10,7 +10,7 @@ from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.names import session_presets
 from kvstore.config import AUTO, StoreConfig
 from kvstore.shapes import StateLayout
-from kvstore.workers import default_threads
+from kvstore.workers import restoring_threads
 
 # The presets that ``auto`` chooses among except ``max``, which takes longer to learn than all the
 # others together.
@@ -32,8 +32,6 @@ def first_order(
     longest: int,
     data_path: str,
     least_context: int = 0,
-    *,
-    num_helpers: int = 0,
 ) -> CalibrationOrder:
     """Make a quick order: few texts, one context length.
 
@@ -41,7 +39,6 @@ def first_order(
         longest: tokens that the engine can hold of one request, prompt and answer.
         data_path: the folder of profiles.
         least_context: so many tokens, if the engine can hold them, are needed to judge by.
-        num_helpers: threads that unpack a session which comes back, besides the store's.
 
     Raises:
         TooShort: see there.
@@ -61,7 +58,7 @@ def first_order(
         depths=(0.5,),
         with_bounds=False,  # nobody looks at them, and they cost as much as learning
         num_chains=FIRST_CHAINS,
-        num_threads=(store.num_threads or default_threads()) + num_helpers,
+        num_threads=restoring_threads(store.num_threads),
         chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
         data_path=data_path,
     )

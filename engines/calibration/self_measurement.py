@@ -2,8 +2,8 @@
 
 The work is done on a thread of the lowest priority. What needs the model goes through an
 ``Instrument`` that waits for idle moments of the engine; all else is arithmetic on arrays. When a
-profile was written, the engine chooses its codecs again. If anything fails here, serving goes on
-unchanged.
+profile was written, the engine chooses its codecs again. After the first verdict more is learned
+in the same way (``learning_on``). If anything fails here, serving goes on unchanged.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from engines.calibration.agreement import ALONE, Partners
-from engines.calibration.gate.profiles import locked
+from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
+from engines.calibration.learning_on import further_order, worth_adopting
 from engines.calibration.measuring.freed_memory import (
     large_arrays_apart,
     return_freed_memory,
@@ -30,8 +32,9 @@ from engines.calibration.messages import CalibrationOrder
 from engines.calibration.survey import CannotCalibrate, survey_report
 from engines.calibration.unfinished import Unfinished
 from engines.wire import CodecReport, MeasurementEnd
+from kvstore.codecs.profile import Profile, load_profile
 from kvstore.cores import lower_priority
-from kvstore.errors import UnknownCodec
+from kvstore.errors import Corrupt, Mismatch, UnknownCodec
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,14 @@ LOOK_EVERY_S: Final = 2.0
 
 def _always() -> bool:
     return True
+
+
+def _never() -> bool:
+    return False
+
+
+def _all_of_it(profile: Profile) -> Profile:
+    return profile
 
 
 class SelfMeasurement:
@@ -56,6 +67,7 @@ class SelfMeasurement:
         engine: str,
         resumes: bool = False,
         is_needed: Callable[[], bool] = _always,
+        learns_on: Callable[[], bool] = _never,
         work: Callable[[], AbstractContextManager[object]] = nullcontext,
         partners: Partners = ALONE,
     ) -> None:
@@ -70,7 +82,10 @@ class SelfMeasurement:
             engine: the name and version of the engine, for the report.
             resumes: keep what is done in the data folder, go on from there after a restart, and
                 let no two processes measure one model at a time.
-            is_needed: asked after another process has measured the same model.
+            is_needed: whether there is no verdict yet; asked first, and after another process has
+                measured the same model.
+            learns_on: whether more is to be learned; asked once there is a verdict. Only of one
+                that ``resumes``.
             work: the measurement runs inside of what it returns.
             partners: the other ranks, if the engine has several.
         """
@@ -80,6 +95,8 @@ class SelfMeasurement:
         self._engine = engine
         self._resumes = resumes
         self._is_needed = is_needed
+        self._learns_on = learns_on
+        self._has_verdict = False
         self._work = work
         self._partners = partners
         self._progress = ""
@@ -92,6 +109,11 @@ class SelfMeasurement:
     @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def has_verdict(self) -> bool:
+        """True once the model is measured, though more may still be learned."""
+        return self._has_verdict
 
     def told_in(self, report: CodecReport) -> CodecReport:
         """The report with what is to be said of this measurement."""
@@ -133,17 +155,53 @@ class SelfMeasurement:
         with self._alone(instrument.fingerprint) as has_waited:
             if has_waited:  # the other may have found what is wanted
                 self._adopt()
-            if not self._is_needed():
-                return
-            began = time.monotonic()
-            logger.info("measuring what each codec costs this model; until then nothing is lost")
-            kept = Unfinished.of(self._order, instrument.fingerprint) if self._resumes else None
-            survey_report(instrument, self._order, self._engine, kept, self._tell, self._partners)
-            logger.info("measured in %.0f s", time.monotonic() - began)
-            self._check()
-            return_freed_memory()
-            self._adopt()
-            return_freed_memory()
+            if self._is_needed():
+                logger.info(
+                    "measuring what each codec costs this model; until then nothing is lost"
+                )
+                self._carry_out(self._order, instrument)
+                self._ended = MeasurementEnd(time.time())
+            self._has_verdict, self._progress = True, ""
+            if self._resumes and self._learns_on():
+                self._learn_on(instrument)
+
+    def _carry_out(
+        self,
+        order: CalibrationOrder,
+        instrument: Instrument,
+        chosen: Callable[[Profile], Profile] = _all_of_it,
+    ) -> None:
+        """Carry out an order, and have the engine adopt what of it is ``chosen``."""
+        began = time.monotonic()
+        kept = Unfinished.of(order, instrument.fingerprint) if self._resumes else None
+        known = (self._engine, kept, self._tell, self._partners, chosen)
+        survey_report(instrument, order, *known)
+        logger.info("%s in %.0f s", self._work_done, time.monotonic() - began)
+        self._check()
+        return_freed_memory()
+        self._adopt()
+        return_freed_memory()
+
+    def _learn_on(self, instrument: Instrument) -> None:
+        """Learn from more texts, and adopt what is better than what the first few taught."""
+        try:
+            order = further_order(self._order, instrument.layout.elements_per_token)
+            self._carry_out(
+                order, instrument, partial(worth_adopting, before=self._known(instrument))
+            )
+        except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
+            logger.warning("no more is learned of the model: %s", " ".join(str(error).split()))
+
+    def _known(self, instrument: Instrument) -> Profile | None:
+        path = profile_path(Path(self._order.data_path), instrument.fingerprint)
+        try:
+            return load_profile(path, mapped=True)
+        except (FileNotFoundError, Corrupt, Mismatch):
+            return None
+
+    @property
+    def _work_done(self) -> str:
+        return "learned from more texts" if self._has_verdict else "measured"
 
     @contextmanager
     def _alone(self, fingerprint: str) -> Iterator[bool]:
@@ -165,7 +223,7 @@ class SelfMeasurement:
     def _tell(self, progress: str) -> None:
         """Note how far it is; raises ``Interrupted`` if it is to end."""
         self._check()
-        self._progress = f"measuring: {progress}"
+        self._progress = f"{'learning on' if self._has_verdict else 'measuring'}: {progress}"
         return_freed_memory()  # the arrays of the step before are as large as a prompt's KV
         if time.monotonic() - self._told_s >= TELL_EVERY_S:
             self._told_s = time.monotonic()

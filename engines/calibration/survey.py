@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +42,10 @@ class Survey:
     bounds: tuple[WaterFilling, ...]
 
 
+def _all_of_it(profile: Profile) -> Profile:
+    return profile
+
+
 def survey_report(
     instrument: Instrument,
     order: CalibrationOrder,
@@ -49,10 +53,12 @@ def survey_report(
     unfinished: Unfinished | None = None,
     tell: Tell = quiet,
     partners: Partners = ALONE,
+    chosen: Callable[[Profile], Profile] = _all_of_it,
 ) -> CalibrationReport:
     """Run ``survey``, save the profile and return the report. Raises what ``survey`` raises.
 
     Where ``partners`` have measured, too, the profile has the figures that all agree on.
+    ``chosen`` leaves out of it what is not to be saved.
 
     If the profile cannot be saved after all, the log says why, and the report is returned.
     """
@@ -63,7 +69,7 @@ def survey_report(
         where = f"nothing can be kept in {order.data_path}; choose another data_dir"
         raise CannotCalibrate(f"{where}: {error.strerror}") from error
     found = survey(instrument, order, unfinished, tell)
-    profile = partners.agree(found.profile)
+    profile = chosen(partners.agree(found.profile))
     path = _kept(profile, order.data_path)
     if unfinished is not None and path:
         unfinished.remove()

@@ -151,7 +151,7 @@ async def _serve_until(
     if store := owner.store:
         store.listen(verbs.left)
         # A measurement takes times, which this would spoil.
-        store.pack_when(lambda: owner.is_quiet and not measuring.is_running, verbs.packed)
+        store.pack_when(lambda: owner.is_quiet and measuring.has_verdict, verbs.packed)
     http = _HttpServer(_http_config(owner, config))
     listener = _listener(folder / "http.sock")
     serving = asyncio.create_task(http.serve([listener]), name="http")

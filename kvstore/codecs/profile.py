@@ -41,6 +41,7 @@ BLOCK_BYTES: Final = 1 << 20  # of a file, while its digest is taken
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
 OF_WINDOWS: Final = "@windows"  # behind a preset's name: what it learned of layers with windows
+BEFORE: Final = "before:"  # before a preset's name: what it had learned until it was learned anew
 
 
 class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +70,8 @@ class Profile:
     """All that was learned of one model, and the figures of codecs that were measured on it.
 
     ``learned``: for each preset its arrays by name, as ``calibrated.learn_profile`` made them.
-    ``rows``: the figures, also of presets that had nothing to learn.
+    ``rows``: the figures, also of presets that had nothing to learn. Both may have entries of the
+    time before under names that begin with ``BEFORE``.
     """
 
     fingerprint: str
@@ -107,6 +109,20 @@ class Profile:
             windows=other.layout,
             window_ropes=other.ropes,
         )
+
+    def before(self) -> Profile:
+        """Returns the profile as it was for presets that were learned anew, with their rows."""
+        old = {
+            name.removeprefix(BEFORE): arrays
+            for name, arrays in self.learned.items()
+            if name.startswith(BEFORE)
+        }
+        rows = tuple(
+            msgspec.structs.replace(x, preset=x.preset.removeprefix(BEFORE))
+            for x in self.rows
+            if x.preset.startswith(BEFORE)
+        )
+        return replace(self, learned={**self.learned, **old}, rows=rows)
 
     def only(self, preset: str) -> Profile:
         """Returns a profile without what other presets learned, whose memory can then be freed."""

@@ -15,6 +15,7 @@ from kvstore.chunk_size import USUAL_TOKENS
 from kvstore.codecs.names import CODECS, FLOOR, OWN, split_names
 from kvstore.codecs.presets import canonical_name, check_name
 from kvstore.errors import UnknownCodec
+from kvstore.workers import restoring_threads
 from launch.errors import UsageError
 from launch.model import find_model
 from launch.settings.effective_settings import EffectiveSettings
@@ -64,7 +65,7 @@ def order_of(effective: EffectiveSettings, options: CalibrateOptions) -> Calibra
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
         chunk_tokens=effective.settings.store.chunk_tokens or USUAL_TOKENS,
-        num_threads=effective.settings.store.num_threads,
+        num_threads=restoring_threads(effective.settings.store.num_threads),
         data_path=str(effective.folders.data),
         log_level=effective.settings.log_level,
     )

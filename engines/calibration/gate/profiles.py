@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TextIO
 
+import msgspec
+
 from kvstore.codecs.names import first_part
-from kvstore.codecs.profile import UNFINISHED, Profile, load_profile
+from kvstore.codecs.profile import BEFORE, OF_WINDOWS, UNFINISHED, Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,8 @@ def make_folder(data: Path) -> None:
 def save(profile: Profile, data: Path) -> Path:
     """Write the profile and return its file. Raises ``OSError``.
 
-    Presets that are only in an older profile of the model are kept from there: what was packed with
-    them must be readable.
+    Presets that are only in an older profile of the model are kept from there, and of those that
+    were learned anew what they had learned last: what was packed with them must be readable.
     """
     path = profile_path(data, profile.fingerprint)
     make_folder(data)
@@ -92,17 +94,35 @@ def _with_older(profile: Profile, path: Path) -> Profile:
     if older.layout != profile.layout or older.ropes not in ((), ropes):
         return profile
     fresh = {(row.preset, row.context) for row in profile.rows}
+    before = _before(profile, older)
+    gone = {*profile.learned, *before.learned}
     kept = [
         row
         for row in older.rows
-        if first_part(row.preset) not in profile.learned and (row.preset, row.context) not in fresh
+        if first_part(row.preset) not in gone and (row.preset, row.context) not in fresh
     ]
-    learned = {**older.learned, **profile.learned}
     return replace(
         profile,
         ropes=ropes,
-        learned=learned,
-        rows=(*kept, *profile.rows),
+        learned={**older.learned, **profile.learned, **before.learned},
+        rows=(*before.rows, *kept, *profile.rows),
         windows=profile.windows or older.windows,
         window_ropes=profile.window_ropes or older.window_ropes,
+    )
+
+
+def _before(profile: Profile, older: Profile) -> Profile:
+    """What presets had learned that have learned anew, and its rows, under names of before."""
+    anew = {
+        name.removesuffix(OF_WINDOWS)
+        for name in profile.learned
+        if name in older.learned and older.ids[name] != profile.ids[name]
+    }
+    rows = [x for x in older.rows if first_part(x.preset) in anew and x.codec_id]
+    names = {first_part(x.preset) for x in rows}
+    known = [y for x in names for y in (x, x + OF_WINDOWS) if y in older.learned]
+    return replace(
+        older,
+        learned={BEFORE + x: older.learned[x] for x in known},
+        rows=tuple(msgspec.structs.replace(x, preset=BEFORE + x.preset) for x in rows),
     )

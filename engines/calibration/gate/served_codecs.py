@@ -13,14 +13,16 @@ from typing import Protocol
 import msgspec
 
 from engines.calibration.gate.choice import Choice, choose, choose_tiers, exact, tiers_in_use
+from engines.calibration.gate.earlier import PackedBy, earlier_codecs
 from engines.calibration.gate.profiles import profile_path
 from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
+from kvstore.codecs.names import DENSEST, first_part
 from kvstore.codecs.presets import warm
-from kvstore.codecs.profile import Profile, load_profile
+from kvstore.codecs.profile import BEFORE, Profile, load_profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.states.session_codec import SessionCodec
-from kvstore.config import StoreConfig
+from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, Corrupt, Mismatch, UnknownCodec
 from kvstore.session import TIER_NAMES, TierName
 from kvstore.shapes import KVLayout, StateLayout
@@ -41,6 +43,7 @@ class AdoptCodecs(Protocol):
 class _Chosen:
     choices: Mapping[TierName, Choice]
     measured: tuple[Quality, ...] = ()  # all rows of the model's profile
+    earlier: tuple[Choice, ...] = ()  # packed before, and may still be read
 
     @functools.cached_property
     def codecs(self) -> CodecSet:
@@ -48,14 +51,15 @@ class _Chosen:
         codecs = CodecSet(ram, disk, redis, sessions=self._sessions)
         if _all_exact(codecs):
             return codecs
-        return replace(codecs, readable=(exact("").codec,))  # from before the measurement
+        # From before the measurement, and from before other measurements.
+        return replace(codecs, readable=(exact("").codec, *(x.codec for x in self.earlier)))
 
     @property
     def _sessions(self) -> dict[str, SessionCodec]:
         """Codecs of states by that of rows beside them, which is one for all tiers."""
         return {
             x.codec.id: x.session
-            for x in self.different
+            for x in (*self.earlier, *self.different)
             if x.session is not None and not x.session.exact
         }
 
@@ -117,7 +121,9 @@ class ServedCodecs:
         self._data = data
         self._unmeasurable = unmeasurable
         self._lock = threading.Lock()
+        self._packed_by = PackedBy(data, fingerprint) if data is not None else None
         self._chosen = self._choose()
+        self._note_packing()
         self._say()
 
     @property
@@ -154,6 +160,7 @@ class ServedCodecs:
             chosen = self._choose_again()
             adopt(chosen.codecs, keep=self._stands(chosen))
             before, self._chosen = self._chosen, chosen
+            self._note_packing()
             if chosen.codecs != before.codecs:
                 self._say()
 
@@ -168,13 +175,38 @@ class ServedCodecs:
     def _choose(self) -> _Chosen:
         profile = self._load()
         known = (self._config, self._layout, profile, self._unmeasurable, self._states)
-        chosen = _Chosen(choose_tiers(*known), profile.rows if profile else ())
-        for choice in chosen.different:
+        chosen = _Chosen(choose_tiers(*known))
+        if profile is not None:
+            rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
+            chosen = replace(chosen, measured=rows, earlier=self._earlier(chosen, profile))
+        for choice in (*chosen.different, *chosen.earlier):
             if choice.session is not None and self._states is not None:
                 choice.session.warm(self._layout, self._states)
             elif self._layout.layers:
                 warm(choice.codec, self._layout)
         return chosen
+
+    def _earlier(self, chosen: _Chosen, profile: Profile) -> tuple[Choice, ...]:
+        """The codecs that packed before this choice, if they may still serve."""
+        used = {x.id for x in chosen.different}
+        ids = [x for x in self._packed_by.ids() if x not in used] if self._packed_by else []
+        return tuple(earlier_codecs(ids, self._config, self._layout, profile, self._states))
+
+    def _note_packing(self) -> None:
+        lossy = [x.id for x in self._chosen.different if not x.is_exact]
+        if self._packed_by is not None and lossy:
+            self._packed_by.add(lossy)
+
+    @property
+    def learns_on(self) -> bool:
+        """True if more is to be learned of this model once it is measured: the densest preset."""
+        store, states = self._config, self._states
+        if not (store.calibrate and store.learn_on) or self._unmeasurable:
+            return False
+        has_rows = bool(self._layout.layers) or (states is not None and states.windows is not None)
+        measured = {first_part(x.preset) for x in self._chosen.measured}
+        named = {store.codec, store.disk_codec, store.redis_codec}
+        return has_rows and AUTO in named and DENSEST not in measured
 
     def _stands(self, after: _Chosen) -> bool:
         """True if every lossy codec that packed before may still serve.

@@ -40,6 +40,11 @@ class Measuring:
         return self._running is not None and self._running.is_running
 
     @property
+    def has_verdict(self) -> bool:
+        """True unless a measurement runs whose verdict is awaited. Any thread."""
+        return not self.is_running or (self._running is not None and self._running.has_verdict)
+
+    @property
     def possible(self) -> bool:
         """True if this model can be measured here, whether it has to be or not."""
         return (
@@ -47,20 +52,24 @@ class Measuring:
         )
 
     def begin(self) -> None:
-        """Begin to measure, if this model is to be measured and was not; says why if it cannot."""
-        if self._is_needed() and self._config.store.calibrate and self._folder:
-            self._begin(self._is_needed)
+        """Begin to measure, if this model is to be measured and was not; says why if it cannot.
+
+        If it was, what was not learned yet is learned.
+        """
+        wanted = self._config.store.calibrate and (self._is_needed() or self._learns_on())
+        if wanted and self._folder:
+            self._begin(self._is_needed, self._learns_on)
 
     def begin_again(self) -> None:
         """Begin to measure, also if that was done before, unless it is being done already."""
         if self.possible and not self.is_running:
-            self._begin(lambda: self._owner.codecs is not None)
+            self._begin(lambda: self._owner.codecs is not None, lambda: False)
 
     @property
     def _folder(self) -> str:
         return self._config.data_path or self._config.store.disk_path
 
-    def _begin(self, is_needed: Callable[[], bool]) -> None:
+    def _begin(self, is_needed: Callable[[], bool], learns_on: Callable[[], bool]) -> None:
         # Arithmetic of calibration, which a measured model's engine never needs.
         from engines.calibration.one_thread import one_thread
         from engines.calibration.self_measurement import SelfMeasurement
@@ -77,6 +86,7 @@ class Measuring:
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
             resumes=True,
             is_needed=is_needed,
+            learns_on=learns_on,
             work=one_thread,
         )
 
@@ -93,6 +103,10 @@ class Measuring:
         """True if a codec was asked for that was never measured on this model."""
         codecs = self._owner.codecs
         return codecs is not None and self._owner.held is not None and codecs.report.unmeasured
+
+    def _learns_on(self) -> bool:
+        codecs = self._owner.codecs
+        return codecs is not None and self._owner.held is not None and codecs.learns_on
 
     def _instrument(self) -> ServingInstrument:
         owner = self._owner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -22,6 +22,8 @@ from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.worker.paging import PagedCache
 from engines.vllm_plugin.worker.state_layers import StateBlocks
 from engines.wire import CodecReport
+
+Asked: TypeAlias = Callable[[], bool]
 
 
 def longest_prompt(vllm_config: Any) -> int:
@@ -49,7 +51,7 @@ class RankMeasuring:
         self._states = states
         self._client = client
         self._measurement: SelfMeasurement | None = None
-        self._open: Callable[[Callable[[], bool]], SelfMeasurement] | None = None
+        self._open: Callable[[Asked, Asked], SelfMeasurement] | None = None
         # The same on every rank, and unknown to clients.
         self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
 
@@ -82,7 +84,7 @@ class RankMeasuring:
         # What one rank has kept of an interrupted measurement another may not have.
         several = self._config.parallel_config.world_size > 1
 
-        def begun(is_needed: Callable[[], bool]) -> SelfMeasurement:
+        def begun(is_needed: Asked, learns_on: Asked) -> SelfMeasurement:
             return SelfMeasurement(
                 order(),
                 opened,
@@ -90,17 +92,22 @@ class RankMeasuring:
                 engine=f"vllm {vllm.__version__}",
                 resumes=not several,
                 is_needed=is_needed,
+                learns_on=learns_on,
                 work=one_thread,
                 partners=self._client if several else ALONE,
             )
 
         self._open = begun
 
-    def begin(self, is_needed: Callable[[], bool] = lambda: True) -> None:
-        """Begin to measure, unless that is being done or cannot be."""
+    def begin(self, is_needed: Asked = lambda: True, learns_on: Asked = lambda: False) -> None:
+        """Begin to measure, unless that is being done or cannot be.
+
+        See ``SelfMeasurement``. Several ranks do not learn on: what each of them kept of its share
+        would have to be the same presets.
+        """
         if self._open is None or self.is_running:
             return
-        self._measurement = self._open(is_needed)
+        self._measurement = self._open(is_needed, learns_on)
 
     def begin_step(self, step: StepWork) -> None:
         """Have the layers seen that are to be seen in the step."""
@@ -126,6 +133,11 @@ class RankMeasuring:
     def is_running(self) -> bool:
         """True while a measurement runs. Any thread."""
         return self._measurement is not None and self._measurement.is_running
+
+    @property
+    def has_verdict(self) -> bool:
+        """True unless a measurement runs whose verdict is awaited. Any thread."""
+        return self._measurement is None or self._measurement.has_verdict or not self.is_running
 
     def close(self) -> None:
         """Interrupt the measurement."""

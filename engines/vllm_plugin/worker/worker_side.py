@@ -152,7 +152,9 @@ class WorkerSide:
         """True if vLLM has not stepped for a moment, and no copy is under way. Any thread."""
         if self._monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
             return False
-        return self._transfer.is_settled and not (self._measuring and self._measuring.is_running)
+        return self._transfer.is_settled and (
+            self._measuring is None or self._measuring.has_verdict
+        )
 
     def _packed(self, session: SessionRef) -> None:
         self._link.send(RankPacked(session))
@@ -225,11 +227,11 @@ def open_worker_side(
     least = least_context(layout, cache.block_tokens)
     longest = longest_prompt(vllm_config)
     if not why:
-        # A load's own thread unpacks what the store's threads have not begun (``host_blocks``).
-        order = partial(first_order, settings.store, longest, str(data), least, num_helpers=1)
+        order = partial(first_order, settings.store, longest, str(data), least)
         measuring.prepare(order, groups, identity, link.adopt)
-    if config.calibrate and codecs.report.unmeasured:
-        measuring.begin(lambda: codecs.report.unmeasured)
+    is_alone = vllm_config.parallel_config.world_size == 1  # several ranks do not learn on
+    if config.calibrate and (codecs.report.unmeasured or (is_alone and codecs.learns_on)):
+        measuring.begin(lambda: codecs.report.unmeasured, lambda: codecs.learns_on)
     resting = RestingWatch(store, rank, link.send) if wants_events(vllm_config) else None
     if resting is not None:
         link.watch(resting)

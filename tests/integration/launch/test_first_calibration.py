@@ -96,7 +96,7 @@ def fresh(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def unfinished(folder: Path) -> list[str]:
     found = (folder / "data" / "profiles").glob("*.*.*")
-    return sorted(x.suffix for x in found if x.suffix != ".lock")
+    return sorted(x.suffix for x in found if x.suffix in (".learned", ".cases"))
 
 
 def test_an_engine_that_is_killed_goes_on_where_it_was(fresh: Path) -> None:
@@ -208,6 +208,25 @@ def test_the_next_start_knows_it(folder: Path) -> None:
         assert "measuring" not in "".join(server.log) and codec_of(server)["progress"] == ""
     finally:
         server.stop()
+
+
+def test_it_learns_on_once_and_reads_what_was_packed_before(folder: Path) -> None:
+    server = start(folder, "--set", "store.learn_on=true")
+    try:
+        before = set(codec_of(server)["tiers"].values())
+        until(lambda: codec_of(server)["progress"].startswith("learning on: "))
+        assert not codec_of(server)["unmeasured"], "it serves by its verdict meanwhile"
+        until(lambda: "learned from more texts in" in "".join(server.log), 700)
+        until(lambda: (codec_of(server)["ended"] or {}).get("error") == "")
+        after = set(codec_of(server)["tiers"].values())
+    finally:
+        assert server.stop() == 0
+    (path,) = (folder / "data" / "profiles").glob("*.tcpf")
+    assert "max" in {x.preset for x in load_profile(path).rows}
+    (packed,) = (folder / "data" / "profiles").glob("*.packed")
+    lossy = {x for x in before | after if x != "raw.1"}
+    assert lossy <= set(packed.read_text().split()), "all of them can be read from now on"
+    assert not unfinished(folder)
 
 
 def test_doctor_and_plan_tell_what_was_measured(folder: Path) -> None:

@@ -38,6 +38,7 @@ class Server:
         """``within``: a command that runs the command behind it."""
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
         environ["THERMOCLINE_STORE__CALIBRATE"] = str(calibrate).lower()
+        environ["THERMOCLINE_STORE__LEARN_ON"] = "false"
         self.process = subprocess.Popen(
             [*within, *PROGRAM, "serve", "--engine", engine, "--port", "0", *arguments],
             stderr=subprocess.PIPE,

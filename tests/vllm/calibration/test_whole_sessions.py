@@ -42,6 +42,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngin
         codec="auto",
         disk_codec="raw",
         calibrate=True,
+        learn_on=False,
         ram_bytes=1 << 28,
         disk_bytes=1 << 28,
     )

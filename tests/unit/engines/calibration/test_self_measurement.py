@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.calibration.first_order import first_order
+from engines.calibration import learning_on
+from engines.calibration.first_order import FIRST_PRESETS, first_order
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument, Interrupted
 from engines.calibration.self_measurement import SelfMeasurement
@@ -102,6 +103,57 @@ def test_an_interrupted_one_goes_on_where_it_was(tmp_path: Path) -> None:
     alone = load_profile(profile_path(tmp_path / "other", whole.fingerprint))
     assert untimed(alone) == untimed(profile) and alone.ids == profile.ids
     assert not list((tmp_path / "profiles").glob("*.cases"))
+
+
+def test_it_learns_on_after_the_verdict_and_over_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The densest is there at the end, and what was learned first stands where it is as close."""
+    monkeypatch.setattr(learning_on, "MOST_WINDOWS", 10)
+    progress: list[str] = []
+    path = profile_path(tmp_path, Talking.fingerprint)
+
+    class Stopped(Talking):
+        """Ends with the engine when a few cases were judged again."""
+
+        def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+            progress.append(one.report.progress)
+            if sum(x.startswith("learning on: ") for x in progress) > 5:
+                raise Interrupted("the engine ends")
+            return super().log_probs(run, tokens)
+
+    def wanted() -> bool:
+        return "max" not in {x.preset for x in load_profile(path).rows}
+
+    one = Engine(tmp_path, Stopped(), learns_on=wanted)
+    assert one.ended() == "", "the verdict stands, though learning on was interrupted"
+    assert one.measurement.has_verdict and one.adopted == 1
+    assert progress[0].startswith("measuring: ") and "learning on: 1 of " in progress[-1]
+    first = load_profile(path)
+    assert {x.preset for x in first.rows} == set(FIRST_PRESETS)
+    second = Talking()
+    two = Engine(tmp_path, second, is_needed=lambda: False, learns_on=wanted)
+    assert two.ended() == "" and two.adopted == 1
+    whole = load_profile(path)
+    assert {x.preset for x in whole.rows if ":" not in x.preset} == {*FIRST_PRESETS, "max"}
+    assert first.ids["dense3"] in (whole.ids["dense3"], whole.before().ids["dense3"])
+    assert second.num_prefills < 10 + len(progress), "texts were not read again"
+    three = Engine(tmp_path, Talking(), is_needed=lambda: False, learns_on=wanted)
+    assert three.ended() == "" and three.adopted == 0
+
+
+def test_a_verdict_stands_if_no_more_can_be_learned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unlearned(Talking):
+        def encode(self, text: str) -> list[int]:
+            if one.measurement.has_verdict:
+                raise OSError("no text is left")
+            return super().encode(text)
+
+    one = Engine(tmp_path, Unlearned(), learns_on=lambda: True)
+    assert one.ended() == "" and one.adopted == 1
+    assert "no more is learned of the model: no text is left" in caplog.text
 
 
 def test_it_ends_when_it_is_closed(tmp_path: Path) -> None:

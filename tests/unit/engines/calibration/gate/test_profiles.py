@@ -55,6 +55,25 @@ def test_rows_of_what_was_learned_anew_are_dropped(tmp_path: Path) -> None:
     assert found.ids["dense3"] == model_profile().ids["dense3"]
 
 
+def test_what_was_learned_before_is_kept_once(tmp_path: Path) -> None:
+    """Sessions may rest in it; what was learned before that goes."""
+    ids = []
+    for factor in (1, 2, 4):
+        learned = {name: dict(x) for name, x in model_profile().learned.items()}
+        learned["max"]["step"] = np.array(learned["max"]["step"]) * factor
+        profile = dataclasses.replace(model_profile(), learned=learned)
+        ids.append(profile.ids["max"])
+        rows = (msgspec.structs.replace(row("max"), codec_id=f"max.{ids[-1]}"), row("tq3"))
+        path = save(dataclasses.replace(profile, rows=rows), tmp_path)
+    found = load_profile(path)
+    assert found.ids["max"] == ids[2] and found.before().ids["max"] == ids[1]
+    assert [x.codec_id for x in found.before().rows] == [f"max.{ids[1]}"]
+    assert [x.codec_id for x in found.rows if x.preset == "max"] == [f"max.{ids[2]}"]
+    # Saved again with something else measured, it is kept.
+    again = load_profile(save(measured(row("tq4")), tmp_path))
+    assert again.before().ids["max"] == ids[1] and len(again.before().rows) == 1
+
+
 def test_what_windows_taught_is_kept_beside_another_measurement(tmp_path: Path) -> None:
     known = model_profile()
     windows = dataclasses.replace(known, learned={"dense3": known.learned["dense3"]})

@@ -6,11 +6,14 @@ import dataclasses
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from engines.calibration.gate.profiles import profile_path
+from engines.calibration.gate.earlier import MOST, PackedBy
+from engines.calibration.gate.profiles import profile_path, save
 from engines.calibration.gate.served_codecs import ServedCodecs
 from kvstore.blobs.codec_set import CodecSet
+from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused
@@ -166,3 +169,61 @@ def test_integers_that_nobody_learns_are_as_if_nothing_was_learned(tmp_path: Pat
     assert (report.name, report.unmeasured) == ("raw", True)
     with pytest.raises(CodecRefused, match="yet to learn this model"):
         served(tmp_path, codec="dense3", calibrate=False)
+
+
+def learned_anew(factor: float, **changes: object) -> Profile:
+    """``dense3`` with other levels, measured."""
+    learned = {name: dict(arrays) for name, arrays in measured().learned.items()}
+    name = next(x for x, y in learned["dense3"].items() if y.dtype == np.float32)
+    learned["dense3"][name] = np.array(learned["dense3"][name]) * np.float32(factor)
+    profile = dataclasses.replace(measured(), learned={"dense3": learned["dense3"]})
+    codec_id = open_codec("dense3", profile).id
+    return dataclasses.replace(profile, rows=(row("dense3", codec_id=codec_id, **changes),))
+
+
+def test_what_packed_before_is_read_in_the_next_life(tmp_path: Path) -> None:
+    (tmp_path / "profiles").mkdir()
+    save(measured(row("dense3")), tmp_path)
+    first = served(tmp_path).codecs.ram.id
+    save(learned_anew(1.01, kl=0.004), tmp_path)
+    codecs = served(tmp_path)
+    assert codecs.codecs.ram.id != first
+    assert [x.id for x in codecs.codecs.readable] == ["raw.1", first]
+    assert {x.codec_id for x in codecs.report.others} == set()
+    more = measured(row("max"))
+    save(dataclasses.replace(more, learned={"max": more.learned["max"]}), tmp_path)
+    codecs = served(tmp_path, disk_codec="max", codec="max")
+    assert len(codecs.codecs.readable) == 3
+    assert not served(tmp_path, codec="raw").codecs.readable, "nothing with loss is wanted"
+
+
+def test_what_packed_before_is_not_read_out_of_the_bound(tmp_path: Path) -> None:
+    (tmp_path / "profiles").mkdir()
+    save(measured(row("dense3", kl=0.009)), tmp_path)
+    served(tmp_path)
+    save(learned_anew(1.01, kl=0.004), tmp_path)
+    assert len(served(tmp_path).codecs.readable) == 2
+    assert len(served(tmp_path, max_kl=0.005).codecs.readable) == 1
+
+
+def test_the_list_of_codecs_that_packed_is_short_and_survives_damage(tmp_path: Path) -> None:
+    known = PackedBy(tmp_path, "f")
+    known.add(["a"])  # there is no folder: that only costs a recompute later
+    assert known.ids() == []
+    (tmp_path / "profiles").mkdir()
+    for name in "abcdefg":
+        known.add([name])
+    known.add(["d"])
+    assert known.ids() == ["e", "f", "g", "d"] and MOST == 4
+    (tmp_path / "profiles" / "f.packed").write_bytes(b"\xff\xfe")
+    assert known.ids() == []
+
+
+def test_it_learns_on_until_the_densest_is_known(tmp_path: Path) -> None:
+    assert served(tmp_path).learns_on
+    write(measured(row("dense3")), tmp_path)
+    assert served(tmp_path).learns_on
+    for config in ({"learn_on": False}, {"calibrate": False}, {"codec": "dense3"}):
+        assert not served(tmp_path, **config).learns_on
+    write(measured(row("dense3"), row("max", kl=0.5)), tmp_path)
+    assert not served(tmp_path).learns_on, "measured, though it is refused"
