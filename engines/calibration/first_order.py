@@ -1,13 +1,20 @@
-"""The order for a model that was never measured: quick, and carried out while it serves."""
+"""The order for a model that was never measured: quick, and carried out while it serves.
+
+The one that follows it, ``further_order``, learns from more texts and takes longer. It judges by
+the same cases, so that figures can be compared.
+"""
 
 from __future__ import annotations
 
+import shutil
 from typing import Final
+
+import msgspec
 
 from engines.calibration.corpus import held_out_texts
 from engines.calibration.messages import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
-from kvstore.codecs.names import session_presets
+from kvstore.codecs.names import DENSEST, LEARNABLE, first_part, session_presets
 from kvstore.config import AUTO, StoreConfig
 from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
@@ -20,6 +27,11 @@ FIRST_SCORED: Final = 64
 FIRST_WINDOWS: Final = 8
 FIRST_PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
 FIRST_CHAINS: Final = 3
+MOST_WINDOWS: Final = 48  # of an order that follows
+FURTHER_PROBED: Final = 0.25  # of each window
+MOST_ROW_BYTES: Final = 8 << 30  # of rows to learn from, in a file without a name
+FREE_SHARE: Final = 4  # a quarter of what is free on that disk at most
+STORED_BYTES: Final = 2  # of a value in that file
 LEAST_CONTEXT: Final = 128  # fewer tokens are never packed
 
 
@@ -61,6 +73,24 @@ def first_order(
         num_threads=restoring_threads(store.num_threads),
         chunk_tokens=store.chunk_tokens or USUAL_TOKENS,
         data_path=data_path,
+    )
+
+
+def further_order(order: CalibrationOrder, elements_per_token: int) -> CalibrationOrder:
+    """Make the order that follows a first one.
+
+    Args:
+        elements_per_token: of the rows that are learned from.
+    """
+    room = min(MOST_ROW_BYTES, shutil.disk_usage(order.data_path).free // FREE_SHARE)
+    of_window = max(1, order.window_tokens * elements_per_token * STORED_BYTES)
+    num_windows = max(order.num_windows, min(MOST_WINDOWS, room // of_window))
+    learned = [x for x in order.presets if first_part(x) in LEARNABLE]
+    return msgspec.structs.replace(
+        order,
+        presets=tuple(dict.fromkeys([*learned, DENSEST])),
+        num_windows=num_windows,
+        probed_share=FURTHER_PROBED,
     )
 
 

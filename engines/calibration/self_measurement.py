@@ -3,7 +3,7 @@
 The work is done on a thread of the lowest priority. What needs the model goes through an
 ``Instrument`` that waits for idle moments of the engine; all else is arithmetic on arrays. When a
 profile was written, the engine chooses its codecs again. After the first verdict more is learned
-in the same way (``learning_on``). If anything fails here, serving goes on unchanged.
+in the same way. If anything fails here, serving goes on unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,15 +20,17 @@ from typing import Final
 import msgspec
 
 from engines.calibration.agreement import ALONE, Partners
+from engines.calibration.first_order import further_order
+from engines.calibration.gate.adoption import worth_adopting
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
-from engines.calibration.learning_on import further_order, worth_adopting
 from engines.calibration.measuring.freed_memory import (
     large_arrays_apart,
     return_freed_memory,
 )
 from engines.calibration.messages import CalibrationOrder
+from engines.calibration.one_thread import one_thread
 from engines.calibration.survey import CannotCalibrate, survey_report
 from engines.calibration.unfinished import Unfinished
 from engines.wire import CodecReport, MeasurementEnd
@@ -68,7 +70,6 @@ class SelfMeasurement:
         resumes: bool = False,
         is_needed: Callable[[], bool] = _always,
         learns_on: Callable[[], bool] = _never,
-        work: Callable[[], AbstractContextManager[object]] = nullcontext,
         partners: Partners = ALONE,
     ) -> None:
         """Begin to measure.
@@ -86,7 +87,6 @@ class SelfMeasurement:
                 measured the same model.
             learns_on: whether more is to be learned; asked once there is a verdict. Only of one
                 that ``resumes``.
-            work: the measurement runs inside of what it returns.
             partners: the other ranks, if the engine has several.
         """
         self._order = order
@@ -97,7 +97,6 @@ class SelfMeasurement:
         self._is_needed = is_needed
         self._learns_on = learns_on
         self._has_verdict = False
-        self._work = work
         self._partners = partners
         self._progress = ""
         self._ended: MeasurementEnd | None = None
@@ -130,7 +129,7 @@ class SelfMeasurement:
     def _run(self) -> None:
         lower_priority()
         try:
-            with self._work(), large_arrays_apart():
+            with one_thread(), large_arrays_apart():
                 self._measure()
             self._ended = MeasurementEnd(time.time())
         except Interrupted:

@@ -71,7 +71,6 @@ class Measuring:
 
     def _begin(self, is_needed: Callable[[], bool], learns_on: Callable[[], bool]) -> None:
         # Arithmetic of calibration, which a measured model's engine never needs.
-        from engines.calibration.one_thread import one_thread
         from engines.calibration.self_measurement import SelfMeasurement
 
         try:
@@ -87,7 +86,6 @@ class Measuring:
             resumes=True,
             is_needed=is_needed,
             learns_on=learns_on,
-            work=one_thread,
         )
 
     async def close(self) -> None:

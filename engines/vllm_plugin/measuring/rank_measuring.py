@@ -11,7 +11,6 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from engines.calibration.agreement import ALONE
 from engines.calibration.messages import CalibrationOrder
-from engines.calibration.one_thread import one_thread
 from engines.calibration.self_measurement import SelfMeasurement
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
@@ -93,7 +92,6 @@ class RankMeasuring:
                 resumes=not several,
                 is_needed=is_needed,
                 learns_on=learns_on,
-                work=one_thread,
                 partners=self._client if several else ALONE,
             )
 

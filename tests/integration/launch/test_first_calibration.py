@@ -210,25 +210,6 @@ def test_the_next_start_knows_it(folder: Path) -> None:
         server.stop()
 
 
-def test_it_learns_on_once_and_reads_what_was_packed_before(folder: Path) -> None:
-    server = start(folder, "--set", "store.learn_on=true")
-    try:
-        before = set(codec_of(server)["tiers"].values())
-        until(lambda: codec_of(server)["progress"].startswith("learning on: "))
-        assert not codec_of(server)["unmeasured"], "it serves by its verdict meanwhile"
-        until(lambda: "learned from more texts in" in "".join(server.log), 700)
-        until(lambda: (codec_of(server)["ended"] or {}).get("error") == "")
-        after = set(codec_of(server)["tiers"].values())
-    finally:
-        assert server.stop() == 0
-    (path,) = (folder / "data" / "profiles").glob("*.tcpf")
-    assert "max" in {x.preset for x in load_profile(path).rows}
-    (packed,) = (folder / "data" / "profiles").glob("*.packed")
-    lossy = {x for x in before | after if x != "raw.1"}
-    assert lossy <= set(packed.read_text().split()), "all of them can be read from now on"
-    assert not unfinished(folder)
-
-
 def test_doctor_and_plan_tell_what_was_measured(folder: Path) -> None:
     found = {x["about"]: x for x in json.loads(run(folder, "doctor", "--json").stdout)}
     assert found["codec"]["verdict"] == "ok"
@@ -271,14 +252,38 @@ def test_doctor_judges_what_packs_live_kv(
     assert found["codec"]["text"].startswith(said)
 
 
+def write_short(folder: Path, longest: int) -> None:
+    """Write the model, with room for so many tokens."""
+    (folder / "tiny").mkdir()
+    write_model("llama", folder / "tiny")
+    path = folder / "tiny" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "max_position_embeddings": longest}))
+
+
+def test_it_learns_on_once_and_reads_what_was_packed_before(tmp_path: Path) -> None:
+    write_short(tmp_path, 300)  # texts of 128 tokens
+    server = start(tmp_path, "--set", "store.learn_on=true")
+    try:
+        until(lambda: (codec_of(server) or {}).get("unmeasured") is False, 600)
+        before = set(codec_of(server)["tiers"].values())
+        until(lambda: "learned from more texts in" in "".join(server.log), 700)
+        until(lambda: codec_of(server)["progress"] == "")
+        assert codec_of(server)["ended"]["error"] == ""
+        after = set(codec_of(server)["tiers"].values())
+    finally:
+        assert server.stop() == 0
+    (path,) = (tmp_path / "data" / "profiles").glob("*.tcpf")
+    assert "max" in {x.preset for x in load_profile(path).rows}
+    (packed,) = (tmp_path / "data" / "profiles").glob("*.packed")
+    lossy = {x for x in before | after if x != "raw.1"}
+    assert lossy <= set(packed.read_text().split()), "all of them can be read from now on"
+    assert not unfinished(tmp_path)
+
+
 def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path) -> None:
     """The window is too short for any text."""
-    (tmp_path / "tiny").mkdir()
-    write_model("llama", tmp_path / "tiny")
-    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
-    (tmp_path / "tiny" / "config.json").write_text(
-        json.dumps({**config, "max_position_embeddings": 200})
-    )
+    write_short(tmp_path, 200)
     server = start(tmp_path)
     try:
         server.wait_for("the model is not measured: the engine takes no more than 200 tokens")

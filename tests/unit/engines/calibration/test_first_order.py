@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from engines.calibration.first_order import FIRST_CONTEXT, TooShort, first_order
+from engines.calibration.first_order import (
+    FIRST_CONTEXT,
+    FIRST_WINDOWS,
+    MOST_ROW_BYTES,
+    MOST_WINDOWS,
+    TooShort,
+    first_order,
+    further_order,
+)
 from kvstore.config import StoreConfig
 
 
@@ -26,3 +36,19 @@ def test_how_long_its_prompts_are(longest: int, least: int, context: int) -> Non
 def test_an_engine_that_takes_next_to_nothing() -> None:
     with pytest.raises(TooShort, match="no more than 200 tokens"):
         first_order(StoreConfig(), 200, "")
+
+
+def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
+    order = first_order(StoreConfig(disk_codec="tq3"), 8192, str(tmp_path))
+    more = further_order(order, 1)
+    assert more.num_windows == MOST_WINDOWS > order.num_windows
+    assert set(more.presets) == {"dense3", "balanced", "safe", "max"}
+    same = ("contexts", "num_scored", "depths", "num_chains", "chunk_tokens", "window_tokens")
+    assert [getattr(more, x) for x in same] == [getattr(order, x) for x in same]
+
+
+def test_rows_to_learn_from_fit_the_disk(tmp_path: Path) -> None:
+    order = first_order(StoreConfig(), 8192, str(tmp_path))
+    of_token = MOST_ROW_BYTES // (2 * order.window_tokens * 20)
+    assert further_order(order, of_token).num_windows <= 20
+    assert further_order(order, 1 << 40).num_windows == FIRST_WINDOWS, "those were read before"

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.calibration import learning_on
+from engines.calibration import first_order as orders
 from engines.calibration.first_order import FIRST_PRESETS, first_order
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument, Interrupted
@@ -109,7 +109,7 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The densest is there at the end, and what was learned first stands where it is as close."""
-    monkeypatch.setattr(learning_on, "MOST_WINDOWS", 10)
+    monkeypatch.setattr(orders, "MOST_WINDOWS", 10)
     progress: list[str] = []
     path = profile_path(tmp_path, Talking.fingerprint)
 

@@ -1,0 +1,41 @@
+"""Which of what was learned again is worth another form of its preset.
+
+Sessions that rest were packed by what was learned before, and are not packed again.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Final
+
+from kvstore.codecs.names import first_part
+from kvstore.codecs.profile import OF_WINDOWS, Profile
+from kvstore.codecs.quality import Quality
+
+logger = logging.getLogger(__name__)
+
+WORTH: Final = 0.9  # of the KL of before: less is no reason to give a preset another form
+
+
+def worth_adopting(found: Profile, before: Profile | None) -> Profile:
+    """Leave out of ``found`` each preset that is hardly closer than what it had learned before."""
+    if before is None:
+        return found
+    old = {(x.preset, x.context): x for x in before.rows}
+    names = {first_part(x.preset) for x in found.rows}
+    kept = {x for x in names if _is_worth(x, found.rows, old)}
+    for name in sorted(names - kept):
+        logger.info("%s stays as it was learned first: more texts made it hardly closer", name)
+    dropped = {y for x in names - kept for y in (x, x + OF_WINDOWS)}
+    return replace(
+        found,
+        learned={name: x for name, x in found.learned.items() if name not in dropped},
+        rows=tuple(x for x in found.rows if first_part(x.preset) in kept),
+    )
+
+
+def _is_worth(name: str, rows: tuple[Quality, ...], old: dict[tuple[str, int], Quality]) -> bool:
+    own = [x for x in rows if first_part(x.preset) == name]
+    known = [(x, old[x.preset, x.context]) for x in own if (x.preset, x.context) in old]
+    return not known or sum(x.kl for x, _ in known) < WORTH * sum(x.kl for _, x in known)
