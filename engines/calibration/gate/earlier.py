@@ -30,7 +30,7 @@ class PackedBy:
         self._path = data / "profiles" / f"{fingerprint}.packed"
 
     def ids(self) -> list[str]:
-        """The ids; none if there is no such file."""
+        """Read the ids; none if there is no such file."""
         try:
             return self._path.read_text("ascii").split()
         except (OSError, UnicodeDecodeError):

@@ -112,7 +112,7 @@ def _with_older(profile: Profile, path: Path) -> Profile:
 
 
 def _before(profile: Profile, older: Profile) -> Profile:
-    """What presets had learned that have learned anew, and its rows, under names of before."""
+    """Take what presets had learned that learned anew, and its rows, under names of before."""
     anew = {
         name.removesuffix(OF_WINDOWS)
         for name in profile.learned
