@@ -14,7 +14,7 @@ import msgspec
 from engines.calibration.corpus import held_out_texts
 from engines.calibration.messages import CalibrationOrder
 from kvstore.chunk_size import USUAL_TOKENS
-from kvstore.codecs.names import DENSEST, LEARNABLE, first_part, session_presets
+from kvstore.codecs.names import LEARNABLE, first_part, session_presets
 from kvstore.config import AUTO, StoreConfig
 from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
@@ -27,6 +27,7 @@ FIRST_SCORED: Final = 64
 FIRST_WINDOWS: Final = 8
 FIRST_PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
 FIRST_CHAINS: Final = 3
+DENSEST: Final = "max"  # it learns
 MOST_WINDOWS: Final = 48  # of an order that follows
 FURTHER_PROBED: Final = 0.25  # of each window
 MOST_ROW_BYTES: Final = 8 << 30  # of rows to learn from, in a file without a name

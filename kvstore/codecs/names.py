@@ -45,7 +45,6 @@ class CodecEntry(NamedTuple):
 
 EXACT: Final = "raw"
 USUAL: Final = "dense3"  # what most models get
-DENSEST: Final = "max"  # takes longer to learn than all others together
 
 _ROWS: Final = "kvstore.codecs.rows.row_codec"
 _ONE_STEP: Final = "kvstore.codecs.one_step.one_step"

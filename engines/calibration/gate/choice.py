@@ -191,27 +191,6 @@ def choose(
     return _named(name, config, model)
 
 
-def within_bound(
-    name: str,
-    config: StoreConfig,
-    layout: KVLayout,
-    profile: Profile,
-    states: StateLayout | None = None,
-) -> Choice | None:
-    """The codec of a preset that was measured, whatever the settings ask for.
-
-    None if it may not serve: it was not measured, or it is out of the bound.
-    """
-    try:
-        choice = _opened(name, _Model(layout, profile, "", states))
-    except UnknownCodec:
-        return None
-    if choice is None or not choice.rows:
-        return None
-    refused = _refusal(choice, Bound(kl=config.max_kl))
-    return choice if config.accept_loss or not refused else None
-
-
 def _packed(
     name: str, config: StoreConfig, layout: PackedLayout, profile: Profile | None
 ) -> Choice:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from engines.calibration.gate.choice import Choice, within_bound
+from engines.calibration.gate.choice import Choice, choose
 from kvstore.codecs.profile import BEFORE, UNFINISHED, Profile
 from kvstore.config import StoreConfig
+from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,10 @@ def earlier_codecs(
         for codec_id, name in wanted.items():
             if name.startswith(BEFORE) or codec_id in found:
                 continue
-            choice = within_bound(name, config, layout, known, states)
-            if choice is not None and choice.id == codec_id and not choice.is_exact:
+            try:
+                choice = choose(name, config, layout, known, "", states)
+            except (CodecRefused, UnknownCodec):
+                continue
+            if choice.id == codec_id and not choice.is_exact:
                 found[codec_id] = choice
     return [found[x] for x in reversed(ids) if x in found]

@@ -12,12 +12,13 @@ from typing import Protocol
 
 import msgspec
 
+from engines.calibration.first_order import DENSEST
 from engines.calibration.gate.choice import Choice, choose, choose_tiers, exact, tiers_in_use
 from engines.calibration.gate.earlier import PackedBy, earlier_codecs
 from engines.calibration.gate.profiles import profile_path
 from engines.wire import CodecReport
 from kvstore.blobs.codec_set import CodecSet
-from kvstore.codecs.names import DENSEST, first_part
+from kvstore.codecs.names import first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import BEFORE, Profile, load_profile
 from kvstore.codecs.quality import Quality
