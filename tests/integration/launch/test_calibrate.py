@@ -17,7 +17,9 @@ import pytest
 from kvstore.codecs.profile import load_profile
 from tests.integration.tiny_models import write_model
 
-pytestmark = pytest.mark.mlx
+# Learning reads dozens of texts, so a busy machine takes minutes; this only ends what hangs.
+HANGS_AFTER_S = 800
+pytestmark = [pytest.mark.mlx, pytest.mark.timeout(HANGS_AFTER_S + 60)]
 
 TEXT = "She sells sea shells by the sea shore, and he counts 12345 of them every day. " * 40
 
@@ -45,7 +47,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANGS_AFTER_S,
     )
 
 
