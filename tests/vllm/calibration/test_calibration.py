@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,20 +162,35 @@ def matrices(tmp_path_factory: pytest.TempPathFactory) -> CalibrationOrder:
     )
 
 
-def test_matrices_of_states_are_measured_packed(matrices):
+@pytest.fixture(scope="module")
+def state_step(matrices: CalibrationOrder) -> int:
+    """The tokens between two states, which vLLM chooses by the machine's processor.
+
+    Read off the refusal of a context that is too short by any choice.
+    """
+    done = ordered(msgspec.structs.replace(matrices, contexts=(256,)))
+    assert done.returncode == WRONG_SETTINGS
+    said = re.search(rb"every (\d+)th token only; ask for contexts of (\d+) tokens", done.stderr)
+    assert said is not None, done.stderr.decode()
+    step, least = map(int, said.groups())
+    assert least == 4 * step, "four sleeps judge a state"
+    return step
+
+
+def test_matrices_of_states_are_measured_packed(matrices, state_step):
     done = ordered(matrices)
     assert done.returncode == 0, done.stderr.decode()
     rows = {x.preset: x for x in msgspec.json.decode(done.stdout, type=CalibrationReport).rows}
     assert rows["raw"].kl == 0 and rows["tq4+state8"].kl > 1e-6
-    assert rows["raw"].context == 5 * 160, "whole blocks: what is behind them is not packed"
+    assert rows["raw"].context == 900 // state_step * state_step, "what follows is not packed"
     assert 16 < rows["raw"].bits_per_element < 20, "bf16, and states in float32"
     assert rows["tq4+state8"].bits_per_element < 6
 
 
-def test_a_context_with_fewer_sleeps_than_judge_a_state_is_refused(matrices):
-    done = ordered(msgspec.structs.replace(matrices, contexts=(512,)))
+def test_a_context_with_fewer_sleeps_than_judge_a_state_is_refused(matrices, state_step):
+    done = ordered(msgspec.structs.replace(matrices, contexts=(4 * state_step - 1,)))
     assert done.returncode == WRONG_SETTINGS
-    assert b"contexts of 640 tokens or more" in done.stderr
+    assert f"contexts of {4 * state_step} tokens or more".encode() in done.stderr
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -22,7 +22,8 @@ NUM_TOKENS = 300
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-# A quick measurement: of 128 tokens. Behind a matrix there are blocks of 160, and four are needed.
+# A quick measurement: of 128 tokens. A matrix makes vLLM choose blocks of 96 to 160, by the
+# processor; four are needed.
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "windowed": (write_windowed, {"max_model_len": 340}),
     "convolutions": (write_recurrent, {"mamba_block_size": BLOCK, "max_model_len": 340}),
@@ -100,11 +101,13 @@ def test_a_packed_matrix_comes_back(tmp_path, sessions):
         first = engine.ask(sessions[0][:NUM_TOKENS], "asleep", tokens=8)
         engine.wait_saved("asleep")
         (tier,) = [x for x in engine.report().tiers if x.name == "ram"]
-        # Of 160 tokens in bf16, and two matrices of each of two layers in float32.
-        live = 160 * 2 * 2 * 2 * HEAD_DIM * 2 + 2 * 4 * HEAD_DIM * HEAD_DIM * 4
+        block_tokens = engine.engine.vllm_config.cache_config.block_size
+        saved = NUM_TOKENS // block_tokens * block_tokens
+        # These tokens in bf16, and two matrices of each of two layers in float32.
+        live = saved * 2 * 2 * 2 * HEAD_DIM * 2 + 2 * 4 * HEAD_DIM * HEAD_DIM * 4
         assert tier.nbytes < live / 2
         assert engine.forget_local()
         again = engine.ask(sessions[0][:NUM_TOKENS], "asleep", tokens=8)
-        assert again.restored == 160 and len(again.tokens) == len(first.tokens)
+        assert again.restored == saved > 0 and len(again.tokens) == len(first.tokens)
     finally:
         engine.close()
