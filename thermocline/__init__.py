@@ -5,7 +5,8 @@
     packed = method.pack(keys)           # (heads, tokens, dim)
     keys = method.restore(packed)
 
-``docs/library.md`` shows the rest. All of it is a thin face over the code that the server runs.
+``docs/library.md`` shows the rest; ``thermocline.mlx`` has caches for mlx_lm. All of it is a thin
+face over the code that the server runs.
 """
 
 from __future__ import annotations

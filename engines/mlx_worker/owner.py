@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
@@ -26,6 +27,7 @@ from engines.mlx_worker.allocator import return_large_blocks
 from engines.mlx_worker.assembly import EngineParts, ThreadContext, assemble
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan, probe
+from engines.mlx_worker.cache.packed.attention import attending
 from engines.mlx_worker.cache.packed.model import with_packed_caches
 from engines.mlx_worker.event_queue import EventBuffer, EventQueue
 from engines.mlx_worker.generation import ContextTooLong, Generation, ModelFacts
@@ -88,6 +90,7 @@ class Owner:
         self._limit = QueueLimit(WAITING_PER_SLOT * config.max_batch)
         self._listeners: list[Listener] = []
         self._closing = False  # nothing new is accepted
+        self._until_closed = ExitStack()  # what is undone when the thread ends
         self._leaving = False  # the thread ends after this round
         self._started: Future[None] = Future()
         # Set when the thread has ended, be it asked to or not: nothing can be served any more.
@@ -289,6 +292,7 @@ class Owner:
         if self.parts.cold is not None:
             self.parts.cold.close()
         self.parts.batches.close()
+        self._until_closed.close()
         # A stream that outlives its thread can abort the process at exit.
         mx.clear_streams()
 
@@ -298,7 +302,10 @@ class Owner:
         model = self._loaded.model
         self._plan = probe(model)
         if self._config.hot_codec:
-            model, self._plan = with_packed_caches(model, self._plan, self._config)
+            live, self._plan = with_packed_caches(model, self._plan, self._config)
+            if self._plan.layout is not None and live.attends_better(self._plan.layout):
+                self._until_closed.enter_context(attending(model))
+            model = live
             self._loaded = replace(self._loaded, model=model)
         max_context = self._affordable_context()
         mx.set_cache_limit(min(MLX_POOL_BYTES, self._config.hot_bytes // 4))

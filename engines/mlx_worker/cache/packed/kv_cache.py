@@ -13,12 +13,13 @@ has those for a quantized one of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
+from engines.mlx_worker.cache.packed.host_attention import attend
 from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
 from engines.mlx_worker.cache.packed.row_packer import RowPacker
 from engines.mlx_worker.cache.packed.side import PackedSide, empty_side
@@ -30,12 +31,21 @@ KVPackers = tuple[RowPacker, RowPacker]
 KVSides = tuple[PackedSide, PackedSide]
 
 
+class Seam(Protocol):
+    """What a cache knows of its model's attention; see ``attention.AttentionSeam``."""
+
+    def is_open(self) -> bool:
+        """True if attention asks the cache, once it has been given the new keys and values."""
+
+
 class PackedKVCache:
     """The KV of one session in one layer; stands in for mlx_lm's ``KVCache``."""
 
-    def __init__(self, packers: KVPackers, dtype: DType) -> None:
+    def __init__(self, packers: KVPackers, dtype: DType, seam: Seam | None = None) -> None:
         """``dtype``: the engine's, in which attention wants to read."""
         self.packers = packers
+        self.seam = seam
+        self.is_waiting = False  # for ``attended``: a step was appended, and nothing restored
         self.dtype = dtype
         self.sides: KVSides | None = None  # None = no token yet
         self.offset = 0  # tokens it holds
@@ -48,7 +58,30 @@ class PackedKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.pack_old()
         self.append(keys, values)
-        return fetch_pair([self], [0], self.offset, keys.dtype)
+        self.is_waiting = keys.shape[2] == 1 and self.attends
+        if self.is_waiting:
+            return keys, values
+        return self.fetched(keys.dtype)
+
+    def fetched(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Restore all K and V."""
+        self.is_waiting = False
+        return fetch_pair([self], [0], self.offset, dtype)
+
+    def attended(self, queries: mx.array, scale: float) -> mx.array:
+        """Attend to all rows; ``queries`` are (1, num_heads, 1, head_dim)."""
+        self.is_waiting = False
+        return attend([self.sides], (self.packers[0].kind, self.packers[1].kind), queries, scale)
+
+    @property
+    def can_attend(self) -> bool:
+        """True if this device's kernels attend to packed rows."""
+        return all(isinstance(packer, HostRowPacker) for packer in self.packers)
+
+    @property
+    def attends(self) -> bool:
+        """True if the next single token will be attended to packed rows."""
+        return self.seam is not None and self.can_attend and self.seam.is_open()
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add tokens; K and V are (1, num_kv_heads, num_tokens, dim) of any float dtype."""
@@ -119,7 +152,7 @@ class PackedKVCache:
 
     def copied(self) -> PackedKVCache:
         """An independent cache; the arrays that both hold are shared."""
-        copy = PackedKVCache(self.packers, self.dtype)
+        copy = PackedKVCache(self.packers, self.dtype, self.seam)
         copy.sides, copy.offset, copy.stuck = self.sides, self.offset, self.stuck
         return copy
 
@@ -138,6 +171,7 @@ class BatchPackedKVCache:
         # While prompts padded on the right are fed: where each row's own tokens end, its padding.
         self._ends: list[int] | None = None
         self._right: list[int] = []
+        self.is_waiting = False  # as of ``PackedKVCache``
 
     @property
     def offset(self) -> mx.array:
@@ -154,7 +188,22 @@ class BatchPackedKVCache:
             if first < last:
                 cache.append(keys[i : i + 1, :, first:last], values[i : i + 1, :, first:last])
         self._width += num_new
-        return fetch_pair(self.caches, self._left, self._width, keys.dtype)
+        self.is_waiting = num_new == 1 and all(cache.attends for cache in self.caches)
+        if self.is_waiting:
+            return keys, values
+        return self.fetched(keys.dtype)
+
+    def fetched(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Restore all K and V."""
+        self.is_waiting = False
+        return fetch_pair(self.caches, self._left, self._width, dtype)
+
+    def attended(self, queries: mx.array, scale: float) -> mx.array:
+        """Attend to each session's rows; ``queries`` are (sessions, num_heads, 1, head_dim)."""
+        self.is_waiting = False
+        keys, values = self.caches[0].packers
+        sides = [cache.sides for cache in self.caches]
+        return attend(sides, (keys.kind, values.kind), queries, scale)
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
         left = mx.array(self._left)

@@ -11,7 +11,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from engines.config import EngineConfig
 from engines.mlx_worker.cache.layout import CachePlan, Caches, CannotServe
-from engines.mlx_worker.cache.packed.kv_cache import KVPackers, PackedKVCache
+from engines.mlx_worker.cache.packed.attention import AttentionSeam
+from engines.mlx_worker.cache.packed.attention_choice import attends_better
+from engines.mlx_worker.cache.packed.kv_cache import KVPackers, PackedKVCache, Seam
 from engines.mlx_worker.cache.packed.packer_choice import choose_packer
 from engines.mlx_worker.cache.packed.row_packer import RowKind, RowPacker
 from engines.packed_budget import HOT_CODECS, packed_cost
@@ -27,19 +29,27 @@ TOLERANCE = 0.05
 class PackedCacheModel:
     """The model, except for the caches it makes. mlx_lm asks a model for these by name."""
 
-    def __init__(self, model: Any, layers: list[KVPackers], dtype: DType) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, layers: list[KVPackers], dtype: DType, seam: Seam | None = None
+    ) -> None:
+        self.model = model
         self._layers = layers
         self._dtype = dtype
+        self._seam = seam
 
     def make_cache(self) -> Caches:
-        return [PackedKVCache(packers, self._dtype) for packers in self._layers]
+        return [PackedKVCache(packers, self._dtype, self._seam) for packers in self._layers]
 
     def __call__(self, tokens: mx.array, cache: Caches) -> Any:
-        return self._model(tokens, cache=cache)
+        return self.model(tokens, cache=cache)
 
     def parameters(self) -> Any:
-        return self._model.parameters()
+        return self.model.parameters()
+
+    def attends_better(self, layout: KVLayout) -> bool:
+        """Try whether attention should read packed rows as they are, on this machine."""
+        heads = [layer.num_kv_heads for layer in layout.layers]
+        return attends_better(self.model, self.make_cache(), heads)
 
 
 def with_packed_caches(
@@ -55,7 +65,7 @@ def with_packed_caches(
     dims = {dim for x in layout.layers for dim in (x.head_dim, x.value_dim)}
     packers: dict[int, RowPacker] = {d: choose_packer(RowKind(num_bits, d, stored)) for d in dims}
     layers = [(packers[x.head_dim], packers[x.value_dim]) for x in layout.layers]
-    live = PackedCacheModel(model, layers, layout.dtype)
+    live = PackedCacheModel(model, layers, layout.dtype, AttentionSeam(model))
     if not _goes_on_alike(model, live):
         raise CannotServe(
             f"engine.hot_codec = {config.hot_codec} is refused: with packed caches this model says"

@@ -1,0 +1,172 @@
+"""Attention that reads packed rows as they are says what it says of restored ones."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm.models
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import base
+
+import thermocline.mlx
+from engines.config import EngineConfig
+from engines.mlx_worker.cache.layout import probe
+from engines.mlx_worker.cache.packed.attention import (
+    NAME,
+    AttentionSeam,
+    PackedAttention,
+    attending,
+    modules_of,
+)
+from engines.mlx_worker.cache.packed.host_packer import HostRowPacker
+from engines.mlx_worker.cache.packed.model import PackedCacheModel, with_packed_caches
+from engines.mlx_worker.model.loading import on_cpu
+from tests.integration.mlx_owner.harness import text
+from tests.integration.tiny_models import tiny_model
+
+pytestmark = [pytest.mark.mlx, pytest.mark.skipif(not on_cpu(), reason="the host's kernels")]
+
+# Families of the pinned mlx_lm whose own module does not have the function.
+WITHOUT = {
+    *[
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "glm_moe_dsa",
+        "kimi_k25",
+        "kimi_vl",
+        "lfm2-vl",
+        "longcat_flash_ngram",
+        "mamba",
+        "mamba2",
+        "mistral3",
+        "olmo",
+        "pixtral",
+        "prism_hadamard_qwen35",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "rwkv7",
+        "smollm3",
+    ]
+}
+
+
+def live_model(name: str = "llama") -> PackedCacheModel:
+    model = tiny_model(name).model
+    return with_packed_caches(model, probe(model), EngineConfig(hot_codec="tq3"))[0]
+
+
+def fed(live, num_tokens, seed=0):
+    caches = live.make_cache()
+    live.model(mx.array([text(seed, num_tokens)]), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def step(live, tokens, caches):
+    logits = live.model(mx.array([[x] for x in tokens]), cache=copy.deepcopy(caches))[:, -1]
+    mx.eval(logits)
+    return logits
+
+
+def spread(one, other):
+    return float((mx.abs(one - other).max() / (one.max() - one.min())).item())
+
+
+@pytest.mark.parametrize("num_tokens", [3, 70, 131, 300])
+def test_one_session_is_answered_as_with_restored_rows(num_tokens):
+    live = live_model()
+    caches = fed(live, num_tokens)
+    restored = step(live, [5], caches)
+    with attending(live.model):
+        attended = step(live, [5], caches)
+    # Restored rows are rounded to bf16, attended ones are not; nothing is packed of few tokens.
+    assert spread(restored, attended) < (2e-3 if num_tokens > 100 else 1e-5)
+
+
+def test_a_batch_of_several_lengths_is_answered_as_each_alone():
+    live = live_model()
+    alone = [fed(live, length, seed) for seed, length in enumerate((300, 20, 150))]
+    batch = [caches[0].merge(caches) for caches in (list(x) for x in zip(*alone, strict=True))]
+    with attending(live.model):
+        together = step(live, [5, 6, 7], batch)
+        each = [step(live, [5 + i], caches)[0] for i, caches in enumerate(alone)]
+    assert spread(mx.stack(each), together) < 1e-5
+
+
+def test_steps_pack_and_attend_as_steps_that_restore():
+    """Eighty steps, some of which pack: the bytes that are packed differ by rounding only."""
+    live = live_model()
+    tokens = text(3, 80)
+    caches = fed(live, 120)
+    with attending(live.model):
+        for token in tokens:
+            live.model(mx.array([[token]]), cache=caches)
+            mx.eval([cache.state for cache in caches])
+    assert caches[0].offset == 200 and caches[0].sides[0].num_packed
+    whole = fed(live, 120)
+    for token in tokens:
+        live.model(mx.array([[token]]), cache=whole)
+        mx.eval([cache.state for cache in whole])
+    assert spread(step(live, [5], whole), step(live, [5], caches)) < 0.05
+
+
+def test_what_is_replaced_is_put_back_and_only_there():
+    live = live_model()
+    (module,) = modules_of(live.model)
+    seam, plain = AttentionSeam(live.model), getattr(base, NAME)
+    assert not seam.is_open()
+    with attending(live.model):
+        assert isinstance(getattr(module, NAME), PackedAttention) and seam.is_open()
+        with attending(live.model):
+            assert getattr(module, NAME).plain is plain
+        assert seam.is_open()
+        assert getattr(base, NAME) is plain
+    assert getattr(module, NAME) is plain and not seam.is_open()
+    with pytest.raises(KeyError), attending(live.model):
+        raise KeyError
+    assert getattr(module, NAME) is plain
+
+
+def test_other_caches_pass_through():
+    model = tiny_model("llama").model
+    caches = [type(x)() for x in model.make_cache()] if hasattr(model, "make_cache") else None
+    tokens = mx.array([text(1, 12)])
+    plain = model(tokens, cache=caches)
+    with attending(model):
+        assert bool(mx.array_equal(plain, model(tokens, cache=None)))
+
+
+def test_three_lines_of_generate():
+    model = tiny_model("llama").model
+    prompt = mx.array(text(2, 180))
+
+    def said(cache):
+        steps = generate_step(prompt, model, max_tokens=8, prompt_cache=cache)
+        return [int(token) for token, _ in steps]
+
+    restoring = said(thermocline.mlx.make_cache(model, codec="tq3"))
+    with thermocline.mlx.attending(model):
+        cache = thermocline.mlx.make_cache(model, codec="tq3")
+        assert said(cache) == restoring
+    assert all(isinstance(x, HostRowPacker) for x in cache[0].packers)
+    with pytest.raises(ValueError, match="no live cache in 'tq5'; there are tq3, tq4"):
+        thermocline.mlx.make_cache(model, codec="tq5")
+    with pytest.raises(ValueError, match="only plain KV caches"):
+        thermocline.mlx.make_cache(tiny_model("gemma3_text").model)
+
+
+def test_families_of_mlx_lm_without_the_seam_are_these():
+    """Read from their sources. They restore their rows, or have another family's module do it."""
+    (folder,) = mlx_lm.models.__path__
+    sources = {path.stem: path.read_text() for path in Path(folder).glob("*.py")}
+    families = {name: text for name, text in sources.items() if "class Model(" in text}
+    without = {name for name, text in families.items() if NAME not in text}
+    assert len(families) > 100
+    assert without == WITHOUT
