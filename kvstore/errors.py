@@ -29,11 +29,11 @@ class Unusable(ColdError):
 
 
 class Corrupt(Unusable):
-    pass
+    """Checksum, length or structure of packed bytes is wrong."""
 
 
 class Mismatch(Unusable):
-    pass
+    """Packed bytes are whole, but of another model, codec, layout or version."""
 
 
 class ForeignCodec(Mismatch):
@@ -53,7 +53,7 @@ class StoreClosed(ColdError):
 
 
 class UnknownCodec(ColdError):
-    pass
+    """No codec has this name, or it cannot take this layout."""
 
 
 class CodecRefused(ColdError):
