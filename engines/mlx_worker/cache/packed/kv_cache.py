@@ -32,7 +32,7 @@ KVSides = tuple[PackedSide, PackedSide]
 
 
 class Seam(Protocol):
-    """What a cache knows of its model's attention; see ``attention.AttentionSeam``."""
+    """Says how a model attends, for its caches; see ``attention.AttentionSeam``."""
 
     def is_open(self) -> bool:
         """True if attention asks the cache, once it has been given the new keys and values."""
