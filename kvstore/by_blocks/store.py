@@ -81,6 +81,7 @@ class BlockStore:
         self.ledger = ledger = Ledger(
             config, records, packer, tiers, clock=clock, monotonic=monotonic
         )
+        ledger.start()
         self._reviser = BlockReviser(keys, ledger.index, packer, clock, config.max_snapshots)
         self._reader = BlockReader(ledger, keys, packer, has_state=has_state)
         self._resting = RestingBlocks(keys, ledger.stack, has_state=has_state)

@@ -88,6 +88,7 @@ class ColdStore:
             clock=clock,
             monotonic=monotonic,
         )
+        ledger.start()
         self._matcher = Matcher(ledger, keys, packer)
         self._restorer = Restorer(ledger, packer)
         encoder = Encoder(ledger, packer, keys, config.max_snapshots)

@@ -40,8 +40,9 @@ def _nobody_waits(record_key: bytes) -> bool:
 class Ledger(Generic[R]):
     """Thread-safe. Owns ``tiers`` (fastest first), the threads that write them, and the workers.
 
-    A store hands it records of its own kind and is handed them back; what a prompt matches, how
-    blobs are named and who packs them is the store's business.
+    Before ``start`` there are no threads: a commit writes all tiers before it returns, and nothing
+    happens by itself. A store hands it records of its own kind and is handed them back; what a
+    prompt matches, how blobs are named and who packs them is the store's business.
 
     Args:
         claims: those of the store's own queue of saves, if it has one.
@@ -115,6 +116,12 @@ class Ledger(Generic[R]):
             clock,
         )
         self._rounds = itertools.count(1)
+        self._housekeeping: Periodic | None = None
+
+    def start(self) -> None:
+        """Write slower tiers on their own threads from now on, and look after sessions. Once."""
+        for tier in self._slower:
+            tier.start()
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
 
     def _say_whose_blobs(self) -> None:
@@ -231,7 +238,8 @@ class Ledger(Generic[R]):
     def close(self) -> None:
         """Stop all threads and close the tiers; what still waits is dropped. Once."""
         self.repacker.close()
-        self._housekeeping.close()
+        if self._housekeeping is not None:
+            self._housekeeping.close()
         for tier in self._slower:
             tier.close()
         self.workers.close()

@@ -103,7 +103,7 @@ def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequenc
 
 
 class WriteBehind:
-    """The queue and the thread of one slower tier.
+    """The queue and the thread of one slower tier. Before ``start`` it writes without a thread.
 
     Args:
         unused: picks those of some keys that no session needs by now.
@@ -134,7 +134,11 @@ class WriteBehind:
         # Keys that deliveries which failed should have deleted: the next one of the session does.
         self._obsolete: dict[bytes, Sequence[bytes]] = {}
         self._closed = False
-        name = f"kvstore-write-{stack.name(level)}"
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Write on a thread from now on. Once."""
+        name = f"kvstore-write-{self._stack.name(self._level)}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -143,17 +147,23 @@ class WriteBehind:
         return self._nbytes
 
     def offer(self, delivery: Delivery) -> None:
-        """Queue a delivery without waiting. ``delivery.done`` tells whether it all was taken."""
+        """Queue a delivery without waiting; before ``start`` it is written at once.
+
+        ``delivery.done`` tells whether it all was taken.
+        """
         with self._changed:
             self._num_offered += 1
             number = self._num_offered
             full = self._nbytes and self._nbytes + delivery.nbytes > self._max_bytes
-            if not full and not self._closed:
+            refused = full or self._closed
+            if not refused:
                 self._waiting.append((number, delivery))
                 self._nbytes += delivery.nbytes
                 self._changed.notify_all()
-                return
-        self._settle(number, delivery, False)
+        if refused:
+            self._settle(number, delivery, False)
+        elif self._thread is None:
+            self._write_next()
 
     def take_behind(self) -> set[bytes]:
         """Take the record keys of sessions whose newest save is not here; the caller sends them."""
@@ -190,7 +200,8 @@ class WriteBehind:
             self._changed.notify_all()
         for _, delivery in dropped:
             delivery.done.set_result(False)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while self._write_next():
