@@ -46,6 +46,7 @@ from launch.sample.sample_model import folder_in as sample_folder
 from launch.serve.port import take_port
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 from launch.settings.schema import Settings, masked
+from launch.settings.several_engines import at_once
 from launch.settings.units import show_bytes
 
 PINNED = ("mlx", "mlx-lm")
@@ -73,6 +74,9 @@ def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[Fi
     engines = [x.effective for x in effective.engines] or [effective]
     findings: list[Finding] = []
     for about, check in CHECKS.items():
+        if about in OF_THE_MACHINE:
+            findings.append(_finding(about, check, effective, environ))
+            continue
         found = [_finding(about, check, x, environ) for x in engines]
         if len({(x.verdict, x.text) for x in found}) == 1:
             findings.append(found[0])
@@ -207,9 +211,9 @@ def _private_folders(effective: EffectiveSettings, environ: Mapping[str, str]) -
 def _memory(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     available = available_memory()
     settings = effective.settings
-    hot_bytes = 0 if effective.hot_on_gpu else settings.engine.hot_bytes
+    hot_bytes = _hot_bytes_here(effective)
     wanted = hot_bytes + settings.store.ram_bytes
-    what = "ram" if effective.hot_on_gpu else "hot and ram together"
+    what = "hot and ram together" if hot_bytes else "ram"
     words = f"{show_bytes(available)} available; {what} may take {show_bytes(wanted)}"
     if kept := settings.scheduler.memory_low_bytes:
         words += f"; {show_bytes(kept)} are to stay free"
@@ -217,6 +221,18 @@ def _memory(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if wanted > available:
         return "failure", f"{words}; lower engine.hot_bytes or store.ram_bytes"
     return ("ok" if wanted < 0.8 * available else "warning"), words
+
+
+def _hot_bytes_here(effective: EffectiveSettings) -> int:
+    """Live KV in this machine's own memory, of all engines that may be loaded at once."""
+    if not effective.engines:
+        return 0 if effective.hot_on_gpu else effective.settings.engine.hot_bytes
+    own = [
+        0 if x.effective.hot_on_gpu else x.effective.settings.engine.hot_bytes
+        for x in effective.engines
+    ]
+    entries = [x.entry for x in effective.engines]
+    return at_once(entries, effective.settings.capacity.on_demand, own)
 
 
 def _disk(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -348,3 +364,5 @@ CHECKS: Mapping[str, Check] = {
     "port": _port,
     "open files": _open_files,
 }
+# Looked at once for all engines: they share the machine's budgets.
+OF_THE_MACHINE = ("memory", "port", "redis")

@@ -56,6 +56,7 @@ def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool)
         "max_model_len": max_context,
         "root": model.name,
         "state": model.state,
+        "engine": welcome.engine if welcome else None,
         **replicas,
         # Anthropic's names for the same, for its clients.
         "type": "model",

@@ -21,7 +21,7 @@ from kvstore.codecs.presets import open_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import UnknownCodec
 from launch.calibrate.profile_notes import find_profile
-from launch.capacity.fit import choose_budgets
+from launch.capacity.fit import Budgets, choose_budgets
 from launch.capacity.needs import Asleep, Needs, just_below
 from launch.capacity.rooms import Rooms
 from launch.errors import LaunchError, UsageError
@@ -80,6 +80,15 @@ class MachinePlan(msgspec.Struct, frozen=True):
     disk_bytes: int = 0
     weights_bytes: int = 0
     weights_estimated: bool = False  # from config.json
+
+
+class OnMachine(NamedTuple):
+    """What a machine gives sessions of one length: their bytes, and budgets for many of them."""
+
+    needs: Needs
+    budgets: Budgets
+    rooms: Rooms
+    hot_only: int  # sessions, if live KV had all memory, and nothing slept
 
 
 class Given(NamedTuple):
@@ -141,6 +150,30 @@ def _indexed(file: Path) -> int | None:
     return int(total) if isinstance(total, int | float) and total > 0 else None
 
 
+def budgets_on(effective: EffectiveSettings, named: str, context: int) -> OnMachine:
+    """Count what a machine would give sessions of one length of the model.
+
+    Args:
+        named: a machine by the beginning of its name, or a word of it: GB10, "Mac, 64".
+
+    Raises:
+        UsageError, LaunchError: no such machine, or the model does not fit there.
+    """
+    machine = next((x for x in MACHINES if named.casefold() in x.name.casefold()), None)
+    if machine is None:
+        raise UsageError(
+            f"no machine is called {named!r}; there are: {'; '.join(x.name for x in MACHINES)}"
+        )
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    content = model.config()
+    weights = known_weights(model) or estimated_weights(content) or 0
+    longest = stated_context(content) or UNSTATED_CONTEXT
+    found = _counted(effective, content, machine, context, longest, weights)
+    if isinstance(found, str):
+        raise UsageError(f"{machine.name}: {found}")
+    return found
+
+
 def _row(
     effective: EffectiveSettings,
     content: dict[str, object],
@@ -149,37 +182,51 @@ def _row(
     longest: int,
     weights: int,
 ) -> MachinePlan:
-    try:
-        shape = cache_shape(content, machine.engine)
-    except NotUnderstood as error:
-        return MachinePlan(machine.name, machine.engine, context, refused=str(error))
-    available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
-    if weights >= (gpu or available):
-        return MachinePlan(machine.name, machine.engine, context, refused="the weights do not fit")
-    given = _given(effective)
-    if refused := _too_much(given, available, gpu, weights):
-        return MachinePlan(machine.name, machine.engine, context, refused=refused)
-    rooms = _rooms(given, available, gpu, weights)
-    hot = HotBudget(shape, BF16_BYTES, rooms.hot, longest, machine.engine == "mlx")
-    if not hot.sessions(context):
-        refused = f"{context} tokens do not fit beside the weights"
-        return MachinePlan(machine.name, machine.engine, context, rooms.shared, refused=refused)
-    codec, nbytes = _asleep(effective, shape, context)
-    asleep = dict.fromkeys(("ram", "disk"), Asleep(codec, nbytes, planned=True))
-    needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
-    budgets = choose_budgets(needs, rooms, MANY)
+    found = _counted(effective, content, machine, context, longest, weights)
+    if isinstance(found, str):
+        return MachinePlan(machine.name, machine.engine, context, refused=found)
+    budgets, rooms = found.budgets, found.rooms
     return MachinePlan(
         machine.name,
         machine.engine,
         context,
         rooms.shared,
-        hot_only=hot.sessions(context),
+        hot_only=found.hot_only,
         hot=budgets.num_hot,
         ram=budgets.num_held.get("ram", 0),
         disk=budgets.num_held.get("disk", 0),
-        codec=codec,
+        codec=found.needs.asleep["ram"].codec,
         disk_bytes=rooms.disk if rooms.given_disk is None else rooms.given_disk,
     )
+
+
+def _counted(
+    effective: EffectiveSettings,
+    content: dict[str, object],
+    machine: Machine,
+    context: int,
+    longest: int,
+    weights: int,
+) -> OnMachine | str:
+    """Count what a machine gives a model; a sentence says why it cannot."""
+    try:
+        shape = cache_shape(content, machine.engine)
+    except NotUnderstood as error:
+        return str(error)
+    available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
+    if weights >= (gpu or available):
+        return "the weights do not fit"
+    given = _given(effective)
+    if refused := _too_much(given, available, gpu, weights):
+        return refused
+    rooms = _rooms(given, available, gpu, weights)
+    hot = HotBudget(shape, BF16_BYTES, rooms.hot, longest, machine.engine == "mlx")
+    if not hot.sessions(context):
+        return f"{context} tokens do not fit beside the weights"
+    codec, nbytes = _asleep(effective, shape, context)
+    asleep = dict.fromkeys(("ram", "disk", "redis"), Asleep(codec, nbytes, planned=True))
+    needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
+    return OnMachine(needs, choose_budgets(needs, rooms, MANY), rooms, hot.sessions(context))
 
 
 def _given(effective: EffectiveSettings) -> Given:

@@ -93,7 +93,7 @@ def needs_of(effective: EffectiveSettings, context: int) -> Needs:
             f"sessions of {context} tokens are wanted, and engine.max_context = {longest} allows"
             " less; raise it, or lower capacity.context (--context)"
         )
-    lengths = [context, *just_below(context, _chunk(effective))]
+    lengths = [context, *just_below(context, chunk_of(effective))]
     plans = plan_of(effective, ",".join(map(str, lengths))).contexts
     content = find_model(effective.settings.engine.model, effective.folders.cache).config()
     hot = hot_budget_of(effective, content, served_cache(effective, content))
@@ -139,12 +139,12 @@ def _of(choice: Choice, cold: dict[str, ColdPlan], planned: bool) -> Asleep:
 
 def index_bytes(effective: EffectiveSettings, num_sessions: int, context: int) -> int:
     """Bytes of the store's list of so many sessions."""
-    num_blobs = context // _chunk(effective) + 4
+    num_blobs = context // chunk_of(effective) + 4
     each = _INDEX_SESSION_BYTES + _INDEX_TOKEN_BYTES * context + _INDEX_BLOB_BYTES * num_blobs
     return num_sessions * each
 
 
-def _chunk(effective: EffectiveSettings) -> int:
+def chunk_of(effective: EffectiveSettings) -> int:
     """Tokens of a chunk, as the engine will choose."""
     store = effective.settings.store
     if effective.engine_kind != "vllm":

@@ -16,6 +16,7 @@ def connect(
     ],
     url: Url = DEFAULT_URL,
     api_key: Key = "",
+    named: Annotated[str, typer.Option("--model", help="Default: the first that is loaded.")] = "",
     write: Annotated[
         bool, typer.Option("--write", help="Merge it into the client's own file of settings.")
     ] = False,
@@ -29,6 +30,10 @@ def connect(
 
     base = server_url(url)  # as agents need it, so no unix socket
     models = Remote(base, api_key).models()
+    if named:
+        there = ", ".join(str(x["id"]) for x in models)
+        if not (models := [x for x in models if x["id"] == named]):
+            raise UsageError(f"{base} serves no model {named!r}; there are: {there}")
     # One that is loaded, since the context of the others may not be known yet.
     model = next((x for x in models if x["max_model_len"]), None)
     if model is None:

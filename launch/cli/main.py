@@ -114,7 +114,7 @@ def serve(
 @app.command("config")
 def show_config(
     context: typer.Context,
-    model: options.Model = None,
+    model: options.Models = None,
     profile: options.Profile = None,
     config: options.Config = None,
     assignments: options.Assignments = None,
@@ -145,7 +145,7 @@ def plan(
     named: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
     ] = None,
-    model: options.Model = None,
+    model: options.Models = None,
     sessions: Annotated[
         int | None,
         typer.Option(metavar="N", help="Say what budgets so many sessions of --context take."),
@@ -161,6 +161,21 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="For --machines; default: counted."),
     ] = None,
+    fleet: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Simulate N machines like this one, or 8xGB10."),
+    ] = None,
+    users: Annotated[int | None, typer.Option(metavar="N", help="Of --fleet [50 each].")] = None,
+    think: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Of --fleet: a user's pause [60s].")
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of --fleet: the shared tier's, each second [none]."),
+    ] = None,
+    prefill: Annotated[
+        float | None, typer.Option(metavar="N", help="Of --fleet: tokens a second [2000].")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw it; .svg and .pdf work, too.")
     ] = None,
@@ -174,16 +189,18 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say beforehand how many sessions fit, from config.json alone."""
+    from launch.cli.fleet_plan import FleetWanted
     from launch.cli.plan_command import Wanted, run_plan
 
-    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json)
+    of_fleet = FleetWanted(fleet or "", users, think, bandwidth, prefill, lengths)
+    wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, of_fleet)
     run_plan(context, wanted, os.environ)
 
 
 @app.command()
 def doctor(
     context: typer.Context,
-    model: options.Model = None,
+    model: options.Models = None,
     profile: options.Profile = None,
     config: options.Config = None,
     assignments: options.Assignments = None,
@@ -248,13 +265,14 @@ def calibrate(
     if json is not None:
         check_output("--json", json)
     if url is not None:
-        own = (model, text, eval_text, presets, contexts, not needles, profile, config, assignments)
+        own = (text, eval_text, presets, contexts, not needles, profile, config, assignments)
         if any(own):
             raise UsageError(
                 "with --url the server measures what it serves, in its own way: leave out all"
-                " options but --api-key, --json and --plot"
+                " options but --api-key, --model, --json and --plot"
             )
-        report = measure_served(Remote(url, api_key), lambda words: print(words, file=sys.stderr))
+        remote = Remote(url, api_key, model or "")
+        report = measure_served(remote, lambda words: print(words, file=sys.stderr))
     else:
         chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
         report = run(options.chosen(context, os.environ), chosen, os.environ)

@@ -9,12 +9,13 @@ from pathlib import Path
 import typer
 
 from launch.capacity.machines import machine_plans
-from launch.capacity.picture import bars_of, draw_bars, machine_bars
+from launch.capacity.picture import Bars, bars_of, draw_bars, machine_bars
 from launch.cli import options
+from launch.cli.fleet_plan import FleetWanted, print_fleet
 from launch.cli.plan_table import print_machines, print_plan
 from launch.cli.printing import print_json
 from launch.errors import UsageError
-from launch.plan.capacity_plan import plan_of
+from launch.plan.capacity_plan import Plan, plan_of
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import parse_bytes
 
@@ -30,6 +31,7 @@ class Wanted:
     weights: str | None
     plot: Path | None
     as_json: bool
+    fleet: FleetWanted
 
 
 def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str]) -> None:
@@ -40,14 +42,27 @@ def run_plan(context: typer.Context, wanted: Wanted, environ: Mapping[str, str])
         check_path(wanted.plot)
     if wanted.model and context.params["model"]:
         raise UsageError("name the model once, as an argument or with --model")
-    context.params["model"] = wanted.model or context.params["model"]
+    context.params["model"] = [wanted.model] if wanted.model else context.params["model"]
     if wanted.machines and wanted.sessions is not None:
         raise UsageError("--sessions counts for this machine; leave it out with --machines")
     if wanted.sessions is not None:
         context.params["session_context"] = _one_length(wanted.lengths)
     if wanted.weights and not wanted.machines:
         raise UsageError("--weights is for --machines; this machine's files say what they take")
-    if wanted.machines:
+    of_fleet = (
+        wanted.fleet.users,
+        wanted.fleet.think,
+        wanted.fleet.bandwidth,
+        wanted.fleet.prefill,
+    )
+    if any(x is not None for x in of_fleet) and not wanted.fleet.fleet:
+        raise UsageError("--users, --think, --bandwidth and --prefill are for --fleet")
+    if wanted.fleet.fleet:
+        if wanted.machines or wanted.sessions is not None:
+            raise UsageError("--fleet simulates users; leave out --machines and --sessions")
+        effective = options.fitted(context, environ, as_profiled=True)
+        print_fleet(effective, wanted.fleet, wanted.plot, wanted.as_json)
+    elif wanted.machines:
         _print_machines(options.chosen(context, environ), wanted)
     else:
         _print_plan(options.fitted(context, environ, as_profiled=True), wanted)
@@ -63,25 +78,35 @@ def _one_length(lengths: str | None) -> int:
 
 
 def _print_plan(effective: EffectiveSettings, wanted: Wanted) -> None:
-    if effective.engines and (wanted.as_json or wanted.plot):
-        raise UsageError("--json and --plot are for one model; name it with --model")
-    for x in effective.engines:
-        typer.echo(f"{x.entry.name} ({x.entry.load}), with its part of this machine:")
-        _print_plan(x.effective, wanted)
-    if effective.engines:
-        return
-    found = plan_of(effective, wanted.lengths)
+    several = {x.entry.name: plan_of(x.effective, wanted.lengths) for x in effective.engines}
+    found = several or {"": plan_of(effective, wanted.lengths)}
     if wanted.as_json:
-        print_json(found)
+        print_json(several or found[""])
     else:
         for line in effective.capacity:
             print(line)
-        print_plan(found)
+        loads = {x.entry.name: x.entry.load for x in effective.engines}
+        for name, plan in found.items():
+            if name:
+                typer.echo(f"{name} ({loads[name]}), with its part of this machine:")
+            print_plan(plan)
     if wanted.plot is not None:
-        draw_bars(f"{found.model}: sessions on this machine", bars_of(found), wanted.plot)
+        names = ", ".join(several or [found[""].model])
+        draw_bars(f"{names}: sessions on this machine", _bars(found), wanted.plot)
+
+
+def _bars(plans: Mapping[str, Plan]) -> Bars:
+    """The bars of one plan, or of several, each with its name."""
+    return [
+        (f"{name}, {context}" if name else context, counts)
+        for name, plan in plans.items()
+        for context, counts in bars_of(plan)
+    ]
 
 
 def _print_machines(effective: EffectiveSettings, wanted: Wanted) -> None:
+    if effective.engines:
+        raise UsageError("--machines counts for one model; name it with --model")
     try:
         weights = parse_bytes(wanted.weights) if wanted.weights else None
         lengths = [int(x) for x in wanted.lengths.split(",")] if wanted.lengths else None

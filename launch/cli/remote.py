@@ -24,14 +24,18 @@ class Remote:
         LaunchError: not reachable, or it refused; with the gateway's own words.
     """
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        """``url``: as ``server_url`` takes it, or ``unix:/path``.
+    def __init__(self, url: str, api_key: str = "", model: str = "") -> None:
+        """
+        Args:
+            url: as ``server_url`` takes it, or ``unix:/path``.
+            model: one of several that are served there, whose sessions and codecs are meant.
 
         Raises ``UsageError`` for what is no address, and for a key that no header can hold.
         """
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
         self._url = "http://localhost" if self._socket else server_url(url)
         self._headers = key_headers(api_key)
+        self._model = f"model={quote(model, safe='')}" if model else ""
 
     def models(self) -> list[dict[str, Any]]:
         """The models that the server lists, the served one first."""
@@ -39,24 +43,25 @@ class Remote:
         return found
 
     def sessions(self) -> list[dict[str, Any]]:
-        listed = self._ask("GET", "/v1/sessions")
+        listed = self._ask("GET", f"/v1/sessions?{self._model}")
         found: list[dict[str, Any]] = listed["data"]
         while following := listed.get("next"):
-            listed = self._ask("GET", f"/v1/sessions?after={quote(following, safe='')}")
+            after = f"after={quote(following, safe='')}&"
+            listed = self._ask("GET", f"/v1/sessions?{after}{self._model}")
             found += listed["data"]
         return found
 
     def session(self, session_id: str) -> dict[str, Any]:
-        return self._ask("GET", _path(session_id))
+        return self._ask("GET", self._path(session_id))
 
     def act(
         self, verb: str, session_id: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Post ``verb`` (demote, prefetch, pin or unpin) for a session; returns the session."""
-        return self._ask("POST", f"{_path(session_id)}/{verb}", body or {})
+        return self._ask("POST", self._path(session_id, f"/{verb}"), body or {})
 
     def forget(self, session_id: str) -> dict[str, Any]:
-        return self._ask("DELETE", _path(session_id))
+        return self._ask("DELETE", self._path(session_id))
 
     def keys(self) -> list[dict[str, Any]]:
         """The server's API keys by their ids; needs an admin key."""
@@ -65,7 +70,7 @@ class Remote:
 
     def codec(self) -> CodecReport | None:
         """The codecs that the engine packs with, and what they cost; None while it is away."""
-        found = self._ask("GET", "/v1/sessions?limit=1").get("codec")
+        found = self._ask("GET", f"/v1/sessions?limit=1&{self._model}").get("codec")
         try:
             return None if found is None else msgspec.convert(found, CodecReport)
         except msgspec.ValidationError as error:
@@ -73,7 +78,7 @@ class Remote:
 
     def measure(self) -> str:
         """Have the engine measure its codecs; says how far it is. It needs an admin key."""
-        return str(self._ask("POST", "/admin/measure", {}).get("progress", ""))
+        return str(self._ask("POST", f"/admin/measure?{self._model}", {}).get("progress", ""))
 
     def make_key(self, tenant: str) -> dict[str, Any]:
         """Make a key; the answer is the only one that shows it. It needs an admin key."""
@@ -81,6 +86,9 @@ class Remote:
 
     def revoke(self, key_id: str) -> dict[str, Any]:
         return self._ask("DELETE", f"/admin/keys/{quote(key_id, safe='')}")
+
+    def _path(self, session_id: str, verb: str = "") -> str:
+        return f"/v1/sessions/{quote(session_id, safe='')}{verb}?{self._model}"
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:
@@ -112,10 +120,6 @@ class Remote:
             if answer.status >= 400:
                 raise LaunchError(f"{answer.status}: {_message(content)}")
             return content
-
-
-def _path(session_id: str) -> str:
-    return f"/v1/sessions/{quote(session_id, safe='')}"
 
 
 def _message(content: Mapping[str, Any]) -> str:

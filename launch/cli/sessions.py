@@ -25,22 +25,31 @@ Key = Annotated[
     str,
     typer.Option("--api-key", envvar="THERMOCLINE_API_KEY", help="If the server needs one."),
 ]
+OfModel = Annotated[str, typer.Option("--model", help="Of several that are served, this one.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
 TIERS = ("ram", "disk", "redis")
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 
 @app.command("list")
-def list_sessions(url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+def list_sessions(
+    url: Url = DEFAULT_URL, api_key: Key = "", model: OfModel = "", as_json: Json = False
+) -> None:
     """All sessions of the caller, the most recent first."""
-    rows = sorted(_remote(url, api_key).sessions(), key=lambda row: float(row["idle_s"]))
+    rows = sorted(_remote(url, api_key, model).sessions(), key=lambda row: float(row["idle_s"]))
     _show(rows, as_json)
 
 
 @app.command()
-def show(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+def show(
+    ids: Ids,
+    url: Url = DEFAULT_URL,
+    api_key: Key = "",
+    model: OfModel = "",
+    as_json: Json = False,
+) -> None:
     """One session, or several."""
-    remote = _remote(url, api_key)
+    remote = _remote(url, api_key, model)
     _show([remote.session(x) for x in ids], as_json)
 
 
@@ -52,46 +61,65 @@ def demote(
     ),
     url: Url = DEFAULT_URL,
     api_key: Key = "",
+    model: OfModel = "",
     as_json: Json = False,
 ) -> None:
     """Let sessions sleep now."""
     if tier is not None and tier not in TIERS:
         raise UsageError(f"there is no tier {tier!r}; there are: {', '.join(TIERS)}")
-    _act("demote", ids, _remote(url, api_key), as_json, {"tier": tier} if tier else {})
+    _act("demote", ids, _remote(url, api_key, model), as_json, {"tier": tier} if tier else {})
 
 
 @app.command()
-def prefetch(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+def prefetch(
+    ids: Ids,
+    url: Url = DEFAULT_URL,
+    api_key: Key = "",
+    model: OfModel = "",
+    as_json: Json = False,
+) -> None:
     """Wake sessions before their next turn."""
-    _act("prefetch", ids, _remote(url, api_key), as_json)
+    _act("prefetch", ids, _remote(url, api_key, model), as_json)
 
 
 @app.command()
-def pin(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+def pin(
+    ids: Ids,
+    url: Url = DEFAULT_URL,
+    api_key: Key = "",
+    model: OfModel = "",
+    as_json: Json = False,
+) -> None:
     """Keep sessions from being evicted."""
-    _act("pin", ids, _remote(url, api_key), as_json)
+    _act("pin", ids, _remote(url, api_key, model), as_json)
 
 
 @app.command()
-def unpin(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", as_json: Json = False) -> None:
+def unpin(
+    ids: Ids,
+    url: Url = DEFAULT_URL,
+    api_key: Key = "",
+    model: OfModel = "",
+    as_json: Json = False,
+) -> None:
     """Take a pin back."""
-    _act("unpin", ids, _remote(url, api_key), as_json)
+    _act("unpin", ids, _remote(url, api_key, model), as_json)
 
 
 @app.command()
-def forget(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "") -> None:
-    """Remove sessions from every tier, for good."""
-    remote = _remote(url, api_key)
+def forget(ids: Ids, url: Url = DEFAULT_URL, api_key: Key = "", model: OfModel = "") -> None:
+    """Remove sessions from every tier, for good; of several models from all, or from --model."""
+    remote = _remote(url, api_key, model)
     for session_id in ids:
         remote.forget(session_id)
         print(f"forgotten: {session_id}")
 
 
-def _remote(url: str, api_key: str) -> Remote:
+def _remote(url: str, api_key: str, model: str) -> Remote:
     """Make the client; imported late, since it would double the time that ``--help`` takes."""
     from launch.cli.remote import Remote
 
-    return Remote(url, api_key)
+    return Remote(url, api_key, model)
 
 
 def _act(
@@ -108,11 +136,22 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
+    several = len({row["model"] for row in rows}) > 1
     print_table(
-        ("id", "state", "tier", "tokens", "bytes", "idle", "pinned"),
+        (
+            "id",
+            *(["model"] if several else []),
+            "state",
+            "tier",
+            "tokens",
+            "bytes",
+            "idle",
+            "pinned",
+        ),
         [
             (
                 row["id"],
+                *([row["model"]] if several else []),
                 row["state"],
                 row["tier"] or "-",
                 str(row["tokens"]),

@@ -195,6 +195,41 @@ def states_by_root(server: Server) -> list[str]:
     return list(dict.fromkeys(x["root"] for x in rows))
 
 
+def command(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
+    called = [*PROGRAM, *words, "--url", server.url]
+    return subprocess.run(called, capture_output=True, text=True, timeout=100)
+
+
+def test_the_command_line_names_the_model_that_is_meant(fakes):
+    for name in ("one", "two"):
+        assert chat(fakes, name, "named", "hello")[0] == 200
+    listed = command(fakes, "sessions", "list").stdout
+    assert listed.split()[:2] == ["id", "model"]
+    rows = json.loads(command(fakes, "sessions", "list", "--model", "two", "--json").stdout)
+    assert {x["model"] for x in rows} == {"two"}
+    moved = command(fakes, "sessions", "demote", "named", "--model", "one", "--json")
+    assert [(x["model"], x["state"]) for x in json.loads(moved.stdout)] == [("one", "cold")]
+    shown = command(fakes, "sessions", "show", "named", "--model", "two", "--json")
+    assert [x["model"] for x in json.loads(shown.stdout)] == ["two"]
+    assert command(fakes, "sessions", "forget", "named", "--model", "two").returncode == 0
+    rows = json.loads(command(fakes, "sessions", "show", "named", "--json").stdout)
+    assert [x["model"] for x in rows] == ["one"]
+    wrong = command(fakes, "sessions", "list", "--model", "nine")
+    assert (wrong.returncode, "'one', 'two'" in wrong.stderr) == (1, True)
+    assert "ANTHROPIC_MODEL='two'" in command(fakes, "connect", "claude", "--model", "deux").stdout
+    assert "no model 'nine'" in command(fakes, "connect", "claude", "--model", "nine").stderr
+    measured = command(fakes, "calibrate", "--model", "two")
+    assert (measured.returncode, "cannot be told to measure" in measured.stderr) == (1, True)
+
+
+def test_the_list_of_models_says_who_serves_each(fakes):
+    chat(fakes, "two", "listed", "hello")
+    rows = {x["id"]: x for x in ask(fakes, "/v1/models")[2]["data"]}
+    assert rows["two"]["engine"] == rows["deux"]["engine"] == "fake"
+    assert rows["two"]["max_model_len"] > 0
+    assert (rows["broken"]["engine"], rows["broken"]["max_model_len"]) == (None, None)
+
+
 def test_loads_are_counted(fakes):
     chat(fakes, "two", "counted", "hello")
     chat(fakes, "broken", "counted", "hello")

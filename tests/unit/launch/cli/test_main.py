@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import socket
 import stat
 import sys
@@ -193,6 +194,66 @@ def test_doctor_finds_what_is_wrong(run, model):
     assert code == 1
     assert findings["redis"]["verdict"] == "failure"
     assert "lower engine.hot_bytes" in findings["memory"]["text"]
+
+
+def test_several_models_are_planned_each_with_its_part(run, model, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    two = ["--model", str(model), "--model", str(other), "--set", "engine.kind=mlx"]
+    budgets = ["--hot", "100MiB", "--ram", "64MiB"]
+    code, out, _ = run("plan", *two, *budgets, "--json")
+    plans = json.loads(out)
+    assert (code, list(plans)) == (0, ["tiny-llama", "other"])
+    assert [x["budgets"]["hot"] for x in plans.values()] == [50 << 20] * 2
+    code, out, _ = run("plan", *two, *budgets, "--plot", str(tmp_path / "plan.svg"))
+    assert (code, "other (always), with its part of this machine:" in out) == (0, True)
+    assert "other, 2048 tokens" in (tmp_path / "plan.svg").read_text()
+    assert "engines: 1 of 2 parts" in run("config", *two)[1]
+    code, _, err = run("plan", *two, "--machines")
+    assert (code, "for one model" in err) == (2, True)
+
+
+def test_a_fleet_is_simulated(run, model, tmp_path):
+    fleet = ["plan", "--model", str(model), "--context", "2048", "--set", "engine.kind=mlx"]
+    fleet += ["--hot", "16MiB", "--ram", "16MiB", "--disk", "0", "--users", "10"]
+    code, out, err = run(*fleet, "--fleet", "2", "--bandwidth", "100MB", "--json")
+    found = json.loads(out)
+    assert (code, found["machines"], found["users"]) == (0, 2, 10), err
+    assert found["hit_rate"] == 1.0
+    assert found["lost"]["sessions"] > 0
+    code, out, _ = run(*fleet, "--fleet", "2", "--plot", str(tmp_path / "fleet.svg"))
+    assert (code, "no shared tier" in out, "one of 2 machines lost" in out) == (0, True, True)
+    assert "seconds to the first token" in (tmp_path / "fleet.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--fleet", "many"], "write a number of machines up to 1000"),
+        (["--fleet", "2xPDP-11"], "no machine is called 'PDP-11'"),
+        (["--fleet", "2", "--users", "0"], "--users 0"),
+        (["--fleet", "2", "--think", "soon"], "'soon' is not a duration"),
+        (["--fleet", "2", "--machines"], "leave out --machines"),
+        (["--users", "5"], "are for --fleet"),
+    ],
+)
+def test_a_fleet_that_cannot_be_simulated_is_refused(run, model, options, words):
+    code, _, err = run("plan", "--model", str(model), "--context", "2048", *options)
+    assert (code, words in err) == (2, True), err
+
+
+def test_doctor_counts_the_memory_of_all_models_once(run, model, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    two = ["doctor", "--json", "--set", "engine.kind=mlx", "--set", "gateway.port=0"]
+    two += ["--model", str(model), "--model", str(other)]
+    code, out, _ = run(*two, "--set", "engine.hot_bytes=900TiB", "--set", "store.ram_bytes=1GiB")
+    assert code == 1
+    assert "may take 900.0 TiB" in verdict(out, "memory")[1]
+    assert [x["about"] for x in json.loads(out) if x["about"].startswith("model")] == [
+        "model of tiny-llama",
+        "model of other",
+    ]
 
 
 def test_doctor_knocks_at_the_engine_that_runs_elsewhere(run):
