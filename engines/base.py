@@ -82,6 +82,14 @@ class HasReplicas(Protocol):
     def replicas(self) -> Sequence[ReplicaState]: ...
 
 
+@runtime_checkable
+class HasBudgets(Protocol):
+    """An engine whose budgets can change while it runs, if ``Welcome.moves_budgets``."""
+
+    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
+        """See ``engines.wire.SetBudgets``. Raises as verbs do; then it may be asked once more."""
+
+
 class Upstream(Protocol):
     """The engine's answer to one data-plane request: head first, body as it comes."""
 

@@ -5,13 +5,12 @@ gateway sends ``ControlRequest``; the engine answers each with one ``ControlRepl
 number, and may send ``Notice`` at any time. KV bytes never travel here.
 
 The same verbs serve every engine: demote, prefetch, pin, unpin, forget, sessions, stats, adopt;
-measure where the engine says that it can.
+measure and set_budgets where the engine says that it can.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -200,8 +199,18 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """Begin to measure the model now, also if it was measured; see ``Welcome.can_measure``."""
 
 
-Verb: TypeAlias = (
-    Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats | Adopt | Measure
+class SetBudgets(msgspec.Struct, frozen=True, tag="set_budgets"):
+    """Hold to these budgets from now on; answered once no more than they allow is in use.
+
+    See ``Welcome.moves_budgets``; budgets are never below those that the engine was started with.
+    """
+
+    hot_bytes: int
+    ram_bytes: int
+
+
+Verb: TypeAlias = (Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessions | GetStats) | (
+    Adopt | Measure | SetBudgets
 )
 
 
@@ -262,6 +271,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     hibernation_reason: str = ""  # why not, in one sentence
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
+    moves_budgets: bool = False  # it obeys ``SetBudgets``
     live_kv: KVSize | None = None  # as this engine keeps it; None: not said
     # With two bytes for each value of K and V, whatever the engine's dtype is, and recurrent states
     # as they are: what packed bytes are compared with.
@@ -351,20 +361,6 @@ def frame(message: ControlRequest | ControlReply | Notice) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a control message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
     return len(body).to_bytes(4, "big") + body
-
-
-def page_of(reports: Iterable[SessionReport], after: tuple[str, str] | None) -> Sessions:
-    """Cut the page that ``ListSessions(after)`` asks for: up to ``PAGE_BYTES``, one at least."""
-    rest = sorted(
-        (x for x in reports if after is None or (x.tenant, x.id) > after),
-        key=lambda x: (x.tenant, x.id),
-    )
-    nbytes = 0
-    for i, report in enumerate(rest):
-        nbytes += len(_encoder.encode(report))
-        if i and nbytes > PAGE_BYTES:
-            return Sessions(rest[:i], more=True)
-    return Sessions(rest)
 
 
 async def read_request(reader: asyncio.StreamReader) -> ControlRequest:

@@ -42,6 +42,7 @@ from engines.wire import (
     SessionRef,
     SessionReport,
     Sessions,
+    SetBudgets,
     Stats,
     TierName,
     Unpin,
@@ -210,6 +211,13 @@ class EngineClient:
         if not isinstance(answer, Adopted):
             raise _odd_answer(Measure(), answer)
         return answer.codec
+
+    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
+        """See ``engines.base.HasBudgets``."""
+        verb = SetBudgets(hot_bytes, ram_bytes)
+        answer = await self._link.ask(verb, MOVE_S)
+        if not isinstance(answer, Stats):
+            raise _odd_answer(verb, answer)
 
     def notices(self) -> AsyncIterator[Notice | None]:
         return self._link.notices()

@@ -38,6 +38,7 @@ async def serve(config: WorkerConfig) -> None:
         codec=CODEC,
         hibernation=True,
         can_measure=True,
+        moves_budgets=True,
         live_kv=KVSize(HOT_BYTES_PER_TOKEN),
         bf16_kv=KVSize(HOT_BYTES_PER_TOKEN),
         sees_images=SIGHTED in config.served_model_name,

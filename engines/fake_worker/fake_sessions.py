@@ -155,6 +155,10 @@ class FakeSessions:
             del self._sessions[_key(ref)]
         return Done(self._report(session))
 
+    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
+        self._capacity_bytes = hot_bytes
+        self._evict()
+
     async def sessions(self) -> list[SessionReport]:
         return [self._report(x) for x in self._sessions.values()]
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
+import msgspec
+
 from engines.host.sockets import private_socket, send_bounded
 from engines.wire import (
+    PAGE_BYTES,
     Adopt,
     Adopted,
     CodecReport,
@@ -36,6 +39,8 @@ from engines.wire import (
     Refused,
     SessionRef,
     SessionReport,
+    Sessions,
+    SetBudgets,
     Stats,
     TierName,
     Unpin,
@@ -44,7 +49,6 @@ from engines.wire import (
     Welcome,
     WireError,
     frame,
-    page_of,
     read_request,
 )
 from kvstore.errors import PinLimit
@@ -81,6 +85,13 @@ class Measures(Protocol):
     """The verb that only some engines have; their welcome says so."""
 
     async def measure(self) -> CodecReport: ...
+
+
+@runtime_checkable
+class Budgeted(Protocol):
+    """The verb of engines whose budgets can change while they run; their welcome says so."""
+
+    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None: ...
 
 
 class ControlServer:
@@ -174,8 +185,25 @@ class ControlServer:
                 return Adopted(await self._verbs.adopt())
             case Measure() if isinstance(self._verbs, Measures):
                 return Adopted(await self._verbs.measure())
+            case SetBudgets() if isinstance(self._verbs, Budgeted):
+                await self._verbs.set_budgets(verb.hot_bytes, verb.ram_bytes)
+                return Stats(await self._verbs.stats())
             case _:
                 return Refused(f"{type(verb).__name__} is not known here")
+
+
+def page_of(reports: Iterable[SessionReport], after: tuple[str, str] | None) -> Sessions:
+    """Cut the page that ``ListSessions(after)`` asks for: up to ``PAGE_BYTES``, one at least."""
+    rest = sorted(
+        (x for x in reports if after is None or (x.tenant, x.id) > after),
+        key=lambda x: (x.tenant, x.id),
+    )
+    nbytes = 0
+    for i, report in enumerate(rest):
+        nbytes += len(msgspec.msgpack.encode(report))
+        if i and nbytes > PAGE_BYTES:
+            return Sessions(rest[:i], more=True)
+    return Sessions(rest)
 
 
 def _words(error: Exception) -> str:

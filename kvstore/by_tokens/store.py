@@ -47,9 +47,11 @@ from kvstore.session import SessionRef, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import StoreStats
 from kvstore.tiers.base import Tier
+from kvstore.tiers.ram_tier import RamTier
 
 WAIT_S: Final = 30.0  # for saves of the session that are under way
 CLOSE_FLUSH_S: Final = 10.0
+RESIZE_FLUSH_S: Final = 15.0
 
 
 class ColdStore:
@@ -295,6 +297,14 @@ class ColdStore:
         It is told within a minute.
         """
         self.ledger.listen(on_gone)
+
+    def resize_memory(self, ram_bytes: int) -> None:
+        """Keep another budget of packed bytes in memory; what goes is in slower tiers by then."""
+        for tier in self.ledger.stack.tiers:
+            if isinstance(tier, RamTier):
+                if ram_bytes < tier.stats().nbytes:
+                    self.ledger.flush(RESIZE_FLUSH_S)
+                tier.resize(ram_bytes)
 
     def stats(self) -> StoreStats:
         """A moment of the store."""

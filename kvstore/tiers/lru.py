@@ -154,6 +154,11 @@ class RecencyIndex:
             self._parts.used_before(owner, idle_s)
             self._parts.sort(owner, self._stamp)
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Keep another budget from now on; ``shrink`` makes it hold."""
+        self.capacity_bytes = capacity_bytes
+        self._parts.resize(self._guaranteed_share * capacity_bytes)
+
     def shrink(self) -> list[tuple[bytes, RecencyEntry]]:
         """Evict until the budget holds, as far as pins allow; return what was evicted."""
         return list(self._make_room(0))

@@ -95,6 +95,12 @@ class RamTier(IndexedTier):
     def drop_quarantine(self) -> None:
         """Do nothing: memory that is damaged ends the process."""
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Keep another budget from now on, and evict what it has no room for."""
+        with self._lock:
+            self._index.resize(capacity_bytes)
+            self._apply(IndexUpdate([], self._index.shrink()), {})
+
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         with self._lock:
             found = sorted(item for item in self._blobs.items() if item[0].startswith(prefix))

@@ -35,6 +35,10 @@ class TenantParts:
         self._pinned: Counter[str] = Counter()
         self._used_s: OrderedDict[str, float] = OrderedDict()  # of active tenants; longest first
 
+    def resize(self, guaranteed_bytes: float) -> None:
+        """Guarantee another number of bytes to all active tenants together."""
+        self._guaranteed_bytes = guaranteed_bytes
+
     def use(self, owner: str) -> None:
         """Note that a tenant is active."""
         if owner:

@@ -40,6 +40,7 @@ from launch.plan.cache_shape import NotUnderstood
 from launch.plan.serve_checks import check_family, check_hot_budget, check_hot_codec
 from launch.plan.served_cache import served_cache
 from launch.serve.keys import key_lines
+from launch.serve.lending import lending_of
 from launch.serve.listed import listed_fleet
 from launch.serve.preflight import check_memory, check_tiers
 from launch.serve.secret import secret_of, secret_path
@@ -140,7 +141,10 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             settings.gateway, settings.store, effective.folders.data, tenants.key_of
         )
         places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
-        loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded) if on_demand else None
+        loading = None
+        if on_demand:
+            lending = lending_of(entries, [x.engine for x in engines], places)
+            loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded, lending=lending)
         app = create_app(settings.gateway, served, tenants, metrics, stored, loading, headroom)
         app.state.gateway.tracing = _tracing(settings.gateway)
         yield BuiltServer(app, engines, tenants)

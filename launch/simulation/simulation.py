@@ -27,7 +27,7 @@ from launch.simulation.machine import Reuse, SimulatedEngine
 from launch.simulation.sized_tier import SizedTier
 
 AWAY_S: Final = 120.0  # until a machine that was lost is there again
-TENANT: Final = "users"
+TENANT: Final = "local"  # as a gateway without keys calls its only one
 
 
 @dataclass
@@ -81,8 +81,7 @@ class _Fleet:
             SimulatedEngine(conditions, size, shared, clock) for _ in range(conditions.machines)
         ]
         self.replicas = [
-            Replica(f"machine-{i}", cast(Engine, engine), clock)
-            for i, engine in enumerate(self.engines)
+            Replica(str(i), cast(Engine, engine), clock) for i, engine in enumerate(self.engines)
         ]
         self.homes = LastHomes(conditions.users * 2)
         moves_at = MOVES_AT if shared is not None else MOVES_AT_ALONE

@@ -39,7 +39,7 @@ class MemoryBudget:
         hot: HotSessions,
         queue: FairQueue[PrefillTask],
     ) -> None:
-        self._hot_bytes = hot_bytes
+        self.hot_bytes = hot_bytes  # may change while requests run
         self._max_sequences = max_sequences
         self._cost = cost
         self._batches = batches
@@ -92,11 +92,11 @@ class MemoryBudget:
         shapes = self._shapes([*self._prefiller.admitted, task])
         hot = self._hot.get(own) if own else None
         reused = (hot.nbytes if hot else 0) + task.parked_bytes
-        return self._used(shapes) - reused - self._hot_bytes
+        return self._used(shapes) - reused - self.hot_bytes
 
     def missing(self) -> int:
         """Bytes by which what runs and what idles exceed the budget; negative = to spare."""
-        return self._used(self._shapes(self._prefiller.admitted)) - self._hot_bytes
+        return self._used(self._shapes(self._prefiller.admitted)) - self.hot_bytes
 
     def _used(self, shapes: list[tuple[int, int]]) -> int:
         running = batch_bytes(self._cost, shapes) + passing_bytes(self._cost, shapes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 # How long a demote waits for a save that is on its way.
 SAVE_WAIT_S: Final = 30.0
+# How long smaller budgets are waited for before the gateway is to ask again, and how often it is
+# looked whether they hold.
+SHRINK_WAIT_S: Final = 20.0
+SHRINK_LOOK_S: Final = 0.1
 # How long a prefetch may take before the caller gets an answer without it.
 WAKE_WAIT_S: Final = 60.0
 
@@ -39,6 +44,7 @@ class MlxVerbs:
         begin_to_measure: Callable[[], None] = lambda: None,
     ) -> None:
         self._owner = owner
+        self._clock = time.monotonic
         self._begin_to_measure = begin_to_measure
         self._reports = reports
         self._hot_cache = owner.parts.hot_cache
@@ -68,6 +74,28 @@ class MlxVerbs:
         self._begin_to_measure()
         codec = self._reports.codec()
         return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
+
+    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
+        """Hold to other budgets, never below those of the start; see ``engines.wire.SetBudgets``.
+
+        What is more than they allow goes as under any pressure: sessions that are saved leave, and
+        of running ones the youngest waits in line again.
+        """
+        hot_bytes = max(hot_bytes, self._owner.least_hot_bytes)
+        if store := self._owner.store:
+            await asyncio.to_thread(store.resize_memory, ram_bytes)
+        until = self._clock() + SHRINK_WAIT_S
+        while not await self._owner.call(lambda: self._holds_to(hot_bytes)):
+            if self._clock() > until:
+                raise TimeoutError("more than the new budget is still in use; ask again")
+            await asyncio.sleep(SHRINK_LOOK_S)
+
+    def _holds_to(self, hot_bytes: int) -> bool:
+        """Take a budget over, and make room for it. On the owner thread."""
+        budget = self._owner.parts.budget
+        budget.hot_bytes = hot_bytes
+        missing = budget.missing()
+        return missing <= 0 or self._hot_cache.make_room(missing, None)
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         """Drop the hot copy once there is a cold one; ``tier`` also moves the cold copy down."""

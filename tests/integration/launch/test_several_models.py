@@ -216,7 +216,7 @@ def test_the_command_line_names_the_model_that_is_meant(fakes):
     assert [x["model"] for x in rows] == ["one"]
     wrong = command(fakes, "sessions", "list", "--model", "nine")
     assert (wrong.returncode, "'one', 'two'" in wrong.stderr) == (1, True)
-    assert "ANTHROPIC_MODEL='two'" in command(fakes, "connect", "claude", "--model", "deux").stdout
+    assert "ANTHROPIC_MODEL='deux'" in command(fakes, "connect", "claude", "--model", "deux").stdout
     assert "no model 'nine'" in command(fakes, "connect", "claude", "--model", "nine").stderr
     measured = command(fakes, "calibrate", "--model", "two")
     assert (measured.returncode, "cannot be told to measure" in measured.stderr) == (1, True)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.host.control_server import page_of
 from engines.wire import (
     MAX_FRAME_BYTES,
     PAGE_BYTES,
@@ -28,7 +29,6 @@ from engines.wire import (
     Unpin,
     WireError,
     frame,
-    page_of,
     read_from_engine,
     read_request,
 )

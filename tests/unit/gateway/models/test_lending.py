@@ -1,0 +1,149 @@
+"""Memory of models that are not loaded is lent, and taken back before they are."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+
+from engines.base import EngineUnavailable
+from gateway.models.lending import Lending, Part
+from scheduler.budget import NOTHING, Budget
+from tests.unit.gateway.in_process import WELCOME, RecordingEngine
+
+pytestmark = pytest.mark.timeout(60)
+MACHINE, OWN = Budget(100, 40), Budget(50, 20)
+
+
+class Elastic(RecordingEngine):
+    """Uses all that it was last told, from when it hears of more until it says that it has less."""
+
+    def __init__(self) -> None:
+        super().__init__(welcome=None)
+        self.gave_up = False
+        self.uses = NOTHING
+        self.fails: list[str] = []  # "before" or "after" it has obeyed, one for each call
+        self.begin()
+
+    def begin(self) -> None:
+        self.welcome = msgspec.structs.replace(WELCOME, moves_budgets=True)
+        self.uses = OWN
+
+    def die(self) -> None:
+        self.welcome, self.uses = None, NOTHING
+
+    async def set_budgets(self, hot_bytes: int, ram_bytes: int) -> None:
+        await asyncio.sleep(0)
+        how = self.fails.pop(0) if self.fails else ""
+        if how != "before":
+            self.uses = Budget(hot_bytes, ram_bytes)
+        if how:
+            raise EngineUnavailable("the connection was lost")
+
+
+def two_models() -> tuple[Lending, Elastic, Elastic, dict[str, Part]]:
+    always, sometimes = Elastic(), Elastic()
+    sometimes.die()
+    parts = {"a": Part(always, OWN, 1, True), "b": Part(sometimes, OWN, 1, False)}
+    return Lending(MACHINE, parts), always, sometimes, parts
+
+
+async def test_what_a_model_does_not_need_is_lent_and_taken_back():
+    lending, always, sometimes, _ = two_models()
+    await lending.look()
+    assert always.uses == MACHINE
+    await lending.take_back("b")
+    assert (always.uses, lending.most_in_use) == (OWN, MACHINE)
+    sometimes.begin()
+    await lending.look()
+    assert (always.uses, sometimes.uses) == (OWN, OWN)
+    sometimes.die()
+    lending.left("b")
+    await lending.look()
+    assert always.uses == MACHINE
+
+
+async def test_a_model_waits_until_its_memory_is_given_back():
+    lending, always, _, _ = two_models()
+    await lending.look()
+    always.fails = ["before", "before", "after"]
+    await lending.take_back("b")
+    assert always.uses == OWN
+    assert always.fails == []
+
+
+async def test_an_engine_that_died_is_told_again_and_counts_meanwhile():
+    lending, always, _, parts = two_models()
+    always.fails = ["after"]  # it has more, and the answer was lost
+    await lending.look()
+    assert parts["a"].lent == Budget(50, 20)
+    always.die()
+    waiting = asyncio.create_task(lending.take_back("b"))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()  # nobody knows whether it still runs
+    always.begin()
+    await waiting
+    assert (parts["a"].lent, always.uses) == (NOTHING, OWN)
+
+
+async def test_one_that_gave_up_has_nothing():
+    lending, always, _, parts = two_models()
+    await lending.look()
+    always.die()
+    always.gave_up = True
+    await lending.take_back("b")
+    assert parts["a"].lent == NOTHING
+
+
+async def test_engines_that_cannot_change_are_left_alone():
+    lending, always, _, _ = two_models()
+    always.welcome = msgspec.structs.replace(WELCOME, moves_budgets=False)
+    await lending.look()
+    assert always.uses == OWN
+    await lending.take_back("unknown")
+    lending.left("unknown")
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_order_of_events_uses_more_than_there_is(seed):
+    chance = random.Random(seed)
+    engines = {name: Elastic() for name in "abc"}
+    for name in "bc":
+        engines[name].die()
+    parts = {name: Part(x, OWN, 1, name == "a") for name, x in engines.items()}
+    lending = Lending(MACHINE, parts)  # for two of them at once
+    loaded: list[str] = []
+
+    def check() -> None:
+        hot, ram = (sum(x.uses[i] for x in engines.values()) for i in (0, 1))
+        assert Budget(hot, ram).fits(MACHINE)
+
+    for _ in range(60):
+        what = chance.choice(["look", "load", "unload", "die", "fail"])
+        if what == "look":
+            await lending.look()
+        elif what == "load" and not loaded:
+            name = chance.choice("bc")
+            taking = asyncio.create_task(lending.take_back(name))
+            while not taking.done():
+                check()
+                if engines["a"].welcome is None and chance.random() < 0.3:
+                    engines["a"].begin()
+                await asyncio.sleep(0.01)
+            engines[name].begin()
+            loaded.append(name)
+        elif what == "unload" and loaded:
+            name = loaded.pop()
+            engines[name].die()
+            lending.left(name)
+        elif what == "die":
+            engine = engines[chance.choice(["a", *loaded])]
+            engine.die()
+            await lending.look()
+            check()
+            engine.begin()
+        elif what == "fail":
+            engines["a"].fails += chance.choices(["before", "after", ""], k=2)
+        check()
