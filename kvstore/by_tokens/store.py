@@ -299,7 +299,11 @@ class ColdStore:
         self.ledger.listen(on_gone)
 
     def resize_memory(self, ram_bytes: int) -> None:
-        """Keep another budget of packed bytes in memory; what goes is in slower tiers by then."""
+        """Keep another budget of packed bytes in memory, never below that of the start.
+
+        What has to go is in slower tiers by then, if they take it in time.
+        """
+        ram_bytes = max(ram_bytes, self._config.ram_bytes)
         for tier in self.ledger.stack.tiers:
             if isinstance(tier, RamTier):
                 if ram_bytes < tier.stats().nbytes:

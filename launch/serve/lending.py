@@ -29,6 +29,7 @@ def lending_of(
     parts = {
         row.name: Part(engine, own, row.share, is_loaded=row.load == "always")
         for row, engine, own in zip(rows, engines, guaranteed, strict=True)
+        if not row.url  # an engine that runs elsewhere takes nothing of this machine
     }
     return Lending(all_of_it, parts)
 

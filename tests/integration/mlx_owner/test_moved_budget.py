@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.mlx_owner.harness import Answer, begun, engine, session, text
+from tests.integration.mlx_owner.harness import ANY_CODEC, Answer, begun, engine, session, text
 from tests.integration.mlx_owner.test_budget import BUDGET, NEW, SESSION
 
 pytestmark = pytest.mark.mlx
@@ -16,7 +16,8 @@ MORE = 4 * BUDGET
 
 
 async def test_a_budget_grows_and_shrinks_while_a_turn_runs(tmp_path: Path) -> None:
-    async with engine("llama", tmp_path, hot_bytes=BUDGET) as it:
+    small = {**ANY_CODEC, "ram_bytes": 1 << 20}
+    async with engine("llama", tmp_path, gate=small, hot_bytes=BUDGET) as it:
         histories = {f"s{i}": text(i, SESSION) for i in range(8)}
 
         async def all_turns() -> list[Answer]:
@@ -32,16 +33,18 @@ async def test_a_budget_grows_and_shrinks_while_a_turn_runs(tmp_path: Path) -> N
         await all_turns()
         grown = await it.verbs.stats()
         assert grown.hot_capacity_bytes == MORE
+        assert next(x for x in grown.tiers if x.name == "ram").nbytes > 1 << 20
         assert BUDGET < grown.idle_hot_bytes <= MORE
         sources = [x.cache.source for x in await all_turns() if x.cache]
         assert sources == ["hot"] * 8
 
         long = await begun(it.submit(text(99, SESSION), session("long"), max_tokens=100))
-        await it.verbs.set_budgets(BUDGET, 1 << 20)
+        await it.verbs.set_budgets(BUDGET, 0)  # and no less than at the start
         shrunk = await it.verbs.stats()
         assert shrunk.hot_capacity_bytes == BUDGET
         assert shrunk.hot_bytes <= BUDGET
-        assert next(x for x in shrunk.tiers if x.name == "ram").nbytes <= 1 << 20
+        (ram,) = [x for x in shrunk.tiers if x.name == "ram"]
+        assert ram.nbytes <= ram.capacity_bytes == 1 << 20
         answer = await long
         assert (answer.failed, len(answer.tokens)) == ("", 100)
 
