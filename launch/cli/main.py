@@ -189,8 +189,8 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say beforehand how many sessions fit, from config.json alone."""
-    from launch.cli.fleet_plan import FleetWanted
-    from launch.cli.plan_command import Wanted, run_plan
+    from launch.cli.plans.fleet_plan import FleetWanted
+    from launch.cli.plans.plan_command import Wanted, run_plan
 
     of_fleet = FleetWanted(fleet or "", users, think, bandwidth, prefill, lengths)
     wanted = Wanted(named, sessions, lengths, machines, weights, plot, as_json, of_fleet)

@@ -37,7 +37,7 @@ def test_imports_go_one_way():
     [
         "launch.cli.main",
         "launch.serve.run",
-        "launch.cli.plan_table",
+        "launch.cli.plans.plan_table",
         "launch.doctor",
         "gateway.app",
     ],

@@ -11,8 +11,8 @@ import typer
 from launch.capacity.machines import machine_plans
 from launch.capacity.picture import Bars, bars_of, draw_bars, machine_bars
 from launch.cli import options
-from launch.cli.fleet_plan import FleetWanted, print_fleet
-from launch.cli.plan_table import print_machines, print_plan
+from launch.cli.plans.fleet_plan import FleetWanted, print_fleet
+from launch.cli.plans.plan_table import print_machines, print_plan
 from launch.cli.printing import print_json
 from launch.errors import UsageError
 from launch.plan.capacity_plan import Plan, plan_of

@@ -1,0 +1,1 @@
+"""``thermocline plan``: this machine, other machines, and a fleet of them."""
