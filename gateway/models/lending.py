@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engines.base import Engine, EngineError, HasBudgets, Welcome
-from scheduler.budget import NOTHING, Budget, loans, total
+from gateway.models.budget import NOTHING, Budget, loans, total
 
 log = logging.getLogger("thermocline.gateway")
 

@@ -26,8 +26,8 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from engines.base import Engine, EngineError, EngineUnavailable, TierName
+from gateway.models.budget import NOTHING
 from gateway.models.lending import Lending
-from scheduler.budget import NOTHING
 from scheduler.sessions import Overloaded, SessionManager
 
 log = logging.getLogger("thermocline.gateway")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.base import Engine
+from gateway.models.budget import NOTHING, Budget
 from gateway.models.lending import Lending, Part
 from launch.settings.effective_settings import EffectiveSettings, EngineSettings
 from launch.settings.several_engines import at_once
-from scheduler.budget import NOTHING, Budget
 
 
 def lending_of(

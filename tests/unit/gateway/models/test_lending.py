@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from engines.base import EngineUnavailable
+from gateway.models.budget import NOTHING, Budget
 from gateway.models.lending import Lending, Part
-from scheduler.budget import NOTHING, Budget
 from tests.unit.gateway.in_process import WELCOME, RecordingEngine
 
 pytestmark = pytest.mark.timeout(60)

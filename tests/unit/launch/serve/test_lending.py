@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gateway.models.budget import Budget
 from launch.serve.lending import lending_of
-from scheduler.budget import Budget
 from tests.unit.gateway.in_process import RecordingEngine
 from tests.unit.launch.settings.test_several_engines import TWO, engines_of
 

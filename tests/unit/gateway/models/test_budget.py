@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.budget import NOTHING, Budget, loans, total
+from gateway.models.budget import NOTHING, Budget, loans, total
 
 BUDGETS = st.builds(Budget, st.integers(0, 1 << 40), st.integers(0, 1 << 40))
 SHARES = st.dictionaries(st.text(max_size=3), st.integers(1, 1000), max_size=5)
