@@ -83,7 +83,7 @@ class MachinePlan(msgspec.Struct, frozen=True):
 
 
 class OnMachine(NamedTuple):
-    """What a machine gives sessions of one length: their bytes, and budgets for many of them."""
+    """A machine and sessions of one length: their bytes, and budgets for many of them."""
 
     needs: Needs
     budgets: Budgets

@@ -22,7 +22,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast one engine is."""
+    """The speeds of one engine."""
 
     prefill_tokens_s: PositiveRate = 2000.0
     answer_tokens_s: PositiveRate = 30.0  # of each answer
@@ -31,7 +31,7 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Habits(msgspec.Struct, frozen=True, kw_only=True):
-    """What each user does: turns of one conversation after the other, with a pause before each."""
+    """The habits of each user: one conversation after the other, with a pause before each turn."""
 
     think_s: PositiveRate = 60.0  # on average; pauses are exponential
     context: Count = 8192  # tokens of a conversation at its end

@@ -23,7 +23,7 @@ class Seconds(msgspec.Struct, frozen=True):
 
 
 class SharedTier(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes over the link to the shared tier."""
+    """The traffic of the link to the shared tier."""
 
     read_bytes_s: float
     written_bytes_s: float
@@ -33,7 +33,7 @@ class SharedTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of one machine cost."""
+    """The cost of the loss of one machine."""
 
     sessions: int  # that had their home there, and came back
     sources: dict[str, int]  # where their next turns found them

@@ -30,7 +30,7 @@ _UNBOUNDED: Final = 1 << 50
 
 @dataclass
 class Reuse:
-    """What a returning session finds: its tokens, and the packed bytes of each tier to read."""
+    """The find of a returning session: its tokens, and the packed bytes of each tier to read."""
 
     source: Source
     tokens: int = 0

@@ -122,7 +122,7 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """How long the fleet was simulated."""
+        """The time that was simulated, in seconds."""
         return self._now_s
 
     def run(self) -> None:
